@@ -129,9 +129,9 @@ def test_a_holder_that_is_away_is_not_waited_for_with_each_part(tmpfs: Path, mon
         cluster[away].down()
         owner.up()
         asked: list[int] = []
-        ask = owner.snapshots._peers.ask
+        ask = owner.snapshots.copies.ask
         monkeypatch.setattr(
-            owner.snapshots._peers, "ask", lambda number, *more: (asked.append(number), ask(number, *more))[1]
+            owner.snapshots.copies, "ask", lambda number, *more: (asked.append(number), ask(number, *more))[1]
         )
         assert owner.recover() == {0: sealed}
         assert asked.count(away) == 1
@@ -360,7 +360,7 @@ def test_a_holder_that_could_not_be_told_is_told_the_next_time(pair: Cluster) ->
 def test_a_late_message_drops_nothing_that_is_newer(pair: Cluster) -> None:
     owner, holder = pair.members
     said: list[tuple[list[str], str]] = []
-    ask = owner.snapshots._peers.ask
+    ask = owner.snapshots.copies.ask
 
     def hold_back(number: int, operation: str, fields: dict[str, Any]) -> dict[str, Any]:
         if operation != "drop_copies":
@@ -368,7 +368,7 @@ def test_a_late_message_drops_nothing_that_is_newer(pair: Cluster) -> None:
         said.append((fields["keep"], fields["before"]))
         return {}
 
-    owner.snapshots._peers.ask = hold_back
+    owner.snapshots.copies.ask = hold_back
     owner.put(0, some(3))
     owner.seal(0)
     owner.snapshots.retain([0])

@@ -37,31 +37,28 @@ AskPeer: TypeAlias = Callable[[int, str, Fields], Fields]
 _MAX_CONNECT_S = 10.0
 
 
-class Peers:
-    """Where the services of other managers are. Thread-safe."""
+class Copies:
+    """The holders of one manager's parts: where they are, and what they have. `push` is for one thread at a time; the
+    rest is thread-safe. ``nodes``: of all managers. ``holders``: numbers of managers, in order of preference."""
 
-    def __init__(self, secret: bytes, nodes: Sequence[str], ask: AskPeer) -> None:
-        self.secret = check_secret(secret)
+    def __init__(
+        self, store: RankStore, nodes: Sequence[str], holders: Sequence[int], secret: bytes, ask: AskPeer
+    ) -> None:
         self.nodes = nodes
+        self.holders = holders
+        self.secret = check_secret(secret)
         self.ask = ask
+        self.pushed_bytes = 0
+        self._store = store
+        self._links = {holder: HolderLink() for holder in holders}
+        self._closed = False
 
     def find(self, manager: int) -> Holder:
-        """Where its service listens. Raises `FlashpointError`: it is not there."""
+        """Where the service of a manager listens. Raises `FlashpointError`: it is not there."""
         node, address = self.nodes[manager], self.ask(manager, "hello", {})["transfers"]
         if address is None:
             raise ReplicationError("this manager takes no copies yet", rank=manager, node=node)
         return Holder(node, (str(address[0]), int(address[1])))
-
-
-class Copies:
-    """Pushes parts of one manager to its holders. `push` is for one thread at a time; the rest is thread-safe."""
-
-    def __init__(self, store: RankStore, holders: Sequence[int], peers: Peers) -> None:
-        self._store = store
-        self._peers = peers
-        self._links = {holder: HolderLink() for holder in holders}
-        self._closed = False
-        self.pushed_bytes = 0
 
     def push(self, parts: Sequence[PartRef], needed: Collection[PartRef], deadline: float) -> None:
         """Have every holder have every part, in this order: what others refer to comes before them.
@@ -103,13 +100,13 @@ class Copies:
         except TransferCancelledError as error:
             if self._closed:
                 raise
-            raise DeadlineError("a copy was not verified in time", node=self._peers.nodes[number]) from error
+            raise DeadlineError("a copy was not verified in time", node=self.nodes[number]) from error
 
     def _connect(self, number: int, deadline: float) -> PeerConnection:
-        holder, left = self._peers.find(number), deadline - time.monotonic()
+        holder, left = self.find(number), deadline - time.monotonic()
         return PeerConnection(
             holder.address,
-            self._peers.secret,
+            self.secret,
             node=holder.node,
             deadline_s=transfer_deadline_s(),
             connect_timeout_s=min(_MAX_CONNECT_S, max(left, 0.001)),

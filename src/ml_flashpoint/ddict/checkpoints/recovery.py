@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.ddict.checkpoints.copies import Peers
+from ml_flashpoint.ddict.checkpoints.copies import Copies
 from ml_flashpoint.ddict.checkpoints.index import (
     INLINE,
     STORED,
@@ -63,8 +63,7 @@ class Recoverer:
 
     _store: RankStore
     _values: ValueArenas
-    _holders: Sequence[int]  # managers that hold copies of it, in order of preference
-    _peers: Peers
+    _copies: Copies
     _cancelled: Callable[[], bool]  # once true, what is under way is broken off
     built: dict[int, BuiltSnapshot] = field(default_factory=dict)
     failures: dict[int, FlashpointError] = field(default_factory=dict)
@@ -115,7 +114,7 @@ class Recoverer:
             part = self._part(ref)
             path = str(self._store.base / part.version / part.names[0])
             data, segment = split_object(_used(part), _record(part).file_size, path)
-            self._indices[ref] = decode_index(data, ref, self._rank, len(self._peers.nodes), path), segment
+            self._indices[ref] = decode_index(data, ref, self._rank, len(self._copies.nodes), path), segment
         return self._indices[ref]
 
     def _entry(self, told: IndexEntry) -> Entry:
@@ -154,7 +153,7 @@ class Recoverer:
 
     def _fetch(self, ref: PartRef) -> HeldPart:
         failures: list[FlashpointError] = []
-        for again, number in product((False, True), self._holders):  # one may just have come back
+        for again, number in product((False, True), self._copies.holders):  # one may just have come back
             try:
                 return self._fetch_from(self._find(number, again), ref)
             except TransferCancelledError:
@@ -167,12 +166,12 @@ class Recoverer:
     def _find(self, number: int, again: bool) -> Holder:
         """Where a holder is. Looked up once, and once ``again``, for all parts: one that is away takes its time."""
         with self._looking:
-            return _once(self._found, (number, again), lambda: self._peers.find(number))
+            return _once(self._found, (number, again), lambda: self._copies.find(number))
 
     def _fetch_from(self, holder: Holder, ref: PartRef) -> HeldPart:
-        secret, deadline_s = self._peers.secret, transfer_deadline_s()
+        secret, deadline_s = self._copies.secret, transfer_deadline_s()
         manifest = fetch_manifest(holder, secret, ref.version, self._rank, ref.attempt, deadline_s=deadline_s)
-        if manifest.world_size != len(self._peers.nodes) or not is_part(manifest):
+        if manifest.world_size != len(self._copies.nodes) or not is_part(manifest):
             raise ManifestError("a holder gave the manifest of another part", node=holder.node)
         with ExitStack() as undo:
             incoming = IncomingCopy(self._store, manifest)

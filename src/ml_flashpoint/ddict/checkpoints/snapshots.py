@@ -24,7 +24,7 @@ from itertools import chain
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.ddict.checkpoints.copies import AskPeer, Copies, Peers
+from ml_flashpoint.ddict.checkpoints.copies import AskPeer, Copies
 from ml_flashpoint.ddict.checkpoints.index import (
     GONE,
     LONGEST_CHAIN,
@@ -113,8 +113,7 @@ class Snapshots:
         snapshot_ref(_FIRST_STAMP, incarnation, 0)  # refuses what cannot be in a name
         self.holders = tuple(holders[manager])
         self.held = tuple(owner for owner, its in enumerate(holders) if manager in its)
-        self._peers = Peers(secret, nodes, ask)
-        self.copies = Copies(store, self.holders, self._peers)
+        self.copies = Copies(store, nodes, self.holders, secret, ask)
         self._service: TransferService | None = None
         # Taken in this order. Network is only waited for with the first. What changes, does so with the second.
         self._sealing = threading.Lock()
@@ -134,7 +133,7 @@ class Snapshots:
 
     def _check_copy(self, manifest: Manifest) -> None:
         """Take in only copies that this manager is to hold, and only such as a dictionary makes."""
-        if manifest.rank not in self.held or manifest.world_size != len(self._peers.nodes) or not is_part(manifest):
+        if manifest.rank not in self.held or manifest.world_size != len(self.copies.nodes) or not is_part(manifest):
             raise ProtocolError("this manager holds no copies of that one, or this is no part", rank=manifest.rank)
 
     def close(self) -> None:
@@ -232,7 +231,7 @@ class Snapshots:
     def _write(self, own: PartRef, told: tuple[PartRef, ...], entries: list[Entry], missing: list[bytes]) -> None:
         listed, segment = gather(own, entries, part_of)
         listed += [IndexEntry(key, 0, "", False, False, GONE, own, 0, 0) for key in missing]
-        index = encode_index(Index(own, self._manager, len(self._peers.nodes), told, listed))
+        index = encode_index(Index(own, self._manager, len(self.copies.nodes), told, listed))
         layout = plan_object(len(index), sum(map(len, segment)))
         arena = self._store.acquire(layout.size)
         try:
@@ -248,7 +247,7 @@ class Snapshots:
             raise
 
     def _commit(self, ref: PartRef, arena: Arena, size: int) -> None:
-        nodes, labels = self._peers.nodes, {STAMP_LABEL: self._next_stamp()}
+        nodes, labels = self.copies.nodes, {STAMP_LABEL: self._next_stamp()}
         digests = BlockDigester(arena.buffer, size, digest_workers(), block_size=block_bytes()).finish()
         record = ObjectRecord(object_name(self._manager, ref.attempt), size, arena.size, digests, block_bytes())
         manifest = Manifest(
@@ -311,7 +310,7 @@ class Snapshots:
             before = self._next_stamp()
         for holder in self.holders:
             try:
-                self._peers.ask(holder, "drop_copies", {"of": self._manager, "keep": keep, "before": before})
+                self.copies.ask(holder, "drop_copies", {"of": self._manager, "keep": keep, "before": before})
             except FlashpointError as error:
                 _log.warning("a holder keeps copies that are not needed until it can be told: %s", error)
 
@@ -356,7 +355,7 @@ class Snapshots:
             Entries of each snapshot that could be had whole, by checkpoint, and why others could not.
         """
         with self._building:
-            recoverer = Recoverer(self._store, self._values, self.holders, self._peers, self._closed.is_set)
+            recoverer = Recoverer(self._store, self._values, self.copies, self._closed.is_set)
             with collection_paused():
                 recoverer.recover(snapshots)
             self._snapshots = dict(sorted({**self._snapshots, **recoverer.built}.items()))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ml_flashpoint import Flashpoint
+from ml_flashpoint.core.overlap import Overlap
 from ml_flashpoint.format.errors import SaveError
+from ml_flashpoint.staging import late_copy
 from tests.facade.test_overlap import Job, _is_same, _loaded
 
 
@@ -51,6 +54,74 @@ def test_an_interrupt_between_two_calls_of_a_save_holds_up_no_later_one(
         assert fp.wait(10)
         assert fp.last_saved == 3
         assert fp._engine.saver.stats.last_verified == 3
+    step, state = _loaded(base)
+    assert step == 3
+    assert _is_same(state, saved)
+
+
+class Saving:
+    """Whose state dict saves, as a signal handler might in the midst of a save."""
+
+    save: Callable[[], object] = staticmethod(lambda: None)
+
+    def state_dict(self) -> dict[str, Any]:
+        self.save()
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def test_a_save_from_within_a_save_is_refused_and_holds_up_nothing(base: Path) -> None:
+    job, saving = Job(), Saving()
+    with Flashpoint(base, deadline_s=20) as fp:
+        fp.track(**job.tracked, saving=saving).resume()
+        saving.save = lambda: fp.save(99)  # type: ignore[method-assign]
+        job.step()
+        saved = job.state()
+        fp.save(1)
+        assert fp.wait()
+        assert (fp.health.saves, fp.health.failures) == (1, 1)
+        assert "while this thread begins a save" in str(fp.health.last_error)
+        saving.save = lambda: None  # type: ignore[method-assign]
+    job = Job()
+    with Flashpoint(base) as fp:
+        assert fp.track(**job.tracked, saving=Saving()).resume() == 1
+    assert _is_same(job.state(), saved)
+
+
+@pytest.mark.parametrize("call", [Flashpoint.save, Flashpoint.before_update])
+def test_a_handler_in_the_midst_of_a_copy_fails_that_save_or_its_own(
+    base: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[Flashpoint], None]
+) -> None:
+    """What the step was about to copy when the handler came is not copied yet, and whoever waited for it would wait for
+    himself."""
+    monkeypatch.setattr(Overlap, "_start", lambda self, late: None)
+    job = Job()
+    copied = late_copy.copy_all
+    with Flashpoint(base, deadline_s=20) as fp:
+        fp.track(**job.tracked).resume()
+        for _ in range(2):
+            job.step()
+            fp.step()
+        with monkeypatch.context() as patched:
+
+            def interrupted(*given: Any) -> None:
+                patched.setattr(late_copy, "copy_all", copied)
+                call(fp)
+                copied(*given)
+
+            patched.setattr(late_copy, "copy_all", interrupted)
+            job.step()
+        assert fp.wait()
+        assert fp.health.failures == 1
+        assert fp.last_saved == (2 if call is Flashpoint.save else 1)
+        job.step()
+        saved = job.state()
+        fp.save(3)
+        fp.before_update()
+        assert fp.wait()
+        assert fp.last_saved == 3
     step, state = _loaded(base)
     assert step == 3
     assert _is_same(state, saved)

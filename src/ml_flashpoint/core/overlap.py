@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -87,6 +88,7 @@ class Overlap:
         self._probe = self._proofs = 0
         self._announced = self._captured = self._promised = False
         self._stepped: set[int] = set()
+        self._waiting: set[int] = set()  # threads
         self._owner = OwningProcess()
 
     def watch(
@@ -272,13 +274,27 @@ class Overlap:
     def _start(self, late: LateCopy | LateDeviceCopy) -> None:
         self._thread.run(late.copy)
 
+    @property
+    def waits(self) -> bool:
+        """Whether the calling thread is waiting, and so in a signal's handler: it cannot wait for itself."""
+        return threading.get_ident() in self._waiting
+
     def before_update(self) -> None:
         """Wait until nothing is copied any more, and help."""
         late = self._late
         if late is not None and not late.over and not self._owner.forked:
-            began = time.perf_counter()
-            with self.deferred():
-                late.finish()
+            if self.waits:
+                late.cancel(
+                    SaveError("the program was interrupted while it copied the state, and is about to change it")
+                )
+                return
+            began, thread = time.perf_counter(), threading.get_ident()
+            try:
+                self._waiting.add(thread)
+                with self.deferred():
+                    late.finish()
+            finally:
+                self._waiting.discard(thread)
             if self._late is late:  # and no earlier: optimizers may step in several threads
                 self._late = None
             self.on_waited(time.perf_counter() - began)

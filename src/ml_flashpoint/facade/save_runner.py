@@ -33,7 +33,7 @@ from ml_flashpoint.facade.packed_state import item_bytes
 from ml_flashpoint.facade.save_exchange import SaveExchange
 from ml_flashpoint.facade.tracked_state import TrackedState
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.errors import DeadlineError, DivergedError, FlashpointError
+from ml_flashpoint.format.errors import DeadlineError, DivergedError, FlashpointError, SaveError
 from ml_flashpoint.ranks.lasting_group import LastingGroup
 from ml_flashpoint.staging.collection import collection_paused
 from ml_flashpoint.staging.device_copy import take_queued_s
@@ -115,6 +115,7 @@ class SaveRunner:
         self._outcome = threading.Lock()
         saver.on_withdrawn = self._withdraw
         self._aligned_after = -1
+        self._beginning = False
         self._was_saving = False  # when the latest step was done
         self.last_saved: int | None = None
         self.saves = self.failures = self.failures_in_a_row = 0
@@ -136,6 +137,18 @@ class SaveRunner:
 
     def save(self, version: CheckpointContainerId) -> None:
         """Begin a save, after the one before has ended. Never raises for a save that fails."""
+        if self._beginning or self.overlap.waits:
+            text = "called while this thread begins a save, or waits for its copy: in a signal handler, say"
+            hint = "let the handler set a flag, and save in the loop"
+            self._fail(version, SaveError(text, step=version.step, rank=self._saver.rank, hint=hint))
+            return
+        try:
+            self._beginning = True
+            self._save(version)
+        finally:
+            self._beginning = False
+
+    def _save(self, version: CheckpointContainerId) -> None:
         self._tell_held()
         self._was_saving = True
         began = time.perf_counter()

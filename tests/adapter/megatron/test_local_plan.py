@@ -177,6 +177,11 @@ def test_these_changes(begins: str, changes: str) -> None:
     _compare([begins], [changes])
 
 
+def test_a_view_of_a_parameter_that_is_changed_without_gradients() -> None:
+    """Torch refuses further views of it, but for detached ones."""
+    _compare(["a parameter", "smaller"], ["content"])
+
+
 @pytest.mark.parametrize("make", [lambda: State().described(), lambda: sharded_state(Layout(), 1)])
 def test_what_is_described_as_before_is_not_planned_anew(
     monkeypatch: pytest.MonkeyPatch, make: Callable[[], dict[str, Any]]

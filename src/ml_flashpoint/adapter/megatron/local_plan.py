@@ -101,7 +101,7 @@ class LocalPlan:
             number = numbers.get(id(each))
             if number is None or not isinstance(each, torch.Tensor) or not is_plain_strided(each):
                 return False
-            if view_identity(given[number].view(each.shape)) != view_identity(each):
+            if view_identity(given[number].detach().view(each.shape)) != view_identity(each):
                 return False
             self._sources.append((number, each.shape))
         return True

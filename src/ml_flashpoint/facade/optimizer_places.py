@@ -37,7 +37,7 @@ def add_places(name: str, state: dict[str, Any], metadata: Metadata, parameters:
                 place = _place(values.get(kind, _NOTHING), kind, entry, parameters[parameter])
                 if place is not _NOTHING:
                     state["state"].setdefault(parameter, {})[kind] = place
-            case (own, "param_groups", int(group), *_) if own == name and group < len(state["param_groups"]):
+            case (own, "param_groups", int(group), *_) if own == name and 0 <= group < len(state["param_groups"]):
                 place = _place(_found(state, path[1:]), path[-1], entry, None)
                 if place is not _NOTHING and _has_room(state, path[1:]):
                     set_element(state, path[1:], place)

@@ -138,7 +138,7 @@ class SaveRunner:
     def save(self, version: CheckpointContainerId) -> None:
         """Begin a save, after the one before has ended. Never raises for a save that fails."""
         if self._beginning or self.overlap.waits:
-            text = "called while this thread begins a save, or waits for its copy: in a signal handler, say"
+            text = "called while a save begins, or this thread waits for its copy: in a signal handler, say"
             hint = "let the handler set a flag, and save in the loop"
             self._fail(version, SaveError(text, step=version.step, rank=self._saver.rank, hint=hint))
             return

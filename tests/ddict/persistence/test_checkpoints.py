@@ -179,6 +179,13 @@ def test_a_run_begins_once(make: Callable[..., CheckpointPersister]) -> None:
             persister.begin_run(again, restored=restored)
 
 
+def test_a_run_whose_record_could_not_be_written_can_begin_after_all(tmpfs: Path, opened: Callable[..., Any]) -> None:
+    (tmpfs / "name" / "run-a").mkdir(parents=True)  # as a directory store leaves it where there is no room
+    persister = _begun(opened(PosixCheckpointPersister(str(tmpfs), name="name", managers=MANAGERS)), "a")
+    _persist(persister, "a", 1)
+    assert persister.ids() == [1]
+
+
 def test_runs_that_never_completed_anything_go(tmpfs: Path, opened: Callable[..., Any]) -> None:
     make = lambda: opened(PosixCheckpointPersister(str(tmpfs), name="name", managers=MANAGERS))  # noqa: E731
     for run in ("a", "b"):

@@ -122,7 +122,8 @@ class StoredCheckpointPersister(CheckpointPersister):
         self._take_lock()
         runs = self._runs()
         lineage = () if restored is None else self._continued(restored)
-        if run_id in runs or (restored is not None and restored.run == run_id):
+        # A folder with nothing in it is what is left where the record could not be written: that may be tried again.
+        if self.store.list(self._folder(run_id)) or (restored is not None and restored.run == run_id):
             raise InvalidArgumentError("a run begins once", argument="run_id", value=run_id)
         sequence = 1 + max((run.sequence for run in runs.values()), default=0)
         content = {"run": run_id, "sequence": sequence, "lineage": lineage}

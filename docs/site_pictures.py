@@ -42,7 +42,6 @@ _LAYERS = {
     "checkpoint_object_manager": "arenas and versions on tmpfs; durable stores",
     "staging": "bytes from tensors into arenas; what may be unpickled",
     "ranks": "who takes part, strategies, recovery planning; requests",
-    "tracing": "recoveries as spans, for programs that trace",
     "events": "who is told of what happens",
     "format": "names, dtypes, layouts, manifests, digests; no torch",
     "extras": "what is not installed by itself",

@@ -61,8 +61,8 @@ PAGES: dict[str, tuple[str, list[str]]] = {
         ],
     ),
     "reference-events.md": (
-        "Reference: events and traces",
-        ["ml_flashpoint.events:*", "ml_flashpoint.tracing:trace_recoveries"],
+        "Reference: events",
+        ["ml_flashpoint.events:*"],
     ),
     "reference-errors.md": ("Reference: errors", ["ml_flashpoint.format.errors:*"]),
 }

@@ -24,15 +24,6 @@ def run(code: str, *folders: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def installed(folder: Path, name: str, entry_points: str = "") -> Path:
-    info = folder / name
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ml-flashpoint\nVersion: 0.0.10\n")
-    if entry_points:
-        (info / "entry_points.txt").write_text(entry_points)
-    return folder
-
-
 def test_everything_says_the_same_name() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["name"] == ml_flashpoint.DISTRIBUTION
@@ -40,22 +31,6 @@ def test_everything_says_the_same_name() -> None:
         assert not [each for each in requirements if each.startswith("ml-flashpoint")]
     for page in (REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")):
         assert "install ml-flashpoint" not in page.read_text(encoding="utf-8").replace('"', "").replace("'", "")
-
-
-def test_somebody_elses_package_is_told(tmp_path: Path) -> None:
-    installed(tmp_path, "ml_flashpoint-0.0.10.dist-info")
-    done = run("import ml_flashpoint", SOURCE, tmp_path)
-    assert "ml_flashpoint-0.0.10.dist-info" in done.stderr
-    assert "pip uninstall -y ml-flashpoint torch-flashpoint" in done.stderr
-    assert done.returncode == 0
-
-
-def test_ours_is_not_told_under_its_former_name(tmp_path: Path) -> None:
-    installed(
-        tmp_path, "ml_flashpoint-0.1.0.dist-info", "[console_scripts]\nflashpoint = ml_flashpoint.cli.main:main\n"
-    )
-    done = run("import ml_flashpoint", SOURCE, tmp_path, tmp_path / "missing")
-    assert done.stderr == ""
 
 
 def test_command_tells_that_the_package_is_somebody_elses(tmp_path: Path) -> None:

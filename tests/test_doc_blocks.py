@@ -43,7 +43,6 @@ _RUN_HERE: list[tuple[str, str]] = [
     ("object-format.md", "safe_open("),
     ("export.md", "export_version("),
     ("operations.md", "events.subscribe("),
-    ("operations.md", "trace_recoveries()"),
     ("local-checkpointing.md", "LazyCliqueReplicationStrategy("),
     ("local-checkpointing.md", "AsyncCallsQueue()"),
     ("pytorch-dcp.md", "engine.writer.watch(optimizer)"),
@@ -176,11 +175,9 @@ def test_versions_are_read_from_outside(names: dict[str, Any], tmpfs: Path, monk
     )
 
 
-def test_events_and_traces(names: dict[str, Any], tmpfs: Path) -> None:
+def test_events(names: dict[str, Any], tmpfs: Path) -> None:
     exec(block("operations.md", "events.subscribe(", tmpfs), names)
     assert names["events"] is events
-    pytest.importorskip("opentelemetry.sdk")
-    exec(block("operations.md", "trace_recoveries()", tmpfs), names)
 
 
 def test_asynchronous_local_saves(tmpfs: Path) -> None:

@@ -84,7 +84,7 @@ def test_every_command_is_run() -> None:
     for page in _PAGES:
         for line in _lines_of(page):
             assert _arguments_of(line) or line.startswith(tuple(_NOT_RUN)), (page.name, line)
-    assert {"ls --all", "top", "metrics", "import", "persist", "rm", "doctor", "plan", "report"} <= {
+    assert {"ls --all", "top", "metrics", "persist", "rm", "doctor", "plan", "report"} <= {
         name for found in _COMMANDS.values() for each in found for name in (each[0], " ".join(each[:2]))
     }
 

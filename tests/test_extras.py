@@ -17,7 +17,6 @@ CASES = [
     ("import ml_flashpoint.adapter.lightning", "lightning", "lightning"),
     ("import ml_flashpoint.ddict", "cloudpickle", "ddict"),
     ("import ml_flashpoint.ddict", "torch", "ddict"),
-    ("import ml_flashpoint.tracing", "opentelemetry", "otel"),
 ]
 
 

@@ -21,7 +21,7 @@ from tests.support.processes import REPOSITORY
 _SOURCE = Path(ml_flashpoint.__file__).parent
 _REQUIREMENTS = {"PYTHONPATH": sysconfig.get_paths()["purelib"]}  # where no .pth file, of this repository, counts
 _BUILT_FROM = ("pyproject.toml", "README.md", "LICENSE")
-_HEAVY = {"torch", "numpy", "psutil", "xxhash", "safetensors", "prometheus_client", "ray", "fsspec", "opentelemetry"}
+_HEAVY = {"torch", "numpy", "psutil", "xxhash", "safetensors", "prometheus_client", "ray", "fsspec"}
 
 
 def _run(*argv: object, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:

@@ -28,7 +28,7 @@ _RUN_ELSEWHERE = {
     "kubernetes.md": "tests/test_clusters.py",
 }
 # Runs until it is stopped, or looks at jobs of this machine: their options are parsed, and no more.
-_ONLY_PARSED = ("top", "metrics", "ls --all", "import")
+_ONLY_PARSED = ("top", "metrics", "ls --all")
 
 
 class Playground:

@@ -83,7 +83,6 @@ def test_what_they_print_has_that_form(tmpfs: Path, tmp_path: Path, monkeypatch:
         ("report", lines),
         ("copy", base, copies),
         ("export", store, "--to", dcp),
-        ("import", dcp, "--to", tmpfs / "imported", "--step", 7),
         ("persist", base, "--to", tmpfs / "by-hand"),
         ("plan", "--params", "7e9", "--nodes", 4),
         ("doctor", base),

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ml_flashpoint.adapter.pytorch.export import export_version
-from ml_flashpoint.adapter.pytorch.import_version import import_version
 from ml_flashpoint.core.persist_version import persist_version
 from ml_flashpoint.persist.directory_store import DirectoryStore
 from ml_flashpoint.persist.versions import list_persisted
@@ -40,17 +37,6 @@ def test_by_hand_from_what_one_node_of_a_dead_job_holds(tmpfs: Path) -> None:
     after = train(tmpfs, 3, 8, "fsdp2")
     assert [(each["source"], each["began"]) for each in after] == [("persisted", 6)] * 3
     assert [each["then"] for each in after] == [before[0]["now"]] * 3
-
-
-def test_what_was_exported_and_imported_goes_on_as_well(tmpfs: Path) -> None:
-    before = train(tmpfs, 3, 6, "fsdp2")
-    lose_all_nodes(tmpfs)
-    made = export_version(tmpfs / "store", tmpfs / "dcp")
-    shutil.rmtree(tmpfs / "store")
-    import_version(made.path, tmpfs / "store", made.step)
-    after = train(tmpfs, 2, 8, "fsdp2")
-    assert [(each["source"], each["began"]) for each in after] == [("persisted", 6)] * 2
-    assert [each["then"] for each in after] == [before[0]["now"]] * 2
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])

@@ -33,7 +33,7 @@ TORCHES = ("2.6", "2.7", "2.8", "2.9", "2.10", "2.11", "2.12", "2.13")
 QUICK = "not slow and not e2e and not cuda and not soak"
 
 _FOR_TESTS = (
-    "setuptools>=77", "cloudpickle", "fsspec", "hypothesis>=6.100", "opentelemetry-sdk>=1.20",
+    "setuptools>=77", "cloudpickle", "fsspec", "hypothesis>=6.100",
     "prometheus-client>=0.20", "pytest>=8.4", "pytest-timeout>=2.3", "pytest-xdist>=3.7",
 )  # fmt: skip
 _INSTALL_S = 3600.0

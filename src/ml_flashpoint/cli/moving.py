@@ -76,31 +76,6 @@ def export(
     raise typer.Exit(export_out(sources, to, format=format, prefix=prefix, name_map=name_map, as_json=json))
 
 
-@app.command("import", rich_help_panel=_PANEL)
-def import_(
-    source: Annotated[
-        str, typer.Argument(metavar="SOURCE", help="A DCP directory, a safetensors file, or a folder of those.")
-    ],
-    to: Annotated[str, typer.Option(metavar="URL", help="Where to, as in the job's persist=.")],
-    step: Annotated[int, typer.Option(min=0, help="The step that the job goes on from.")],
-    prefix: Annotated[
-        str, typer.Option(help="Put before the names of safetensors: model. for a model that is tracked as model.")
-    ] = "",
-    deadline_seconds: Deadline = 600.0,
-    json: Json = False,
-) -> None:
-    """Make what other tools wrote a persisted version that a job starts from, on any number of ranks.
-
-    The job starts with **persist=URL** and an empty base container. The version counts as newer than all there are.
-    Nothing of SOURCE is trusted: no types are loaded but those of DCP's metadata and plain values.
-
-    Exit code: 0 if it was imported, 1 if it could not be, 2 if there is no such thing or an argument is wrong.
-    """
-    from ml_flashpoint.cli.importing import import_ as import_now
-
-    raise typer.Exit(import_now(source, to, step, prefix=prefix, deadline_s=deadline_seconds, as_json=json))
-
-
 @app.command(rich_help_panel=_PANEL)
 def persist(
     sources: Annotated[

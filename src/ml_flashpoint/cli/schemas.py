@@ -209,7 +209,6 @@ _OF_COMMAND: Final[dict[str, list[Schema]]] = {
     "export": [
         _object(**_EXPORTED, export=_TEXT, format=_TEXT, tensors=_INTEGER, left_out=_list(_TEXT)),
     ],
-    "import": [_object(**_EXPORTED, url=_TEXT, attempt=_TEXT, items=_INTEGER)],
     "persist": [
         _object(**_EXPORTED, url=_TEXT, attempt=_TEXT, world_size=_INTEGER, was_there=_BOOL, newer=_maybe(_INTEGER))
     ],

@@ -1,6 +1,6 @@
 """Recoveries, put together from the events that one rank tells while it recovers: from when to when, in which phases.
 
-Owns which events belong together. Who shows them is `cli.report`, or a tracer (`ml_flashpoint.tracing`).
+Owns which events belong together. `cli.report` shows them.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def test_nothing_is_left_of_what_is_damaged(tmpfs: Path, tmp_path: Path, format:
 
 @pytest.mark.timeout(300)
 def test_memory_stays_bounded(tmpfs: Path, tmp_path: Path) -> None:
-    """A version of 192 MiB is exported from either tier, and imported, by a process that may have 96 MiB more than
+    """A version of 192 MiB is exported from either tier by a process that may have 96 MiB more than
     before: whatever it asks for beyond that, be it used or not, is refused by the kernel."""
     call_team(exporting.save_large, tmpfs, 2, 2, 12, 16 << 20, placement=(0, 0))
     base, store = tmpfs / "node-0" / "job", tmp_path / "store"
@@ -127,18 +127,13 @@ def test_memory_stays_bounded(tmpfs: Path, tmp_path: Path) -> None:
     argv = [sys.executable, "-c", _BOUNDED, str(tmp_path), str(base), str(store)]
     done = subprocess.run(argv, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.split() == [
-        "refused",
-        *(f"{tier}-{each}" for tier in ("base", "store") for each in ALL),
-        *FORMATS[:2],
-    ]
+    assert done.stdout.split() == ["refused", *(f"{tier}-{each}" for tier in ("base", "store") for each in ALL)]
 
 
 ALL = (*FORMATS, "hf")
 _BOUNDED = """
 import contextlib, pathlib, resource, sys, threading
 from ml_flashpoint.adapter.pytorch import export
-from ml_flashpoint.adapter.pytorch.import_version import import_version
 folder, *sources = sys.argv[1:]
 # What is mapped so that nobody else sees changes counts, though nothing is changed and it takes no memory.
 mapped = sum(each.stat().st_size for each in pathlib.Path(sources[0]).glob("step-*/*.safetensors"))
@@ -166,10 +161,6 @@ for tier, source in zip(("base", "store"), sources):
         with bounded(mapped if tier == "base" else 0):
             export.export_version(source, f"{folder}/{format}-{tier}", format=format, prefix=prefix)
         print(f"{tier}-{format}", flush=True)
-for format in ("dcp", "safetensors"):
-    with bounded(0):
-        import_version(f"{folder}/{format}-store", f"{folder}/imported-{format}", 1)
-    print(format, flush=True)
 """
 
 

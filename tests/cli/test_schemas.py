@@ -75,7 +75,6 @@ def test_what_they_print_has_that_form(tmpfs: Path, tmp_path: Path, monkeypatch:
         ("ls", store),
         ("ls", "--all"),
         ("status", base),
-        ("top", base, "--count", 2, "--every", 0.1),
         ("verify", base),
         ("verify", store),
         ("inspect", base),
@@ -96,7 +95,7 @@ def test_what_they_print_has_that_form(tmpfs: Path, tmp_path: Path, monkeypatch:
         for document in documents:
             _check(str(run[0]), document)
             assert "error" not in document
-    for run in (("ls", base), ("status", base), ("top", base), ("verify", base), ("inspect", base), ("rm", base)):
+    for run in (("ls", base), ("status", base), ("verify", base), ("inspect", base), ("rm", base)):
         code, (document,) = _run(*run, "--json")
         assert code == 2
         _check(run[0], document)

@@ -1,4 +1,4 @@
-"""`flashpoint status` and `flashpoint top`, of a job that runs, and of one that has ended."""
+"""`flashpoint status`, once and with `--watch`, of a job that runs, and of one that has ended."""
 
 from __future__ import annotations
 
@@ -101,16 +101,16 @@ def test_status_needs_no_torch(tmpfs: Path) -> None:
 
 
 @pytest.mark.slow
-def test_top_in_a_terminal(tmpfs: Path) -> None:
+def test_watching_in_a_terminal(tmpfs: Path) -> None:
     base, job = tmpfs / "job", Job()
     with Flashpoint(base) as fp:
         fp.track(**job.tracked).resume()
         fp.step()
         assert fp.wait()
         ours, theirs = pty.openpty()
-        argv = [sys.executable, "-m", "ml_flashpoint.cli.main", "top", str(base), "--every", "0.1"]
+        argv = [sys.executable, "-m", "ml_flashpoint.cli.main", "status", str(base), "--watch", "--every", "0.1"]
         env = {**child_environment(), "TERM": "xterm", "COLUMNS": "160", "LINES": "40"}
-        top = subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs, env=env)
+        watching = subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs, env=env)
         os.close(theirs)
         try:
             _await_text(ours, "verified")
@@ -119,13 +119,13 @@ def test_top_in_a_terminal(tmpfs: Path) -> None:
             assert fp.wait()
             _await_text(ours, "no version would be left in memory, and nothing is persisted")
             _await_text(ours, " 4 ")
-            top.send_signal(signal.SIGINT)
+            watching.send_signal(signal.SIGINT)
             with contextlib.suppress(OSError):  # when there is nobody any more who could write
                 while True:
                     _await_text(ours, "")
-            assert top.wait(30) == 0
+            assert watching.wait(30) == 0
         finally:
-            top.kill()
+            watching.kill()
             os.close(ours)
 
 

@@ -72,6 +72,8 @@ def status(
         str,
         typer.Argument(metavar="BASE|JOB", help="A job's base container on this node, or the name of its last folder."),
     ],
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Look again and again, until Ctrl-C.")] = False,
+    every: Annotated[float, typer.Option(min=0.1, max=3600.0, help="Seconds between looks, with --watch.")] = 1.0,
     json: Json = False,
 ) -> None:
     """Show how saving goes on the ranks of this node: newest steps committed, copied and verified; times, failures.
@@ -85,42 +87,11 @@ def status(
     And what the loss of a node would cost now: of this one, and of those whose copies it holds. Steps are those from
     the version that survives up to the newest save; times are estimates, from the newest copies.
 
-    Exit code: 0, 1 if a rank is degraded, 2 if BASE is not a base container.
+    Exit code: 0, 1 if a rank is degraded (not with **--watch**), 2 if BASE is not a base container.
     """
     from ml_flashpoint.cli.status import show_status
 
-    raise typer.Exit(show_status(base, as_json=json))
-
-
-@app.command(rich_help_panel=_PANEL)
-def top(
-    bases: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="BASE|JOB",
-            help="A job's base container on this node, or the name of its last folder; or several.",
-        ),
-    ],
-    every: Annotated[float, typer.Option(min=0.1, max=3600.0, help="Seconds between looks.")] = 1.0,
-    count: Annotated[int, typer.Option(min=0, help="Looks, then end; 0: until Ctrl-C.")] = 0,
-    ranks: Annotated[bool, typer.Option("--ranks", help="Also the ranks of this node, one by one.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print each look as a line of JSON.")] = False,
-) -> None:
-    """Show how saving goes on all nodes of a job, again and again, and what the loss of each node would cost now.
-
-    Other nodes are asked through the job itself, over the network, with a token in BASE that only its user can read
-    (or root), and that is good for looking only. A node that does not answer is shown as such: its processes are
-    gone, or the network is. Of a job that has ended, this node is shown.
-
-    **step** is the newest one whose parts are committed on the node, **copied** the newest whose copies were
-    acknowledged, **verified** the newest that all ranks have with all copies; **since** is the training that would be
-    lost now, in seconds. **memory** is what checkpoints take, own and copies, **free** what is left for more.
-
-    Exit code: 0; with **--count**, 1 if something is amiss in the last look; 2 if BASE is not a base container.
-    """
-    from ml_flashpoint.cli.top import show_top
-
-    raise typer.Exit(show_top(bases, every_s=every, count=count, ranks=ranks, as_json=json))
+    raise typer.Exit(show_status(base, every_s=every if watch else None, as_json=json))
 
 
 @app.command(rich_help_panel=_PANEL)
@@ -209,9 +180,9 @@ def metrics(
 
 @app.command(rich_help_panel=_PANEL)
 def schema(
-    command: Annotated[str, typer.Argument(metavar="COMMAND", help="ls, status, top, …: one that takes --json.")],
+    command: Annotated[str, typer.Argument(metavar="COMMAND", help="ls, status, verify, …: one that takes --json.")],
 ) -> None:
-    """Print the JSON Schema of what COMMAND prints with **--json**; for **top**, of each line.
+    """Print the JSON Schema of what COMMAND prints with **--json**; for **status --watch**, of each line.
 
     Fields may be added under the same number, which the schema's **$id** ends with.
 

@@ -8,8 +8,7 @@ newest copies, to a node that replaces it.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +36,6 @@ class Loss:
         seconds: an estimate of how long its parts take to a new node; None if there is nothing to go by.
         sources: nodes that they come from; empty if that is not known here.
         persisted: where there is no step in memory, the newest that all ranks of this node have persisted.
-        silent: nodes without which some of its parts have no copy, and that do not answer.
     """
 
     node: str | None
@@ -47,25 +45,16 @@ class Loss:
     seconds: float | None = None
     sources: tuple[str, ...] = ()
     persisted: int | None = None
-    silent: tuple[str, ...] = ()
-
-    @property
-    def is_sure(self) -> bool:
-        """Whether a version is known to be left in memory."""
-        return self.step is not None and not self.silent
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
         fields = ("node", "here", "step", "steps_lost", "seconds", "persisted")
         named = {name: getattr(self, name) for name in fields}
-        return {**named, "from": list(self.sources), "silent": list(self.silent)}
+        return {**named, "from": list(self.sources)}
 
     def text(self) -> str:
         """In words."""
         named = "another node" if self.node is None else f"{self.node} (this node)" if self.here else self.node
-        if self.silent:
-            verb = "does" if len(self.silent) == 1 else "do"
-            return f"if {named} died now: its copies are on {', '.join(self.silent)}, which {verb} not answer"
         if self.step is None and self.node is None:
             return f"if {named} died now: cannot be told from here, see there"
         if self.step is None:
@@ -121,50 +110,15 @@ def losses(told: Sequence[RankStatus], versions: Sequence[VersionView]) -> list[
     return found
 
 
-def losses_of_job(
-    here: Sequence[Loss], own: Sequence[RankStatus], others: Mapping[str, Sequence[RankStatus]], silent: Collection[str]
-) -> list[Loss]:
-    """What the loss of each node would cost, where other nodes were asked, too.
-
-    Args:
-        here: what this node can tell alone; see :func:`losses`.
-        own: what its ranks say.
-        others: what the ranks of the nodes that answer say, by node.
-        silent: nodes that do not answer. What this node says of them stays.
-
-    Returns:
-        This node first, then the others by name, then those of which nothing is known as one.
-    """
-    told = [status for ranks in (own, *others.values()) for status in ranks]
-    verified = max((status.verified for status in told if status.verified is not None), default=None)
-    if verified is None:
-        return list(here)
-    newest = max(status.committed if status.committed is not None else verified for status in told)
-    found = [_doubted(loss, own, silent) for loss in here if loss.here]
-    named = {loss.node: loss for loss in here if not loss.here and loss.node is not None}
-    for node, ranks in others.items():
-        if ranks and all(status.verified is not None for status in ranks):
-            named[node] = _doubted(_own(node, ranks, verified, max(0, newest - verified), here=False), ranks, silent)
-    found += [named[node] for node in sorted(named)]
-    nodes = max(status.nodes for status in told)
-    return found + [loss for loss in here if loss.node is None and nodes > len(found)]
-
-
-def _doubted(loss: Loss, told: Sequence[RankStatus], silent: Collection[str]) -> Loss:
-    """The same, if a holder of each part answers."""
-    lone = [status.copies_on for status in told if status.copies_on and set(status.copies_on) <= set(silent)]
-    return dataclasses.replace(loss, silent=tuple(sorted({node for nodes in lone for node in nodes})))
-
-
-def _own(node: str, told: Sequence[RankStatus], verified: int, lost: int, *, here: bool = True) -> Loss:
+def _own(node: str, told: Sequence[RankStatus], verified: int, lost: int) -> Loss:
     if not all(status.copies_on for status in told):
         persisted = [status.persisted for status in told]
         least = None if None in persisted else min(each for each in persisted if each is not None)
-        return Loss(node, here=here, persisted=least)
+        return Loss(node, here=True, persisted=least)
     seconds = [_seconds(status, status.part_bytes) for status in told]
     return Loss(
         node,
-        here=here,
+        here=True,
         step=verified,
         steps_lost=lost,
         seconds=None if None in seconds else max(each for each in seconds if each is not None),

@@ -15,8 +15,7 @@ from types import FrameType
 
 from ml_flashpoint.cli import output
 from ml_flashpoint.cli.base_view import NotABaseContainerError
-from ml_flashpoint.cli.status import RankView, read_node
-from ml_flashpoint.core.watching import memory_of
+from ml_flashpoint.cli.status import RankView, memory_of, read_node
 from ml_flashpoint.extras import require
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.format.status import RankStatus
@@ -87,7 +86,8 @@ class NodeCollector(Collector):
         for rank in ranks:
             up.add_metric([str(rank.rank)], float(rank.pid is not None))
         yield up
-        for (name, text), count in zip(_OF_THE_NODE, memory_of(Path(self._base)), strict=True):
+        memory = memory_of(Path(self._base), ranks)
+        for (name, text), count in zip(_OF_THE_NODE, memory, strict=True):
             gauge = GaugeMetricFamily(f"flashpoint_{name}", text)
             if ranks:
                 gauge.add_metric([], float(count))

@@ -74,16 +74,6 @@ _RANK = _object(
 _LOSS_FIELDS = _of(Loss)
 _LOSS_FIELDS["from"] = _LOSS_FIELDS.pop("sources")
 _LOSS = _object(**_LOSS_FIELDS)
-_NODE = _object(
-    node=_TEXT,
-    here=_BOOL,
-    state=_words("ok", "degraded", "silent", "ended", "no answer"),
-    error=_maybe(_TEXT),
-    time_s=_NUMBER,
-    arena_bytes=_INTEGER,
-    available_bytes=_INTEGER,
-    ranks=_list(_RANK),
-)
 _PART = _object(
     rank=_INTEGER,
     copy=_BOOL,
@@ -169,7 +159,6 @@ _OF_COMMAND: Final[dict[str, list[Schema]]] = {
         _object(bases=_list(_BASE)),
     ],
     "status": [_object(base=_TEXT, ranks=_list(_RANK), losses=_list(_LOSS))],
-    "top": [_object(base=_TEXT, time_s=_NUMBER, nodes=_list(_NODE), losses=_list(_LOSS))],
     "verify": [
         _object(
             base=_TEXT,
@@ -245,7 +234,7 @@ COMMANDS: Final = tuple(_OF_COMMAND)
 
 
 def schema_of(command: str) -> Schema:
-    """The form of what a subcommand prints with ``--json``; for ``top``, of each line.
+    """The form of what a subcommand prints with ``--json``; for ``status --watch``, of each line.
 
     Raises:
         InvalidArgumentError: it prints no JSON.

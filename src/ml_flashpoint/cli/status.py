@@ -1,21 +1,29 @@
-"""`flashpoint status`: how saving goes on the ranks of one node, as they tell it themselves.
+"""`flashpoint status`: the saves of the ranks of one node, as their status files say; once, or again and again.
 
-Owns how that is shown. What they tell is `format.status`'s, and what other nodes say `top`'s to show.
+Owns how that is shown. `format.status` owns the files.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
+import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 from rich.console import Group, RenderableType
+from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR
+from ml_flashpoint.checkpoint_object_manager.capacity import available_bytes
 from ml_flashpoint.cli import output
 from ml_flashpoint.cli.base_view import format_bytes, read_base, read_ranks
 from ml_flashpoint.cli.bases import base_of
@@ -23,6 +31,8 @@ from ml_flashpoint.cli.losses import CAPTION, UNKNOWN, Loss, losses
 from ml_flashpoint.format.status import RankStatus, read_status
 
 _TRIES = 5
+_ARENA: Final = "arena-"
+_STAT_BLOCK: Final = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,22 +96,64 @@ def read_losses(base: str) -> tuple[list[RankView], list[Loss]]:
     return ranks, found
 
 
+def memory_of(base: Path, ranks: Sequence[RankView]) -> tuple[int, int]:
+    """Return the bytes that checkpoints of these ranks take, own parts and copies, and the bytes left for more."""
+    try:
+        left = available_bytes(base)
+    except OSError:
+        left = 0
+    return sum(_arena_bytes(base / PRIVATE_DIR / f"rank-{each.rank:05d}") for each in ranks), left
+
+
+def _arena_bytes(folder: Path) -> int:
+    found = 0
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith(_ARENA):
+                with contextlib.suppress(OSError):
+                    found += entry.stat(follow_symlinks=False).st_blocks * _STAT_BLOCK
+    return found
+
+
 @output.command
-def show_status(base: str, *, as_json: bool = False) -> int | None:
-    """Show it once; returns the exit code of the command."""
+def show_status(base: str, *, every_s: float | None = None, as_json: bool = False) -> int | None:
+    """Show the ranks of a node, and return the exit code of the command.
+
+    Args:
+        base: a base container, or the name of its last folder.
+        every_s: seconds between two looks, until Ctrl-C; None to look once.
+        as_json: print JSON: one document, or a line for each look.
+    """
     base = base_of(base)
-    ranks, found = read_losses(base)
-    if as_json:
-        told = {"ranks": [rank.to_json() for rank in ranks], "losses": [loss.to_json() for loss in found]}
-        print(json.dumps({"base": base, **told}, indent=2))
-    elif output.is_terminal():
-        output.console().print(_shown(base, ranks, found))
-    else:
-        for rank in ranks:
-            print(line_of(rank))
-        for loss in found:
-            print(loss.text())
-    return output.DAMAGE if any(rank.state == "degraded" for rank in ranks) else None
+    with contextlib.ExitStack() as opened, contextlib.suppress(KeyboardInterrupt):
+        live: Live | None = None
+        while True:
+            ranks, found = read_losses(base)
+            if as_json:
+                told = {"ranks": [rank.to_json() for rank in ranks], "losses": [loss.to_json() for loss in found]}
+                print(json.dumps({"base": base, **told}, indent=None if every_s else 2), flush=True)
+            elif not output.is_terminal():
+                _print_lines(ranks, found)
+            elif not every_s:
+                output.console().print(_shown(base, ranks, found))
+            elif live is None:
+                shown = _shown(base, ranks, found)
+                live = opened.enter_context(Live(shown, console=output.console(), auto_refresh=False, screen=True))
+                live.refresh()
+            else:
+                live.update(_shown(base, ranks, found), refresh=True)
+            if not every_s:
+                return output.DAMAGE if any(rank.state == "degraded" for rank in ranks) else None
+            time.sleep(every_s)
+    return None
+
+
+def _print_lines(ranks: list[RankView], found: list[Loss]) -> None:
+    for rank in ranks:
+        print(line_of(rank))
+    for loss in found:
+        print(loss.text())
+    sys.stdout.flush()
 
 
 def _shown(base: str, ranks: list[RankView], found: list[Loss]) -> RenderableType:

@@ -30,7 +30,6 @@ from ml_flashpoint.core.save_interval import SaveInterval
 from ml_flashpoint.core.saver import unasked_versions
 from ml_flashpoint.core.sigterm import OffThread, TerminationGuard
 from ml_flashpoint.core.status_board import StatusBoard
-from ml_flashpoint.core.watching import Watched
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.knobs import copy_threads, exit_deadline_s, seal_deadline_s
 from ml_flashpoint.format.status import RankStatus
@@ -133,8 +132,6 @@ class CheckpointEngine:
             self.retention = Retention(self.store, self.ranks, self.replication, memory.source, self.saver.wait)
             self._status = StatusBoard(self.store, self.ranks, self.replication.strategy)
             undo.callback(self._status.close)
-            self._watched = Watched(self.store.base, self.ranks)
-            undo.callback(self._watched.close)
             # Found out here, so that all ranks raise alike without having to agree at each save.
             self.unasked = not self.ranks.all_ok(self.saver.is_asked(self.base))
             self._guard: TerminationGuard | None = None
@@ -300,7 +297,6 @@ class CheckpointEngine:
             self.saver.close(exit_deadline_s())
             if self.persisting is not None:
                 self.persisting.end(exit_deadline_s() if persist_deadline_s is None else persist_deadline_s)
-            self._watched.close()
             self._status.close()
             self.replication.close()
             self.loader.release()

@@ -6,7 +6,6 @@ import os
 import secrets
 import select
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,42 +16,28 @@ from ml_flashpoint.ddict.persistence.stored import StoredCheckpointPersister
 from ml_flashpoint.format.errors import (
     CapacityError,
     DamagedError,
-    FlashpointError,
     InvalidArgumentError,
     InvalidNameError,
     JobInUseError,
-    LoadError,
     ObjectNotFoundError,
     SaveError,
     UnsafePathError,
 )
-from ml_flashpoint.persist.daos_store import DaosStore
 from ml_flashpoint.persist.directory_store import DirectoryStore
 from ml_flashpoint.persist.fsspec_store import FsspecStore
 from ml_flashpoint.persist.store import DurableStore
-from tests.persist import pydaos_stand_in
 
 
 class Broken(Exception):
     pass
 
 
-@pytest.fixture
-def containers(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], dict[str, pydaos_stand_in.DDict]]:
-    found: dict[tuple[str, str], dict[str, pydaos_stand_in.DDict]] = {("pool", "cont"): {}}
-    monkeypatch.setitem(sys.modules, "pydaos", pydaos_stand_in.module(found))
-    return found
-
-
-@pytest.fixture(params=["directory", "file", "memory", "object store", "daos"])
+@pytest.fixture(params=["directory", "file", "memory", "object store"])
 def store(request: pytest.FixtureRequest, tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DurableStore]:
     if request.param == "directory":
         yield DirectoryStore(tmpfs / "deep" / "root")
     elif request.param == "file":
         yield FsspecStore(f"file://{tmpfs}/root")
-    elif request.param == "daos":
-        request.getfixturevalue("containers")
-        yield DaosStore("pool", "cont")
     else:
         # An object store's way to write, on the one that is here.
         if request.param == "object store":
@@ -263,108 +248,3 @@ def test_urls_that_fsspec_cannot_use() -> None:
         FsspecStore("")
     with pytest.raises(InvalidArgumentError, match="nosuch"):
         FsspecStore("nosuch://folder").list()
-
-
-def test_daos_without_pydaos_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "pydaos", raising=False)
-    with pytest.raises(FlashpointError, match="pydaos is not installed"):
-        DaosStore.from_path("daos://pool/cont").list()
-    for path in ["", "pool", "pool/", "/cont", "pool/cont/more"]:
-        with pytest.raises(InvalidArgumentError, match="path"):
-            DaosStore.from_path(path)
-
-
-@pytest.mark.usefixtures("containers")
-def test_daos_never_makes_a_container() -> None:
-    with pytest.raises(FlashpointError, match="daos cont create pool other"):
-        DaosStore.from_path("pool/other").list()
-
-
-def test_daos_leaves_other_objects_alone_and_no_chunks_behind(
-    containers: dict[tuple[str, str], dict[str, pydaos_stand_in.DDict]],
-) -> None:
-    objects = containers["pool", "cont"]
-    theirs = objects["theirs"] = pydaos_stand_in.DDict()
-    theirs.put("run-1/file", b"theirs")
-    store = DaosStore("pool", "cont")
-    store.write("run-1/file", [os.urandom(2**20)] * 20)
-    store.write("run-1/file", [os.urandom(2**20)] * 3)
-    assert sum(len(kv.content) for name, kv in objects.items() if name != "theirs") == 1 + 3
-    store.remove_folder("run-1")
-    assert [kv.content for name, kv in objects.items() if name != "theirs"] == [{}, {}]
-    assert theirs.content == {"run-1/file": b"theirs"}
-
-
-def daos_objects(
-    containers: dict[tuple[str, str], dict[str, pydaos_stand_in.DDict]], store: DaosStore
-) -> tuple[pydaos_stand_in.DDict, pydaos_stand_in.DDict]:
-    store.write("file", [b"old"])
-    files, chunks = containers["pool", "cont"].values()
-    return files, chunks
-
-
-@pytest.mark.parametrize("half_done", [False, True])
-@pytest.mark.parametrize("fails", ["the source", "the second batch"])
-def test_a_failed_write_to_daos_leaves_no_chunks(
-    containers: dict[tuple[str, str], dict[str, pydaos_stand_in.DDict]], fails: str, half_done: bool
-) -> None:
-    store = DaosStore("pool", "cont")
-    _, chunks = daos_objects(containers, store)
-    chunks.half_done = half_done
-    before = dict(chunks.content)
-
-    def source() -> Iterator[bytes]:
-        for _ in range(20):
-            yield os.urandom(2**20)
-        if fails == "the source":
-            raise Broken
-
-    if fails == "the second batch":
-        chunks.puts_left = 1
-    with pytest.raises((Broken, SaveError)):
-        store.write("file", source())
-
-    assert chunks.content == before
-    assert store.read("file", limit=3) == b"old"
-
-
-@pytest.mark.parametrize("done", ["at once", "later", "never"])
-def test_chunks_in_daos_stay_when_nobody_knows_whose_they_are(
-    containers: dict[tuple[str, str], dict[str, pydaos_stand_in.DDict]], done: str
-) -> None:
-    store = DaosStore("pool", "cont")
-    files, chunks = daos_objects(containers, store)
-    files.puts_left, files.half_done = 0, done == "at once"
-    written = os.urandom(20 * 2**20)
-
-    with pytest.raises(SaveError, match="no answer" if done == "at once" else "no space"):
-        store.write("file", [written])
-
-    if done != "at once":
-        assert store.read("file", limit=3) == b"old"
-    if done == "later":
-        files.content.update(files.late)
-    if done != "never":
-        assert store.read("file", limit=2**25) == written
-    assert len(chunks.content) == 1 + 20
-
-
-def test_daos_distrusts_what_it_reads(
-    containers: dict[tuple[str, str], dict[str, pydaos_stand_in.DDict]],
-) -> None:
-    store = DaosStore("pool", "cont")
-    store.write("file", [os.urandom(3 * 2**20)])
-    files, chunks = containers["pool", "cont"].values()
-    cut = next(iter(chunks.content))
-    chunks.content[cut] = chunks.content[cut][:-1]
-    with pytest.raises(DamagedError, match="chunk 0"):
-        store.read("file", limit=2**22)
-    for head in [b"", b"{}", b"[]", b'{"upload": "../x", "size": 1}', b'{"upload": "0123456789abcdef", "size": -1}']:
-        files.content["file"] = head or b"\xff"
-        with pytest.raises(DamagedError, match="record"):
-            store.size("file")
-    chunks.fails = files.fails = True
-    with pytest.raises(LoadError, match="no target"):
-        store.size("file")
-    with pytest.raises(SaveError, match="no target"):
-        store.write("file", [b"1"])

@@ -1,7 +1,7 @@
 """What a durable store is: files under one root, written whole or not at all.
 
-Owns the interface and what a name may be. Implementations are beside it, in `directory_store`, `fsspec_store` and
-`daos_store`. What the files mean is up to others.
+Owns the interface and what a name may be. Implementations are beside it, in `directory_store` and
+`fsspec_store`. What the files mean is up to others.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ from ml_flashpoint.ddict.persistence import (
     FsspecCheckpointPersister,
     PosixCheckpointPersister,
 )
-from tests.ddict.persistence.support import MANAGERS
-from tests.persist import pydaos_stand_in
+from tests.ddict.persistence.support import MANAGERS, mount_dfuse
 
 
 @pytest.fixture(autouse=True)
@@ -47,9 +45,8 @@ def make(
         kind: type[CheckpointPersister] = PosixCheckpointPersister
         path = str(tmpfs / "persisted")
     elif request.param == "daos":
-        module = pydaos_stand_in.module({("pool", "cont"): {}})
-        monkeypatch.setitem(sys.modules, "pydaos", module)
-        kind, path = DAOSCheckpointPersister, "daos://pool/cont"
+        mount_dfuse(monkeypatch, tmpfs)
+        kind, path = DAOSCheckpointPersister, str(tmpfs / "persisted")
     else:
         kind = FsspecCheckpointPersister
         path = f"file://{tmpfs}/persisted" if request.param == "file" else f"memory://{secrets.token_hex(8)}"

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import psutil
+import pytest
 
 from ml_flashpoint.ddict.persistence import (
     CheckpointPersister,
@@ -10,6 +15,12 @@ from ml_flashpoint.ddict.persistence import (
 )
 
 MANAGERS = 2
+
+
+def mount_dfuse(monkeypatch: pytest.MonkeyPatch, where: Path) -> None:
+    """Have the list of mounts say that a folder is one of dfuse: DAOS needs a cluster of its own."""
+    mounts = [*psutil.disk_partitions(all=True), SimpleNamespace(mountpoint=str(where), fstype="fuse.daos")]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
 
 
 def _items(run: str, checkpoint_id: int, manager: int) -> list[tuple[str, bytes]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from ml_flashpoint.format.errors import (
 )
 from ml_flashpoint.persist.directory_store import DirectoryStore
 from ml_flashpoint.persist.store import DurableStore
-from tests.ddict.persistence.support import MANAGERS, _assert_whole, _begun, _items, _persist, _write
+from tests.ddict.persistence.support import MANAGERS, _assert_whole, _begun, _items, _persist, _write, mount_dfuse
 
 
 def test_a_checkpoint_exists_once_it_is_complete(make: Callable[..., CheckpointPersister]) -> None:
@@ -323,12 +322,14 @@ def test_construction_touches_nothing(tmpfs: Path) -> None:
     assert os.listdir(tmpfs) == []
 
 
-def test_daos_without_pydaos(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "pydaos", raising=False)
-    with pytest.raises(DDictPersistError, match="PosixCheckpointPersister"):
-        DAOSCheckpointPersister("pool/cont", name="x")
-    with pytest.raises(InvalidArgumentError, match="pool"):
-        DAOSCheckpointPersister("", name="x")
+def test_daos_is_a_mount_of_dfuse(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DDictPersistError, match=r"needs a dfuse mount.*PosixCheckpointPersister"):
+        DAOSCheckpointPersister(str(tmpfs), name="x")
+    mount_dfuse(monkeypatch, tmpfs / "mount")
+    assert DAOSCheckpointPersister(str(tmpfs / "mount" / "new"), name="x").ids() == []
+    for elsewhere in (tmpfs, tmpfs / "mount-too"):
+        with pytest.raises(DDictPersistError, match="needs a dfuse mount"):
+            DAOSCheckpointPersister(str(elsewhere), name="x")
 
 
 def test_the_null_persister_persists_nothing() -> None:

@@ -1,4 +1,4 @@
-"""The persisters that a dictionary can be given: in a directory, behind a URL, in DAOS, or none.
+"""The persisters that a dictionary can be given: in a directory, behind a URL, on a dfuse mount of DAOS, or none.
 
 Owns the classes' names and what their paths mean. The interface is `persister`'s, how checkpoints
 lie in a store `stored`', and the stores are `persist`'s.
@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Final
+
+import psutil
 
 from ml_flashpoint.ddict.errors import DDictPersistError
 from ml_flashpoint.ddict.persistence.persister import (
@@ -18,7 +21,6 @@ from ml_flashpoint.ddict.persistence.persister import (
 )
 from ml_flashpoint.ddict.persistence.stored import StoredCheckpointPersister
 from ml_flashpoint.format.private_folders import check_unplanted
-from ml_flashpoint.persist.daos_store import DaosStore, has_pydaos
 from ml_flashpoint.persist.directory_store import DirectoryStore
 from ml_flashpoint.persist.fsspec_store import FsspecStore
 from ml_flashpoint.persist.opening import is_url
@@ -34,6 +36,9 @@ __all__ = [
     "StoredCheckpointPersister",
     "new_run_id",
 ]
+
+_DFUSE: Final = ("fuse.daos", "fuse.dfuse")
+"""Types of mounts that dfuse makes."""
 
 
 class PosixCheckpointPersister(StoredCheckpointPersister):
@@ -88,30 +93,24 @@ class FsspecCheckpointPersister(StoredCheckpointPersister):
         return FsspecStore(path)
 
 
-class DAOSCheckpointPersister(StoredCheckpointPersister):
-    """Persists into a DAOS container of type ``PYTHON``, through `pydaos`, which comes with DAOS itself.
-
-    The container has to be there: it is neither made nor destroyed, nor is anything in it touched but what a
-    persister has put there.
+class DAOSCheckpointPersister(PosixCheckpointPersister):
+    """Persists into a DAOS container of type ``POSIX`` that is mounted with dfuse, on all nodes under the same path.
 
     Args:
-        persist_path: ``<pool>/<container>``, with or without ``daos://`` before it.
+        persist_path: a directory below the mount; made when needed.
         name: see `StoredCheckpointPersister`, as for `managers`.
 
     Raises:
-        DDictPersistError: `pydaos` is not installed.
-        InvalidArgumentError: `persist_path` is not of this form, or `name` not a name.
+        DDictPersistError: `persist_path` is not on a dfuse mount.
     """
 
     def __init__(self, persist_path: str = "", *, name: str = "", managers: int = 1) -> None:
         super().__init__(persist_path, name=name, managers=managers)
-        DaosStore.from_path(persist_path)
-        if not has_pydaos():
+        path = os.path.realpath(self.resolve_path(persist_path))
+        above = [each for each in psutil.disk_partitions(all=True) if Path(path).is_relative_to(each.mountpoint)]
+        mount = max(above, key=lambda each: len(each.mountpoint), default=None)
+        if mount is None or mount.fstype not in _DFUSE:
             raise DDictPersistError(
-                "DAOSCheckpointPersister needs pydaos, which is not installed",
-                hint="it comes with DAOS; without DAOS, use PosixCheckpointPersister or FsspecCheckpointPersister",
+                f"DAOSCheckpointPersister needs a dfuse mount, and {path} is on {mount.fstype if mount else 'none'}",
+                hint=f"mount a container: dfuse {path} POOL CONTAINER; without DAOS, use PosixCheckpointPersister",
             )
-
-    def open_store(self) -> DurableStore:
-        """Returns the container as a store."""
-        return DaosStore.from_path(self.persist_path)

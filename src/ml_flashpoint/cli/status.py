@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -133,7 +132,9 @@ def show_status(base: str, *, every_s: float | None = None, as_json: bool = Fals
                 told = {"ranks": [rank.to_json() for rank in ranks], "losses": [loss.to_json() for loss in found]}
                 print(json.dumps({"base": base, **told}, indent=None if every_s else 2), flush=True)
             elif not output.is_terminal():
-                _print_lines(ranks, found)
+                print("\n".join([*map(line_of, ranks), *(loss.text() for loss in found)]), flush=True)
+                if every_s:
+                    print("", flush=True)  # ends a look
             elif not every_s:
                 output.console().print(_shown(base, ranks, found))
             elif live is None:
@@ -146,14 +147,6 @@ def show_status(base: str, *, every_s: float | None = None, as_json: bool = Fals
                 return output.DAMAGE if any(rank.state == "degraded" for rank in ranks) else None
             time.sleep(every_s)
     return None
-
-
-def _print_lines(ranks: list[RankView], found: list[Loss]) -> None:
-    for rank in ranks:
-        print(line_of(rank))
-    for loss in found:
-        print(loss.text())
-    sys.stdout.flush()
 
 
 def _shown(base: str, ranks: list[RankView], found: list[Loss]) -> RenderableType:

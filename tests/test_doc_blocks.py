@@ -35,7 +35,6 @@ _RUN_HERE: list[tuple[str, str]] = [
     ("flashpoint.md", "reshard=rest_of_epoch"),
     ("flashpoint.md", "fp.before_update()"),
     ("flashpoint.md", "fp.last_replicated"),
-    ("flashpoint.md", 'every_n_steps="auto"'),
     ("flashpoint.md", 'fp.pin("before lr drop")'),
     ("README.md", "open_version("),
     ("README.md", 'Trainer(strategy="fsdp"'),
@@ -48,13 +47,11 @@ _RUN_HERE: list[tuple[str, str]] = [
     ("pytorch-dcp.md", "engine.writer.watch(optimizer)"),
     ("pytorch-dcp.md", "staging_completion"),
     ("lightning.md", "ModelCheckpoint()"),
-    ("lightning.md", 'every_n_steps="auto"'),
     ("lightning.md", "persist="),
     ("megatron-lm.md", "torch.cuda.current_device"),
     ("megatron-lm.md", "import save_local_aware_megatron_checkpoint"),
     ("megatron-lm.md", "queue.schedule_async_request("),
     ("megatron-lm.md", "save_strategy.watch(optimizer)"),
-    ("megatron-lm.md", 'engine.interval("auto")'),
     ("megatron-lm.md", "dist_checkpointing.load("),
 ]
 
@@ -146,7 +143,6 @@ def test_small_blocks_of_a_flashpoint(names: dict[str, Any], tmpfs: Path) -> Non
     assert fp.health.failures == 0
     assert fp.steps_done == 60
     fp.close()
-    exec(block("flashpoint.md", 'every_n_steps="auto"', tmpfs), names)
 
 
 def test_versions_are_read_from_outside(names: dict[str, Any], tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,11 +235,7 @@ def test_megatrons_strategies(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> N
     names: dict[str, Any] = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "step": 1}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        for mark in (
-            "import save_local_aware_megatron_checkpoint",
-            "dist_checkpointing.load(",
-            'engine.interval("auto")',
-        ):
+        for mark in ("import save_local_aware_megatron_checkpoint", "dist_checkpointing.load("):
             names["sharded_state_dict"] = sharded()
             exec(block("megatron-lm.md", mark, tmpfs), names)
         assert names["latest"] is None
@@ -294,7 +286,6 @@ def test_lightnings_callback(tmpfs: Path, tmp_path: Path, monkeypatch: pytest.Mo
     exec(on_one_cpu("persist=", 75), names)
     assert names["trainer"].global_step == 75, "it goes on from step 60"
     assert list((tmp_path / "job-145").rglob("complete.json")), "the last version is persisted"
-    exec(on_one_cpu('every_n_steps="auto"', 0), names)
 
 
 def test_lightnings_callback_in_two_lines(tmpfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

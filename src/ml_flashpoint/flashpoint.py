@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
 from torch.optim import Optimizer
@@ -33,7 +33,7 @@ from ml_flashpoint.core.engine import CheckpointEngine
 from ml_flashpoint.core.overlap import Overlap
 from ml_flashpoint.core.persist_options import persist_options
 from ml_flashpoint.core.room import check_capacity
-from ml_flashpoint.core.save_interval import SaveInterval
+from ml_flashpoint.core.schedule import checked_every, passes_multiple
 from ml_flashpoint.core.sigterm import TerminationGuard
 from ml_flashpoint.facade.agreement import fall_back
 from ml_flashpoint.facade.claims import claim, release
@@ -86,8 +86,7 @@ class Flashpoint(KeptVersions, Readings):
 
     Args:
         base: base container of the job on this node: an absolute path, best on a tmpfs. Restarts use the same.
-        every_n_steps: `step` saves at every so many; ``"auto"``: as often as costs least (see docs/flashpoint.md).
-        mtbf_s: with ``"auto"``, mean seconds between failures of the whole job; by default what its restarts show.
+        every_n_steps: `step` saves at every so many. `flashpoint plan` computes a number for a job.
         replication: who holds copies of whose parts: a strategy, ``"pairwise"``, ``"ring"`` or ``"none"``. By default
             pairs of nodes, or nobody on a single node.
         strict: raise when a save has failed, from the next `step`, `save`, `wait` or `close`. By default failed saves
@@ -130,8 +129,7 @@ class Flashpoint(KeptVersions, Readings):
         self,
         base: str | os.PathLike[str],
         *,
-        every_n_steps: int | Literal["auto"] = 1,
-        mtbf_s: float | None = None,
+        every_n_steps: int = 1,
         replication: ReplicationStrategy | str | None = None,
         strict: bool = False,
         handle_sigterm: bool = True,
@@ -151,7 +149,7 @@ class Flashpoint(KeptVersions, Readings):
         persist_bytes_per_s: float | None = None,
     ) -> None:
         self._base = checked_base(base)
-        self._interval = SaveInterval(every_n_steps, mtbf_s)
+        self._every = checked_every(every_n_steps)
         strategy = checked_strategy(replication)
         self._strict = checked_bool("strict", strict)
         handle_sigterm = checked_bool("handle_sigterm", handle_sigterm)
@@ -166,7 +164,7 @@ class Flashpoint(KeptVersions, Readings):
         self._keep = checked_keep(keep)
         self._world = _default_group()
         self._open(
-            {"every_n_steps": every_n_steps, "mtbf_s": mtbf_s or 0.0, "on_world_size_change": change},
+            {"every_n_steps": self._every, "on_world_size_change": change},
             replication=strategy,
             discard_existing=discard_existing,
             verify_saves=verify_saves,
@@ -190,8 +188,7 @@ class Flashpoint(KeptVersions, Readings):
         self, allowed: tuple[SafeGlobal, ...], change: str, overlap: Overlap
     ) -> tuple[SaveRunner, StateLoader]:
         """What saves and what loads the tracked state, through the engine."""
-        self._ranks, status = self._engine.ranks, self._engine.status
-        self._interval.since_s, self._interval.starts = status.since_s, status.starts
+        self._ranks = self._engine.ranks
         self._tracked = self._tracked_type(self._ranks.rank, self._ranks.world_size)
         self._guard = TerminationGuard(lambda s: self._engine.finish(s, self._saves.settle), self._grace_s)
         saves = SaveRunner(
@@ -202,7 +199,6 @@ class Flashpoint(KeptVersions, Readings):
             safe_globals=allowed,
             deadline_s=self._deadline_s,
             overlap=overlap,
-            interval=self._interval,
         )
         states = StateLoader(
             self._tracked,
@@ -321,7 +317,6 @@ class Flashpoint(KeptVersions, Readings):
         self._steps = step
         self._engine.go_on_from(step)
         self._saves.align()
-        self._interval.begin_anew()
         self._check_capacity()
         self._last_recovery = outcome.recovery(step, source, time.perf_counter() - began)
         seconds = self._last_recovery.total_s
@@ -347,7 +342,7 @@ class Flashpoint(KeptVersions, Readings):
         self._check_usable()
         self._engine.check_asked("resume()", hint=_IF_UNASKED)
         self._steps += 1
-        if self._saves.is_due(self._steps):
+        if passes_multiple(self._every, self._steps - 1, self._steps):
             self._saves.save(self._engine.version(self._steps))
         self._raise_failure()
         return self._steps

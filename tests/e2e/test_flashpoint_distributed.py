@@ -184,7 +184,6 @@ def test_structure_that_changes_on_one_rank(tmpfs: Path) -> None:
 def test_arguments_that_differ(tmpfs: Path) -> None:
     for options, values in (
         ({"every_n_steps": 5}, "[1, 5]"),
-        ({"every_n_steps": "auto"}, "['auto', 1]"),
         ({"on_world_size_change": "keep"}, "['keep', 'raise']"),
     ):
         said = call_team(worker.construct, tmpfs, 2, {1: options})

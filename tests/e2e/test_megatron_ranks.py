@@ -34,7 +34,6 @@ CASES = [
     "the_staged_copies_are_the_object",
     "what_an_optimizer_updates_is_copied_late",
     "plans_are_sent_when_they_change",
-    "how_often_follows_from_votes",
     "an_exchange_of_plans_that_breaks_off",
     "a_save_that_fails_on_one_rank",
     "common_state_that_cannot_be_saved",

@@ -22,7 +22,6 @@ CASES = [
     "what_could_not_be_restored",
     "read_back",
     "callback",
-    "as_often_as_costs_least",
     "auto_resume",
     "forgetting_to_ask",
     "context",

@@ -20,7 +20,6 @@ from ml_flashpoint.adapter.megatron.save_strategies import MLFlashpointMegatronA
 from ml_flashpoint.adapter.megatron.save_utils import save_local_aware_megatron_checkpoint
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
 from ml_flashpoint.core.overlap import Overlap
-from ml_flashpoint.core.save_interval import SaveInterval
 from ml_flashpoint.format.errors import CapacityError, DeadlineError, FlashpointError
 from ml_flashpoint.ranks.rank_group import rank_group
 from tests.support.megatron import Door, TorchDist
@@ -121,36 +120,6 @@ def plans_are_sent_when_they_change(door: Door, other: TorchDist) -> None:
         assert_same_state(door.load_megatron(template, step, validate_access_integrity=False), wanted)
     changed = rank() == world_size() - 1
     assert [count > 0 for count in sent] == [True, False, False, changed, False, False, False], sent
-
-
-@case
-def how_often_follows_from_votes(door: Door, other: TorchDist) -> None:
-    """Those on each save's outcome, so that it takes no collective more; who has missed one learns it in the next."""
-    layout, group, strategy = some_layout(), rank_group(), door.save_strategy
-    strategy.pace_by(SaveInterval("auto", 1e6))
-    minimum, asked, saved = group.minimum, list[str](), list[int]()
-
-    def counted(values: tuple[int, ...], what: str = "agreement") -> tuple[int, ...]:
-        asked.append(what)
-        return minimum(values, what)
-
-    group.minimum = counted  # type: ignore[method-assign]
-    for step in range(1, 60):
-        if strategy.is_due(step):
-            saved.append(step)
-            door.save_megatron(sharded_state(layout, step), step, asynchronous=step % 2 == 0)
-            assert strategy.last_error is None
-    assert asked == ["agreement on a save", "vote"] * len(saved)
-    if rank() == world_size() - 1:
-        strategy.interval.every *= 2
-    door.save_megatron(sharded_state(layout, 60), 60)
-    del group.minimum
-    everybodys: list[Any] = [None] * world_size()
-    dist.all_gather_object(everybodys, (saved, strategy.interval.every))
-    assert everybodys == [everybodys[0]] * world_size(), everybodys
-    assert saved[:11] == list(range(1, 12))
-    assert strategy.interval.every > 1
-    assert len(saved) < 40
 
 
 @case

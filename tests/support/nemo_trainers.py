@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import nemo.lightning as nl
 import torch
@@ -36,7 +36,7 @@ def trainer_of(
     base: Path,
     *callbacks: Callback,
     user_async: bool = False,
-    every: int | Literal["auto"] = 1,
+    every: int = 1,
     strategy: Callable[..., MegatronStrategy] = MegatronStrategy,
     **options: Any,
 ) -> Any:

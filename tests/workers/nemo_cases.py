@@ -338,37 +338,6 @@ def callback(base: Path) -> None:
     finish(trainer)
 
 
-def as_often_as_costs_least(base: Path) -> None:
-    """Both ranks come to the same steps, in votes that there are anyway."""
-    trainer = trainer_of(base, every="auto", mtbf_s=1e6, strategy=Strategy)
-    ours = trainer.callbacks[0]
-    resume = wrap(trainer, str(base), async_save=True)
-    attach(trainer)
-    ours.on_train_start(trainer, trainer.lightning_module)
-    interval, saved = resume.parts.save_strategy.interval, list[int]()
-    save_one = ours.save
-
-    def noted(trainer: Any) -> None:
-        saved.append(trainer.global_step)
-        save_one(trainer)
-
-    ours.save = noted
-    for step in range(1, 61):
-        trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = step
-        ours.on_train_batch_end(trainer, trainer.lightning_module, None, None, step)
-    everybodys: list[Any] = [None] * world_size()
-    dist.all_gather_object(everybodys, (saved, interval.every, interval.reason))
-    assert everybodys == [everybodys[0]] * world_size(), everybodys
-    assert saved[:11] == list(range(1, 12))
-    assert interval.every > 1
-    assert len(saved) < 40
-    assert "a failure every 278 h is to be expected" in str(interval.reason)
-    assert ours.every_n_steps == "auto"
-    settle(trainer)
-    check_load(trainer, version(base, saved[-1]), saved[-1])
-    finish(trainer)
-
-
 def forgetting_to_ask(base: Path) -> None:
     """A later run that does not use the AutoResume that it was given does not overwrite what there is."""
     trainer = trainer_of(base)
@@ -481,7 +450,6 @@ CASES = {
         what_could_not_be_restored,
         read_back,
         callback,
-        as_often_as_costs_least,
         auto_resume,
         forgetting_to_ask,
         context,

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.core.arguments import checked_base, checked_bool
@@ -26,7 +26,6 @@ from ml_flashpoint.core.persist_options import PersistHealth, PersistOptions
 from ml_flashpoint.core.persisted_loader import PersistedLoader
 from ml_flashpoint.core.persisting import Persisting
 from ml_flashpoint.core.retention import KeptVersion, Retention
-from ml_flashpoint.core.save_interval import SaveInterval
 from ml_flashpoint.core.saver import unasked_versions
 from ml_flashpoint.core.sigterm import OffThread, TerminationGuard
 from ml_flashpoint.core.status_board import StatusBoard
@@ -142,21 +141,6 @@ class CheckpointEngine:
     def version(self, step: int) -> CheckpointContainerId:
         """The name of the version of a step, whether there is one or not."""
         return CheckpointContainerId.create_child(self.base, CheckpointContainerId.format_version_container(step))
-
-    def interval(self, every_n_steps: int | Literal["auto"], mtbf_s: float | None = None) -> SaveInterval:
-        """How often to save, for doors that tell whether a save is due. Collective.
-
-        Args:
-            every_n_steps: the interval; ``"auto"``: as often as costs least.
-            mtbf_s: with ``"auto"``, mean seconds between failures of the whole job; by default what its restarts show.
-
-        Raises:
-            InvalidArgumentError: an argument is unusable, or differs between ranks.
-        """
-        interval = SaveInterval(every_n_steps, mtbf_s)
-        self.ranks.agree_on(every_n_steps=every_n_steps, mtbf_s=mtbf_s)
-        interval.since_s, interval.starts = self.status.since_s, self.status.starts
-        return interval
 
     def holds(self, path: object) -> bool:
         """Whether a path is that of a version in the base container. Paths are compared, not their beginnings."""

@@ -1,13 +1,31 @@
-"""Whether a save is due, for the callbacks of trainers. Owns nothing else."""
+"""Steps at which a save is due. Owns nothing else."""
 
 from __future__ import annotations
 
+from ml_flashpoint.core.arguments import checked_integer
 
-def passes_multiple(every: int | None, before: int, step: int) -> bool:
-    """Whether a multiple of ``every`` lies after ``before`` and not after ``step``; never, if that is 0 or None.
+
+def checked_every(every: int) -> int:
+    """Return the number of steps between two saves.
+
+    Raises:
+        InvalidArgumentError: ``every`` is not a positive integer.
+    """
+    return checked_integer("every_n_steps", every, 1)
+
+
+def checked_skip(skip: int | None) -> int:
+    """Return the number of steps between two saves that are left out, for another checkpoint's sake; 0 for none.
+
+    Raises:
+        InvalidArgumentError: ``skip`` is neither None nor an integer of at least 0.
+    """
+    return checked_integer("skip_every_n_steps", 0 if skip is None else skip, 0)
+
+
+def passes_multiple(every: int, before: int, step: int) -> bool:
+    """Return True if a multiple of ``every`` lies after ``before`` and not after ``step``; never if ``every`` is 0.
 
     Trainers with several optimizers count several steps at once.
     """
-    if not every:
-        return False
-    return step // every > before // every
+    return every > 0 and step // every > before // every

@@ -31,8 +31,6 @@ class Health:
         overlapped_s, blocking_s: seconds from the beginning of a save to the next update of an optimizer, where the
             copy goes on meanwhile, and where it is made before; see `StagingTrial`. 0.0: not measured.
         gave_way: versions kept beside the newest one that gave way on this rank for want of room. Pinned ones never do.
-        every_n_steps: at which steps the next versions are saved: multiples of this.
-        interval_reason: why these, with ``every_n_steps="auto"``; None while nothing is measured.
         degraded: whether something needs attention: the latest save failed or hangs, copies are missing, ranks do
             not agree, or versions are not persisted although they should be.
         persisted: step of the newest version that is persisted, as far as this rank has heard; None if there is none.
@@ -52,8 +50,6 @@ class Health:
     overlapped_s: float
     blocking_s: float
     gave_way: int
-    every_n_steps: int
-    interval_reason: str | None
     degraded: bool
     persisted: int | None = None
     persist_error: str | None = None

@@ -20,7 +20,6 @@ from ml_flashpoint.adapter.pytorch.metadata_format import encode_metadata
 from ml_flashpoint.adapter.pytorch.plan_items import item_keys
 from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace
 from ml_flashpoint.core.save_identity import SaveIdentity, common_identity
-from ml_flashpoint.core.save_interval import Choice, Measured
 from ml_flashpoint.facade.failures import as_flashpoint_error
 from ml_flashpoint.format.errors import FlashpointError, SaveError
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal
@@ -38,14 +37,12 @@ class Report:
         generation: of the agreement by which it writes its share, if its state has the structure that it had then.
         plan: else, its plan, with all that it has.
         failure: why it cannot save.
-        measured: what saves cost on this rank.
     """
 
     identity: SaveIdentity | None = None
     generation: int | None = None
     plan: SavePlan | None = None
     failure: FlashpointError | None = None
-    measured: Measured | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +54,12 @@ class Answer:
         generation: of the agreement that holds from now on. None: there is none, and all send their plans again.
         share: which items of the plan that it sent it writes, by number; None if it sent none.
         failure: why there is no such save, the same on all ranks.
-        choice: how often to save, if that is another one from now on.
-        every: how often the coordinator does so now.
     """
 
     identity: SaveIdentity | None = None
     generation: int | None = None
     share: tuple[int, ...] | None = None
     failure: FlashpointError | None = None
-    choice: Choice | None = None
-    every: int = 1
 
 
 class PlanAgreement:

@@ -8,13 +8,11 @@ to the background; another one sends its plan, and waits for its share. Who writ
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 
 from ml_flashpoint.core.save_identity import SaveIdentity
-from ml_flashpoint.core.save_interval import SaveInterval
 from ml_flashpoint.facade.failures import as_flashpoint_error, causes_of
 from ml_flashpoint.facade.local_plan import Leaves, LocalPlan, Share
 from ml_flashpoint.facade.plan_agreement import Answer, PlanAgreement, Report
@@ -28,18 +26,14 @@ class SaveExchange:
 
     Args:
         group: processes that save together; None without torch.distributed.
-        interval: how often to save, which they agree on as well.
         safe_globals: see `Flashpoint`.
 
     Attributes:
         share: what this rank writes of the state seen last; None until ranks have agreed on that.
     """
 
-    def __init__(
-        self, group: LastingGroup | None, interval: SaveInterval, safe_globals: Sequence[SafeGlobal] = ()
-    ) -> None:
+    def __init__(self, group: LastingGroup | None, safe_globals: Sequence[SafeGlobal] = ()) -> None:
         self._group = group
-        self._interval = interval
         self._rank = dist.get_rank() if group is not None else 0
         world_size = dist.get_world_size() if group is not None else 1
         self._agreement = PlanAgreement(world_size, safe_globals) if self._rank == 0 else None
@@ -76,8 +70,7 @@ class SaveExchange:
         assert self._local is not None
         known = self.share is not None
         generation, plan = (self._generation, None) if known else (None, self._local.plan)
-        answer = self._ask(Report(identity, generation, plan, measured=self._interval.measured))
-        self._interval.hear(answer.choice)
+        answer = self._ask(Report(identity, generation, plan))
         if answer.share is not None:
             self.share = Share(self._local, answer.share)
         self._generation = answer.generation
@@ -96,7 +89,6 @@ class SaveExchange:
 
     def _ask(self, report: Report) -> Answer:
         answer: Answer = self._exchange(report, self._answers)
-        self._interval.follow(answer.every)
         if answer.failure is not None:
             if answer.generation != self._generation:
                 self.share = self._generation = None
@@ -106,9 +98,7 @@ class SaveExchange:
     def _answers(self, reports: list[Report]) -> list[Answer]:
         """On the coordinator."""
         assert self._agreement is not None
-        choice = self._interval.agree([report.measured for report in reports])
-        every = self._interval.every
-        return [replace(answer, choice=choice, every=every) for answer in self._agreement.agree(reports)]
+        return self._agreement.agree(reports)
 
     def conclude(self, failure: BaseException | None, commit: Callable[[bytes], object], step: int) -> None:
         """Collective: this rank has committed its part, or failed to. The version is complete if none raises.
@@ -134,7 +124,6 @@ class SaveExchange:
         outcome = self._exchange(mine, end)
         if outcome is not None:
             raise outcome
-        self._interval.confirm()
 
     def _exchange(self, message: Any, answer: Callable[[list[Any]], Sequence[Any]]) -> Any:
         """Collective: what the coordinator's ``answer`` to the messages of all ranks, in rank order, has for this

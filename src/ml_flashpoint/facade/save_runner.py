@@ -25,7 +25,6 @@ from ml_flashpoint.core.object_stages import BytesItem, TensorItem
 from ml_flashpoint.core.overlap import Overlap
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.save_identity import SaveIdentity
-from ml_flashpoint.core.save_interval import SaveInterval
 from ml_flashpoint.core.sigterm import ReentrantEvent, TerminationGuard
 from ml_flashpoint.facade.failures import as_flashpoint_error, causes_of
 from ml_flashpoint.facade.local_plan import Captured, Leaves, Share
@@ -80,10 +79,8 @@ class SaveRunner:
         safe_globals: see `Flashpoint`.
         deadline_s: seconds to wait for the save before.
         overlap: copies what may be copied late.
-        interval: how often to save.
 
     Attributes:
-        interval: the same.
         last_saved: step of the latest save committed on all ranks, None before.
         saves, failures, failures_in_a_row, last_error, blocked_s, blocked_total_s, committed_s: see `Health`.
     """
@@ -98,13 +95,12 @@ class SaveRunner:
         safe_globals: tuple[SafeGlobal, ...],
         deadline_s: float,
         overlap: Overlap,
-        interval: SaveInterval,
     ) -> None:
-        self.overlap, self.interval = overlap, interval
+        self.overlap = overlap
         overlap.on_waited, overlap.deferred = self._note_wait, guard.deferred
         self._tracked = tracked
         self._saver = saver
-        self._exchange = SaveExchange(group, interval, safe_globals)
+        self._exchange = SaveExchange(group, safe_globals)
         self._background = BackgroundThread("flashpoint-saves")
         self._guard = guard
         self._safe_globals = safe_globals
@@ -116,24 +112,12 @@ class SaveRunner:
         saver.on_withdrawn = self._withdraw
         self._aligned_after = -1
         self._beginning = False
-        self._was_saving = False  # when the latest step was done
         self.last_saved: int | None = None
         self.saves = self.failures = self.failures_in_a_row = 0
         self.last_error: str | None = None
         self.blocked_s = self.blocked_total_s = self.committed_s = 0.0
 
     # ---- beginning ----------------------------------------------------------------------------------------
-
-    def is_due(self, step: int, before: int | None = None) -> bool:
-        """Whether to save at this step, which is done now.
-
-        Args:
-            before: the step before, if that is not the number before.
-        """
-        steps = 1 if before is None else step - before
-        self.interval.passed(time.perf_counter(), saving=self._was_saving, steps=steps)
-        self._was_saving = not self.await_current(0)
-        return self.interval.is_due(step, before)
 
     def save(self, version: CheckpointContainerId) -> None:
         """Begin a save, after the one before has ended. Never raises for a save that fails."""
@@ -150,7 +134,6 @@ class SaveRunner:
 
     def _save(self, version: CheckpointContainerId) -> None:
         self._tell_held()
-        self._was_saving = True
         began = time.perf_counter()
         take_queued_s()
         try:
@@ -161,7 +144,6 @@ class SaveRunner:
                 self._fail(version, DivergedError(text, step=version.step, rank=self._saver.rank))
                 return
             if ended:
-                self._take_up_interval()
                 with self._guard.deferred(), collection_paused():
                     self._begin(version, began)
                 return
@@ -173,17 +155,10 @@ class SaveRunner:
             self.blocked_total_s += self.blocked_s
             self._held = version
 
-    def _take_up_interval(self) -> None:
-        choice = self.interval.begin()
-        if choice is not None:
-            level = logging.INFO if self._saver.rank == 0 else logging.DEBUG
-            _log.log(level, "%s", choice)
-
     def _tell_held(self) -> None:
         """Tell how long the latest save has held the loop, now that it cannot any more."""
         held, self._held = self._held, None
         if held is not None:
-            self.interval.saved(self.blocked_s)
             events.emit(events.LoopHeld, self._saver, held.parent, held.step, seconds=self.blocked_s)
 
     def _begin(self, version: CheckpointContainerId, began: float) -> None:
@@ -384,8 +359,6 @@ class SaveRunner:
             **{name: getattr(self, name) for name in here},
             "overlapped_s": trial.overlapped_s,
             "blocking_s": trial.blocking_s,
-            "every_n_steps": self.interval.every,
-            "interval_reason": self.interval.reason,
         }
 
     def align(self) -> None:

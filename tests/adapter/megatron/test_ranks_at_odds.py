@@ -15,7 +15,6 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from megatron.core.dist_checkpointing import ShardedTensor
 
-from ml_flashpoint.core.save_interval import SaveInterval
 from ml_flashpoint.format.errors import DivergedError, SaveError, UnaskedVersionsError
 from tests.support import forked, megatron
 from tests.support.worker import base_path
@@ -93,32 +92,6 @@ def test_a_rank_that_saves_once_more_is_in_step_again_behind_the_others(tmpfs: P
     ahead, behind = forked.call_team(play, tmpfs, 2, "saves once more", asynchronous)
     assert ahead == {4: DivergedError.__name__}
     assert behind == dict.fromkeys((3, 4), DivergedError.__name__)
-
-
-def stray(report: forked.Report, rank: int, asynchronous: bool) -> tuple[list[int], list[int]]:
-    """Rank 0 saves at every step, and rank 1 at every second. The steps that each asks to save, and fails to."""
-    door, asked, failed = megatron.Door(base_path()), list[int](), list[int]()
-    strategy = door.save_strategy
-    strategy.pace_by(SaveInterval("auto"))
-    strategy.interval.every = 1 + rank
-    for step in range(1, 9):
-        if strategy.is_due(step):
-            asked.append(step)
-            _save(door, rank, step, asynchronous)
-            if strategy.last_error is not None:
-                failed.append(step)
-    assert strategy.interval.every == 2
-    door.settle()
-    dist.barrier()
-    door.close()
-    return asked, failed
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_ranks_that_differ_in_how_often_they_save_learn_it_from_a_failed_save(tmpfs: Path, asynchronous: bool) -> None:
-    more, less = forked.call_team(stray, tmpfs, 2, asynchronous)
-    assert more == ([1, 2, 4, 6, 8], [1, 2])
-    assert less == ([2, 4, 6, 8], [2])
 
 
 def forget_to_ask(report: forked.Report, rank: int, step: int, asynchronous: bool) -> str | None:

@@ -56,8 +56,6 @@ def test_bad_arguments_of_the_callback_fail_at_once() -> None:
     for name, options in {
         "every_n_steps": {"every_n_steps": 0},
         "skip_every_n_steps": {"every_n_steps": 1, "skip_every_n_steps": -1},
-        r"goes with a given every_n_steps only \[skip": {"every_n_steps": "auto", "skip_every_n_steps": 4},
-        "mtbf_s": {"every_n_steps": 1, "mtbf_s": 60.0},
         "enabled": {"every_n_steps": 1, "enabled": "yes"},
         "overlap": {"every_n_steps": 1, "overlap": 1},
         "checkpoint_base_container": {"checkpoint_base_container": "relative", "every_n_steps": 1},

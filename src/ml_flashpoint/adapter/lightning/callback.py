@@ -10,7 +10,7 @@ import functools
 import logging
 import os
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -30,8 +30,7 @@ from ml_flashpoint.core.arguments import (
 )
 from ml_flashpoint.core.persist_options import persist_options
 from ml_flashpoint.core.read_back import checked_mode
-from ml_flashpoint.core.save_interval import SaveInterval, checked_skip
-from ml_flashpoint.core.schedule import passes_multiple
+from ml_flashpoint.core.schedule import checked_every, checked_skip, passes_multiple
 from ml_flashpoint.facade.kept_versions import checked_wanted
 from ml_flashpoint.facade.notices import tell
 from ml_flashpoint.format.errors import InvalidArgumentError, NothingLoadableError
@@ -64,11 +63,9 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
 
     Args:
         base: base container of the job on this node: an absolute path, best on a tmpfs. Restarts use the same.
-        every_n_steps: how often to save; ``"auto"``: as often as costs least.
-        skip_every_n_steps: how often the standard checkpoint is saved, to leave those steps out; 0 leaves none out. Not
-            with ``"auto"``, whose steps may become those.
+        every_n_steps: steps between two saves.
+        skip_every_n_steps: how often the standard checkpoint is saved, to leave those steps out; 0 leaves none out.
         enabled: False to do nothing at all.
-        mtbf_s: with ``"auto"``, mean seconds between failures of the whole job; by default what its restarts show.
         replication, strict, safe_globals, deadline_s, discard_existing, verify_saves, on_world_size_change, overlap,
             keep, persist, persist_every, persist_keep, persist_bytes_per_s: see `ml_flashpoint.Flashpoint`.
         grace_s: seconds at most that a trainer which ends after SIGTERM waits for the save under way, and for the
@@ -81,11 +78,10 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
     def __init__(
         self,
         base: str | os.PathLike[str],
-        every_n_steps: int | Literal["auto"] = 1,
+        every_n_steps: int = 1,
         skip_every_n_steps: int | None = 0,
         enabled: bool = True,
         *,
-        mtbf_s: float | None = None,
         replication: ReplicationStrategy | str | None = None,
         strict: bool = False,
         safe_globals: Sequence[SafeGlobal] = (),
@@ -103,14 +99,13 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self.base = checked_base(base)
-        self.every_n_steps = SaveInterval(every_n_steps, mtbf_s).given
-        self.skip_every_n_steps = checked_skip(skip_every_n_steps, every_n_steps)
+        self.every_n_steps = checked_every(every_n_steps)
+        self.skip_every_n_steps = checked_skip(skip_every_n_steps)
         self.enabled = checked_bool("enabled", enabled)
         self._grace_s = checked_seconds("grace_s", grace_s)
         persist_options(persist, persist_every, persist_keep, persist_bytes_per_s)
         self._options: dict[str, Any] = {
             "every_n_steps": every_n_steps,
-            "mtbf_s": mtbf_s,
             "persist": persist,
             "persist_every": persist_every,
             "persist_keep": persist_keep,
@@ -221,8 +216,8 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
             return  # gradients are being accumulated
         self._step = step
         assert self._flashpoint is not None
-        is_due = self._flashpoint.is_due(step, before) and not passes_multiple(self.skip_every_n_steps, before, step)
-        if not is_due and not self._put_off:
+        due, left_out = (passes_multiple(each, before, step) for each in (self.every_n_steps, self.skip_every_n_steps))
+        if not (due and not left_out) and not self._put_off:
             return
         if self._put_off < _MAX_PUT_OFF and ends_something(trainer):
             self._put_off += 1

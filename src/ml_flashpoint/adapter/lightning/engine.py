@@ -86,10 +86,6 @@ class TrainerFlashpoint(Flashpoint):
 
     # ---- saving -------------------------------------------------------------------------------------------
 
-    def is_due(self, step: int, before: int) -> bool:
-        """Whether to save at this step, which is done now, after that ``before``. To be asked after each."""
-        return self._saves.is_due(step, before)
-
     def _without_tensors(self, trainer: Trainer) -> Checkpoint:
         with without_tensors(trainer.strategy):
             checkpoint = self._dictionary(trainer)

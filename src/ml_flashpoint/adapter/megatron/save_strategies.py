@@ -37,8 +37,6 @@ from ml_flashpoint.checkpoint_object_manager.version_files import remove_version
 from ml_flashpoint.core.background import give_way
 from ml_flashpoint.core.object_stages import BytesItem
 from ml_flashpoint.core.save import Save
-from ml_flashpoint.core.save_clock import SaveClock
-from ml_flashpoint.core.save_interval import SaveInterval
 from ml_flashpoint.core.sidecars import sidecar_items, sidecar_labels
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import (
@@ -105,8 +103,6 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
         child: give `AsyncCallsQueue` a function that does nothing, which it runs in a process. Without one it starts
             none, which saves a fork in each save; but a persistent caller that other strategies use, too, waits for
             the answer of that process to each request, and so for ever.
-        interval: how often to save, see `CheckpointEngine.interval`, for programs that ask :meth:`is_due`. They settle
-            an ``"auto"`` one in the vote on each save.
 
     Raises:
         InvalidArgumentError: ``storage_writer`` is no `MemoryStorageWriter`.
@@ -119,7 +115,6 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
         version: int = 1,
         *,
         child: bool = True,
-        interval: SaveInterval | None = None,
     ) -> None:
         super().__init__(backend, version)
         if not isinstance(storage_writer, MemoryStorageWriter):
@@ -133,25 +128,6 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
         self._passed = range(0)  # steps that other ranks were at or past when this one was behind them
         self.last_error: FlashpointError | None = None
         self._latest: _Writing | None = None
-        self.pace_by(interval or SaveInterval())
-
-    def pace_by(self, interval: SaveInterval) -> None:
-        """Take another interval. On all ranks, and not while a save is under way."""
-        self._clock = SaveClock(interval, lambda: self._latest is not None and not self._latest.is_over)
-
-    @property
-    def interval(self) -> SaveInterval:
-        """How often to save; `every` and `reason` tell of now."""
-        return self._clock.interval
-
-    def is_due(self, step: int, before: int | None = None) -> bool:
-        """Whether to save at this step, which is done now: ask after each step, on all ranks, and save at once then.
-        What is between the question and the save counts as what the save costs.
-
-        Args:
-            before: the step before, if that is not the number before.
-        """
-        return self._clock.is_due(step, before)
 
     def watch(self, *optimizers: Any) -> None:
         """From now on, asynchronous saves return before what these optimizers update is copied, which goes on while the
@@ -197,7 +173,6 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
         began, version = time.perf_counter(), version_of(checkpoint_dir)
         writing = self._begin(sharded_state_dict, version)
         writing.go_on_in_background()
-        self._clock.begun()
         self._tell_held(version, began)
         return AsyncRequest(_nothing if self._child else None, (), [lambda: self._end(writing)])
 
@@ -211,7 +186,6 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
         self.before_update()  # and helps: nobody could use the time
         writing.complete()
         self._end(writing)
-        self._clock.begun()
         self._tell_held(version, began)
 
     def _tell_held(self, version: CheckpointContainerId, began: float) -> None:
@@ -283,8 +257,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
 
     def _end(self, writing: _Writing) -> None:
         """Collective: wait for this rank's part, and learn whether all ranks have theirs."""
-        with self._clock.ending():
-            error = self.last_error = self._outcome(writing)
+        error = self.last_error = self._outcome(writing)
         if error is None:
             writing.is_complete()
             return
@@ -309,11 +282,8 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
         return error
 
     def _vote(self, ok: bool) -> bool:
-        """Whether a save is good on every rank. What saves cost them rides along, and how often they save from now on
-        follows from it, on all of them alike."""
-        good, *least = self._group.minimum((int(ok), *self.interval.offer()), "vote")
-        if (choice := self.interval.settle(least)) is not None:
-            _log.log(logging.INFO if self._group.rank == 0 else logging.DEBUG, "%s", choice)
+        """Return True if a save is good on every rank."""
+        (good,) = self._group.minimum((int(ok),), "vote")
         return bool(good)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Literal
+from typing import Any
 
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -15,8 +15,7 @@ from ml_flashpoint.adapter.nemo.checkpoint_io import (
 )
 from ml_flashpoint.adapter.trainer_loops import updates_by_step
 from ml_flashpoint.core.arguments import checked_base, checked_bool
-from ml_flashpoint.core.save_interval import SaveInterval, checked_skip
-from ml_flashpoint.core.schedule import passes_multiple
+from ml_flashpoint.core.schedule import checked_every, checked_skip, passes_multiple
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidArgumentError
 
@@ -28,11 +27,9 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
     Args:
         checkpoint_base_container: base container of the job on this node: an absolute path, best on a tmpfs. Restarts
             use the same.
-        every_n_steps: how often to save; ``"auto"``: as often as costs least.
-        skip_every_n_steps: how often the standard checkpoint is saved, to leave those steps out; 0 leaves none out. Not
-            with ``"auto"``, whose steps may become those.
+        every_n_steps: steps between two saves.
+        skip_every_n_steps: how often the standard checkpoint is saved, to leave those steps out; 0 leaves none out.
         enabled: False to do nothing at all, and to leave the trainer unwrapped.
-        mtbf_s: with ``"auto"``, mean seconds between failures of the whole job; by default what its restarts show.
         overlap: with asynchronous saves, copy what optimizers update while the next forward and backward run, where
             that takes less of the loop than waiting does. What changes any of that by other means than a step, between
             a save and the next step, has to call :meth:`before_update` first, or the save fails.
@@ -44,18 +41,16 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
     def __init__(
         self,
         checkpoint_base_container: str | os.PathLike[str],
-        every_n_steps: int | Literal["auto"],
+        every_n_steps: int,
         skip_every_n_steps: int | None = 0,
         enabled: bool = True,
         *,
-        mtbf_s: float | None = None,
         overlap: bool = True,
     ) -> None:
         super().__init__()
         self.base = checked_base(checkpoint_base_container, "checkpoint_base_container")
-        self.every_n_steps = SaveInterval(every_n_steps, mtbf_s).given
-        self._mtbf_s = mtbf_s
-        self.skip_every_n_steps = checked_skip(skip_every_n_steps, every_n_steps)
+        self.every_n_steps = checked_every(every_n_steps)
+        self.skip_every_n_steps = checked_skip(skip_every_n_steps)
         self.enabled = checked_bool("enabled", enabled)
         self.overlap = checked_bool("overlap", overlap)
         self._step = 0
@@ -89,7 +84,7 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
             )
         io.parts.check_asked()
         self._strategy = io.parts.save_strategy
-        self._strategy.pace_by(io.parts.engine.interval(self.every_n_steps, self._mtbf_s))
+        io.parts.engine.ranks.agree_on(every_n_steps=self.every_n_steps)
         self._step = trainer.global_step
         self._watches = self.overlap and io.async_save and io.parts.watch(trainer.optimizers)
         if trainer.ckpt_path is not None and io.parts.engine.holds(trainer.ckpt_path):
@@ -101,7 +96,8 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
         if not self.enabled or self._strategy is None or step == before:
             return
         self._step = step
-        if self._strategy.is_due(step, before) and not passes_multiple(self.skip_every_n_steps, before, step):
+        due, left_out = (passes_multiple(each, before, step) for each in (self.every_n_steps, self.skip_every_n_steps))
+        if due and not left_out:
             self.save(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

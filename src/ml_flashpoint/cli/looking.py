@@ -176,18 +176,3 @@ def metrics(
     from ml_flashpoint.cli.metrics import serve
 
     raise typer.Exit(serve(base, host=host, port=port))
-
-
-@app.command(rich_help_panel=_PANEL)
-def schema(
-    command: Annotated[str, typer.Argument(metavar="COMMAND", help="ls, status, verify, …: one that takes --json.")],
-) -> None:
-    """Print the JSON Schema of what COMMAND prints with **--json**; for **status --watch**, of each line.
-
-    Fields may be added under the same number, which the schema's **$id** ends with.
-
-    Exit code: 0, 2 if COMMAND prints no JSON.
-    """
-    from ml_flashpoint.cli.schemas import show_schema
-
-    raise typer.Exit(show_schema(command))

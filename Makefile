@@ -107,7 +107,7 @@ matrix: setup
 	$(BIN)/python -m tests.support.matrix $(MATRIX_ARGS)
 
 demo: setup
-	$(BIN)/flashpoint demo $(DEMO_ARGS)
+	PYTHONPATH=. $(BIN)/python examples/lose_a_machine.py $(DEMO_ARGS)
 
 bench: setup
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import sysconfig
+from pathlib import Path
 from typing import Any
 
 import nemo.lightning as nl
@@ -24,7 +26,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from ml_flashpoint.adapter.nemo.checkpoint_callback import MLFlashpointCheckpointCallback  # ours
 from ml_flashpoint.adapter.nemo.wrapper_util import wrap_trainer_and_auto_resume_with_mlflashpoint  # ours
-from ml_flashpoint.cli.demo.text import read_text
 
 LENGTH, MICRO_BATCH = 128, 4
 
@@ -33,7 +34,8 @@ class Bytes(Dataset):  # type: ignore[type-arg]
     """The bytes of a text, `LENGTH` at a time."""
 
     def __init__(self) -> None:
-        self._text = read_text().long()
+        source = b"".join(each.read_bytes() for each in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:60])
+        self._text = torch.frombuffer(bytearray(source), dtype=torch.uint8).long()
 
     def __len__(self) -> int:
         return (len(self._text) - 1) // LENGTH

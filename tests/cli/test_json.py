@@ -15,8 +15,6 @@ from ml_flashpoint.cli.main import app
 from ml_flashpoint.events import flush
 from tests.facade.test_overlap import Job
 
-_NOT_RUN_HERE = {"demo"}  # it takes minutes, and `tests/e2e/test_demo.py` reads what it prints
-
 
 def _run(*args: object) -> tuple[int, Any]:
     done = CliRunner().invoke(app, [*map(str, args)])
@@ -60,7 +58,7 @@ def test_they_print_one_document(tmpfs: Path, tmp_path: Path, monkeypatch: pytes
     ]
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     taking = {name for name, each in commands.items() if any("--json" in p.opts for p in each.params)}
-    assert {str(run[0]) for run in runs} == taking - _NOT_RUN_HERE
+    assert {str(run[0]) for run in runs} == taking
     for run in runs:
         code, document = _run(*run, "--json")
         assert code == (1 if run[0] == "diff" else 0), (run, document)

@@ -42,7 +42,7 @@ def world_size() -> int:
 
 
 def leave() -> NoReturn:
-    """Ends a rank that has made collectives, as the demo's job does.
+    """Ends a rank that has made collectives.
 
     Gloo's threads free the tensors of the last collective some time after it, for which they need the interpreter:
     one that is being finalized by then makes torch abort the process.

@@ -89,25 +89,3 @@ def doctor(
     from ml_flashpoint.cli.doctor.command import doctor as examine
 
     raise typer.Exit(examine(base, megabytes=megabytes, deadline_s=deadline_seconds, as_json=json))
-
-
-@app.command(rich_help_panel=_PANEL)
-def demo(
-    json: Json = False,
-    steps: Annotated[int, typer.Option(min=10, max=10_000, help="Steps of each of the two runs.")] = 30,
-    seed: Annotated[int, typer.Option(min=0, help="Decides on weights, data, victims and moments.")] = 0,
-    keep: Annotated[bool, typer.Option("--keep", help="Leave checkpoints and output behind, and say where.")] = False,
-) -> None:
-    """Train a small GPT on two nodes, kill a rank and then a whole node, and compare the weights in the end.
-
-    This machine plays both nodes, each with two ranks, an elastic agent and a folder in memory of its own. The
-    job (FSDP2, gloo) makes a checkpoint at every step. It runs once without faults and once with: SIGKILL to one
-    rank, then SIGKILL to every process of one node, whose memory is deleted and whose place a new node takes.
-
-    Exit code: 0 if the faults were real, each recovery came from memory, and weights and optimizer are in the end
-    those of the fault-free run, bit for bit; 1 if anything of it does not hold; 2 if torch is missing; 130 if
-    interrupted.
-    """
-    from ml_flashpoint.cli.demo.command import run_demo
-
-    raise typer.Exit(run_demo(steps=steps, seed=seed, as_json=json, keep=keep))

@@ -82,7 +82,7 @@ class ByteGPT(LightningModule):
 
     def configure_model(self) -> None:
         """Shards the model; Lightning may call this more than once."""
-        if isinstance(next(self.gpt.parameters()), DTensor):
+        if isinstance(next(self.parameters()), DTensor):
             return
         mesh = self.device_mesh["data_parallel"]
         for layer in (*self.blocks, self.bytes, self.places, self.head):

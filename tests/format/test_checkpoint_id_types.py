@@ -134,8 +134,8 @@ def test_create_child_works_on_an_instance_too() -> None:
 
 
 def test_a_child_needs_a_name() -> None:
-    with pytest.raises(InvalidArgumentError):
-        CheckpointContainerId.create_child(BASE)
+    with pytest.raises(TypeError):
+        CheckpointContainerId.create_child(BASE)  # type: ignore[call-arg]
 
 
 def test_ids_work_as_paths(tmp_path: Path) -> None:
@@ -157,15 +157,34 @@ def test_ids_are_immutable() -> None:
     assert thing.path == BASE.path + "/a"
 
 
-def test_kinds_are_never_equal_nor_ordered_among_each_other() -> None:
-    container, thing = CheckpointContainerId("/a/b"), CheckpointObjectId("/a/b")
-    assert container != thing
-    assert len({container, thing, CheckpointContainerId("/a/b/")}) == 2
-    assert container != "/a/b"
-    with pytest.raises(TypeError):
-        _ = container < thing
-    with pytest.raises(TypeError):
-        _ = container < "/a/c"
+def test_an_id_is_its_string_wherever_it_is_compared() -> None:
+    container, thing = CheckpointContainerId("/a/b/"), CheckpointObjectId("/a/b")
+    for each in (container, thing):
+        assert each == "/a/b" == each.data == each
+        assert each != "/a/b/"
+        assert each not in ("/a", b"/a/b", Path("/a/b"), None)
+    assert {container, thing, "/a/b"} == {"/a/b"}
+    assert {container: 1}["/a/b"] == {"/a/b": 1}[container] == 1
+    for other in (thing, "/a/c"):
+        with pytest.raises(TypeError):
+            _ = container < other  # type: ignore[operator]
+
+
+def test_the_names_of_google_ml_flashpoint() -> None:
+    version = CheckpointContainerId.create_child(parent_container_id=BASE, child_id="step-7_ckpt")
+    assert version == CheckpointContainerId(string=f"{BASE}/step-7_ckpt")
+    assert CheckpointContainerId.parse_version_container_step(name=version.name) == 7
+    assert CheckpointContainerId.parse_version_container_step(name="step-07_ckpt") is None
+    assert CheckpointContainerId.format_version_container(step=7) == "step-7_ckpt"
+    thing = CheckpointObjectId.from_container(parent_container_id=version, object_name="a")
+    assert thing == CheckpointObjectId(string=f"{version}/a")
+    assert thing.get_parent() == version
+    assert version.get_parent() == version.parent == BASE
+    assert version.get_parent(levels_up=3) == "/tmp"
+    assert version.get_parent(4) is version.get_parent(99) is None
+    for levels in (0, -1, True, 1.0):
+        with pytest.raises(InvalidArgumentError, match="levels_up"):
+            version.get_parent(levels)  # type: ignore[arg-type]
 
 
 def test_versions_order_by_step() -> None:

@@ -77,21 +77,26 @@ def _sort_key(segments: tuple[str, ...]) -> tuple[tuple[int, str], ...]:
 
 @total_ordering
 class _AbsoluteId:
-    """What both kinds of id share: an immutable, validated, normalised absolute path."""
+    """An immutable, validated, normalised absolute path: what both kinds of id share."""
 
     __slots__ = ("_path", "_segments")
 
     _path: str
     _segments: tuple[str, ...]
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        segments = _split_absolute(path)
+    def __init__(self, string: str | os.PathLike[str]) -> None:
+        segments = _split_absolute(string)
         object.__setattr__(self, "_segments", segments)
         object.__setattr__(self, "_path", "/" + "/".join(segments))
 
     @property
     def path(self) -> str:
         """The normalised absolute path."""
+        return self._path
+
+    @property
+    def data(self) -> str:
+        """The same as :attr:`path`: the string that this id equals."""
         return self._path
 
     @property
@@ -109,6 +114,17 @@ class _AbsoluteId:
         above = _split_absolute(base)
         return self._segments[: len(above)] == above
 
+    def get_parent(self, levels_up: int = 1) -> CheckpointContainerId | None:
+        """Return the container ``levels_up`` levels above, ``None`` where that is the root directory or above it.
+
+        Raises:
+            InvalidArgumentError: ``levels_up`` is not an integer of at least 1.
+        """
+        if isinstance(levels_up, bool) or not isinstance(levels_up, int) or levels_up < 1:
+            raise InvalidArgumentError("must be an integer of at least 1", argument="levels_up", value=levels_up)
+        above = self._segments[:-levels_up]
+        return CheckpointContainerId("/" + "/".join(above)) if above else None
+
     def __str__(self) -> str:
         return self._path
 
@@ -119,9 +135,11 @@ class _AbsoluteId:
         return f"{type(self).__name__}({self._path!r})"
 
     def __eq__(self, other: object) -> bool:
-        # A container and an object of the same path are different things, and neither equals a plain string:
-        # an unnormalised string would compare unequal to its own id.
-        if type(other) is not type(self):
+        # An id is its normalised string, for == and in sets and dictionaries, whichever kind of id it is: else two
+        # ids could equal one string and not each other.
+        if isinstance(other, str):
+            return self._path == other
+        if not isinstance(other, _AbsoluteId):
             return NotImplemented
         return self._path == other._path
 
@@ -131,7 +149,7 @@ class _AbsoluteId:
         return _sort_key(self._segments) < _sort_key(other._segments)
 
     def __hash__(self) -> int:
-        return hash((type(self).__name__, self._path))
+        return hash(self._path)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"{type(self).__name__} is immutable")
@@ -148,10 +166,10 @@ class CheckpointContainerId(_AbsoluteId):
     """Name of a directory of a checkpoint: a job's base container, a version, or anything between.
 
     Immutable, hashable, picklable and ordered: siblings compare by name, versions by step. `str()` and
-    `os.fspath()` give the normalised path.
+    `os.fspath()` give the normalised path, which the id equals and has the hash of.
 
     Args:
-        path: absolute path. Repeated and trailing slashes are dropped.
+        string: absolute path. Repeated and trailing slashes are dropped.
 
     Raises:
         InvalidNameError: the path is relative, is the root, or has a segment that `validate_segment` refuses.
@@ -160,19 +178,18 @@ class CheckpointContainerId(_AbsoluteId):
     __slots__ = ()
 
     @staticmethod
-    def create_child(parent: str | os.PathLike[str], *names: str) -> CheckpointContainerId:
-        """Return the container below ``parent`` that is reached by `names`, at least one.
+    def create_child(
+        parent_container_id: str | os.PathLike[str], child_id: str, *names: str
+    ) -> CheckpointContainerId:
+        """Return the container ``child_id`` below ``parent_container_id``; with ``names``, one further below it.
 
-        Each name is one segment: nothing in it can lead out of ``parent``.
+        Each name is one segment: nothing in it can lead out of the parent.
 
         Raises:
-            InvalidArgumentError: no name was given.
-            InvalidNameError: ``parent`` or a name is not valid.
+            InvalidNameError: the parent or a name is not valid.
         """
-        if not names:
-            raise InvalidArgumentError("a child needs at least one name", argument="names", value=names)
-        above = CheckpointContainerId(parent)
-        return CheckpointContainerId("/".join([above.path, *map(validate_segment, names)]))
+        above = CheckpointContainerId(parent_container_id)
+        return CheckpointContainerId("/".join([above.path, *map(validate_segment, (child_id, *names))]))
 
     @staticmethod
     def of_version(path: object) -> CheckpointContainerId | None:
@@ -210,6 +227,9 @@ class CheckpointContainerId(_AbsoluteId):
         step = int(match[1])
         return step if step <= MAX_STEP else None
 
+    parse_version_container_step = parse_version_container
+    """The name of :meth:`parse_version_container` in google/ml-flashpoint."""
+
     @property
     def parent(self) -> CheckpointContainerId:
         """The container above this one.
@@ -228,10 +248,10 @@ class CheckpointContainerId(_AbsoluteId):
 class CheckpointObjectId(_AbsoluteId):
     """Name of one object (file) in a container.
 
-    Immutable, hashable, picklable and ordered like `CheckpointContainerId`, and never equal to one.
+    Immutable, hashable, picklable and ordered like `CheckpointContainerId`.
 
     Args:
-        path: absolute path of at least two segments. Repeated and trailing slashes are dropped.
+        string: absolute path of at least two segments. Repeated and trailing slashes are dropped.
 
     Raises:
         InvalidNameError: the path is relative, is the root or directly below it, or has a segment that
@@ -240,20 +260,23 @@ class CheckpointObjectId(_AbsoluteId):
 
     __slots__ = ()
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(path)
+    def __init__(self, string: str | os.PathLike[str]) -> None:
+        super().__init__(string)
         if len(self._segments) < 2:
             raise InvalidNameError(f"an object must lie in a container: {_shown(self._path)}")
 
     @staticmethod
-    def create(container: str | os.PathLike[str], name: str) -> CheckpointObjectId:
-        """Return the object called ``name`` in ``container``.
+    def from_container(parent_container_id: str | os.PathLike[str], object_name: str) -> CheckpointObjectId:
+        """Return the object called ``object_name`` in a container.
 
         Raises:
-            InvalidNameError: ``container`` or ``name`` is not valid.
+            InvalidNameError: the container or the name is not valid.
         """
-        above = CheckpointContainerId(container)
-        return CheckpointObjectId(f"{above.path}/{validate_segment(name)}")
+        above = CheckpointContainerId(parent_container_id)
+        return CheckpointObjectId(f"{above.path}/{validate_segment(object_name)}")
+
+    create = from_container
+    """The shorter name of :meth:`from_container`."""
 
     @property
     def container(self) -> CheckpointContainerId:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -14,6 +15,15 @@ if TYPE_CHECKING:
     from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
 _F = TypeVar("_F", bound=Callable[..., object])
+_log = logging.getLogger(__name__)
+
+
+def ignored(owner: str, **given: object) -> None:
+    """Log one line that names arguments which ``owner`` accepts, for programs written for another package, and does not
+    use. One that is None was not passed."""
+    names = [f"{name}=" for name, value in given.items() if value is not None]
+    if names:
+        _log.info("%s ignores %s, which has no meaning here", owner, ", ".join(names))
 
 
 def checked_base(base: str | os.PathLike[str], argument: str = "base") -> CheckpointContainerId:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.core.arguments import ignored
 from ml_flashpoint.core.loader import MLFlashpointCheckpointLoader, RecoveryReport
 from ml_flashpoint.core.opening import open_together
 from ml_flashpoint.core.part_reader import (
@@ -61,6 +62,8 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
         checkpoint_object_manager: where bytes live; one of its own by default.
         replication_manager: how peers are reached; without it only this node's parts can be loaded.
         global_rank_getter: this process's rank; by default from torch.distributed.
+        local_rank_getter, broadcast_object_list_func, all_gather_object_func, world_size_getter: accepted for callers
+            that pass them, and never called.
     """
 
     def __init__(
@@ -68,7 +71,19 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
         checkpoint_object_manager: CheckpointObjectManager | None = None,
         replication_manager: ReplicationManager | None = None,
         global_rank_getter: Callable[[], int] | None = None,
+        *,
+        local_rank_getter: Callable[[], int] | None = None,
+        broadcast_object_list_func: Callable[..., object] | None = None,
+        all_gather_object_func: Callable[..., object] | None = None,
+        world_size_getter: Callable[[], int] | None = None,
     ) -> None:
+        ignored(
+            "DefaultMLFlashpointCheckpointLoader",
+            local_rank_getter=local_rank_getter,
+            broadcast_object_list_func=broadcast_object_list_func,
+            all_gather_object_func=all_gather_object_func,
+            world_size_getter=world_size_getter,
+        )
         self._objects = checkpoint_object_manager or CheckpointObjectManager()
         self._source = PartSource(replication_manager)
         self._rank_getter = global_rank_getter

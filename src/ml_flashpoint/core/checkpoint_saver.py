@@ -24,7 +24,7 @@ from ml_flashpoint.checkpoint_object_manager.capacity import OWN_VERSIONS
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.core.arguments import checked_integer
+from ml_flashpoint.core.arguments import checked_integer, ignored
 from ml_flashpoint.core.commit_queue import CommitQueue, CommitStats
 from ml_flashpoint.core.handing_off import DESERTED_POLL_S, HandingOff
 from ml_flashpoint.core.object_stages import StagedObject, TensorItem
@@ -49,11 +49,7 @@ _log = logging.getLogger(__name__)
 DEFAULT_BUFFER_BYTES = 16 << 30
 # What a new arena costs in page faults, in bytes a second: to wait that long for a used one is no dearer.
 _FAULT_RATE = 1 << 30
-__all__ = [
-    "DEFAULT_BUFFER_BYTES",
-    "DefaultMLFlashpointCheckpointSaver",
-    "MLFlashpointCheckpointSaver",
-]
+__all__ = ["DEFAULT_BUFFER_BYTES", "DefaultMLFlashpointCheckpointSaver", "MLFlashpointCheckpointSaver"]
 
 
 class DefaultMLFlashpointCheckpointSaver(HandingOff):
@@ -63,7 +59,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
 
     Args:
         global_rank_getter: this process's rank; by default from torch.distributed.
-        local_rank_getter, global_barrier_func: accepted for callers that pass them, and never called.
+        local_rank_getter, global_barrier_func, use_optimized_save: accepted for callers that pass them, and ignored.
         ckpt_obj_manager: where bytes live; one of its own by default.
         replication_manager, persisting: who makes copies, and who durable ones of what is verified; none by default.
         initial_buffer_size_bytes: expected bytes a rank; costs nothing until used, and larger states work.
@@ -84,11 +80,14 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         replication_manager: ReplicationManager | None = None,
         initial_buffer_size_bytes: int = DEFAULT_BUFFER_BYTES,
         *,
+        use_optimized_save: bool | None = None,
         cache_staged_state_dict: bool = True,
         verify_saves: str = "sample",
         persisting: Persisting | None = None,
     ) -> None:
         super().__init__()
+        unused = {"local_rank_getter": local_rank_getter, "global_barrier_func": global_barrier_func}
+        ignored("DefaultMLFlashpointCheckpointSaver", **unused, use_optimized_save=use_optimized_save)
         self._verify_saves = checked_mode(verify_saves)
         # Called when a save that was committed turns out damaged; on a background thread.
         self.on_withdrawn: Callable[[Save], None] = lambda save: None

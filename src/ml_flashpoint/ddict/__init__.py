@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         CheckpointPersister,
         DAOSCheckpointPersister,
         FsspecCheckpointPersister,
+        NULLCheckpointPersister,
         NullCheckpointPersister,
         PosixCheckpointPersister,
     )
@@ -50,6 +51,7 @@ __all__ = [
     "DDictWritesLostError",
     "FsspecCheckpointPersister",
     "ManagerStats",
+    "NULLCheckpointPersister",
     "NullCheckpointPersister",
     "PosixCheckpointPersister",
 ]

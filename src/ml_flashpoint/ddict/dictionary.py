@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeAlias
 
-from ml_flashpoint.core.arguments import checked_integer
+from ml_flashpoint.core.arguments import checked_integer, ignored
 from ml_flashpoint.ddict.client.mapping import Mapped
 from ml_flashpoint.ddict.errors import DDictError, DDictPersistError
 from ml_flashpoint.ddict.options import Configuration, Options, checked_timeout
@@ -121,6 +121,7 @@ class DDict(Mapped):
         self._set_up(configuration, 0, 0, None)
         self._runtime: Runtime | None = started
         self._creator = os.getpid()
+        ignored("DDict", trace=options.trace or None)
         if options.restore_from is not None:
             try:
                 self.restore(options.restore_from)
@@ -281,6 +282,10 @@ class DDict(Mapped):
         call = self._access.client.links.call
         answers = [call(each, "stats", {}, deadline=deadline).fields for each in range(self._configuration.managers)]
         return stats_of(answers, self._access.ask_main("state", deadline=deadline), self._configuration.options)
+
+    def get_name(self) -> str:
+        """The name that the dictionary was made with, under which its persisted checkpoints are found again."""
+        return self._configuration.options.name
 
     def freeze(self) -> None:
         """Refuse all writes, of all handles, until `unfreeze`."""

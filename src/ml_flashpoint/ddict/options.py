@@ -64,6 +64,7 @@ class Options:
         replication: ``"ring"``, ``"pairwise"``, ``"clique"`` or a `ReplicationStrategy`: committed checkpoints survive
             the loss of any single manager or node. None: they do not.
         runtime: ``"embedded"``: managers are child processes; ``"ray"``: actors; None: Ray if it is initialized here.
+        trace: accepted for programs that pass it, and ignored.
 
     Raises:
         InvalidArgumentError: one is out of range.
@@ -86,6 +87,7 @@ class Options:
     restore_from: int | None = None
     replication: ReplicationStrategy | str | None = None
     runtime: str | None = None
+    trace: bool | None = None
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 import torch.multiprocessing as multiprocessing
 
+from ml_flashpoint.core.arguments import ignored
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.format.knobs import call_deadline_s, exit_deadline_s
 from ml_flashpoint.local.async_request import AsyncRequest, BackgroundSave
@@ -299,9 +300,22 @@ class AsyncCallsQueue:
         is_daemon: end that process with this one, whatever it is doing. Else a process that ends without `close` lets
             requests end, within ``FLASHPOINT_CALL_DEADLINE_S`` each. Either way an error is logged for each of them,
             since nobody finalizes it; the exit code of the process is what it would have been. `close` raises.
+        cpu_priority, io_priority, sigterm_timeout, cpu_shm_mode: accepted for callers that pass them, and ignored: what
+            is saved here is copied in the trainer's own threads.
     """
 
-    def __init__(self, persistent: bool = True, is_daemon: bool = False) -> None:
+    def __init__(
+        self,
+        persistent: bool = True,
+        is_daemon: bool = False,
+        *,
+        cpu_priority: int | None = None,
+        io_priority: int | None = None,
+        sigterm_timeout: float | None = None,
+        cpu_shm_mode: bool | None = None,
+    ) -> None:
+        unused = {"cpu_priority": cpu_priority, "io_priority": io_priority}
+        ignored("AsyncCallsQueue", **unused, sigterm_timeout=sigterm_timeout, cpu_shm_mode=cpu_shm_mode)
         self.persistent = persistent
         self.is_daemon = is_daemon
         self._calls: deque[_Active] = deque()

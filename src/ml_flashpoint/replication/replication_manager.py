@@ -169,6 +169,9 @@ class ReplicationManager:
             self._service.close()
             self._service = None
 
+    shutdown = close
+    """The name of :meth:`close` in google/ml-flashpoint."""
+
 
 def _parse_address(announced: object) -> Address:
     match announced:

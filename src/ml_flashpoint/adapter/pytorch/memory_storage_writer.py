@@ -35,11 +35,9 @@ from ml_flashpoint.adapter.pytorch.plan_items import WrittenPlan, item_keys, res
 from ml_flashpoint.adapter.pytorch.plan_rider import CompletionRider, PlanRider, listen, listen_for_completion
 from ml_flashpoint.adapter.pytorch.staged_state import StagedStateDict, wait_until_over
 from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE
+from ml_flashpoint.core.arguments import ignored
 from ml_flashpoint.core.background import give_way
-from ml_flashpoint.core.checkpoint_saver import (
-    DefaultMLFlashpointCheckpointSaver,
-    MLFlashpointCheckpointSaver,
-)
+from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver, MLFlashpointCheckpointSaver
 from ml_flashpoint.core.object_stages import BytesItem, TensorItem
 from ml_flashpoint.core.overlap import Overlap, OverlappingDoor
 from ml_flashpoint.core.save import Save
@@ -88,7 +86,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
 
     Args:
         checkpoint_saver: the engine's saver.
-        mp_manager: accepted for callers that pass it, not needed: a saving process reports through files.
+        mp_manager, thread_count, mp_manager_future: accepted for callers that pass them, and ignored.
         cache_staged_state_dict: stage into arenas that stay in memory between saves (the default, and what makes
             a save one copy). Memory: two versions of what this rank saves. Off, each asynchronous save first
             clones the state, which needs no memory between saves but one more copy, and page faults, in each.
@@ -108,7 +106,9 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         self,
         checkpoint_saver: MLFlashpointCheckpointSaver,
         mp_manager: Any = None,
+        thread_count: int | None = None,
         *,
+        mp_manager_future: Any = None,
         cache_staged_state_dict: bool = True,
         safe_globals: Sequence[SafeGlobal] = (),
         trust_bytes: bool = False,
@@ -118,6 +118,9 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
             raise InvalidArgumentError(
                 "must be an MLFlashpointCheckpointSaver", argument="checkpoint_saver", value=checkpoint_saver
             )
+        ignored(
+            "MemoryStorageWriter", mp_manager=mp_manager, thread_count=thread_count, mp_manager_future=mp_manager_future
+        )
         self._saver = checkpoint_saver
         self._cache_staged = cache_staged_state_dict
         self._safe_globals = by_name(safe_globals)

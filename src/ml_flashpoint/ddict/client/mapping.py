@@ -287,6 +287,9 @@ class Mapped(MutableMapping[Any, Any]):
         """Number of keys that managers on this node have."""
         return self._access.count(self._access.local, self._access.deadline())
 
+    local_len = local_length
+    """The same, as Dragon's dictionary calls it."""
+
     def _begin(self) -> float:
         """A call begins before which is sent what was collected: its deadline."""
         deadline = self._access.deadline()

@@ -30,6 +30,7 @@ __all__ = [
     "CheckpointPersister",
     "DAOSCheckpointPersister",
     "FsspecCheckpointPersister",
+    "NULLCheckpointPersister",
     "NullCheckpointPersister",
     "PersistedCheckpoint",
     "PosixCheckpointPersister",
@@ -39,6 +40,10 @@ __all__ = [
 
 _DFUSE: Final = ("fuse.daos", "fuse.dfuse")
 """Types of mounts that dfuse makes."""
+
+
+NULLCheckpointPersister = NullCheckpointPersister
+"""The same, as Dragon calls it."""
 
 
 class PosixCheckpointPersister(StoredCheckpointPersister):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import unittest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -158,9 +159,13 @@ def damage(report: Any, rank: int) -> list[str]:
         shutil.rmtree(base() / "alone")
     dist.barrier()
     alone = LocalCheckpointManager(base(), "alone")
-    for look in (alone.find_latest, alone.load):
-        kind, _ = raised(look)
-        assert kind == NoReplicasAvailableError.__name__
+    with unittest.TestCase().assertLogs("ml_flashpoint.local.local_manager", "ERROR") as said:
+        assert alone.find_latest() == -1
+    assert "the parts of ranks 1 of 2 are on no node of this job" in said.output[0]
+    kind, _ = raised(alone.load)
+    assert kind == NoReplicasAvailableError.__name__
+    alone.save(BasicTensorAwareStateDict(state_of(rank, 1)), 1)
+    expect(alone, 1)
     alone.close()
     return ["copy used", "older used"]
 
@@ -259,6 +264,19 @@ def load_one(report: Any, rank: int, iteration: int) -> None:
     # What is fetched is written back, where this rank runs now.
     assert list((base() / f"moved/step-{iteration}_ckpt").glob(f"rank-{rank:05d}-*.manifest"))
     manager.close()
+
+
+def save_without_copies(report: Any, rank: int) -> None:
+    manager = LocalCheckpointManager(base(), "bare")
+    manager.save(BasicTensorAwareStateDict(state_of(rank, 1)), 1)
+    manager.close()
+
+
+def refuse_where_parts_of_other_ranks_are_missing(report: Any, rank: int) -> str:
+    manager = LocalCheckpointManager(base(), "bare")
+    kind, _ = raised(manager.find_latest)
+    manager.close()
+    return kind
 
 
 def refuse_other_world_size(report: Any, rank: int) -> list[tuple[str, str]]:

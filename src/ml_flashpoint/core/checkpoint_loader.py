@@ -31,12 +31,11 @@ from ml_flashpoint.core.part_source import PartSource
 from ml_flashpoint.core.recovery_run import RecoveryRun
 from ml_flashpoint.core.retaining import shown_versions
 from ml_flashpoint.core.sidecars import restore_sidecars
-from ml_flashpoint.core.unloadable import HINT, why_nothing
+from ml_flashpoint.core.unloadable import why_nothing
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import (
     DamagedError,
     LoadError,
-    NothingLoadableError,
     ObjectNotFoundError,
     UnreadableError,
 )
@@ -121,8 +120,10 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
             return CheckpointContainerId.create_child(base, self._recovered.version)
         group = rank_group()
         abandoned = sorted({each.step for each in run.complete if run.record.is_abandoned(each.save_id)})
-        if (why := why_nothing(run.reports, run.given_up, self._discarded, abandoned)) is not None:
-            raise NothingLoadableError(why, rank=group.rank, node=group.node, path=str(base), hint=HINT)
+        why = why_nothing(run.reports, run.given_up, self._discarded, abandoned, world_size=group.world_size)
+        if why is not None:
+            why.rank, why.node, why.path = group.rank, group.node, str(base)
+            raise why
         if any(report.inventory.parts for report in run.reports) and not self._discarded:
             _log.warning("starting anew: the first save of this job was cut short, and no other was ever complete")
         return None

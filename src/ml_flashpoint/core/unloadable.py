@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 
 from ml_flashpoint.core.inventory import NodeReport
+from ml_flashpoint.format.errors import NothingLoadableError
 from ml_flashpoint.ranks.recovery import complete_versions
 
 _MOST_SHOWN = 8
@@ -26,7 +27,9 @@ def why_nothing(
     given_up: Mapping[tuple[str, str], str],
     discarded: Collection[tuple[str, str]],
     abandoned: Collection[int] = (),
-) -> str | None:
+    *,
+    world_size: int,
+) -> NothingLoadableError | None:
     """Why no version can be loaded, where none was found; None where there was none to lose.
 
     Args:
@@ -34,9 +37,10 @@ def why_nothing(
         given_up: versions (name, save id) that could not be fetched or verified, and why.
         discarded: versions that the caller did not want any more.
         abandoned: steps of versions that are there, and were gone back from.
+        world_size: number of ranks now.
 
     Returns:
-        Words that name every version concerned and what is wrong with it, or None: nothing but what the caller has
+        An error that names every version concerned and what is wrong with it, or None: nothing but what the caller has
         discarded was ever complete.
     """
     reasons = [f"{version} ({why})" for (version, _), why in given_up.items()]
@@ -46,12 +50,17 @@ def why_nothing(
         for report in reports
         for unread in report.unread
     ]
+    parts_lost = False
     if not reasons and not discarded:
         reasons = _lost_parts(reports)
+        parts_lost = all(part.world_size == world_size for report in reports for part in report.inventory.parts)
     if not reasons:
         return None
     more = f", and {len(reasons) - _MOST_SHOWN} more" if len(reasons) > _MOST_SHOWN else ""
-    return f"there are versions and none can be loaded: {'; '.join(reasons[:_MOST_SHOWN])}{more}"
+    text = f"there are versions and none can be loaded: {'; '.join(reasons[:_MOST_SHOWN])}{more}"
+    error = NothingLoadableError(text, hint=HINT)
+    error.parts_lost = parts_lost
+    return error
 
 
 def _lost_parts(reports: Sequence[NodeReport]) -> list[str]:

@@ -163,7 +163,14 @@ class LoadError(FlashpointError):
 
 
 class NothingLoadableError(LoadError):
-    """There are versions, and none of them can be loaded. To start from nothing would in the end overwrite them."""
+    """There are versions, and none of them can be loaded. To start from nothing would in the end overwrite them.
+
+    Attributes:
+        parts_lost: True if each version lacks a part on every node, and as many ranks saved it as there are now: the
+            part's node is gone, or was emptied, and nobody had a copy.
+    """
+
+    parts_lost = False
 
 
 class ReshardError(LoadError):

@@ -182,9 +182,12 @@ class LocalCheckpointManager(OverlappingDoor):
         """The newest iteration that all ranks can load, in memory or persisted, -1 if there is none. Parts that this
         node lacks are brought here from copies in memory. The answer is kept until the next save.
 
+        Also -1 where checkpoints are left of which some rank's part is on no node any more; the log says which. What
+        is saved then replaces them.
+
         Raises:
-            NoReplicasAvailableError: there are checkpoints, and none can be loaded. To save as if there were none
-                would overwrite them.
+            NoReplicasAvailableError: there are checkpoints whose parts are damaged or cannot be read, and none can be
+                loaded. To save as if there were none would overwrite them.
             WorldSizeChangedError: it was saved by another number of ranks.
             FlashpointError: ranks cannot agree.
         """
@@ -195,15 +198,21 @@ class LocalCheckpointManager(OverlappingDoor):
             try:
                 self._version = self._engine.loader.get_latest_complete_checkpoint(self._base)
             except NothingLoadableError as error:
-                raise NoReplicasAvailableError(
-                    error.message,
-                    rank=self.rank,
-                    node=self._ranks.node,
-                    path=self._base,
-                    hint="try again when the cause is mended; with a repl_strategy, the loss of a node is survived; to "
-                    "give these checkpoints up, remove the folder on every node, or begin a new session_id",
-                ) from error
-            check_world_size(self._engine.loader.last_recovery, self._version, self._ranks, self._base)
+                if not error.parts_lost:
+                    raise NoReplicasAvailableError(
+                        error.message,
+                        rank=self.rank,
+                        node=self._ranks.node,
+                        path=self._base,
+                        hint="try again when the cause is mended; with a repl_strategy, the loss of a node is "
+                        "survived; to give these checkpoints up, remove the folder on every node, or begin "
+                        "a new session_id",
+                    ) from error
+                self._version = None
+                if self._ranks.is_node_leader:
+                    _log.error("find_latest() is -1, and saves replace what is left: %s", error.message)
+            if self._version is not None:
+                check_world_size(self._engine.loader.last_recovery, self._version, self._ranks, self._base)
             step = self._version.step if self._version is not None else None
             self.latest_iteration = -1 if step is None else step
             if step is not None:

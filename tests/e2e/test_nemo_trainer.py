@@ -23,6 +23,7 @@ CASES = [
     "read_back",
     "callback",
     "auto_resume",
+    "ending",
     "forgetting_to_ask",
     "context",
     "planted_links",

@@ -338,6 +338,21 @@ def callback(base: Path) -> None:
     finish(trainer)
 
 
+def ending(base: Path) -> None:
+    """At a planned end versions go from all nodes if the recipe says so, and training may start anew."""
+    for keep in (True, False):
+        trainer = trainer_of(base, keep_mlf_checkpoint_on_train_end=keep)
+        resume = wrap(trainer, str(base), async_save=True, use_optimized_save=True, use_cached_ckpt_structure=False)
+        save(trainer, version(base, 3), 3)
+        for each in [*trainer.callbacks[1:], trainer.callbacks[0]]:
+            each.on_train_end(trainer, None)
+        assert version(base, 3).exists() is keep
+        assert resume.get_trainer_ckpt_path() == (version(base, 3) if keep else None)
+        finish(trainer)
+    size = sum(path.stat().st_blocks * 512 for path in base.rglob("*"))
+    assert size < state_of(0)["state_dict"]["weight"].data.nbytes + 100_000, "the memory is free"
+
+
 def forgetting_to_ask(base: Path) -> None:
     """A later run that does not use the AutoResume that it was given does not overwrite what there is."""
     trainer = trainer_of(base)
@@ -451,6 +466,7 @@ CASES = {
         read_back,
         callback,
         auto_resume,
+        ending,
         forgetting_to_ask,
         context,
         planted_links,

@@ -30,6 +30,7 @@ from ml_flashpoint.core.saver import unasked_versions
 from ml_flashpoint.core.sigterm import OffThread, TerminationGuard
 from ml_flashpoint.core.status_board import StatusBoard
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import FlashpointError
 from ml_flashpoint.format.knobs import copy_threads, exit_deadline_s, seal_deadline_s
 from ml_flashpoint.format.status import RankStatus
 from ml_flashpoint.ranks.rank_group import rank_group
@@ -242,6 +243,23 @@ class CheckpointEngine:
         if not persisted:
             _log.warning("the newest version was not persisted within %.0f s", deadline_s)
         return settled and persisted
+
+    def remove_versions(self) -> None:
+        """Remove every version from memory, on all nodes, at a planned end; a failure is logged. Collective. Saving may
+        go on afterwards. Saves under way end first. Where the newest version was to be persisted and is not, or a save
+        does not end, all versions stay."""
+        try:
+            if not self.ranks.all_ok(self.finish(seal_deadline_s())):
+                _log.error(
+                    "versions stay in memory: a rank has not ended its saves, or not persisted the newest version"
+                )
+                return
+            discard_versions(self.store, self.ranks)
+        except FlashpointError as error:
+            _log.error("versions stay in memory: %s", error)
+            return
+        self.saver.stats.last_verified = None
+        self.store.arenas.delete_free(0)
 
     def _take_sigterm(self, grace_s: float) -> None:
         # Whatever the signal has interrupted goes on with no save meanwhile.

@@ -45,6 +45,7 @@ def test_signatures_of_the_recipe() -> None:
         "every_n_steps",
         "skip_every_n_steps",
         "enabled",
+        "keep_mlf_checkpoint_on_train_end",
     ]
 
 
@@ -57,6 +58,7 @@ def test_bad_arguments_of_the_callback_fail_at_once() -> None:
         "every_n_steps": {"every_n_steps": 0},
         "skip_every_n_steps": {"every_n_steps": 1, "skip_every_n_steps": -1},
         "enabled": {"every_n_steps": 1, "enabled": "yes"},
+        "keep_mlf_checkpoint_on_train_end": {"every_n_steps": 1, "keep_mlf_checkpoint_on_train_end": None},
         "overlap": {"every_n_steps": 1, "overlap": 1},
         "checkpoint_base_container": {"checkpoint_base_container": "relative", "every_n_steps": 1},
     }.items():

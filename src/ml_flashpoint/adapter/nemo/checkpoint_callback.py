@@ -30,6 +30,8 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
         every_n_steps: steps between two saves.
         skip_every_n_steps: how often the standard checkpoint is saved, to leave those steps out; 0 leaves none out.
         enabled: False to do nothing at all, and to leave the trainer unwrapped.
+        keep_mlf_checkpoint_on_train_end: False to remove all versions from memory, on all nodes, when training ends as
+            planned. Saves under way end first; where the newest version is to be persisted and was not, all stay.
         overlap: with asynchronous saves, copy what optimizers update while the next forward and backward run, where
             that takes less of the loop than waiting does. What changes any of that by other means than a step, between
             a save and the next step, has to call :meth:`before_update` first, or the save fails.
@@ -44,6 +46,7 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
         every_n_steps: int,
         skip_every_n_steps: int | None = 0,
         enabled: bool = True,
+        keep_mlf_checkpoint_on_train_end: bool = True,
         *,
         overlap: bool = True,
     ) -> None:
@@ -52,6 +55,7 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
         self.every_n_steps = checked_every(every_n_steps)
         self.skip_every_n_steps = checked_skip(skip_every_n_steps)
         self.enabled = checked_bool("enabled", enabled)
+        self._keeps = checked_bool("keep_mlf_checkpoint_on_train_end", keep_mlf_checkpoint_on_train_end)
         self.overlap = checked_bool("overlap", overlap)
         self._step = 0
         self._watches = False
@@ -101,11 +105,11 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
             self.save(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Called by Lightning at the planned end."""
+        """Called by Lightning at the planned end: has the newest version persisted, if any are to be."""
         self._stop_watching()
         io = flashpoint_io_of(trainer) if self.enabled else None
         if io is not None:
-            io.parts.end()
+            io.parts.end(keep=self._keeps)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Called by Lightning when training fails, or is ended by a signal: SIGTERM gives time, as long as its

@@ -73,9 +73,15 @@ class EngineParts:
         if not self.engine.saver.wait(exit_deadline_s()):
             _log.warning("the newest save may lack copies on other nodes")
 
-    def end(self) -> None:
-        """The planned end of training: have the last version persisted, if any are to be."""
-        if self.engine.persisting is not None:
+    def end(self, *, keep: bool) -> None:
+        """The planned end of training: have the last version persisted, if any are to be. Collective unless ``keep``.
+
+        Args:
+            keep: leave versions in memory.
+        """
+        if not keep:
+            self.engine.remove_versions()
+        elif self.engine.persisting is not None:
             self.engine.finish(seal_deadline_s())
 
     def end_within_grace(self) -> None:

@@ -18,7 +18,7 @@ from ml_flashpoint.adapter.nemo.checkpoint_io import (
     MLFlashpointCheckpointIO,
 )
 from ml_flashpoint.adapter.nemo.parts import EngineParts
-from ml_flashpoint.core.arguments import checked_base, checked_bool, checked_integer, checked_seconds
+from ml_flashpoint.core.arguments import checked_base, checked_bool, checked_integer, checked_seconds, ignored
 from ml_flashpoint.core.persist_options import persist_options
 from ml_flashpoint.core.read_back import checked_mode
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
@@ -44,6 +44,9 @@ def wrap_trainer_and_auto_resume_with_mlflashpoint(
     persist_keep: int = 3,
     persist_bytes_per_s: float | None = None,
     grace_s: float = 20.0,
+    use_optimized_save: bool | None = None,
+    use_cached_ckpt_structure: bool | None = None,
+    use_fully_parallel_wrapper: bool | None = None,
 ) -> AutoResume | None:
     """Let a trainer save into memory and go on from there. Collective; processes must be set up.
 
@@ -61,6 +64,9 @@ def wrap_trainer_and_auto_resume_with_mlflashpoint(
         verify_saves, keep, persist, persist_every, persist_keep, persist_bytes_per_s: see `ml_flashpoint.Flashpoint`.
         grace_s: seconds at most that a trainer which ends after SIGTERM waits for the save under way, and for the
             newest version to be persisted.
+        use_optimized_save, use_cached_ckpt_structure, use_fully_parallel_wrapper: accepted for recipes that pass them,
+            and ignored: every save is one copy, its plan is made anew only where the structure has changed, and each
+            tensor is saved once.
 
     Returns:
         What to use in place of ``default_auto_resume``; that itself, if the trainer's callback is not enabled.
@@ -69,6 +75,13 @@ def wrap_trainer_and_auto_resume_with_mlflashpoint(
         InvalidArgumentError: an argument is unusable or the trainer is not supported; says why.
         FlashpointError: ranks lost each other.
     """
+    ignored(
+        "wrap_trainer_and_auto_resume_with_mlflashpoint",
+        write_thread_count=None if write_thread_count == 1 else write_thread_count,
+        use_optimized_save=use_optimized_save,
+        use_cached_ckpt_structure=use_cached_ckpt_structure,
+        use_fully_parallel_wrapper=use_fully_parallel_wrapper,
+    )
     base = checked_base(flashpoint_base_container, "flashpoint_base_container")
     checked_bool("async_save", async_save)
     checked_bool("always_save_context", always_save_context)

@@ -178,9 +178,7 @@ class CheckpointContainerId(_AbsoluteId):
     __slots__ = ()
 
     @staticmethod
-    def create_child(
-        parent_container_id: str | os.PathLike[str], child_id: str, *names: str
-    ) -> CheckpointContainerId:
+    def create_child(parent_container_id: str | os.PathLike[str], child_id: str, *names: str) -> CheckpointContainerId:
         """Return the container ``child_id`` below ``parent_container_id``; with ``names``, one further below it.
 
         Each name is one segment: nothing in it can lead out of the parent.

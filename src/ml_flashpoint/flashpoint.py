@@ -18,6 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from ml_flashpoint import events
 from ml_flashpoint.core.arguments import (
@@ -40,6 +41,8 @@ from ml_flashpoint.facade.claims import claim, release
 from ml_flashpoint.facade.health import Recovery
 from ml_flashpoint.facade.kept_versions import KeptVersions, checked_wanted
 from ml_flashpoint.facade.launcher import warn_of_shared_store
+from ml_flashpoint.facade.loader_pass import Through
+from ml_flashpoint.facade.loader_state import LoaderBatches
 from ml_flashpoint.facade.notices import size, tell
 from ml_flashpoint.facade.readings import Readings
 from ml_flashpoint.facade.save_runner import SaveRunner
@@ -68,9 +71,9 @@ class Flashpoint(KeptVersions, Readings):
     ::
 
         with Flashpoint("/dev/shm/mlf-jobs/job-145", every_n_steps=1) as fp:   # after init_process_group, if any
-            fp.track(model=model, optimizer=optimizer, scheduler=scheduler)
+            fp.track(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
             step = fp.resume()                                                # 0 when fresh
-            for batch in batches(since=step):
+            for batch in fp.batches(loader):
                 ...
                 optimizer.step()
                 fp.step()
@@ -267,6 +270,22 @@ class Flashpoint(KeptVersions, Readings):
                 self._saves.overlap.watch(value)
         return self
 
+    def batches(self, loader: DataLoader[Any], through: Through | None = None) -> LoaderBatches:
+        """The batches of a tracked loader, from where training goes on: each ``for`` loop over the result is one pass.
+
+        Args:
+            loader: tracked. Whoever iterates over it directly changes nothing of where training goes on.
+            through: fetches batches ahead of the loop: takes an iterable, and gives its batches one for one, in order.
+
+        Returns:
+            An iterable, whose ``len()`` is the loader's. The first pass after `resume` begins with the batch that comes
+            next, and with the random number generators as they were saved.
+
+        Raises:
+            InvalidArgumentError: the loader is not tracked, or ``through`` cannot be called.
+        """
+        return self._tracked.batches(loader, through)
+
     # ---- recovery -----------------------------------------------------------------------------------------
 
     def resume(self, fallback: Callable[[], int | None] | None = None, *, step: int | str | None = None) -> int:
@@ -342,6 +361,7 @@ class Flashpoint(KeptVersions, Readings):
         self._check_usable()
         self._engine.check_asked("resume()", hint=_IF_UNASKED)
         self._steps += 1
+        self._tracked.stepped()
         if passes_multiple(self._every, self._steps - 1, self._steps):
             self._saves.save(self._engine.version(self._steps))
         self._raise_failure()
@@ -361,6 +381,7 @@ class Flashpoint(KeptVersions, Readings):
         self._check_usable()
         self._engine.check_asked("resume()", hint=_IF_UNASKED)
         step = self._steps if step is None else checked_integer("step", step, 0, MAX_STEP)
+        self._tracked.stepped()
         self._saves.save(self._engine.version(step))
         self._raise_failure()
 

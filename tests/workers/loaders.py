@@ -166,7 +166,7 @@ def train(kind: str, base: Path | None, crash_at: int | None = None, seed: int =
             epochs.now = number
             if isinstance(loader.sampler, DistributedSampler):
                 loader.sampler.set_epoch(number)
-            for batch in loader:
+            for batch in loader if fp is None else fp.batches(loader):
                 optimizer.zero_grad()
                 if "noise" in more:
                     batch = batch + torch.rand(batch.shape, generator=more["noise"])

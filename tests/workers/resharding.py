@@ -234,7 +234,7 @@ def epochs(
         fp.resume()
         for epoch in range(sampler.epoch, EPOCHS):
             sampler.set_epoch(epoch)
-            for batch in loader:
+            for batch in fp.batches(loader):
                 seen.append((epoch, batch.tolist()))
                 optimizer.zero_grad()
                 model(batch.float().mean().view(1, 1)).sum().backward()  # meets the other ranks
@@ -270,7 +270,7 @@ def other_loader(report: Report, rank: int, size: int, distributed: bool) -> str
                 return step
         except FlashpointError as error:
             return f"{type(error).__name__}: {error}"
-        for _ in zip(range(2), loader, strict=False):
+        for _ in zip(range(2), fp.batches(loader), strict=False):
             fp.step()
         return 0
 

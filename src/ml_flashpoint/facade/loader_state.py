@@ -2,8 +2,8 @@
 
 Owns the position of a `DataLoader`, the generators that its order came from, and those of its workers. A plain loader
 has no state, and one with a state (torchdata's `StatefulDataLoader`) draws from torch's global generator when it is
-iterated over again, which the undisturbed run does not do there. So a tracked loader is made one of a subclass, as
-`fully_shard` does with modules, whose `__iter__` asks here: the loop of the user stays as it is.
+iterated over again, which the undisturbed run does not do there. So a program loops over `LoaderBatches`, which begin
+each pass here. The loader itself is left as it is: whoever iterates over it (to look at one batch) changes nothing.
 
 A plain loader is brought back by drawing its indices again, from the generators as they were at the begin of the epoch.
 No sample is fetched for that. A checksum of the indices tells whether they were the same ones.
@@ -12,90 +12,80 @@ No sample is fetched for that. A checksum of the indices tells whether they were
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
-import itertools
 import logging
-import zlib
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import threading
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from ml_flashpoint.facade.loader_workers import GoingOn, Reporting, Tagged
+from ml_flashpoint.facade.loader_pass import Batches, Draw, Epoch, Indices, Through
+from ml_flashpoint.facade.loader_workers import GoingOn, Reporting
 from ml_flashpoint.facade.rest_of_epoch import deal, dealing_of
-from ml_flashpoint.facade.rng_state import capture_rng_state, restore_rng_state
+from ml_flashpoint.facade.rng_state import RestoredRng, capture_rng_state, restore_rng_state
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError
 
 _log = logging.getLogger(__name__)
 
 _STATEFUL = "use torchdata's StatefulDataLoader, which has a state of its own (pip install torchdata)"
-_HANDLE = "_flashpoint_state"
 
 
-@dataclass(slots=True)
-class _Epoch:
-    """One pass over a loader.
+class LoaderBatches:
+    """The batches of a tracked loader. Each ``for`` loop over this is one pass; ``len()`` is the loader's.
 
-    Attributes:
-        number: from 1 on, over all lives of the job; 0 while there was none.
-        start: generators and samplers when it began.
-        position: batches given to the loop.
-        ended: whether the loop was told that there are no more.
-        checksum: of the indices of these batches.
-        workers: generators of each worker after its latest of these batches; empty without workers.
+    Args:
+        state: of the loader.
+        through: takes the batches before the loop does.
     """
 
-    number: int = 0
-    start: dict[str, Any] = field(default_factory=dict)
-    position: int = 0
-    ended: bool = False
-    checksum: int | None = 0
-    workers: list[bytes] = field(default_factory=list)
-    drawn: deque[int] = field(default_factory=deque)  # checksums after batches that are being fetched
+    def __init__(self, state: LoaderState, through: Through | None) -> None:
+        self._state = state
+        self._through = through
 
-    @property
-    def under_way(self) -> bool:
-        return self.number > 0 and not self.ended
+    def __iter__(self) -> Iterator[Any]:
+        return self._state.begin(self._through)
+
+    def __len__(self) -> int:
+        return len(self._state.loader)
 
 
-def loader_state(name: str, loader: DataLoader[Any]) -> LoaderState:
-    """The state of a loader to track; makes the loader one of a subclass of its class.
+class LoaderState:
+    """The state of a tracked loader. Belongs to the training thread.
 
     Args:
         name: under which it is tracked, for messages.
-        loader: the same one has the same state, however often it is tracked.
+        loader: stays as it is.
+
+    Attributes:
+        loader: the same.
+        restored: the generators as the latest load has restored them; None if there was none.
+        is_looped_over: whether a pass was begun, or need not be: the loader has a state of its own.
 
     Raises:
         InvalidArgumentError: such a loader cannot be brought back to where it was.
     """
-    known = loader.__dict__.get(_HANDLE)
-    if isinstance(known, LoaderState):
-        return known
-    if not _has_state(loader):
-        _check_plain(name, loader)
-    state = LoaderState(name, loader)
-    setattr(loader, _HANDLE, state)
-    kind: Any = type(loader)
-    loader.__class__ = _subclass(kind)
-    return state
-
-
-class LoaderState:
-    """The state of a tracked loader, see :func:`loader_state`. Belongs to the training thread."""
 
     def __init__(self, name: str, loader: DataLoader[Any]) -> None:
         self._name = name
         self.loader = loader
-        self._stateful = _has_state(loader)
-        self._epoch = _Epoch()
-        self._resumed = False  # whether the next pass stands in for one that another process began, or would have
+        self._stateful = _is_stateful(loader)
+        if not self._stateful:
+            _check_plain(name, loader)
+        self.restored: RestoredRng | None = None
+        self.is_looped_over = self._stateful
+        self._epoch = Epoch()
+        # What was loaded, until a step is done after a pass that went on from there: passes before that step do, too.
+        self._pending: Epoch | None = None
+        self._loaded_generators: list[torch.Tensor] = []
         self._loaded_set_epoch: int | None = None
+        self._batches: weakref.ref[Batches] | None = None  # the newest iterator
+        self._pace: list[int] = []  # positions at the begin of its pass, and at each of its first steps
+        self._warned: set[str] = set()
         self._workers_shifted = False  # whether persistent workers have each other's numbers
-        self._indices: _Indices | None = None
+        self._iterator: Any = None  # the one that has persistent workers
+        self._indices: Indices | None = None
 
     # ---- saving and loading -------------------------------------------------------------------------------
 
@@ -108,13 +98,16 @@ class LoaderState:
             "position": epoch.position,
             "set_epoch": self._set_epoch(),
             "dealing": dealing_of(self.loader),
+            "generators": self._states() if epoch.generators is None else epoch.generators,
         }
         if self._stateful:
-            return state | {"own": self.loader.state_dict()}  # type: ignore[attr-defined]
+            own = self._own() if epoch.own is None else epoch.own
+            if epoch.under_way and self._pace and _given_by(own) not in (epoch.position, None):
+                self._warn(_AHEAD_WITHIN)
+            return state | {"own": own}
         return state | {
             "start": epoch.start,
             "checksum": epoch.checksum,
-            "generators": [each.get_state() for each in self._generators()],
             "workers": [_as_tensor(each) for each in epoch.workers],
             "replicas": self._replicas(),
         }
@@ -122,8 +115,9 @@ class LoaderState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes effect with the next pass over the loader."""
         if self._stateful:
-            self._epoch = _Epoch(state["number"], position=state["position"], ended=state["ended"])
-            self.loader.load_state_dict(state["own"])  # type: ignore[attr-defined]
+            own, ended = state["own"], state["ended"] or _is_finished(state["own"])
+            pending = Epoch(state["number"], position=state["position"], ended=ended, own=own)
+            self.loader.load_state_dict(own)  # type: ignore[attr-defined]
         else:
             position, checksum = state["position"], state["checksum"]
             before, now = state["replicas"], self._replicas()
@@ -133,19 +127,21 @@ class LoaderState:
             ):  # ranks take turns in the samples: go on after as many as all of them have had
                 position, checksum = position * before // now, None
             workers = [each.numpy().tobytes() for each in state["workers"]]
-            self._epoch = _Epoch(state["number"], state["start"], position, state["ended"], checksum, workers)
-            self._put_back(state["generators"])
+            pending = Epoch(state["number"], state["start"], position, state["ended"], checksum, workers)
+        self._loaded_generators = state.get("generators", [])
+        self._put_back(self._loaded_generators)
         epoch = self._loaded_set_epoch = state.get("set_epoch")
         for sampler in self._samplers():
             if epoch is not None and hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
-        deal(self.loader, state.get("dealing") if self._epoch.under_way else None)
-        self._resumed = True
+        deal(self.loader, state.get("dealing") if pending.under_way else None)
+        self._pending, self._epoch = pending, pending.again()
+        self._batches, self._pace = None, []
 
     def forget(self) -> None:
         """Undo a `load_state_dict` that was part of a load that failed elsewhere."""
-        if self._resumed:
-            self._epoch, self._resumed = _Epoch(), False
+        if self._pending is not None:
+            self._epoch, self._pending, self.restored = Epoch(), None, None
             deal(self.loader)
 
     def _samplers(self) -> list[Any]:
@@ -156,20 +152,27 @@ class LoaderState:
         found = (getattr(each, "generator", None) for each in (self.loader, *self._samplers()))
         return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 
+    def _states(self) -> list[torch.Tensor]:
+        return [each.get_state() for each in self._generators()]
+
+    def _own(self) -> dict[str, Any]:
+        own: dict[str, Any] = self.loader.state_dict()  # type: ignore[attr-defined]
+        return own
+
     def _put_back(self, generators: list[torch.Tensor]) -> None:
         for generator, saved in zip(self._generators(), generators, strict=False):
             generator.set_state(saved)
 
     def capture(self) -> dict[str, Any]:
         """All generators that indices may be drawn from."""
-        return {"rng": capture_rng_state(), "own": [each.get_state() for each in self._generators()]}
+        return {"rng": capture_rng_state(), "own": self._states()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Put back what :meth:`capture` took."""
         restore_rng_state({**state["rng"], "cuda": []})
         self._put_back(state["own"])
 
-    def to_start(self, epoch: _Epoch) -> None:
+    def to_start(self, epoch: Epoch) -> None:
         """Put back what there was at the begin of an epoch."""
         self.restore(epoch.start)
         for sampler, saved in zip(self._samplers(), epoch.start["samplers"], strict=False):
@@ -187,65 +190,139 @@ class LoaderState:
 
     # ---- a pass over the loader ---------------------------------------------------------------------------
 
-    def begin(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    def begin(self, through: Through | None) -> Batches:
         """The iterator for a new ``for`` loop.
 
         Args:
-            make: makes the one of the loader itself.
+            through: see `LoaderBatches`.
 
         Raises:
             LoadError: the loader does not give what it gave to the run that was saved.
         """
-        resumed = self._resumed
-        if self._stateful:
-            self._resumed = False
-            return self._begin_stateful(make, resumed)
-        loader, before, now = self.loader, self._epoch, self.capture()
-        goes_on = resumed and before.under_way and not self._is_next_epoch(before)
-        dealt_anew = goes_on and not before.start  # by other ranks, whose generators and workers mean nothing here
-        if not goes_on:
+        if self._pace and self._epoch.ended:  # nothing was left of what was loaded
+            self._pending = None
+        resumed, before = self._pending is not None, self._pending or self._epoch
+        goes_on = resumed and before.under_way and (self._stateful or not self._is_next_epoch(before))
+        if goes_on:
+            if self.restored is not None:
+                self.restored.put_back(self)
+            self._put_back(self._loaded_generators)
+        else:
             deal(self.loader)
+        if self._stateful:
+            epoch, inner = self._begin_stateful(before, goes_on, resumed)
+        else:
+            epoch, inner = self._begin_plain(before, goes_on, resumed)
+        if not goes_on:
+            self._pending = None
+        self._epoch, self._pace, self.is_looped_over = epoch, [epoch.position], True
+        batches = Batches(
+            inner,
+            epoch,
+            0 if self._stateful else self.loader.num_workers,
+            through=through,
+            ahead=lambda: (self._own() if self._stateful else None, self._states()),
+            is_current=lambda batches: self._batches is not None and self._batches() is batches,
+            warn=self._warn,
+        )
+        self._batches = weakref.ref(batches)
+        return batches
+
+    def _begin_plain(self, before: Epoch, goes_on: bool, resumed: bool) -> tuple[Epoch, Iterator[Any]]:
+        loader, now = self.loader, self.capture()
+        dealt_anew = goes_on and not before.start  # by other ranks, whose generators and workers mean nothing here
         goes_on = goes_on and not dealt_anew
         if goes_on:
-            epoch = self._epoch = dataclasses.replace(before, drawn=deque())
+            epoch = before.again()
         else:
             samplers = [each.state_dict() if _has_state(each) else None for each in self._samplers()]
-            epoch = self._epoch = _Epoch(before.number + (not dealt_anew), {**now, "samplers": samplers})
+            epoch = Epoch(before.number + (not dealt_anew), {**now, "samplers": samplers})
         # Persistent workers are not seeded again for their second epoch: whoever takes their place leaves the seed out.
         persistent = loader.num_workers > 0 and loader.persistent_workers
         anew = persistent and (resumed or self._workers_shifted)
         if anew:
-            loader._iterator = None  # workers of a resumed epoch were numbered otherwise
+            self._iterator = None  # workers of a resumed epoch were numbered otherwise
         if persistent:
             epoch.workers = list(before.workers)
         self._workers_shifted = persistent and goes_on
-        late = anew and epoch.number > 1 and not dealt_anew
-        pass_ = _Pass(self, epoch, epoch.position, late=late, goes_on=goes_on)
-        with self._in_place(pass_, resumed=goes_on or anew):
-            if goes_on:
-                self.to_start(epoch)
+        draw = Draw(
+            epoch,
+            lambda given, checksum: self._check(epoch, given, checksum),
+            lambda: self.to_start(epoch),
+            late=anew and epoch.number > 1 and not dealt_anew,
+        )
+        with self._in_place(draw, epoch, resumed=goes_on or anew):
+            if not goes_on:
+                return epoch, iter(loader)
+            self.to_start(epoch)
             try:
-                inner = make()
+                inner = iter(loader)
+                draw.skip()
             finally:
-                pass_.after = self.capture()
-                pass_.made = True
-                if goes_on:
-                    self.restore(now)
-        self._resumed = False
-        return _Batches(inner, epoch, loader.num_workers)
+                self.restore(now)
+        return epoch, inner
 
-    def _begin_stateful(self, make: Callable[[], Iterator[Any]], resumed: bool) -> Iterator[Any]:
-        goes_on = resumed and self._epoch.under_way
-        if not goes_on:
-            deal(self.loader)
-            self._epoch = _Epoch(self._epoch.number + 1)
-        now = capture_rng_state() if goes_on else None
-        inner = make()
-        if now is not None:
-            restore_rng_state({**now, "cuda": []})
-        return _Batches(inner, self._epoch, 0)
+    def _begin_stateful(self, before: Epoch, goes_on: bool, resumed: bool) -> tuple[Epoch, Iterator[Any]]:
+        loader: Any = self.loader
+        if not resumed or not (goes_on or _is_finished(before.own)):
+            return Epoch(before.number + 1), iter(loader)
+        loader.load_state_dict(before.own)  # somebody may have iterated over it since
+        now = self.capture()
+        with self._made_quietly():
+            inner = iter(loader)
+        if goes_on:
+            self.restore(now)
+        return before.again() if goes_on else Epoch(before.number + 1), self._first_quietly(inner)
 
-    def check(self, epoch: _Epoch, given: int, checksum: int) -> None:
+    def _first_quietly(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The same batches. An ``__iter__`` that is a generator makes torch's iterator at the first one."""
+        with self._made_quietly():
+            first = next(batches, self)
+        if first is not self:
+            yield first
+            yield from batches
+
+    @contextlib.contextmanager
+    def _made_quietly(self) -> Iterator[None]:
+        """Put back what torchdata draws when it makes an iterator of a state: an undisturbed run makes none there."""
+        loader: Any = getattr(self.loader, "base_dataloader", self.loader)  # which Accelerate's wrap
+        make = loader._get_iterator
+
+        def make_quietly() -> Iterator[Any]:
+            del loader._get_iterator
+            now = self.capture()
+            try:
+                return make()  # type: ignore[no-any-return]
+            finally:
+                self.restore(now)
+
+        loader._get_iterator = make_quietly
+        try:
+            yield
+        finally:
+            vars(loader).pop("_get_iterator", None)
+
+    def stepped(self) -> None:
+        """Take note that the program has done a step of training, or saves."""
+        if not self._pace:
+            return
+        self._pending = None
+        batches = None if self._batches is None else self._batches()
+        if batches is not None and batches.thread not in (0, threading.get_ident()):
+            self._warn(_ANOTHER_THREAD)
+        elif len(self._pace) < 4:
+            self._pace.append(self._epoch.position)
+            if len(self._pace) == 4:
+                start, first, second, third = self._pace
+                if first - start > second - first == third - second > 0:
+                    self._warn(_AHEAD)
+
+    def _warn(self, what: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            _log.warning("%r: %s", self._name, what)
+
+    def _check(self, epoch: Epoch, given: int, checksum: int) -> None:
         """Compare what was skipped with what was given before.
 
         Raises:
@@ -260,7 +337,7 @@ class LoaderState:
                 hint=f"make the loader as it was, {_STATEFUL}, or begin the epoch anew by not tracking {self._name!r}",
             )
 
-    def _is_next_epoch(self, epoch: _Epoch) -> bool:
+    def _is_next_epoch(self, epoch: Epoch) -> bool:
         """Whether the program has gone on to the next epoch by itself, after the last batch of the one before."""
         begun, loaded = self._set_epoch(), self._loaded_set_epoch
         if begun == loaded:
@@ -274,23 +351,25 @@ class LoaderState:
         )
 
     @contextlib.contextmanager
-    def _in_place(self, pass_: _Pass, *, resumed: bool) -> Iterator[None]:
+    def _in_place(self, draw: Draw, epoch: Epoch, *, resumed: bool) -> Iterator[None]:
         """While an iterator is made, which takes these over: indices that are counted, workers that go on."""
         loader, old = self.loader, (self.loader.collate_fn, self.loader.worker_init_fn)
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         sampler = getattr(loader, name)
-        indices = self._indices = self._indices or _Indices(sampler)
-        indices.pass_ = pass_
+        indices = self._indices = self._indices or Indices(sampler)
+        indices.draw = draw.begin
+        theirs, loader._iterator = loader._iterator, self._iterator
         object.__setattr__(loader, name, indices)  # torch lets nobody change it, since iterators keep the old one
         try:
             if loader.num_workers:
                 loader.collate_fn = Reporting(loader.collate_fn)
                 if resumed:
-                    loader.worker_init_fn = GoingOn(old[1], pass_.epoch.workers, pass_.skip)
+                    loader.worker_init_fn = GoingOn(old[1], epoch.workers, epoch.position)
             yield
         finally:
             object.__setattr__(loader, name, sampler)
             loader.collate_fn, loader.worker_init_fn = old
+            self._iterator, loader._iterator = loader._iterator, theirs
 
 
 def _check_plain(name: str, loader: DataLoader[Any]) -> None:
@@ -321,117 +400,35 @@ def _has_state(value: object) -> bool:
     return all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict"))
 
 
-class _Indices:
-    """In place of a loader's sampler: the same indices, counted, after those of batches that were given already."""
-
-    def __init__(self, sampler: Any) -> None:
-        self._sampler = sampler
-        self.pass_: _Pass | None = None
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    def __iter__(self) -> Iterator[Any]:
-        assert self.pass_ is not None
-        return self.pass_.draw(self._sampler)
+def _is_stateful(loader: DataLoader[Any]) -> bool:
+    """Whether a loader has a state. A wrapper, as of Accelerate, always has the methods; the class which it says that
+    it has (``__class__``) is that of the loader within."""
+    return _has_state(loader) and _has_state(loader.__class__)
 
 
-class _Pass:
-    """One pass over the indices.
-
-    Args:
-        state: whose.
-        epoch: keeps count.
-        skip: so many batches were given before.
-        late: whether to leave out what is drawn before the first index.
-        goes_on: whether the epoch was begun by another process.
-
-    Attributes:
-        made: whether the loader's iterator is made: what is drawn later is drawn in the midst of the loop.
-        after: generators as they were then.
-    """
-
-    def __init__(self, state: LoaderState, epoch: _Epoch, skip: int, *, late: bool, goes_on: bool) -> None:
-        self._state = state
-        self.epoch = epoch
-        self.skip = skip
-        self._late = late
-        self._goes_on = goes_on
-        self.made = False
-        self.after: dict[str, Any] = {}
-
-    def draw(self, sampler: Any) -> Iterator[Any]:
-        """The indices of the batches to fetch."""
-        return self._rest(sampler, None if self._late else iter(sampler))
-
-    def _rest(self, sampler: Any, drawn: Iterator[Any] | None) -> Iterator[Any]:
-        state, epoch = self._state, self.epoch
-        epoch.drawn.clear()
-        now = state.capture() if self._goes_on and self.made else None
-        if drawn is None:
-            state.to_start(epoch)
-            drawn = iter(sampler)
-        elif now is not None:
-            state.restore(self.after)
-        checksum = 0
-        given = 0
-        for batch in itertools.islice(drawn, self.skip):
-            given += 1
-            checksum = _checksum(batch, checksum)
-        if self._goes_on:
-            state.check(epoch, given, checksum)
-        if now is not None:
-            state.restore(now)
-        for batch in drawn:
-            checksum = _checksum(batch, checksum)
-            epoch.drawn.append(checksum)
-            yield batch
+def _is_finished(own: dict[str, Any] | None) -> bool:
+    """Whether a loader of torchdata has told its loop that there are no more batches, by its state."""
+    return bool(own and own.get("_iterator_finished"))
 
 
-class _Batches:
-    """What a ``for`` loop over a tracked loader iterates over: the loader's own iterator, counted."""
-
-    def __init__(self, inner: Iterator[Any], epoch: _Epoch, workers: int) -> None:
-        self._inner = inner
-        self._epoch = epoch
-        self._workers = workers
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        epoch = self._epoch
-        try:
-            batch = next(self._inner)
-        except StopIteration:
-            epoch.ended = True
-            raise
-        if isinstance(batch, Tagged):
-            if len(epoch.workers) != self._workers:
-                epoch.workers = [b""] * self._workers
-            if batch.generators:
-                epoch.workers[epoch.position % self._workers] = batch.generators
-            batch = batch.batch
-        epoch.position += 1
-        if epoch.drawn:
-            epoch.checksum = epoch.drawn.popleft()
-        return batch
-
-    def __len__(self) -> int:
-        return len(self._inner)  # type: ignore[arg-type]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+def _given_by(own: dict[str, Any]) -> int | None:
+    """Batches that a loader of torchdata has given in this epoch, by its state; None if it is of another one."""
+    if isinstance(given := own.get("_num_yielded"), int):
+        return given
+    snapshot, since = own.get("_snapshot"), own.get("_steps_since_snapshot")
+    step = snapshot.get("_snapshot_step") if isinstance(snapshot, dict) else None
+    return step + since if isinstance(step, int) and isinstance(since, int) else None
 
 
-def _checksum(batch: object, before: int) -> int:
-    return zlib.crc32(repr(batch).encode(), before)
-
-
-@functools.cache
-def _subclass(kind: Any) -> Any:
-    def begin(self: Any) -> Iterator[Any]:
-        state: LoaderState = self.__dict__[_HANDLE]
-        return state.begin(lambda: kind.__iter__(self))
-
-    return type(kind.__name__, (kind,), {"__iter__": begin, "__module__": kind.__module__, "__doc__": kind.__doc__})
+_ANOTHER_THREAD = (
+    "another thread takes the batches, ahead of training, and a restart leaves out those that were not trained on. Give"
+    " whatever fetches ahead as fp.batches(loader, through=...), and loop over that in the training thread"
+)
+_AHEAD_WITHIN = (
+    "its class has an __iter__ that takes batches ahead, and a state_dict() that counts those, too: a restart leaves"
+    " out what was not trained on"
+)
+_AHEAD = (
+    "more batches were taken before the first step than before each of the next. If something fetches ahead, a restart"
+    " leaves out what was not trained on: give it as fp.batches(loader, through=...), and loop over that"
+)

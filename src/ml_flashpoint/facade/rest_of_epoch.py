@@ -40,6 +40,11 @@ def rest_of_epoch(states: list[Any], rank: int, world_size: int) -> dict[str, An
         )
     if differing := [name for name in _ALIKE if any(state[name] != first[name] for state in reported)]:
         raise LoadError(f"ranks were at different places in the data: {differing[0]} differs")
+    if "own" in first and not first["number"]:
+        raise LoadError(
+            "nobody has looped over fp.batches(loader), so nothing tells how many batches ranks had",
+            hint="loop over fp.batches(loader) from the first step on",
+        )
     dealing = dict(first["dealing"])
     given = dealing["given"] + first["position"] * dealing["batch_size"] * dealing["replicas"]
     dealing["given"] = min(given, dealing["samples"])

@@ -55,6 +55,24 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(saved[before], "cuda")  # whichever is the current one then
 
 
+class RestoredRng:
+    """What :func:`restore_rng_state` was given, to be put back once more at the place where a program goes on.
+
+    Args:
+        state: of all global generators.
+    """
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self._state = state
+        self._by: object = None
+
+    def put_back(self, by: object) -> None:
+        """Restore the generators, whatever was drawn since. Only the first caller does, as often as it calls."""
+        if self._by is None or self._by is by:
+            self._by = by
+            restore_rng_state(self._state)
+
+
 def new_seed(saved: int, rank: int, step: int, what: str) -> int:
     """A seed for a rank that there was none of when the state was saved, the same whenever it is made.
 

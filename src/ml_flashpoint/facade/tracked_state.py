@@ -34,12 +34,13 @@ from torch.utils.data import DataLoader
 
 from ml_flashpoint.adapter.pytorch.storage_data import IMPORTED
 from ml_flashpoint.core.picking import Joined
-from ml_flashpoint.facade.loader_state import LoaderState, loader_state
+from ml_flashpoint.facade.loader_pass import Through
+from ml_flashpoint.facade.loader_state import LoaderBatches, LoaderState
 from ml_flashpoint.facade.module_state import ModuleState
 from ml_flashpoint.facade.optimizer_state import OptimizerState
 from ml_flashpoint.facade.packed_state import PACKED, PackedState
 from ml_flashpoint.facade.plain_copy import NotPlainError, plain_copy
-from ml_flashpoint.facade.rng_state import GeneratorState, capture_rng_state, restore_rng_state
+from ml_flashpoint.facade.rng_state import GeneratorState, RestoredRng, capture_rng_state, restore_rng_state
 from ml_flashpoint.facade.steady_state import SteadyState
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, SaveError
 from ml_flashpoint.staging.cuda import device_today
@@ -109,6 +110,7 @@ class TrackedState:
         self._reshards: dict[str, Reshard] = {}
         self._given: list[object] = []
         self._warned_large: set[str] = set()
+        self._steps = 0
         self._steady = SteadyState(self._module_states, self._optimizers)
 
     @property
@@ -133,7 +135,7 @@ class TrackedState:
             raise InvalidArgumentError("this name is tracked already", argument="name", value=name)
         given = value
         if isinstance(value, DataLoader):
-            value = loader_state(name, value)
+            value = LoaderState(name, value)
         elif isinstance(value, torch.Generator):
             value = GeneratorState(value)
         methods = (getattr(value, "state_dict", None), getattr(value, "load_state_dict", None))
@@ -373,6 +375,9 @@ class TrackedState:
         for name, other in self._others.items():
             other.load_state_dict(states[name])
         restore_rng_state(states[RNG])
+        restored = RestoredRng(states[RNG])
+        for loader in self._loaders():
+            loader.restored = restored
 
     def device_of(self) -> Callable[[str], torch.device]:
         """Where tensors in packed state are loaded to, by the name of the device that they were on."""
@@ -386,8 +391,44 @@ class TrackedState:
 
     def fresh(self) -> list[OptimizerState | LoaderState]:
         """Optimizers that have not stepped, and loaders: what a failed load must leave as they are."""
-        loaders = (other for other in self._others.values() if isinstance(other, LoaderState))
-        return [*(each for each in self._optimizers.values() if not each.optimizer.state), *loaders]
+        return [*(each for each in self._optimizers.values() if not each.optimizer.state), *self._loaders()]
+
+    # ---- loaders ------------------------------------------------------------------------------------------
+
+    def _loaders(self) -> list[LoaderState]:
+        return [other for other in self._others.values() if isinstance(other, LoaderState)]
+
+    def batches(self, loader: object, through: Through | None) -> LoaderBatches:
+        """The batches of a tracked loader; see `Flashpoint.batches`.
+
+        Raises:
+            InvalidArgumentError: the loader is not tracked, or ``through`` cannot be called.
+        """
+        if through is not None and not callable(through):
+            raise InvalidArgumentError(
+                "must be a function that gives the batches of what it is given", argument="through", value=through
+            )
+        for state in self._loaders():
+            if state.loader is loader:
+                return LoaderBatches(state, through)
+        raise InvalidArgumentError(
+            "must be a DataLoader that is tracked",
+            argument="loader",
+            value=loader,
+            hint="call track(loader=loader); what has a state and is no DataLoader is looped over as it is",
+        )
+
+    def stepped(self) -> None:
+        """Take note that the program has done a step of training, or saves."""
+        self._steps += 1
+        loaders = self._loaders()
+        for loader in loaders:
+            loader.stepped()
+        if self._steps == 2 and loaders and not any(loader.is_looped_over for loader in loaders):
+            names = ", ".join(name for name, other in self._others.items() if isinstance(other, LoaderState))
+            _log.warning(
+                "nobody loops over fp.batches(...) of what is tracked as %s: a restart begins an epoch anew", names
+            )
 
 
 def checked_reshard(

@@ -213,7 +213,7 @@ def test_where_all_are_damaged_it_is_said_and_the_fallback_is_last(base: Path, s
     save_all(base, store, 1, 2)
     shutil.rmtree(base)
     for version in persisted(store):
-        damage(store, version)
+        damage(store, version, at=0.25)
     with pytest.raises(NothingLoadableError, match=r"step-2_ckpt.*step-1_ckpt"):
         resumed(base, store)
     assert resumed(base, store, lambda: 77) == (77, None, "fallback")

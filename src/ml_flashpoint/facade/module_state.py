@@ -1,4 +1,5 @@
-"""The state dict of one tracked module, named the same however the module is wrapped or sharded.
+"""The state of one tracked module, named the same however the module is wrapped or sharded: its state dict, and which
+of its parameters are frozen.
 
 Owns the calls of torch's `get_model_state_dict` and `set_model_state_dict`, and a shortcut: where a module's own
 ``state_dict()`` was seen to be the same, it is used from then on, because theirs costs 25 times as much. At a
@@ -7,7 +8,9 @@ save a step, that counts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +23,46 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ml_flashpoint.staging.copy import view_identity
 from ml_flashpoint.staging.state_dict_stager import is_plain_strided
+
+_log = logging.getLogger(__name__)
+
+_WRAPPERS = re.compile(r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+
+
+def frozen_parameters(module: nn.Module) -> list[str]:
+    """Names of the parameters that need no gradients, without what wrappers add to names."""
+    return [name for name, parameter in _named(module) if not parameter.requires_grad]
+
+
+def freeze_parameters(module: nn.Module, frozen: Collection[str]) -> None:
+    """Have exactly the parameters of these names need no gradients.
+
+    Args:
+        frozen: what :func:`frozen_parameters` gave of such a module.
+    """
+    frozen = frozenset(frozen)
+    changed = 0
+    for name, parameter in _named(module):
+        trained = name not in frozen
+        if parameter.requires_grad != trained and (parameter.is_floating_point() or parameter.is_complex()):
+            parameter.requires_grad_(trained)
+            changed += 1
+    if changed:
+        _log.warning("requires_grad of %d parameters is put back to what was saved: change it after that", changed)
+    for part in module.modules():
+        if isinstance(part, DistributedDataParallel):
+            known = part._get_ddp_logging_data().get("num_parameter_tensors")  # type: ignore[no-untyped-call]
+            trained_now = sum(parameter.requires_grad for parameter in part.parameters())
+            if known is not None and known < trained_now:
+                _log.warning(
+                    "%d parameters are trained that were frozen when DistributedDataParallel was made, which does not"
+                    " synchronize their gradients: freeze parameters after it is made, or make it after resume()",
+                    trained_now - known,
+                )
+
+
+def _named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(_WRAPPERS.sub("", name), parameter) for name, parameter in _unwrapped(module).named_parameters()]
 
 
 class ModuleState:
@@ -37,6 +80,7 @@ class ModuleState:
         self._keys: list[str] | None = None
         self._is_own = False
         self.left_out: tuple[object, ...] = ()
+        self._parameters: list[tuple[str, nn.Parameter]] | None = None
 
     def to_save(self) -> dict[str, Any]:
         """What this rank offers to save: references, not copies.
@@ -44,7 +88,7 @@ class ModuleState:
         Of buffers under DDP, rank 0 of its group has the ones that count, since forward broadcasts them from
         there; DCP alone would keep those of an arbitrary rank.
         """
-        state = self.current()
+        state, self._parameters = self.current(), None
         if isinstance(self.module, DistributedDataParallel) and dist.get_rank(self.module.process_group) != 0:
             buffers = _unwrapped(self.module).named_buffers(remove_duplicate=False)
             # A compiled submodule's are named by the wrapper, in which they are saved without it.
@@ -52,6 +96,11 @@ class ModuleState:
             left_out = [(name, state.pop(name)) for name in names if name in state]
             self.left_out = tuple((name, buffer.dtype, buffer.shape) for name, buffer in left_out)
         return state
+
+    def frozen(self) -> list[str]:
+        """See :func:`frozen_parameters`; of the parameters that the module had at the latest :meth:`to_save`."""
+        self._parameters = _named(self.module) if self._parameters is None else self._parameters
+        return [name for name, parameter in self._parameters if not parameter.requires_grad]
 
     def current(self) -> dict[str, Any]:
         """The state dict, of references; also what a checkpoint is loaded into."""

@@ -10,6 +10,7 @@ of packed items on another number of ranks is `resharding`'s.
     optimizer.state.<parameter>.<key>, .param_groups   optimizers
     _flashpoint.rank-00003.<name>                   an archive of torch.save, for everything else
     _flashpoint.rank-00003._rng                     the random number generators
+    _flashpoint.rank-00003._frozen                  names of the modules' parameters without requires_grad
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from ml_flashpoint.adapter.pytorch.storage_data import IMPORTED
 from ml_flashpoint.core.picking import Joined
 from ml_flashpoint.facade.loader_pass import Through
 from ml_flashpoint.facade.loader_state import LoaderBatches, LoaderState
-from ml_flashpoint.facade.module_state import ModuleState
+from ml_flashpoint.facade.module_state import ModuleState, freeze_parameters
 from ml_flashpoint.facade.optimizer_state import OptimizerState
 from ml_flashpoint.facade.packed_state import PACKED, PackedState
 from ml_flashpoint.facade.plain_copy import NotPlainError, plain_copy
@@ -51,6 +52,9 @@ _log = logging.getLogger(__name__)
 
 RNG = "_rng"
 """Name of the packed random number generators."""
+
+FROZEN = "_frozen"
+"""Name of what is packed of modules: names of frozen parameters, by module."""
 
 Reshard = Callable[[list[Any], int, int], Any]
 """``reshard(states, rank, world_size)``: this rank's state, of those of all ranks that saved, by rank."""
@@ -210,7 +214,8 @@ class TrackedState:
 
     def _pack_others(self) -> dict[str, PackedState]:
         packed = {name: self._pack(name, other.state_dict) for name, other in self._others.items()}
-        return packed | {RNG: self._pack(RNG, capture_rng_state)}
+        frozen = {name: module.frozen() for name, module in self._module_states.items()}
+        return packed | {RNG: self._pack(RNG, capture_rng_state), FROZEN: PackedState.later(frozen)}
 
     def values_as_before(self) -> Sequence[Any] | None:
         """The values of :meth:`to_save`, in the order of `Leaves`, if it can be proved that they are in the same places
@@ -241,7 +246,7 @@ class TrackedState:
             values: of ``state``, in the order of `Leaves`.
         """
         packed = state[PACKED][rank_key(self.rank)]
-        if type(self).to_save is TrackedState.to_save and packed.keys() == {*self._others, RNG}:
+        if type(self).to_save is TrackedState.to_save and packed.keys() == {*self._others, RNG, FROZEN}:
             self._steady.learn(state, values[: -len(packed)])
 
     @property
@@ -312,7 +317,7 @@ class TrackedState:
         for name, optimizer in self._optimizers.items():
             if name in structured:
                 state[name] = optimizer.current(metadata)
-        wanted = packed_names & {RNG, *self._optimizers, *self._others}
+        wanted = packed_names & {RNG, FROZEN, *self._optimizers, *self._others}
         if wanted:
             state[PACKED] = {rank_key(source_rank): dict.fromkeys(wanted, PackedState())}
         by_rank = {rank: frozenset(names) for rank, names in packed_by.items()}
@@ -349,7 +354,7 @@ class TrackedState:
                 rank=self.rank,
                 hint="track what was tracked when it was saved",
             )
-        if extra := sorted(saved - {*self.names, RNG}):
+        if extra := sorted(saved - {*self.names, RNG, FROZEN}):
             _log.warning("the checkpoint also has state of %s, which is not tracked now", ", ".join(map(repr, extra)))
 
     def apply(self, target: LoadTarget, packed: Mapping[str, Any]) -> None:
@@ -365,6 +370,9 @@ class TrackedState:
         states = {key.removeprefix(prefix): value for key, value in packed.items()}
         for name, module in self._module_states.items():
             module.load(target.state.get(name, {}))
+        for name, frozen in states.get(FROZEN, {}).items():  # which older versions do not have
+            if name in self._modules:
+                freeze_parameters(self._modules[name], frozen)
         for name, optimizer in self._optimizers.items():
             if name in target.structured:
                 optimizer.load(target.state[name])

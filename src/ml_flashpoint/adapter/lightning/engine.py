@@ -19,6 +19,7 @@ from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 
 from ml_flashpoint.adapter.lightning.dictionary import REST, Checkpoint, DictionaryState, Slot
 from ml_flashpoint.adapter.lightning.strategies import without_tensors
+from ml_flashpoint.facade.module_state import freeze_parameters, frozen_parameters
 from ml_flashpoint.facade.optimizer_state import OptimizerState
 from ml_flashpoint.facade.rng_state import capture_rng_state, restore_rng_state
 from ml_flashpoint.flashpoint import Flashpoint
@@ -96,7 +97,10 @@ class TrainerFlashpoint(Flashpoint):
         check_copies(checkpoint.get("callbacks"), "callbacks")
         self._leave_out_hparams(checkpoint)
         fetcher, loader = trainer.fit_loop._data_fetcher, trainer.fit_loop._combined_loader
-        besides: dict[str, Any] = {"metrics": dict(trainer._logger_connector._callback_metrics)}
+        besides: dict[str, Any] = {
+            "metrics": dict(trainer._logger_connector._callback_metrics),
+            "frozen": frozen_parameters(trainer.lightning_module),
+        }
         if isinstance(fetcher, _PrefetchDataFetcher) and loader is not None and loader._state_dicts():
             # Lightning has taken these from the loader already, whose state is after them.
             besides["fetched"] = list(fetcher.batches)
@@ -205,6 +209,8 @@ class TrainerFlashpoint(Flashpoint):
         """
         generators, self._generators = self._generators, None
         besides, self._besides = self._besides, {}
+        if "frozen" in besides:  # which callbacks for finetuning do not restore
+            freeze_parameters(trainer.lightning_module, besides["frozen"])
         if generators is None or trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             return
         fetcher, fetched = trainer.fit_loop._data_fetcher, besides.get("fetched")

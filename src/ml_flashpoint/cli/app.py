@@ -6,13 +6,31 @@ name, which is imported when it runs, so that help and `ls` need no torch.
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 import ml_flashpoint
+from ml_flashpoint.cli import output
 
-app = typer.Typer(
+
+class Command(TyperCommand):
+    """A subcommand. Its help and errors of usage are printed by typer, before it runs."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run it; what it prints meanwhile is cleaned."""
+        with output.cleaned():
+            return super().invoke(ctx)
+
+
+class _App(typer.Typer):
+    def command(self, *args: Any, **options: Any) -> Callable[[Any], Any]:
+        return super().command(*args, cls=Command, **options)
+
+
+app = _App(
     name="flashpoint",
     help="Memory-first checkpoints for PyTorch: look at them, verify them, see them save a job.",
     no_args_is_help=True,

@@ -1,6 +1,7 @@
-"""What the subcommands share: exit codes, and where and how they print.
+"""Shared by the subcommands: exit codes, and the two ways to print: lines, and rich's tables.
 
-Owns nothing else; in particular no text of a subcommand.
+Nothing else writes to standard output or standard error while a subcommand runs, so `clean` is the one place where text
+from files and from other nodes goes to a terminal.
 """
 
 from __future__ import annotations
@@ -9,14 +10,17 @@ import contextlib
 import functools
 import json
 import os
+import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TextIO, cast
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.segment import Segment
+from rich.text import Text
 
 from ml_flashpoint.format.errors import (
     FlashpointError,
@@ -32,9 +36,66 @@ DAMAGE = 1
 USAGE = 2
 
 
+_SUSPECT = re.compile(r"[^\n\t -~]+")
+
+
+def clean(text: str) -> str:
+    """Replace what is neither printable, a line break nor a tab by its escape in Python, such as ``\\x1b``.
+
+    Afterwards nothing in the text moves a cursor, sets a colour or a title, hides other text, or fails to be encoded.
+    """
+    return _SUSPECT.sub(_escaped, text)
+
+
+def _escaped(suspect: re.Match[str]) -> str:
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in suspect[0])
+
+
+class _CleanStream:
+    """A text stream that cleans what is written to it, and is otherwise the stream below.
+
+    Attributes:
+        below: that stream.
+    """
+
+    def __init__(self, below: TextIO) -> None:
+        self.below = below
+
+    def write(self, text: str) -> int:
+        self.below.write(clean(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.below, name)
+
+
+class _CleanConsole(Console):
+    """A console whose own escapes go out, and none from the texts that it shows."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(clean(text), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else clean(text), style, control)
+
+
+@contextlib.contextmanager
+def cleaned() -> Iterator[None]:
+    """Clean all text that is written to standard output and standard error meanwhile, by whomever."""
+    out, err = (cast(TextIO, _CleanStream(stream)) for stream in (sys.stdout, sys.stderr))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        yield
+
+
 def console(*, stderr: bool = False) -> Console:
-    """A console on standard output, or on standard error, as it is now."""
-    return Console(file=sys.stderr if stderr else sys.stdout)
+    """Return a console on the present standard output, or standard error, that cleans the texts that it shows."""
+    stream = sys.stderr if stderr else sys.stdout
+    return _CleanConsole(file=stream.below if isinstance(stream, _CleanStream) else stream)
 
 
 def is_terminal(*, stderr: bool = False) -> bool:

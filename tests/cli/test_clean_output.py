@@ -1,0 +1,117 @@
+"""Text from files reaches a terminal without the escapes in it, whichever subcommand shows it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+import typer.main
+
+from ml_flashpoint import Flashpoint
+from ml_flashpoint.cli import output
+from ml_flashpoint.cli.main import app
+from ml_flashpoint.format.status import RankStatus, write_status
+
+EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e[red]"
+"""Sets the title, clears the screen, sets a colour by an 8-bit escape, turns text round; and rich's own markup."""
+NAMES = [EVIL, "\udc9b"]  # the other is no UTF-8
+
+
+class Terminal(io.StringIO):
+    """Shows what is written to it, as far as rich and the commands know."""
+
+    def isatty(self) -> Literal[True]:
+        return True
+
+
+class Evil:
+    """State with a key like that."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {EVIL: torch.ones(2), "step": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@pytest.fixture
+def base(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A dead job's base container, with such texts wherever a file, or a file's name, can have them."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "300")
+    base = tmpfs / f"job-{EVIL}"
+    with Flashpoint(tmpfs / "job", keep=3) as fp:
+        fp.track(evil=Evil()).resume()
+        for _ in range(2):
+            fp.step()
+            assert fp.wait()
+    (tmpfs / "job").rename(base)
+    (folder,) = (base / ".flashpoint").glob("rank-*")
+    errors = {f"{kind}error": EVIL for kind in ("", "replication_", "agreement_", "persist_")}
+    write_status(folder, RankStatus(rank=0, node=EVIL, updated_s=1.0, nodes=2, copies_on=(EVIL,), verified=1, **errors))
+    for name in NAMES:
+        Path(os.fsdecode(os.fsencode(base) + b"/" + os.fsencode(name))).write_text(name, "utf-8", "surrogateescape")
+    step_1 = next(base.glob("step-1_ckpt"))
+    for manifest in step_1.glob("*.json"):
+        manifest.write_text(EVIL)
+    for name in NAMES:
+        (step_1 / name).write_text(EVIL)
+    (tmpfs / "events.jsonl").write_text(json.dumps({"schema": 1, "event": EVIL, "error": EVIL}) + f"\n{EVIL}\n")
+    return base
+
+
+COMMANDS: dict[str, Callable[[Path], list[list[str]]]] = {
+    "ls": lambda base: [[str(base)], [f"{base}-none"], ["--all"]],
+    "status": lambda base: [[str(base)]],
+    "top": lambda base: [[str(base), "--count", "1", "--ranks"], [str(base), "--count", "2", "--every", "0.1"]],
+    "verify": lambda base: [[str(base)]],
+    "inspect": lambda base: [[f"{base}@2"], [f"{base}@1"]],
+    "diff": lambda base: [[f"{base}@2", f"{base}@2"], [f"{base}@2", f"{base}@1"]],
+    "report": lambda base: [[str(base.parent / "events.jsonl"), "-o", str(base.parent / f"{EVIL}.html")]],
+    "metrics": lambda base: [[f"{base}-none", "--port", "0"]],
+    "schema": lambda base: [["ls"]],
+    "copy": lambda base: [[f"{base}@1", f"{base}-copy"], [str(base), f"{base}-copy"]],
+    "export": lambda base: [[str(base), "--to", f"{base}-{form}", "--format", form] for form in ("safetensors", "hf")],
+    "import": lambda base: [[str(base), "--to", f"{base}-imported", "--step", "3"]],
+    "persist": lambda base: [[str(base), "--to", f"{base}-persisted"], [f"{base}@1", "--to", f"{base}-persisted"]],
+    "plan": lambda base: [["--params", "1e9", "--nodes", "2", "--replication", EVIL]],
+    "doctor": lambda base: [[str(base)]],
+    "rm": lambda base: [[str(base)], [f"{base}@2", "--yes"], [str(base), "--yes"]],
+}
+
+
+def test_every_subcommand_is_tried() -> None:
+    """But `demo`, which takes half a minute, and shows what its own processes say. It prints in the same way."""
+    assert {*typer.main.get_command(app).commands} == {*COMMANDS, "demo"}  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+@pytest.mark.damages_on_purpose
+@pytest.mark.parametrize("terminal", [Terminal, io.StringIO], ids=["terminal", "pipe"])
+def test_no_escape_gets_out(base: Path, monkeypatch: pytest.MonkeyPatch, terminal: type[io.StringIO]) -> None:
+    shown = ""
+    for command, calls in COMMANDS.items():
+        for arguments in calls(base):
+            with monkeypatch.context() as patched:
+                printed = terminal()
+                patched.setattr("sys.stdout", printed)
+                patched.setattr("sys.stderr", printed)
+                app([command, *arguments], standalone_mode=False)
+            text = printed.getvalue()
+            for part in ("\x1b]", "\x07", "\x1b[2J", "\x9b", "\u202e", "\udc9b"):
+                assert part not in text, (command, arguments, text)
+            text.encode()
+            shown += text
+    assert shown.count(r"\x1b]0;owned\x07\x1b[2J\x9b31m\u202e[red]") > 20, shown
+    assert r"\udc9b" in shown
+
+
+def test_what_is_left_as_it_is() -> None:
+    text = "step-1_ckpt\t1.5 GiB – é, 漢字, 😀\n"
+    assert output.clean(text) == text
+    assert output.clean(output.clean(EVIL)) == output.clean(EVIL)

@@ -6,8 +6,7 @@ import dataclasses
 import gc
 import json
 import os
-import shutil
-import tempfile
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,12 +17,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from benchmarks import ddict, engine, lightning, local, loop, machine, megatron, peers, persist, transfers
+from benchmarks import ddict, engine, lightning, local, loop, machine, megatron, peers, persist, supervised, transfers
 from benchmarks.rivals import running as rivals
 from benchmarks.states import STATES, tiny
-from benchmarks.timing import Memcpy, Result, measure
+from benchmarks.timing import Memcpy, Result, measure, of_peer
 
 
 def fixed_cost(base: Path) -> Iterator[Result]:
@@ -56,7 +56,7 @@ def all_results(folder: Path, scale: float, only: str) -> Iterator[Result]:
         yield from engine.saves(name, state, memcpy, folder / "ours")
         yield from peers.saves_and_loads(name, state, memcpy, folder / "peers")
         yield from local.saves(name, state, memcpy, folder / "local")
-        yield from local.peer_saves(name, state, memcpy, folder / "peer")
+        yield from of_peer(name, f"{local.PEER}: local save", local.peer_saves(name, state, memcpy, folder / "peer"))
         yield from megatron.saves(name, state, memcpy, folder)
         del state, memcpy
         gc.collect()
@@ -81,6 +81,14 @@ def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}" if seconds >= 0.001 else f"{seconds * 1e3:.3f}"
 
 
+def _cells(row: Result) -> tuple[str, str, str]:
+    """The median, the extremes and the ratio of a row; of one that was not measured, nothing."""
+    if not row.runs:
+        return "", "", ""
+    spread = f"{_milliseconds(row.low_s)}–{_milliseconds(row.high_s)}"
+    return _milliseconds(row.seconds), spread, "" if row.ratio is None else f"{row.ratio:.2f}"
+
+
 def _command(scale: float, only: str) -> str:
     """What somebody would call to have these rows."""
     given = [*([f"--scale {scale:g}"] if scale != 1.0 else []), *([f"--only {only}"] if only else [])]
@@ -100,13 +108,14 @@ def main(
     ] = "",
 ) -> None:
     """Measure our saves, loads and transfers beside others', as ratios to a memcpy in the same run."""
+    folder = supervised.folder()
+    if folder is None:
+        raise typer.Exit(supervised.run("benchmarks", sys.argv[1:]))
     warnings.filterwarnings("ignore")
     os.environ["BENCH_SCALE"] = str(scale)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     # DCP's saving process wants a process group; with one rank, a file serves as its store.
-    rendezvous = tempfile.mkdtemp()
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}/store", rank=0, world_size=1)
-    folder = Path(tempfile.mkdtemp(prefix="flashpoint-bench-", dir="/dev/shm"))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
     console = Console()
     table = Table("state", "case", "median ms", "min–max", "× memcpy", "note", title=f"torch {torch.__version__}")
     rows: list[Result] = []
@@ -114,18 +123,16 @@ def main(
     try:
         for row in all_results(folder, scale, only):
             rows.append(row)
-            spread = f"{_milliseconds(row.low_s)}–{_milliseconds(row.high_s)}"
-            ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
-            table.add_row(row.state, row.case, _milliseconds(row.seconds), spread, ratio, row.note)
-            console.print(f"{row.state}: {row.case}: {_milliseconds(row.seconds)} ms, {ratio}", style="dim")
+            cells = _cells(row)
+            table.add_row(row.state, row.case, *cells, escape(row.note))
+            shown = f"{cells[0]} ms, {cells[2]}" if row.runs else row.note
+            console.print(escape(f"{row.state}: {row.case}: {shown}"), style="dim")
         console.print(table)
         if json_file is not None:
             described["load_at_the_end"] = machine.load()
             taken = {"command": _command(scale, only), "machine": described, "rows": [*map(dataclasses.asdict, rows)]}
             json_file.write_text(json.dumps(taken, indent=1))
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.rmtree(rendezvous, ignore_errors=True)
         dist.destroy_process_group()
 
 

@@ -27,7 +27,7 @@ import psutil
 import torch
 
 from benchmarks import ddict_dragon
-from benchmarks.timing import RUNS, WARMUPS, Memcpy, Result, measure
+from benchmarks.timing import RUNS, WARMUPS, Memcpy, Result, measure, of_peer
 from ml_flashpoint.ddict import DDict
 
 SMALL = "1 KB"
@@ -47,9 +47,9 @@ def results(scale: float) -> Iterator[Result]:
     yield from _ours(large)
     yield from _several_clients(max(1 << 20, large // 4))
     yield from _unchanged(large)
-    yield from _manager_dict(large)
-    yield from _ray(large)
-    yield from _dragon(large)
+    yield from of_peer(SMALL, "multiprocessing.Manager().dict()", _manager_dict(large))
+    yield from of_peer(SMALL, "Ray objects", _ray(large))
+    yield from of_peer(SMALL, "dragonhpc", _dragon(large))
 
 
 def _size(nbytes: int) -> str:

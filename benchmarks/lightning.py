@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.utils.data import DataLoader
 
-from benchmarks.timing import RUNS, WARMUPS, Memcpy, Result, measure
+from benchmarks.timing import RUNS, WARMUPS, Memcpy, Result, measure, of_peer
 from ml_flashpoint.adapter.lightning import FlashpointCallback, resume_path
 
 STATE = "Lightning, Adam"
@@ -63,22 +63,27 @@ def results(folder: Path, scale: float) -> Iterator[Result]:
     folder.mkdir(parents=True, exist_ok=True)
     model = _Model(scale)
     memcpy = Memcpy({str(number): torch.cat([weight.detach()] * 3) for number, weight in enumerate(model.weights)})
-    for case, is_ours in (("ours: FlashpointCallback, blocked", True), ("AsyncCheckpointIO, blocked", False)):
-        ours = FlashpointCallback(folder / "job", 1 << 30, strict=True) if is_ours else None
-        timed = _Timed(ours, folder)
-        trainer = Trainer(
-            accelerator="cpu",
-            devices=1,
-            max_steps=WARMUPS + RUNS,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            plugins=[] if is_ours else [AsyncCheckpointIO()],
-            callbacks=[*([ours] if ours else [ModelCheckpoint(folder, save_top_k=0)]), timed],
-            enable_checkpointing=not is_ours,
-            default_root_dir=folder,
-        )
-        path = resume_path(trainer) if is_ours else None
-        trainer.fit(model, DataLoader(torch.zeros(WARMUPS + RUNS, 1)), ckpt_path=path)
-        blocked = iter(timed.blocked)
-        yield measure(STATE, case, lambda _, times=blocked: next(times), memcpy)  # type: ignore[misc]
+    yield from _rows("ours: FlashpointCallback, blocked", model, memcpy, folder, is_ours=True)
+    peer = "AsyncCheckpointIO, blocked"
+    yield from of_peer(STATE, peer, _rows(peer, model, memcpy, folder, is_ours=False))
+
+
+def _rows(case: str, model: _Model, memcpy: Memcpy, folder: Path, *, is_ours: bool) -> Iterator[Result]:
+    ours = FlashpointCallback(folder / "job", 1 << 30, strict=True) if is_ours else None
+    timed = _Timed(ours, folder)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=WARMUPS + RUNS,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        plugins=[] if is_ours else [AsyncCheckpointIO()],
+        callbacks=[*([ours] if ours else [ModelCheckpoint(folder, save_top_k=0)]), timed],
+        enable_checkpointing=not is_ours,
+        default_root_dir=folder,
+    )
+    path = resume_path(trainer) if is_ours else None
+    trainer.fit(model, DataLoader(torch.zeros(WARMUPS + RUNS, 1)), ckpt_path=path)
+    blocked = iter(timed.blocked)
+    yield measure(STATE, case, lambda _: next(blocked), memcpy)

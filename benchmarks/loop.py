@@ -19,12 +19,13 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from benchmarks.timing import RUNS, WARMUPS, Memcpy, Result
+from benchmarks.timing import RUNS, WARMUPS, Memcpy, Result, failed
 from ml_flashpoint import Flashpoint
 
 Save = Callable[[int], object]
-Kinds = dict[str, tuple[Save, Callable[[], float], Callable[[], None]]]
-"""By name: what saves, how many seconds it has held the loop so far, and what ends it."""
+Kind = tuple[Save, Callable[[], float], Callable[[], None]]
+"""The function that saves, that which tells how many seconds it has held the loop so far, and that which ends it."""
+Kinds = dict[str, Kind]
 
 ROUNDS = 4
 WIDTH = 1536
@@ -56,7 +57,7 @@ class _Loop:
         return {str(number): tensor for number, tensor in enumerate([*self.model.parameters(), *moments])}
 
 
-def _flashpoint(loop: _Loop, folder: Path, *, overlap: bool) -> tuple[Save, Callable[[], float], Callable[[], None]]:
+def _flashpoint(loop: _Loop, folder: Path, *, overlap: bool) -> Kind:
     fp = Flashpoint(folder, strict=True, overlap=overlap)
     fp.track(model=loop.model, optimizer=loop.optimizer).resume()
     for _ in range(SETTLED if overlap else 0):
@@ -69,7 +70,7 @@ def _flashpoint(loop: _Loop, folder: Path, *, overlap: bool) -> tuple[Save, Call
     return lambda step: fp.step(), lambda: fp.health.blocked_total_s, end
 
 
-def _peer(save: Save) -> tuple[Save, Callable[[], float], Callable[[], None]]:
+def _peer(save: Save) -> Kind:
     held = 0.0
 
     def timed(step: int) -> None:
@@ -129,20 +130,33 @@ def _compared(
     kinds = kinds_of(loop, folder)
     steps: dict[str, list[float]] = {kind: [] for kind in kinds}
     held: dict[str, list[float]] = {kind: [] for kind in kinds}
+    state = f"{name}, saving at each"
     for turn in range(ROUNDS):
-        for kind, (save, held_s, _) in kinds.items():
-            for run in range(WARMUPS + RUNS):
-                began, before = time.perf_counter(), held_s()
-                save(turn * (WARMUPS + RUNS) + run + 1)
-                loop.step()
-                if run >= WARMUPS:
-                    steps[kind].append(time.perf_counter() - began)
-                    held[kind].append(held_s() - before)
+        for kind in list(kinds):
+            try:
+                _turn(turn, loop, kinds[kind], steps[kind], held[kind])
+            except Exception as error:
+                if kind.startswith("ours"):
+                    raise
+                yield failed(state, f"{kind}: step", error)
+                yield failed(state, f"{kind}: held", error)
+                del kinds[kind], steps[kind], held[kind]
     copies = statistics.median(memcpy.run() for _ in range(RUNS))
     for _, _, end in kinds.values():
         end()
     shutil.rmtree(folder)
-    yield from _rows(f"{name}, saving at each", steps, held, copies)
+    yield from _rows(state, steps, held, copies)
+
+
+def _turn(turn: int, loop: _Loop, kind: Kind, steps: list[float], held: list[float]) -> None:
+    save, held_s, _ = kind
+    for run in range(WARMUPS + RUNS):
+        began, before = time.perf_counter(), held_s()
+        save(turn * (WARMUPS + RUNS) + run + 1)
+        loop.step()
+        if run >= WARMUPS:
+            steps.append(time.perf_counter() - began)
+            held.append(held_s() - before)
 
 
 def _rows(state: str, steps: dict[str, list[float]], held: dict[str, list[float]], memcpy_s: float) -> Iterator[Result]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.engine import Engine
-from benchmarks.timing import Memcpy, Result, State, measure
+from benchmarks.timing import Memcpy, Result, State, measure, of_peer
 
 
 def saves(name: str, state: State, memcpy: Memcpy, folder: Path) -> Iterator[Result]:
@@ -46,17 +46,22 @@ def saves(name: str, state: State, memcpy: Memcpy, folder: Path) -> Iterator[Res
         assert strategy.last_error is None
     engine.close()
 
-    theirs = TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=True)
     place = folder / "torch_dist"
 
-    def torch_dist(number: int) -> Any:
-        path = place / str(number)
-        path.mkdir(parents=True)
-        return dist_checkpointing.save(
-            sharded(), str(path), theirs, async_sharded_save=True, validate_access_integrity=False
-        )
+    def torch_dist() -> Iterator[Result]:
+        theirs = TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=True)
 
-    yield from _rows(name, "megatron-core torch_dist async", torch_dist, memcpy, lambda: shutil.rmtree(place))
+        def save(number: int) -> Any:
+            path = place / str(number)
+            path.mkdir(parents=True)
+            return dist_checkpointing.save(
+                sharded(), str(path), theirs, async_sharded_save=True, validate_access_integrity=False
+            )
+
+        yield from _rows(name, case, save, memcpy, lambda: shutil.rmtree(place))
+
+    case = "megatron-core torch_dist async"
+    yield from of_peer(name, f"{case}: caller blocked", torch_dist())
 
 
 def _rows(

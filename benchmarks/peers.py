@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import safetensors.torch
@@ -17,35 +17,54 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from benchmarks.timing import Memcpy, Result, State, measure
+from benchmarks.timing import Memcpy, Result, State, measure, of_peer
 
 
 def saves_and_loads(name: str, state: State, memcpy: Memcpy, folder: Path) -> Iterator[Result]:
     """torch.save, safetensors and DCP's FileSystemWriter, each into a new file a run, as they are used."""
     folder.mkdir(parents=True, exist_ok=True)
+    for case, rows in (
+        ("torch.save", _torch),
+        ("safetensors save_file", _safetensors),
+        ("dcp.save, FileSystemWriter", _dcp),
+        ("dcp.async_save, cached stager, blocked", _async_save),
+    ):
+        yield from of_peer(name, case, rows(name, state, memcpy, folder))
+    _new_path(folder, 0)
 
-    def path(i: int) -> Path:
-        for old in folder.iterdir():  # outside the timing of the writers below: only the newest is kept
-            shutil.rmtree(old) if old.is_dir() else old.unlink()
-        return folder / f"run-{i}"
 
-    def timed(i: int, write: object) -> float:
-        target = path(i)
-        began = time.perf_counter()
-        write(target)  # type: ignore[operator]
-        return time.perf_counter() - began
+def _new_path(folder: Path, run: int) -> Path:
+    """A path for a run. What is there is removed: outside the timing, and only the newest is kept."""
+    for old in folder.iterdir():
+        shutil.rmtree(old) if old.is_dir() else old.unlink()
+    return folder / f"run-{run}"
 
-    yield measure(name, "torch.save", lambda i: timed(i, lambda p: torch.save(state, p)), memcpy)
+
+def _timed(folder: Path, run: int, write: Callable[[Path], object]) -> float:
+    target = _new_path(folder, run)
+    began = time.perf_counter()
+    write(target)
+    return time.perf_counter() - began
+
+
+def _torch(name: str, state: State, memcpy: Memcpy, folder: Path) -> Iterator[Result]:
+    yield measure(name, "torch.save", lambda i: _timed(folder, i, lambda p: torch.save(state, p)), memcpy)
     last = next(folder.iterdir())
     yield measure(name, "torch.load(mmap=False)", lambda _: _drop(torch.load(last)), memcpy)
-    yield measure(
-        name, "safetensors save_file", lambda i: timed(i, lambda p: safetensors.torch.save_file(state, p)), memcpy
-    )
 
-    def dcp_save(target: Path) -> None:
+
+def _safetensors(name: str, state: State, memcpy: Memcpy, folder: Path) -> Iterator[Result]:
+    def save(run: int) -> float:
+        return _timed(folder, run, lambda path: safetensors.torch.save_file(state, path))
+
+    yield measure(name, "safetensors save_file", save, memcpy)
+
+
+def _dcp(name: str, state: State, memcpy: Memcpy, folder: Path) -> Iterator[Result]:
+    def save(target: Path) -> None:
         dcp.save(state, storage_writer=dcp.FileSystemWriter(target, sync_files=False), checkpoint_id=target)
 
-    yield measure(name, "dcp.save, FileSystemWriter", lambda i: timed(i, dcp_save), memcpy)
+    yield measure(name, "dcp.save, FileSystemWriter", lambda i: _timed(folder, i, save), memcpy)
     saved = next(folder.iterdir())
     target = {key: torch.zeros_like(t) for key, t in state.items()}
     yield measure(
@@ -54,18 +73,15 @@ def saves_and_loads(name: str, state: State, memcpy: Memcpy, folder: Path) -> It
         lambda _: dcp.load(target, storage_reader=dcp.FileSystemReader(saved)),
         memcpy,
     )
-    target.clear()
-    yield from async_save(name, state, memcpy, path)
-    path(0)
 
 
-def async_save(name: str, state: State, memcpy: Memcpy, path: object) -> Iterator[Result]:
-    """dcp.async_save with torch's own stager that keeps a shared copy between saves."""
+def _async_save(name: str, state: State, memcpy: Memcpy, folder: Path) -> Iterator[Result]:
+    """dcp.async_save with torch's own stager that keeps a shared copy between saves, which is a descriptor a tensor."""
     stager = DefaultStager(StagingOptions(False, True, False, False))
     totals: list[float] = []
 
     def save(i: int) -> float:
-        target = path(i)  # type: ignore[operator]
+        target = _new_path(folder, i)
         writer = dcp.FileSystemWriter(target, sync_files=False)
         began = time.perf_counter()
         future = dcp.async_save(state, storage_writer=writer, checkpoint_id=target, async_stager=stager)
@@ -74,10 +90,12 @@ def async_save(name: str, state: State, memcpy: Memcpy, path: object) -> Iterato
         totals.append(time.perf_counter() - began)
         return blocked
 
-    yield measure(name, "dcp.async_save, cached stager, blocked", save, memcpy)
-    replay = iter(totals)
-    yield measure(name, "dcp.async_save, cached stager, written", lambda _: next(replay), memcpy)
-    stager.close()
+    try:
+        yield measure(name, "dcp.async_save, cached stager, blocked", save, memcpy)
+        replay = iter(totals)
+        yield measure(name, "dcp.async_save, cached stager, written", lambda _: next(replay), memcpy)
+    finally:
+        stager.close()
 
 
 class NullWriter(StorageWriter):

@@ -57,11 +57,11 @@ def number(value: float) -> str:
 
 
 def ms(row: Row) -> str:
-    return number(row["seconds"] * 1e3)
+    return number(row["seconds"] * 1e3) if row["runs"] else str(row["note"])
 
 
 def us(row: Row) -> str:
-    return f"{row['seconds'] * 1e6:,.0f}"
+    return f"{row['seconds'] * 1e6:,.0f}" if row["runs"] else str(row["note"])
 
 
 def ratio(row: Row) -> str:
@@ -117,8 +117,9 @@ def _loops(found: Found, used: list[int]) -> list[list[str]]:
     for label, case in _KINDS.items():
         cells = [label]
         for state in states:
-            step, alone = (found.row(state, f"{kind}: step", used)["seconds"] for kind in (case, "no saves"))
-            cells += [ms(found.row(state, f"{case}: held", used)), f"{step / alone:.2f}"]
+            step, alone = (found.row(state, f"{kind}: step", used) for kind in (case, "no saves"))
+            slower = f"{step['seconds'] / alone['seconds']:.2f}" if step["runs"] else ""
+            cells += [ms(found.row(state, f"{case}: held", used)), slower]
         lines.append(cells)
     alone = [f"{ms(found.row(state, 'no saves: step', used))} ms" for state in states]
     return [*lines, ["a step without saves", "", alone[0], "", alone[1]]]

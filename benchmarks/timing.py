@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,7 @@ class Result:
     Attributes:
         seconds: median. low_s, high_s: extremes.
         ratio: median of memcpy time / time; 1.0 is as fast as a memcpy. None where bytes do not matter.
+        runs: that were measured; 0 if it was skipped or failed, for the reason in ``note``.
         note: what else to know.
     """
 
@@ -54,6 +55,24 @@ class Memcpy:
         began = time.perf_counter()
         self._to.copy_(self._from)
         return time.perf_counter() - began
+
+
+def of_peer(state: str, case: str, rows: Iterator[Result]) -> Iterator[Result]:
+    """Pass on a peer's rows. If the peer fails, the last row has the reason, and what the peer held is freed."""
+    row: Result | None = None
+    try:
+        yield from rows
+    except Exception as error:
+        row = failed(state, case, error)
+    gc.collect()  # now that no traceback holds a frame of the peer's
+    if row is not None:
+        yield row
+
+
+def failed(state: str, case: str, error: Exception) -> Result:
+    """Return the row of a peer that fails."""
+    reason = str(error).strip().partition("\n")[0][:200]
+    return Result(state, case, 0.0, 0.0, 0.0, None, 0, note=f"failed: {type(error).__name__}: {reason}")
 
 
 def measure(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import supervised
 from benchmarks.rivals import environments
 from benchmarks.rivals.catalogue import KINDS
 from benchmarks.rivals.kinds import Kind
@@ -76,7 +77,7 @@ def results(
 
 def _in_its_process(python: Path, what: list[str], is_ours: bool) -> dict[str, Any]:
     """What `benchmarks.rivals.worker` has found, or why it has not."""
-    folder = Path(tempfile.mkdtemp(prefix="flashpoint-bench-", dir="/dev/shm"))
+    folder = Path(tempfile.mkdtemp(prefix="flashpoint-bench-", dir=supervised.folder() or supervised.MEMORY))
     output, log = folder / "measured.json", folder / "log"
     path = [str(ROOT), *([str(ROOT / "src")] if is_ours else [])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}

@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 
 from ml_flashpoint import Flashpoint
+from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.cli.status import show_status
 from ml_flashpoint.core import status_board
 from ml_flashpoint.events import flush
-from ml_flashpoint.format import events
+from ml_flashpoint.format.events import ReplicationFailed
 from ml_flashpoint.format.status import RankStatus, read_status, write_status
 from tests.facade.test_overlap import Job
 from tests.support.processes import child_environment
@@ -69,22 +70,22 @@ def test_a_job_that_runs_and_then_ends(tmpfs: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_is_degraded(tmpfs: Path) -> None:
-    base, job = tmpfs / "job", Job()
-    with Flashpoint(base) as fp:
-        fp.track(**job.tracked).resume()
-        fp.step()
-        assert fp.wait()
-        directory = fp._engine.store.directory
-        told = RankStatus(rank=0, node="n").after(events.ReplicationFailed(time_s=1.0, error="no [peer]"))
-        write_status(directory, told)
-        code, (rank,) = _told(base)
+    """Of a process that holds the rank's lock, and writes no status of its own."""
+    store = CheckpointObjectManager().open(str(tmpfs / "job"), 0)
+    try:
+        write_status(
+            store.directory, RankStatus(rank=0, node="n").after(ReplicationFailed(time_s=1.0, error="no [peer]"))
+        )
+        code, (rank,) = _told(tmpfs / "job")
         assert (code, rank["state"]) == (1, "degraded")
-        code, text = _status(base)
+        code, text = _status(tmpfs / "job")
         assert code == 1
         assert 'replication_error="no [peer]"' in text
-        (directory / "status.json").write_text("torn")
-        code, (rank,) = _told(base)
+        (store.directory / "status.json").write_text("torn")
+        code, (rank,) = _told(tmpfs / "job")
         assert (code, rank["state"]) == (0, "silent")
+    finally:
+        store.close()
 
 
 def test_what_is_no_base_container(tmpfs: Path, capsys: pytest.CaptureFixture[str]) -> None:

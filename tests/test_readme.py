@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ml_flashpoint import Flashpoint
-from tests.support.processes import REPOSITORY
+from tests.support.processes import REPOSITORY, child_environment
 
 STEPS = 10
+SAMPLES = 200
 
 
 class Crash(Exception):
@@ -28,6 +32,61 @@ def lines_of(page: str, base: Path, with_a: str = "Flashpoint(") -> str:
     block = next(each for each in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if with_a in each)
     block = block.replace("/lustre/me/job-145", f"{base}-persisted")
     return block.replace("/dev/shm/mlf-jobs/job-145", str(base)).replace("/dev/shm/mlf-jobs", str(base))
+
+
+def script_of_readme(folder: Path, base: Path) -> Path:
+    """The script of README's first screen, in a file, with another base container and fewer samples."""
+    block = lines_of("README.md", base)
+    assert len(block.splitlines()) <= 15
+    script = block.replace("/dev/shm/mlf-jobs/first", str(base)).replace("4096", str(SAMPLES))
+    (folder / "train.py").write_text(script, encoding="utf-8")
+    return folder / "train.py"
+
+
+def run(script: Path, kill_at: int | None = None) -> list[str]:
+    """The lines that it prints until it ends, or until it is killed."""
+    environment = child_environment(PYTHONUNBUFFERED="1")
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if kill_at is not None and line.startswith(f"{kill_at} "):
+                process.kill()
+    assert process.returncode == (0 if kill_at is None else -signal.SIGKILL)
+    return lines
+
+
+def test_the_first_screen_is_there() -> None:
+    """In README's first 40 lines: one sentence, status, picture, gain, cost, script, table of frameworks."""
+    text = "\n".join((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()[:40])
+    for part in (
+        "\n**",
+        "> **Status",
+        "```text",
+        "`make demo`",
+        "**For**",
+        "**Not for**",
+        "**It costs**",
+        "```python",
+        "DCP |",
+    ):
+        assert part in text, part
+    assert text.count("```") == 4
+
+
+@pytest.mark.slow
+def test_the_script_of_the_first_screen_is_killed_and_goes_on(tmpfs: Path, tmp_path: Path) -> None:
+    undisturbed = run(script_of_readme(tmp_path, tmpfs / "undisturbed"))
+    assert [line.split()[0] for line in undisturbed] == [str(step) for step in range(1, SAMPLES + 1)]
+    script = script_of_readme(tmp_path, tmpfs / "killed")
+    killed, rest = run(script, kill_at=SAMPLES // 2), run(script)
+    # The kill may come between a save and the line about the step.
+    told = {int(line.split()[0]): line for line in killed + rest}
+    assert set(range(1, SAMPLES + 1)) - set(told) <= {SAMPLES // 2 + 1, len(killed) + 1}
+    assert all(line == undisturbed[step - 1] for step, line in told.items())
+    assert rest[-1] == undisturbed[-1]
+    assert run(script) == [], "there is nothing left to do"
 
 
 def live(block: str, seed: int, crash_at: int | None = None) -> tuple[list[float], list[bytes]]:
@@ -65,7 +124,7 @@ def live(block: str, seed: int, crash_at: int | None = None) -> tuple[list[float
     return losses, [p.detach().numpy().tobytes() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/flashpoint.md", "docs/persist.md"])
+@pytest.mark.parametrize("page", ["docs/flashpoint.md", "docs/persist.md"])
 def test_lines_run_and_go_on(tmpfs: Path, page: str) -> None:
     undisturbed = live(lines_of(page, tmpfs / "undisturbed"), seed=1)
     assert len(undisturbed[0]) == STEPS

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ml_flashpoint import Flashpoint
-from tests.support.processes import REPOSITORY, child_environment
+from tests.support.forked import Child, Report, call
+from tests.support.processes import REPOSITORY
 
 STEPS = 10
 SAMPLES = 200
@@ -34,27 +32,23 @@ def lines_of(page: str, base: Path, with_a: str = "Flashpoint(") -> str:
     return block.replace("/dev/shm/mlf-jobs/job-145", str(base)).replace("/dev/shm/mlf-jobs", str(base))
 
 
-def script_of_readme(folder: Path, base: Path) -> Path:
-    """The script of README's first screen, in a file, with another base container and fewer samples."""
+def script_of_readme(base: Path) -> str:
+    """The script of README's first screen, with another base container and fewer samples."""
     block = lines_of("README.md", base)
     assert len(block.splitlines()) <= 15
-    script = block.replace("/dev/shm/mlf-jobs/first", str(base)).replace("4096", str(SAMPLES))
-    (folder / "train.py").write_text(script, encoding="utf-8")
-    return folder / "train.py"
+    return block.replace("/dev/shm/mlf-jobs/first", str(base)).replace("4096", str(SAMPLES))
 
 
-def run(script: Path, kill_at: int | None = None) -> list[str]:
-    """The lines that it prints until it ends, or until it is killed."""
-    environment = child_environment(PYTHONUNBUFFERED="1")
-    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
-        lines = []
-        for line in process.stdout:
-            lines.append(line)
-            if kill_at is not None and line.startswith(f"{kill_at} "):
-                process.kill()
-    assert process.returncode == (0 if kill_at is None else -signal.SIGKILL)
-    return lines
+def run_script(report: Report, script: str) -> dict[int, float]:
+    """Run it as a program; returns the loss of each step that it prints, which it reports at once, too."""
+    losses: dict[int, float] = {}
+
+    def note(step: int, loss: float) -> None:
+        losses[step] = loss
+        report("printed", step)
+
+    exec(script, {"print": note})
+    return losses
 
 
 def test_the_first_screen_is_there() -> None:
@@ -75,18 +69,17 @@ def test_the_first_screen_is_there() -> None:
     assert text.count("```") == 4
 
 
-@pytest.mark.slow
-def test_the_script_of_the_first_screen_is_killed_and_goes_on(tmpfs: Path, tmp_path: Path) -> None:
-    undisturbed = run(script_of_readme(tmp_path, tmpfs / "undisturbed"))
-    assert [line.split()[0] for line in undisturbed] == [str(step) for step in range(1, SAMPLES + 1)]
-    script = script_of_readme(tmp_path, tmpfs / "killed")
-    killed, rest = run(script, kill_at=SAMPLES // 2), run(script)
-    # The kill may come between a save and the line about the step.
-    told = {int(line.split()[0]): line for line in killed + rest}
-    assert set(range(1, SAMPLES + 1)) - set(told) <= {SAMPLES // 2 + 1, len(killed) + 1}
-    assert all(line == undisturbed[step - 1] for step, line in told.items())
-    assert rest[-1] == undisturbed[-1]
-    assert run(script) == [], "there is nothing left to do"
+def test_the_script_of_the_first_screen_is_killed_and_goes_on(tmpfs: Path) -> None:
+    undisturbed = call(run_script, script_of_readme(tmpfs / "undisturbed"))
+    assert list(undisturbed) == list(range(1, SAMPLES + 1))
+    script = script_of_readme(tmpfs / "killed")
+    with Child(run_script, script) as child:
+        child.next_report("printed", SAMPLES // 2)
+        child.kill()
+    rest = call(run_script, script)
+    assert 1 < min(rest) <= SAMPLES, "it goes on, from the newest save that was committed"
+    assert rest == {step: loss for step, loss in undisturbed.items() if step >= min(rest)}
+    assert call(run_script, script) == {}, "there is nothing left to do"
 
 
 def live(block: str, seed: int, crash_at: int | None = None) -> tuple[list[float], list[bytes]]:

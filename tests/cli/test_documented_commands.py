@@ -19,7 +19,7 @@ from ml_flashpoint import Flashpoint
 from ml_flashpoint.cli.main import app
 from tests.support.processes import REPOSITORY
 
-_PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+_PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 _OPERATIONS = REPOSITORY / "docs" / "operations.md"
 _BLOCK = re.compile(r"^```(?:bash|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _RUN_ELSEWHERE = {

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ml_flashpoint import Flashpoint
+from ml_flashpoint.events import flush
 from ml_flashpoint.format.errors import (
     LoadError,
     SaveError,
@@ -28,6 +29,7 @@ from tests.workers.training import Job
 
 
 def _make_unusable(base: Path) -> None:
+    assert flush()  # else the status of the last save may be written there meanwhile
     shutil.rmtree(base)
     base.write_text("no directory any more")
 

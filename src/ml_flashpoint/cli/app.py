@@ -13,7 +13,6 @@ import typer
 from typer.core import TyperCommand
 
 import ml_flashpoint
-from ml_flashpoint.cli import output
 
 
 class Command(TyperCommand):
@@ -21,6 +20,8 @@ class Command(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         """Run it; what it prints meanwhile is cleaned."""
+        from ml_flashpoint.cli import output
+
         with output.cleaned():
             return super().invoke(ctx)
 

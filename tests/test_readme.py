@@ -40,15 +40,15 @@ def script_of_readme(base: Path) -> str:
 
 
 def run_script(report: Report, script: str) -> dict[int, float]:
-    """Run it as a program; returns the loss of each step that it prints, which it reports at once, too."""
-    losses: dict[int, float] = {}
+    """Run it as a program; returns the weight after each step that it prints, which it reports at once, too."""
+    weights: dict[int, float] = {}
 
-    def note(step: int, loss: float) -> None:
-        losses[step] = loss
+    def note(step: int, weight: float) -> None:
+        weights[step] = weight
         report("printed", step)
 
     exec(script, {"print": note})
-    return losses
+    return weights
 
 
 def test_the_first_screen_is_there() -> None:
@@ -78,7 +78,7 @@ def test_the_script_of_the_first_screen_is_killed_and_goes_on(tmpfs: Path) -> No
         child.kill()
     rest = call(run_script, script)
     assert 1 < min(rest) <= SAMPLES, "it goes on, from the newest save that was committed"
-    assert rest == {step: loss for step, loss in undisturbed.items() if step >= min(rest)}
+    assert rest == {step: weight for step, weight in undisturbed.items() if step >= min(rest)}
     assert call(run_script, script) == {}, "there is nothing left to do"
 
 

@@ -85,9 +85,12 @@ COMMANDS: dict[str, Callable[[Path], list[list[str]]]] = {
 }
 
 
+REGISTERED = {*typer.main.get_command(app).commands}  # type: ignore[attr-defined]
+
+
 def test_every_subcommand_is_tried() -> None:
-    """But `demo`, which takes half a minute, and shows what its own processes say. It prints in the same way."""
-    assert {*typer.main.get_command(app).commands} == {*COMMANDS, "demo"}  # type: ignore[attr-defined]
+    """But `demo`, which takes half a minute, and shows what its own processes say, in the same way."""
+    assert {*COMMANDS, "demo"} >= REGISTERED
 
 
 @pytest.mark.slow
@@ -95,8 +98,8 @@ def test_every_subcommand_is_tried() -> None:
 @pytest.mark.parametrize("terminal", [Terminal, io.StringIO], ids=["terminal", "pipe"])
 def test_no_escape_gets_out(base: Path, monkeypatch: pytest.MonkeyPatch, terminal: type[io.StringIO]) -> None:
     shown = ""
-    for command, calls in COMMANDS.items():
-        for arguments in calls(base):
+    for command in (each for each in COMMANDS if each in REGISTERED):
+        for arguments in COMMANDS[command](base):
             with monkeypatch.context() as patched:
                 printed = terminal()
                 patched.setattr("sys.stdout", printed)

@@ -390,12 +390,12 @@ def test_pins_that_a_crash_has_left_on_one_of_two_nodes(base: Path) -> None:
         save(fp, state, 1)
         fp.pin("one")
         save(fp, state, 2)
-        folder = base / ".flashpoint"
-        record = read_record(folder)
         version = fp.versions()[0]
-        with contextlib.suppress(FileNotFoundError):
-            (folder / RECORD).unlink()
-        write_record(folder, record.with_pins((*record.pins, Pin("lost", "step-9_ckpt", version.save_id + "9"))))
+    folder = base / ".flashpoint"
+    record = read_record(folder)
+    with contextlib.suppress(FileNotFoundError):
+        (folder / RECORD).unlink()
+    write_record(folder, record.with_pins((*record.pins, Pin("lost", "step-9_ckpt", version.save_id + "9"))))
     with opened(base, state) as fp:
         fp.resume()
         assert shown(fp.versions()) == [(2,), (1, "one")]

@@ -144,13 +144,13 @@ class Access(Handle):
         deadline: float,
         lasting: bool = False,
     ) -> _Result:
-        def send(epoch: int) -> _Result:
-            told = {**fields, "c": self.standing.checkpoint_id, "w": self.standing.handle, "e": epoch}
-            return self.client.links.attempt(
-                manager, lambda exchange: request(exchange, told), deadline=deadline, again=again
-            )
-
-        return self.in_writing(send, deadline, lasting=lasting)
+        return self.in_writing(
+            manager,
+            lambda exchange, whose: request(exchange, {**fields, **whose}),
+            deadline,
+            again=again,
+            lasting=lasting,
+        )
 
     def ask(self, manager: int, operation: str, *blobs: bytes, deadline: float, **fields: Any) -> Reply:
         """Ask one manager something about a key, or some or all of its keys."""

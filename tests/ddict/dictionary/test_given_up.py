@@ -7,8 +7,10 @@ import contextlib
 import copy
 import gc
 import os
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import psutil
@@ -16,10 +18,11 @@ import pytest
 import torch
 
 from ml_flashpoint.ddict import DDict
-from ml_flashpoint.ddict.client import links
+from ml_flashpoint.ddict.client import links, shared_memory
 from ml_flashpoint.ddict.errors import DDictManagerLostError, DDictTimeoutError
 from tests.ddict.dictionary.support import BIG, Make
 from tests.support.dictionaries import DEADLINE_S, await_that, pid_of, stopped
+from tests.support.processes import suspend
 
 IMPATIENT_S = 0.05
 CONNECTIONS = 8
@@ -40,21 +43,21 @@ class Stalls:
 
     def __init__(self, dictionary: DDict) -> None:
         self.dictionary = dictionary
-        self._pid = pid_of(dictionary, 0)
+        self.pid = pid_of(dictionary, 0)
         self._pool = ThreadPoolExecutor(CONNECTIONS)
         self.have_connections(lambda: "absent" in dictionary)
-        self._elsewhere = sockets_of(os.getpid()) - sockets_of(self._pid)
+        self._elsewhere = sockets_of(os.getpid()) - sockets_of(self.pid)
 
     def have_connections(self, call: Callable[[], Any]) -> None:
         """Make a call from several threads at once. Each of them leaves a connection that can be used again."""
-        with stopped(self._pid):
+        with stopped(self.pid):
             calls = [self._pool.submit(call) for _ in range(CONNECTIONS)]
         for each in calls:
             each.result(DEADLINE_S)
 
     def give_up(self, calls: dict[DDict, Callable[[], Any]], monkeypatch: pytest.MonkeyPatch) -> None:
         """Make calls at a stopped manager, all of which time out."""
-        with stopped(self._pid), monkeypatch.context() as impatient:
+        with stopped(self.pid), monkeypatch.context() as impatient:
             impatient.setattr(links, "GRACE_S", IMPATIENT_S)
             for handle in calls:
                 impatient.setattr(handle._access, "timeout_s", IMPATIENT_S)
@@ -67,7 +70,7 @@ class Stalls:
 
     def await_late(self) -> None:
         """Wait until the manager has read all that was sent to it: then it has closed what is closed here."""
-        await_that(lambda: sockets_of(os.getpid()) - sockets_of(self._pid) >= self._elsewhere)
+        await_that(lambda: sockets_of(os.getpid()) - sockets_of(self.pid) >= self._elsewhere)
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -80,16 +83,8 @@ def stalls(make: Make) -> Iterator[Stalls]:
         yield found
 
 
-def update(handle: DDict, key: str) -> None:
-    handle.update({**FILLERS, key: "old"})
-
-
 def put(handle: DDict, key: str) -> None:
     handle[key] = "old"
-
-
-def put_large(handle: DDict, key: str) -> None:
-    handle[key] = torch.zeros(BIG)
 
 
 def bput(handle: DDict, key: str) -> None:
@@ -104,89 +99,70 @@ def delete(handle: DDict, key: str) -> None:
     del handle[key]
 
 
-def clear(handle: DDict, key: str) -> None:
-    handle.clear()
-
-
-GIVEN_UP = [update, put, put_large, bput, add, delete, clear]
-
-
-@pytest.mark.parametrize("call", GIVEN_UP)
+@pytest.mark.parametrize("call", [put, bput, add, delete])
 def test_what_was_given_up_does_not_cover_what_was_written_after_it(
-    stalls: Stalls, monkeypatch: pytest.MonkeyPatch, call: Callable[[DDict, str], None]
-) -> None:
-    count = 1 if call is clear else HANDLES  # a late one takes what others have written, too
-    handles = {f"key {number}": copy.copy(stalls.dictionary) for number in range(count)}
-    for key, handle in handles.items():
-        handle[key] = 0
-    for number in range(1, 1 + ROUNDS * (2 if call is clear else 1)):
-        stalls.give_up({its: lambda its=its, key=key: call(its, key) for key, its in handles.items()}, monkeypatch)  # type: ignore[misc]
-        stalls.at_once([lambda its=its, key=key: its.put(key, number) for key, its in handles.items()])  # type: ignore[misc]
-        stalls.await_late()
-        assert {key: handle[key] for key, handle in handles.items()} == dict.fromkeys(handles, number)
-
-
-@pytest.mark.parametrize("call", GIVEN_UP)
-def test_what_was_given_up_does_not_return_after_a_rollback(
     stalls: Stalls, monkeypatch: pytest.MonkeyPatch, call: Callable[[DDict, str], None]
 ) -> None:
     handles = {f"key {number}": copy.copy(stalls.dictionary) for number in range(HANDLES)}
     for key, handle in handles.items():
         handle[key] = 0
+    for number in range(1, 1 + ROUNDS):
+        stalls.give_up({its: partial(call, its, key) for key, its in handles.items()}, monkeypatch)
+        stalls.at_once([partial(its.put, key, number) for key, its in handles.items()])
+        stalls.await_late()
+        assert {key: handle[key] for key, handle in handles.items()} == dict.fromkeys(handles, number)
+
+
+def test_a_large_value_that_was_given_up_does_not_cover_what_was_written_after_it(
+    stalls: Stalls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dictionary = stalls.dictionary
+    dictionary["key"] = 0
+    write_object = shared_memory.write_object
+
+    def write_and_stop(*args: Any) -> int:
+        """Have the manager stop when it has given room, and before it is told of the value."""
+        size = write_object(*args)
+        suspend(stalls.pid)
+        return size
+
+    for number in range(2 * ROUNDS):
+        with monkeypatch.context() as impatient:
+            impatient.setattr(shared_memory, "write_object", write_and_stop)
+            impatient.setattr(links, "GRACE_S", IMPATIENT_S)
+            impatient.setattr(dictionary._access, "timeout_s", 4 * IMPATIENT_S)
+            with pytest.raises((DDictTimeoutError, DDictManagerLostError)):
+                dictionary["key"] = torch.zeros(BIG)
+        os.kill(stalls.pid, signal.SIGCONT)
+        dictionary["key"] = number
+        stalls.await_late()
+        assert dictionary["key"] == number
+
+
+def test_what_was_given_up_does_not_return_after_a_rollback(stalls: Stalls, monkeypatch: pytest.MonkeyPatch) -> None:
+    handles = {f"key {number}": copy.copy(stalls.dictionary) for number in range(HANDLES)}
+    for key, handle in handles.items():
+        handle[key] = 0
         handle.checkpoint()
     for number in range(ROUNDS):
-        stalls.give_up({its: lambda its=its, key=key: call(its, key) for key, its in handles.items()}, monkeypatch)  # type: ignore[misc]
+        stalls.give_up({its: partial(its.update, {**FILLERS, key: "old"}) for key, its in handles.items()}, monkeypatch)
         assert stalls.at_once([handle.rollback for handle in handles.values()]) == [number] * HANDLES
         stalls.await_late()
         for handle in handles.values():
             assert handle.checkpoint() == number + 1
             assert dict(handle) == dict.fromkeys(handles, 0)
             handle.checkpoint()
-            handle.rollback(discard=False)
-            handle.checkpoint()
-        for handle in handles.values():
-            assert handle.rollback() == number + 1
-            assert handle.checkpoint() == number + 2
 
 
-def test_what_was_given_up_is_not_put_beside_what_another_handle_writes_after_the_answer(
-    stalls: Stalls, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A connection can break, and the request be made again by the same call."""
-    dictionary, other = stalls.dictionary, copy.copy(stalls.dictionary)
-    access = dictionary._access
-    dictionary["key"] = other["other"] = 0
-    attempt = links.Links.attempt
-    for number in range(ROUNDS):
-
-        def twice(self: links.Links, manager: int, action: Any, **named: Any) -> Any:
-            """Have the first connection break when the request has been sent."""
-            monkeypatch.setattr(links.Links, "attempt", attempt)
-            with stopped(stalls._pid), contextlib.suppress(DDictTimeoutError), monkeypatch.context() as impatient:
-                impatient.setattr(links, "GRACE_S", IMPATIENT_S)
-                attempt(self, manager, action, **{**named, "deadline": access.deadline(IMPATIENT_S)})
-            return attempt(self, manager, action, **named)
-
-        monkeypatch.setattr(links.Links, "attempt", twice)
-        dictionary["key"] = "old"
-        other["key"] = number
-        stalls.await_late()
-        assert dictionary["key"] == number
-
-
-@pytest.mark.parametrize("is_late", [True, False], ids=["freeze", "unfreeze"])
-def test_what_was_given_up_does_not_freeze_what_was_thawed(
-    stalls: Stalls, monkeypatch: pytest.MonkeyPatch, is_late: bool
-) -> None:
+def test_what_was_given_up_does_not_freeze_what_was_thawed(stalls: Stalls, monkeypatch: pytest.MonkeyPatch) -> None:
     dictionary = stalls.dictionary
-    do, undo = (dictionary.freeze, dictionary.unfreeze) if is_late else (dictionary.unfreeze, dictionary.freeze)
-    stalls.have_connections(undo)  # of the coordinator, too
+    stalls.have_connections(dictionary.unfreeze)  # of the coordinator, too
     stalls.await_late()
-    for _ in range(2 * ROUNDS):
-        stalls.give_up({dictionary: do}, monkeypatch)
-        undo()
+    for _ in range(3 * ROUNDS):
+        stalls.give_up({dictionary: dictionary.freeze}, monkeypatch)
+        dictionary.unfreeze()
         stalls.await_late()
-        assert dictionary.stats()[0].frozen is dictionary.is_frozen is not is_late
+        assert dictionary.stats()[0].frozen is dictionary.is_frozen is False
 
 
 def test_threads_of_a_handle_do_not_lose_what_they_write_while_another_gives_up(

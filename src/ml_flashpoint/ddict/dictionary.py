@@ -168,6 +168,8 @@ class DDict(Mapped):
 
         Raises:
             DDictCheckpointRetiredError: it has left the working set.
+            DDictTimeoutError: a manager is away. The handle is back all the same; see docs/ddict.md.
+            DDictPersistError: the handle is back, but a persisted checkpoint above that stays in the store.
         """
         to = max(0, self.checkpoint_id - 1) if to is None else check_checkpoint_id(to, "to")
         if to > self.checkpoint_id:
@@ -181,7 +183,7 @@ class DDict(Mapped):
 
     def sync_to_newest_checkpoint(self) -> int:
         """Go to the newest committed checkpoint, waiting for what can be committed now; returns its id (0 if there is
-        none)."""
+        none). What this handle, and no other, wrote above is gone then."""
         self._access.sync(self._begin())
         return self.checkpoint_id
 
@@ -230,7 +232,8 @@ class DDict(Mapped):
         Other handles must not be writing, and go to it themselves (`sync_to_newest_checkpoint`).
 
         Raises:
-            DDictPersistError: there is no such checkpoint; or a manager died and could not take it up.
+            DDictPersistError: there is no such checkpoint; or it was of another number of managers, and values of one
+                key would come together; or a manager died and could not take it up.
             DDictTimeoutError: not in time. If the message says that it is restored, only copies of it are missing.
             DamagedError: it is not what was written.
         """

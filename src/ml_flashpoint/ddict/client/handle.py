@@ -249,11 +249,11 @@ class Handle:
         """Go back to a checkpoint, and discard what this handle wrote above it. If a manager cannot be reached,
         whatever the handle does next begins with finishing this."""
         with self._turn(deadline):
-            self._finish_rollback(deadline)
             if to <= self.standing.checkpoint_id:
                 if discard or self.standing.lost is not None:
-                    self._go_back(to, deadline)
+                    self._go_back(to, deadline)  # which takes the place of one that is not finished
                 else:
+                    self._finish_rollback(deadline)
                     self._move(to, deadline)
 
     def _finish_rollback(self, deadline: float) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from ml_flashpoint.ddict import DDict
 from ml_flashpoint.ddict.client import links, shared_memory
-from ml_flashpoint.ddict.errors import DDictManagerLostError, DDictTimeoutError
+from ml_flashpoint.ddict.errors import DDictManagerLostError, DDictTimeoutError, DDictWritesLostError
 from tests.ddict.dictionary.support import BIG, Make
 from tests.support.dictionaries import DEADLINE_S, await_that, pid_of, stopped
 from tests.support.processes import suspend
@@ -275,3 +275,22 @@ def test_a_sync_takes_back_nothing_that_others_have_committed(make: Make, monkey
     dictionary.checkpoint()
     colleague.checkpoint()
     assert dictionary[keys[0]] == "anew"
+
+
+def test_a_handle_with_an_open_batch_goes_on_after_a_lost_epoch(make: Make) -> None:
+    dictionary = make(1, working_set_size=4)
+    handle = copy.copy(dictionary)
+    for number in range(2):
+        dictionary["key"] = handle["own"] = number
+        dictionary.checkpoint()
+        handle.checkpoint()
+    handle.start_batch_put()
+    handle["collected"] = 2
+    dictionary.rollback(to=0)
+    with pytest.raises(DDictWritesLostError):
+        handle.sync_to_newest_checkpoint()
+
+    assert handle.sync_to_newest_checkpoint() == 0
+    handle["anew"] = 3
+    handle.end_batch_put()
+    assert dict(handle) == {"key": 0, "own": 0, "anew": 3}

@@ -17,7 +17,14 @@ from ml_flashpoint.ddict.client import codec, shared_memory
 from ml_flashpoint.ddict.client.handle import Handle
 from ml_flashpoint.ddict.client.keys import decode_key, encode_key, place, split_joined
 from ml_flashpoint.ddict.client.links import Exchange
-from ml_flashpoint.ddict.errors import REQUESTS, DDictError, DDictKeyError, DDictTimeoutError, StaleValueError
+from ml_flashpoint.ddict.errors import (
+    REQUESTS,
+    DDictError,
+    DDictKeyError,
+    DDictTimeoutError,
+    DDictWritesLostError,
+    StaleValueError,
+)
 from ml_flashpoint.ddict.manager.requests import PERSISTENT
 from ml_flashpoint.ddict.options import Configuration
 from ml_flashpoint.format.errors import FlashpointError
@@ -280,9 +287,14 @@ class Batch:
         self._items[manager].pop(key, None)
 
     def flush(self, deadline: float) -> None:
-        """Send everything. Raises `FlashpointError`: some of it could not be written. That stays, to be sent again."""
-        for manager in list(self._items):
-            self._send(manager, deadline)
+        """Send everything. Raises `FlashpointError`: some of it could not be written. That stays, to be sent again,
+        unless it is `DDictWritesLostError`: then all is lost with what the handle has written before."""
+        try:
+            for manager in list(self._items):
+                self._send(manager, deadline)
+        except DDictWritesLostError:
+            self.drop()
+            raise
 
     def _send(self, manager: int, deadline: float) -> None:
         if not (items := list(self._items[manager].items())):

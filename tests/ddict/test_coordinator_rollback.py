@@ -215,3 +215,39 @@ def test_a_rollback_that_does_not_reach_a_manager_can_be_made_again(make: Make) 
 
     numbers = [fields["n"] for fields in play.managers.of("discard")]
     assert numbers == [1, 1, 2, 2], "the first one may come late, and must not discard what is written by then"
+
+
+def test_a_handle_that_leaves_with_a_rollback_unfinished_has_it_finished(make: Make) -> None:
+    """Where what it abandoned is committed by then, all go back, as the rollback would have had them do."""
+    play = make(managers=1, working_set_size=8)
+    for handle in "ab":
+        play.join(handle)
+    for position in (1, 2, 3):
+        play.move_all(position, "a", "b")
+        play.newest()
+    play.move_all(5, "a", "b")
+    play.coordinator.leave("a", -1, 0, 1, back=4)
+    play.managers.await_asked("discard")
+
+    assert play.managers.of("discard")[-1]["to"] == 4
+    assert (play.newest(), play.coordinator.epoch) == (4, 0)
+    play.coordinator.leave("b", -1, 0, 1, back=1)
+    assert play.catch_up("a reader", 0)["epoch"] == 1
+    assert play.newest() == 1
+    assert play.managers.of("begin")[-1]["base"] == 1
+
+
+def test_a_handle_that_leaves_on_its_way_to_what_has_retired_takes_nothing_back(make: Make) -> None:
+    play = make(managers=1, working_set_size=2)
+    for handle in "ab":
+        play.join(handle)
+    play.move_all(1, "a", "b")
+    assert play.newest() == 0
+    play.move_all(9, "a", "b")
+    assert play.newest() == 8
+    for back in ({"back": 3}, {"back": 3, "onwards": True}):
+        play.coordinator.leave("a" if len(back) == 1 else "b", -1, 0, 1, **back)  # type: ignore[arg-type]
+    play.managers.await_asked("discard", 2)
+
+    assert [fields["to"] for fields in play.managers.of("discard")] == [8, 8]
+    assert (play.newest(), play.coordinator.epoch) == (8, 0)

@@ -264,7 +264,7 @@ class DictionaryModel(RuleBasedStateMachine):
     def sync(self, handle: int) -> None:
         expected = max(self.model.committed, 0)
         assert self.handles[handle].sync_to_newest_checkpoint() == expected
-        self.model.move(handle, expected)
+        self.model.rollback(handle, expected)
         self.let_commit()
 
     def let_commit(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import inspect
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -79,6 +80,7 @@ def stats_of(answers: Sequence[Mapping[str, Any]], state: Mapping[str, Any], opt
     ]
 
 
+_log = logging.getLogger(__name__)
 _STOP_S = 20.0
 
 _Arguments = ParamSpec("_Arguments")
@@ -117,6 +119,11 @@ class DDict(Mapped):
 
     @_takes(Options)
     def __init__(self, options: Options) -> None:
+        if options.persists and not (options.persist_count or options.read_only or options.restore_from is not None):
+            _log.warning(
+                "persist_count is 0: only persist() persists checkpoints, and destroy() does not; pass persist_count=-1"
+                " to keep all, or how many of the newest"
+            )
         configuration, self._coordinator, started = create(options)
         self._set_up(configuration, 0, 0, None)
         self._runtime: Runtime | None = started
@@ -161,6 +168,8 @@ class DDict(Mapped):
 
         Raises:
             DDictCheckpointRetiredError: it has left the working set.
+            DDictTimeoutError: a manager is away. The handle is back all the same; see docs/ddict.md.
+            DDictPersistError: the handle is back, but a persisted checkpoint above that stays in the store.
         """
         to = max(0, self.checkpoint_id - 1) if to is None else check_checkpoint_id(to, "to")
         if to > self.checkpoint_id:
@@ -174,7 +183,7 @@ class DDict(Mapped):
 
     def sync_to_newest_checkpoint(self) -> int:
         """Go to the newest committed checkpoint, waiting for what can be committed now; returns its id (0 if there is
-        none)."""
+        none). What this handle, and no other, wrote above is gone then."""
         self._access.sync(self._begin())
         return self.checkpoint_id
 
@@ -223,7 +232,8 @@ class DDict(Mapped):
         Other handles must not be writing, and go to it themselves (`sync_to_newest_checkpoint`).
 
         Raises:
-            DDictPersistError: there is no such checkpoint; or a manager died and could not take it up.
+            DDictPersistError: there is no such checkpoint; or it was of another number of managers, and values of one
+                key would come together; or a manager died and could not take it up.
             DDictTimeoutError: not in time. If the message says that it is restored, only copies of it are missing.
             DamagedError: it is not what was written.
         """
@@ -232,9 +242,7 @@ class DDict(Mapped):
     def _restore(self, checkpoint_id: int, deadline: float) -> None:
         if self._batch is not None:
             self._batch.drop()
-        state = self._access.ask_main(
-            "restore", deadline=deadline, checkpoint_id=checkpoint_id, w=self._access.standing.handle
-        )
+        state = self._access.order("restore", deadline, checkpoint_id=checkpoint_id)
         self._access.restored(checkpoint_id, state)
 
     def advance(self) -> int:
@@ -289,11 +297,11 @@ class DDict(Mapped):
 
     def freeze(self) -> None:
         """Refuse all writes, of all handles, until `unfreeze`."""
-        self._access.ask_main("freeze", frozen=True)
+        self._access.order("freeze", self._access.deadline(), frozen=True)
 
     def unfreeze(self) -> None:
         """Allow writes again."""
-        self._access.ask_main("freeze", frozen=False)
+        self._access.order("freeze", self._access.deadline(), frozen=False)
 
     @property
     def is_frozen(self) -> bool:

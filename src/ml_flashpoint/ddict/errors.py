@@ -135,6 +135,13 @@ class StaleEpochError(DDictError):
     retryable = True
 
 
+class StaleRequestError(DDictError):
+    """The handle that made the request has made later ones, so that this one came too late, and changed nothing. Not
+    seen by users: who still waits for the answer asks again."""
+
+    retryable = True
+
+
 # ---- of the processes around a dictionary ------------------------------------------------------------------
 
 

@@ -133,7 +133,10 @@ class DirectoryStore(DurableStore):
                 _make_directory(path.parent)
                 check_unplanted(path)  # nobody else can be there first any more
                 flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-                file = undo.enter_context(open(os.open(path, flags, 0o644), "rb"))
+                # Whoever can read a file can lock it: nobody else can.
+                file = undo.enter_context(open(os.open(path, flags, 0o600), "rb"))
+                with contextlib.suppress(OSError):  # an earlier version has made it readable
+                    os.fchmod(file.fileno(), 0o600)
             close_in_children(file)
             while True:
                 try:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import stat
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,9 @@ from ml_flashpoint.ddict import DDict, PosixCheckpointPersister
 from ml_flashpoint.ddict.errors import (
     DDictPersistError,
 )
+from ml_flashpoint.format.errors import SaveError
 from tests.ddict.dictionary.support import BIG, Make, other
+from tests.support.dictionaries import DEADLINE_S, await_that
 
 # ---- persistence ------------------------------------------------------------------------------------------
 
@@ -110,3 +116,170 @@ def test_rolled_back_checkpoints_are_not_offered(make: Make, tmp_path: Path) -> 
     dictionary.restore(2)
 
     assert dictionary["key"] == "again"
+
+
+# ---- another number of managers ---------------------------------------------------------------------------
+
+
+def persisted(make: Make, tmp_path: Path, managers: int, fill: Any) -> dict[str, Any]:
+    """What to make a dictionary with that can restore what ``fill`` has written, as checkpoint 0."""
+    named = {"persister_class": PosixCheckpointPersister, "persist_path": str(tmp_path), "name": "moved"}
+    dictionary = make(managers, persist_count=-1, **named)
+    dictionary["writes"] = True
+    fill(dictionary)
+    dictionary.checkpoint()
+    assert dictionary.persist() == 0
+    dictionary.destroy()
+    return named
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (3, 2), (2, 1), (2, 3)])
+def test_values_that_would_collide_are_refused_and_not_dropped(
+    make: Make, tmp_path: Path, before: int, after: int
+) -> None:
+    keys = [f"key {number}" for number in range(20)]
+
+    def fill(dictionary: DDict) -> None:
+        for manager in range(before):
+            with dictionary.manager(manager) as handle:
+                handle.update(dict.fromkeys(keys, f"of {manager}"))
+
+    named = persisted(make, tmp_path, before, fill)
+    again = make(after, **named)
+    again["here"] = 1
+    with pytest.raises(DDictPersistError, match=r"key\(s\).*'key \d+'") as raised:
+        again.restore(0)
+
+    assert raised.value.checkpoint_id == 0
+    assert f"with {before} managers" in str(raised.value)
+    assert dict(again) == {"here": 1}
+    again.destroy()
+    whole = make(before, **named)
+    whole.restore(0)
+    assert [whole.manager(each)[keys[7]] for each in range(before)] == [f"of {each}" for each in range(before)]
+
+
+def test_values_that_do_not_collide_are_all_there_in_another_number_of_managers(make: Make, tmp_path: Path) -> None:
+    def fill(dictionary: DDict) -> None:
+        for manager in range(4):
+            with dictionary.manager(manager) as handle:
+                handle[f"only at {manager}"] = manager
+        with dictionary.manager(3) as handle:
+            handle.bput("everywhere, by one", 3)
+        for key in range(20):
+            dictionary.bput(key, "by all")
+            dictionary[key] = "by the owner"  # the others keep theirs
+
+    named = persisted(make, tmp_path, 4, fill)
+    again = make(3, **named)
+    again.restore(0)
+
+    assert {key: again.manager(key % 3)[f"only at {key}"] for key in range(4)} == {key: key for key in range(4)}
+    assert [again.manager(each)["everywhere, by one"] for each in range(3)] == [3] * 3
+    for key in range(20):
+        seen = ["by the owner" if each == again.which_manager(key) else "by all" for each in range(3)]
+        assert [again.manager(each)[key] for each in range(3)] == seen
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_what_several_handles_have_put_everywhere_is_one_value_only_where_it_is_the_same(
+    make: Make, tmp_path: Path, is_large: bool
+) -> None:
+    value: Any = torch.zeros(BIG) if is_large else "the same"
+
+    def fill(dictionary: DDict) -> None:
+        for manager in range(2):
+            with dictionary.manager(manager) as handle:
+                handle.bput("same", "the same")
+                handle.bput("other", value if is_large else manager)
+
+    with pytest.raises(DDictPersistError, match=r"1 key.*'other'"):
+        make(3, **persisted(make, tmp_path, 2, fill)).restore(0)
+
+
+# ---- what a rollback takes back ---------------------------------------------------------------------------
+
+
+def refuse(*_: object) -> None:
+    """What a store does that nothing may be removed from."""
+    raise SaveError("the storage is read-only")
+
+
+def test_a_rollback_says_that_the_store_keeps_what_it_has_taken_back(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dictionary = make(
+        persister_class=PosixCheckpointPersister, persist_path=str(tmp_path), persist_count=-1, working_set_size=4
+    )
+    for number in range(3):
+        dictionary["key"] = number
+        dictionary.checkpoint()
+        assert dictionary.persist() == number
+    with monkeypatch.context() as refusing:
+        refusing.setattr(PosixCheckpointPersister, "remove", refuse)
+        with pytest.raises(DDictPersistError, match="read-only") as raised:
+            dictionary.rollback(to=1)
+        assert raised.value.checkpoint_id == 1
+        assert (dictionary.checkpoint_id, dictionary["key"]) == (1, 1), "all has gone back"
+        assert dictionary.persisted_ids() == [0, 1, 2]
+        with pytest.raises(DDictPersistError):
+            dictionary.rollback()
+
+    assert dictionary.rollback() == 0  # or whatever persists next removes it
+    assert dictionary.persisted_ids() == [0]
+
+
+def test_a_rollback_waits_for_what_is_being_completed_and_removes_that_too(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dictionary = make(
+        persister_class=PosixCheckpointPersister, persist_path=str(tmp_path), persist_count=-1, working_set_size=4
+    )
+    dictionary["key"] = 0
+    dictionary.checkpoint()
+    assert dictionary.persist() == 0
+    complete, has_begun, may_end = PosixCheckpointPersister.complete, threading.Event(), threading.Event()
+
+    def complete_slowly(*args: Any) -> Any:
+        found = complete(*args)
+        has_begun.set()
+        assert may_end.wait(DEADLINE_S)
+        return found
+
+    monkeypatch.setattr(PosixCheckpointPersister, "complete", complete_slowly)
+    monkeypatch.setattr(PosixCheckpointPersister, "remove", refuse)
+    dictionary["key"] = 1
+    dictionary.checkpoint()
+    colleague = other(dictionary)
+    with ThreadPoolExecutor(2) as pool:
+        persisting = pool.submit(colleague.persist)
+        assert has_begun.wait(DEADLINE_S)
+        rolling_back = pool.submit(dictionary.rollback, 0)
+        await_that(lambda: dictionary._access.ask_main("state")["committed"] == 0)
+        may_end.set()
+        assert isinstance(rolling_back.exception(DEADLINE_S), DDictPersistError), "it stays, and nobody was told"
+        assert isinstance(persisting.exception(DEADLINE_S), DDictPersistError)
+    assert dictionary.checkpoint_id == 0
+
+
+# ---- who is told, and who may lock ------------------------------------------------------------------------
+
+
+def test_nobody_else_can_lock_a_name(make: Make, tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "lock").touch(0o644)  # as an earlier version has made it
+    make(persister_class=PosixCheckpointPersister, persist_path=str(tmp_path), name="mine", persist_count=-1)
+
+    assert stat.S_IMODE((folder / "lock").stat().st_mode) == 0o600
+
+
+def test_a_dictionary_says_that_it_persists_nothing_by_itself(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    named: dict[str, Any] = {"persister_class": PosixCheckpointPersister, "persist_path": str(tmp_path)}
+    with caplog.at_level(logging.WARNING, "ml_flashpoint.ddict"):
+        make(**named, persist_count=1).destroy()
+        assert "persist_count" not in caplog.text
+        make(**named).destroy()
+    assert "persist_count is 0" in caplog.text

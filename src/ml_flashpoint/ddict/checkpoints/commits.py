@@ -96,7 +96,7 @@ class Committer:
         self._rules = rules
         self._managers = AllManagers(call, rules.managers)
         self.run = run
-        self._frozen = False
+        self._frozen, self._freezes = False, 0  # how often that was said
         lock = threading.RLock()
         self._changed = threading.Condition(lock)
         self._opened = threading.Condition(lock)  # notified when an epoch may be told of
@@ -166,7 +166,8 @@ class Committer:
         is committed; others need not wait for them."""
         with self._changed:
             epoch, base = self.epoch, self._epochs.base
-            fields = {"run": self.run.run_id, "frozen": self._frozen, "e": epoch, "base": base, "keep": self._keep()}
+            fields = {"run": self.run.run_id, "e": epoch, "base": base, "keep": self._keep()}
+            fields.update(frozen=self._frozen, n=self._freezes)
             fields.update(pinned=[each for each in self._persisting.waiting if each <= base], restored=None)
             if self._restored is not None:
                 fields.update(restored=self._restored[1], keep=[self._restored[0]])
@@ -239,7 +240,7 @@ class Committer:
         for handle, to in discards.items():
             with self._changed:
                 self._discard_number += 1
-                fields = {"w": handle, "to": to, "n": self._discard_number, "dead": True}
+                fields = {"w": handle, "to": to, "n": self._discard_number, "dead": True, "e": self.epoch, "g": 0}
             self._managers.ask("discard", fields)
             with self._changed:
                 if self._discards.get(handle) == to:

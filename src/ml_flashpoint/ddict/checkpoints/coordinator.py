@@ -7,16 +7,22 @@ Owns what handles that write, and all others, may say and are told. The rules, a
 from __future__ import annotations
 
 import contextlib
+import logging
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
-from ml_flashpoint.ddict.checkpoints.commits import RETRY_S, Committer
+from ml_flashpoint.ddict.checkpoints.commits import RETRY_S, Call, Committer
 from ml_flashpoint.ddict.checkpoints.writers import Beginning, Session
-from ml_flashpoint.ddict.errors import DDictDestroyedError, StaleEpochError, retired
+from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictTimeoutError, StaleEpochError, retired
+from ml_flashpoint.ddict.fence import Fence
+from ml_flashpoint.ddict.options import Options
 from ml_flashpoint.ddict.persistence.persister import new_run_id
+from ml_flashpoint.ddict.persistence.queue import PersistedRun
 from ml_flashpoint.format.errors import FlashpointError
 
+_log = logging.getLogger(__name__)
 _LOOK_S = 0.5
 _HEAR_S = 2.0
 
@@ -25,7 +31,13 @@ IsGone: TypeAlias = Callable[[], bool]
 
 
 class Coordinator(Committer):
-    """See the module. Thread-safe."""
+    """See the module. Thread-safe. What handles ask for with a ``generation`` is refused, by `StaleRequestError`, where
+    it comes late; see `fence`."""
+
+    def __init__(self, rules: Options, call: Call, run: PersistedRun) -> None:
+        self._fence = Fence()  # of all handles that there ever were: of nothing that they ask for it is over when
+        self._restoring = threading.Lock()
+        super().__init__(rules, call, run)
 
     def attach(self, session: Session, session_id: str) -> None:
         """A process has a connection that keeps the handles attached that join with this id."""
@@ -42,15 +54,20 @@ class Coordinator(Committer):
                 self._discards[handle] = max(position - 1, self._fixed())
             self._follow()
 
-    def join(self, handle: str, session_id: str, position: int, epoch: int) -> dict[str, Any]:
-        """A handle is about to write for the first time, or comes back. One that is known stays where it is: it has
-        moved since this was sent. Raises `StaleEpochError`: see `catch_up`; `DDictCheckpointRetiredError`: nobody can
-        write where it is."""
+    def join(self, handle: str, session_id: str, position: int, epoch: int, generation: int = 0) -> dict[str, Any]:
+        """A handle is about to write for the first time, or comes back. One that is known stays where it is, as it has
+        moved since this was sent; except where this is the first that is heard of it since a request of it was lost.
+
+        Raises:
+            StaleEpochError: See `catch_up`.
+            DDictCheckpointRetiredError: Nobody can write where it is.
+        """
         with self._changed:
             self._check_epoch(epoch, handle)
+            is_first = self._fence.hear(handle, generation)
             if not self._writers.has_left(handle):
                 writer = self._writers.live.get(handle)
-                if writer is None:
+                if writer is None or is_first:
                     self._reachable(position)
                     self._writers.place(handle, session_id, position, epoch)
                     self._changed.notify_all()
@@ -59,7 +76,14 @@ class Coordinator(Committer):
             return self.state()
 
     def move(
-        self, handle: str, session_id: str, position: int, epoch: int, timeout_s: float, onwards: bool = False
+        self,
+        handle: str,
+        session_id: str,
+        position: int,
+        epoch: int,
+        timeout_s: float,
+        onwards: bool = False,
+        generation: int = 0,
     ) -> dict[str, Any]:
         """A handle moves on to another checkpoint; with ``onwards``, or to the next one that nobody has skipped.
         Returns the state, and where it is now, ``position``. Raises `StaleEpochError`: see `catch_up`;
@@ -68,6 +92,7 @@ class Coordinator(Committer):
         deadline = time.monotonic() + timeout_s
         with self._changed:
             self._check_epoch(epoch, handle)
+            self._fence.hear(handle, generation)
             if self._writers.has_left(handle):
                 return {**self.state(), "position": position}
             position = self._reachable(position, onwards)
@@ -85,6 +110,7 @@ class Coordinator(Committer):
                 raise
         with self._changed:
             self._check_epoch(epoch, handle)
+            self._fence.hear(handle, generation)
             if self._writers.has_left(handle):
                 return {**self.state(), "position": position}
             position = self._reachable(position, onwards)
@@ -115,38 +141,82 @@ class Coordinator(Committer):
         self._changed.wait(min(left, RETRY_S))
         self._check_epoch(epoch, handle)
 
-    def leave(self, handle: str, need: int, epoch: int) -> None:
-        """A handle writes no more. What it wrote counts, and can be lost like all the rest."""
+    def leave(
+        self, handle: str, need: int, epoch: int, generation: int = 0, back: int = -1, onwards: bool = False
+    ) -> None:
+        """A handle writes no more. What it wrote counts, and can be lost like all the rest.
+
+        Args:
+            handle: Its id.
+            need: See `Epochs.account`.
+            epoch: That it is in.
+            generation: Of its request.
+            back: The checkpoint that it was going back to, which is finished now; -1: none.
+            onwards: See `rollback`.
+        """
         with self._changed:
+            self._fence.hear(handle, generation)
             if self._writers.has_left(handle):
                 return
             lost, _ = self._epochs.account(epoch, handle, 0, need, writes=False)
             if lost is not None:
                 self._orphaned = self._orphaned or lost.error
                 need = -1
-            self._writers.leave(handle, need)
             self._discards.pop(handle, None)
+            taken, to = self._committed, max(back, self._committed) if onwards else back
+            if 0 <= to < taken and self._is_there(to):
+                self._take_back(to, handle)
+                need = -1
+            self._writers.leave(handle, need)
+            if back >= 0:
+                self._called_off = self._called_off or self._committing >= to
+                self._discards[handle] = max(to, self._committed)
             self._follow()
+        if 0 <= to < taken:
+            self._remove_rolled_back()
 
     def rollback(
-        self, handle: str, session_if_any: str | None, position: int, epoch: int, timeout_s: float
+        self,
+        handle: str,
+        session_if_any: str | None,
+        position: int,
+        epoch: int,
+        timeout_s: float,
+        onwards: bool = False,
+        generation: int = 0,
     ) -> dict[str, Any]:
-        """A handle, which need not be attached, goes back to a checkpoint, and what it wrote above is discarded. Below
-        what is committed, all go back: an epoch begins there. Raises `StaleEpochError`: see `catch_up`; but not for a
-        handle that was killed, which comes back by this; `DDictCheckpointRetiredError`: nobody can go back there;
-        `DDictTimeoutError`: not all managers could be reached; the same call again finishes it."""
-        deadline, to, session = time.monotonic() + timeout_s, position, session_if_any
+        """A handle goes back to a checkpoint, and what it wrote above is discarded. Below what is committed, all go
+        back: an epoch begins there.
+
+        Args:
+            handle: Its id; it need not be attached.
+            session_if_any: The session that keeps it attached.
+            position: The checkpoint to go to.
+            epoch: That it is in.
+            timeout_s: Seconds that this may take.
+            onwards: Whether it goes to what is committed by now instead, where that is above.
+            generation: Of its request.
+
+        Returns:
+            The state, where it is now, ``position``, and why what was persisted above ``stays`` in the store, or null.
+
+        Raises:
+            StaleEpochError: See `catch_up`; but not for a handle that was killed, which comes back by this.
+            DDictCheckpointRetiredError: Nobody can go back there.
+            DDictTimeoutError: Not all managers could be reached; the same call again finishes it.
+        """
+        deadline, session = time.monotonic() + timeout_s, session_if_any
         with self._changed:
             self._check_epoch(epoch)
+            self._fence.hear(handle, generation)
+            to = max(position, self._committed) if onwards else position
             self._check_there(to)
             taken, numbered = self._committed, self._discard_number + 1
             if session is not None and not self._writers.has_left(handle):
                 self._writers.place(handle, session, to, epoch)
             self._discards.pop(handle, None)
             if to < taken:
-                why = f"a handle went back to checkpoint {to}, below {taken}, which was committed"
-                self._begin_epoch(Beginning(to, to, why, taken, by=handle))
-                self._persisting.take_back(to)
+                self._take_back(to, handle)
                 if session is not None:
                     self._writers.place(handle, session, to, self.epoch)
             else:
@@ -155,12 +225,27 @@ class Coordinator(Committer):
                 self._called_off = self._called_off or self._committing >= to
             self._changed.notify_all()
         if to >= taken:
-            fields = {"w": handle, "to": to, "n": numbered, "dead": False}
+            fields = {"w": handle, "to": to, "n": numbered, "dead": False, "e": epoch, "g": generation}
             self._managers.ask("discard", fields, deadline - time.monotonic(), apart=True)
         self._await_open(deadline)
-        with contextlib.suppress(FlashpointError):  # whoever persists next tries again
-            self._persisting.remove_rolled_back()
-        return self.state()
+        return {**self.state(), "position": to, "stays": self._remove_rolled_back(deadline)}
+
+    def _take_back(self, to: int, handle: str) -> None:
+        """Have all go back below what is committed. With the lock held."""
+        taken = self._committed
+        why = f"a handle went back to checkpoint {to}, below {taken}, which was committed"
+        self._begin_epoch(Beginning(to, to, why, taken, by=handle))
+        self._persisting.take_back(to)
+
+    def _remove_rolled_back(self, deadline: float | None = None) -> str | None:
+        """Remove what was persisted above a checkpoint that somebody went back to. Returns why it could not be: whoever
+        persists next tries again."""
+        try:
+            self._persisting.remove_rolled_back(deadline)
+        except Exception as error:  # of a persister of the user's own, perhaps
+            _log.warning("a persisted checkpoint that was rolled back stays: %s", error)
+            return str(error) if isinstance(error, FlashpointError) else repr(error)
+        return None
 
     def _reachable(self, position: int, onwards: bool = False) -> int:
         """Where a writer comes to that wants to be at a checkpoint. Commits that it is too late for are called off."""
@@ -174,10 +259,12 @@ class Coordinator(Committer):
 
     def _check_there(self, checkpoint_id: int) -> None:
         """Raise unless a checkpoint can be gone back to, read and written at."""
-        oldest = self._oldest()  # managers may be about to hear of it
+        if not self._is_there(checkpoint_id):
+            raise retired(checkpoint_id, self._oldest(), self._committed, self._sealed)
+
+    def _is_there(self, checkpoint_id: int) -> bool:
         is_skipped = self._rules.snapshots and checkpoint_id < self._committed and checkpoint_id not in self._sealed
-        if checkpoint_id < oldest or is_skipped:
-            raise retired(checkpoint_id, oldest, self._committed, self._sealed)
+        return checkpoint_id >= self._oldest() and not is_skipped  # managers may be about to hear of the oldest
 
     def _check_epoch(self, epoch: int, handle: str = "") -> None:
         if epoch != self.epoch or not self._epochs.is_open or self._writers.was_killed(handle):
@@ -295,11 +382,13 @@ class Coordinator(Committer):
                 self._opened.wait(min(left, _LOOK_S))
             return self.epoch if self._epochs.is_open else epoch
 
-    def freeze(self, frozen: bool, timeout_s: float) -> None:
+    def freeze(self, frozen: bool, handle: str, timeout_s: float, generation: int = 0) -> None:
         """Have all managers refuse writes, or take them again."""
         with self._changed:
-            self._frozen = frozen
-        self._managers.ask("freeze", {"frozen": frozen}, timeout_s, apart=True)
+            self._fence.hear(handle, generation)
+            self._frozen, self._freezes = frozen, self._freezes + 1
+            fields = {"frozen": frozen, "n": self._freezes}
+        self._managers.ask("freeze", fields, timeout_s, apart=True)
 
     def persist_newest(self, timeout_s: float, is_gone: IsGone = lambda: False) -> int:
         """Commit what can be, persist the newest committed checkpoint if it is not, and return it; -1: there is none.
@@ -321,18 +410,22 @@ class Coordinator(Committer):
             self._persisting.await_persisted(checkpoint_id, deadline)
         return checkpoint_id
 
-    def restore(self, checkpoint_id: int, handle: str, timeout_s: float) -> dict[str, Any]:
+    def restore(self, checkpoint_id: int, handle: str, timeout_s: float, generation: int = 0) -> dict[str, Any]:
         """Have all managers hold a persisted checkpoint, and nothing else: an epoch begins with it. ``handle``: whose
         doing it is. Raises `FlashpointError`: a manager cannot read it, or it is not there; all is as before;
         `DDictTimeoutError`: it was not done in time; or it was, but for the copies."""
         deadline = time.monotonic() + timeout_s
+        with self._changed:
+            self._fence.hear(handle, generation)
         found = self.run.persister.locate(checkpoint_id)
         checkpoint = found.to_fields()
-        with self._no_commits(deadline):
+        with self._alone(deadline), self._no_commits(deadline):
             self._persisting.await_idle(deadline)
             try:
                 left = deadline - time.monotonic()
                 self._managers.ask("restore_prepare", {"checkpoint": checkpoint}, left, apart=True)
+                with self._changed:
+                    self._fence.hear(handle, generation)
                 self.run.begin(new_run_id(), found)
             except FlashpointError:
                 with contextlib.suppress(FlashpointError):
@@ -356,3 +449,13 @@ class Coordinator(Committer):
                 with contextlib.suppress(StaleEpochError):  # a manager was lost: all go on from what is restored
                     self._wait_for(checkpoint_id, self.epoch, "", deadline, why)
             return self.state()
+
+    @contextlib.contextmanager
+    def _alone(self, deadline: float) -> Iterator[None]:
+        """One restore at a time: who has given one up, and begins another, gets that one."""
+        if not self._restoring.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise DDictTimeoutError("another checkpoint is being restored")
+        try:
+            yield
+        finally:
+            self._restoring.release()

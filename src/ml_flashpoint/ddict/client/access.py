@@ -17,7 +17,14 @@ from ml_flashpoint.ddict.client import codec, shared_memory
 from ml_flashpoint.ddict.client.handle import Handle
 from ml_flashpoint.ddict.client.keys import decode_key, encode_key, place, split_joined
 from ml_flashpoint.ddict.client.links import Exchange
-from ml_flashpoint.ddict.errors import REQUESTS, DDictError, DDictKeyError, DDictTimeoutError, StaleValueError
+from ml_flashpoint.ddict.errors import (
+    REQUESTS,
+    DDictError,
+    DDictKeyError,
+    DDictTimeoutError,
+    DDictWritesLostError,
+    StaleValueError,
+)
 from ml_flashpoint.ddict.manager.requests import PERSISTENT
 from ml_flashpoint.ddict.options import Configuration
 from ml_flashpoint.format.errors import FlashpointError
@@ -144,13 +151,13 @@ class Access(Handle):
         deadline: float,
         lasting: bool = False,
     ) -> _Result:
-        def send(epoch: int) -> _Result:
-            told = {**fields, "c": self.standing.checkpoint_id, "w": self.standing.handle, "e": epoch}
-            return self.client.links.attempt(
-                manager, lambda exchange: request(exchange, told), deadline=deadline, again=again
-            )
-
-        return self.in_writing(send, deadline, lasting=lasting)
+        return self.in_writing(
+            manager,
+            lambda exchange, whose: request(exchange, {**fields, **whose}),
+            deadline,
+            again=again,
+            lasting=lasting,
+        )
 
     def ask(self, manager: int, operation: str, *blobs: bytes, deadline: float, **fields: Any) -> Reply:
         """Ask one manager something about a key, or some or all of its keys."""
@@ -280,9 +287,14 @@ class Batch:
         self._items[manager].pop(key, None)
 
     def flush(self, deadline: float) -> None:
-        """Send everything. Raises `FlashpointError`: some of it could not be written. That stays, to be sent again."""
-        for manager in list(self._items):
-            self._send(manager, deadline)
+        """Send everything. Raises `FlashpointError`: some of it could not be written. That stays, to be sent again,
+        unless it is `DDictWritesLostError`: then all is lost with what the handle has written before."""
+        try:
+            for manager in list(self._items):
+                self._send(manager, deadline)
+        except DDictWritesLostError:
+            self.drop()
+            raise
 
     def _send(self, manager: int, deadline: float) -> None:
         if not (items := list(self._items[manager].items())):

@@ -18,12 +18,15 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from ml_flashpoint.ddict.client.keepalive import Client, Standing, await_leaves, client_of
+from ml_flashpoint.ddict.client.links import Exchange
 from ml_flashpoint.ddict.errors import (
     DDictDestroyedError,
     DDictManagerLostError,
+    DDictPersistError,
     DDictReadOnlyError,
     DDictTimeoutError,
     StaleEpochError,
+    StaleRequestError,
 )
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration, checked_timeout
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError
@@ -48,7 +51,6 @@ class Handle:
         self.standing = Standing(secrets.token_hex(8), self.client.keepalive.id, checkpoint_id, epoch)
         self._moving = threading.Lock()  # for as long as a move takes
         self.closed = False
-        self._going_back: int | None = None  # not all managers may have heard of this rollback
         self._finalizer = weakref.finalize(self, _forget_handle, self.client, os.getpid(), self.standing)
         self._finalizer.atexit = False
 
@@ -96,10 +98,32 @@ class Handle:
         deadline = self.deadline() if deadline is None else deadline
         return self.client.links.call(COORDINATOR, operation, fields, deadline=deadline).fields
 
-    def _ask_in_epoch(self, operation: str, fields: dict[str, Any], deadline: float) -> dict[str, Any]:
-        return self.in_epoch(
-            lambda epoch: self.ask_main(operation, deadline=deadline, **{**fields, "e": epoch}), deadline
+    def order(self, operation: str, deadline: float, **fields: Any) -> dict[str, Any]:
+        """Ask the coordinator for something that is not to happen after what this handle asks for later."""
+
+        def request(exchange: Exchange, generation: int) -> dict[str, Any]:
+            told = {**fields, "w": self.standing.handle, "g": generation}
+            return exchange.request(operation, told).fields
+
+        return _unless_overtaken(lambda: self._in_order(COORDINATOR, request, deadline), deadline)
+
+    def _in_order(
+        self, manager: int, request: Callable[[Exchange, int], _Result], deadline: float, *, again: bool = True
+    ) -> _Result:
+        """Make a request in the generation of this handle. Where it stays unanswered, the next one begins."""
+        standing, generation = self.standing, 0
+
+        def action(exchange: Exchange) -> _Result:
+            nonlocal generation
+            generation = standing.generation
+            return request(exchange, generation)
+
+        return self.client.links.attempt(
+            manager, action, deadline=deadline, again=again, on_break=lambda: standing.give_up(generation)
         )
+
+    def _ask_in_epoch(self, operation: str, fields: dict[str, Any], deadline: float) -> dict[str, Any]:
+        return self.in_epoch(lambda epoch: self.order(operation, deadline, **{**fields, "e": epoch}), deadline)
 
     # ---- writing ------------------------------------------------------------------------------------------
 
@@ -108,29 +132,65 @@ class Handle:
         if self.configuration.options.read_only:
             raise DDictReadOnlyError("the dictionary was made with read_only=True")
 
-    def in_writing(self, send: Callable[[int], _Result], deadline: float, *, lasting: bool = False) -> _Result:
-        """Write at one manager. ``send``: makes the request, given the epoch, and returns its result. ``lasting``: the
-        write does not belong to a checkpoint, and does not make this a writing handle. Raises `DDictWritesLostError`:
-        what this handle wrote before is lost, and it has not gone back yet."""
+    def in_writing(
+        self,
+        manager: int,
+        request: Callable[[Exchange, dict[str, Any]], _Result],
+        deadline: float,
+        *,
+        again: bool,
+        lasting: bool = False,
+    ) -> _Result:
+        """Write at one manager.
+
+        Args:
+            manager: Its number.
+            request: Makes the request over a connection, with the fields that say whose it is, and returns the result.
+            deadline: When all of it must be done.
+            again: Whether the request may be carried out twice.
+            lasting: Whether the write belongs to no checkpoint, and does not make this a writing handle.
+
+        Raises:
+            DDictWritesLostError: What this handle wrote before is lost, and it has not gone back yet.
+        """
         self.check_writable()
+        return _unless_overtaken(
+            lambda: self._write(manager, request, deadline, again=again, lasting=lasting), deadline
+        )
+
+    def _write(
+        self,
+        manager: int,
+        request: Callable[[Exchange, dict[str, Any]], _Result],
+        deadline: float,
+        *,
+        again: bool,
+        lasting: bool,
+    ) -> _Result:
         standing = self.standing
         standing.check_whole()
-        if not lasting and not standing.joined:
+        if not lasting and (standing.astray or not standing.joined):
             self._join(deadline)
-        if self._going_back is not None:
+        rollbacks = standing.rollbacks  # before the look for one, and the checkpoint after it
+        if standing.going_back is not None:
             with self._turn(deadline):
                 self._finish_rollback(deadline)
         at = standing.checkpoint_id
 
         def write(epoch: int) -> _Result:
+            def send(exchange: Exchange, generation: int) -> _Result:
+                if standing.rollbacks != rollbacks:
+                    raise StaleRequestError("this handle has begun to go back")
+                return request(exchange, {"c": at, "w": standing.handle, "e": epoch, "g": generation})
+
             try:
-                result = send(epoch)
+                result = self._in_order(manager, send, deadline, again=again)
                 if not standing.joined:  # no commit waits for it, so this may be too late for one already
                     state = self.ask_main("state", deadline=deadline)
                     if state["epoch"] != epoch:
                         raise StaleEpochError("another epoch has begun")
                     standing.note(state)
-            except StaleEpochError:
+            except (StaleEpochError, StaleRequestError):
                 raise
             except BaseException:
                 standing.wrote(at, epoch)  # nobody knows
@@ -142,11 +202,11 @@ class Handle:
 
     def _join(self, deadline: float) -> None:
         with self._turn(deadline):
-            if not self.standing.joined:
+            if self.standing.astray or not self.standing.joined:
                 # The session must not keep the handle: when it is forgotten, it has left.
                 self.client.keepalive.begin(deadline)
-                fields = self.standing.fields()
-                self.standing.note(self._ask_in_epoch("join", fields, deadline))
+                with self._going_astray():
+                    self.standing.note(self._ask_in_epoch("join", self.standing.fields(), deadline))
                 self.standing.joined = True
                 self.client.keepalive.standings[self.standing.handle] = self.standing
                 _leave_at_exit()
@@ -165,47 +225,67 @@ class Handle:
     def _move(self, checkpoint_id: int, deadline: float, *, onwards: bool = False) -> None:
         standing = self.standing
         if standing.joined:
-            state = self._ask_in_epoch("move", {**standing.fields(), "c": checkpoint_id, "onwards": onwards}, deadline)
+            fields = {**standing.fields(), "c": checkpoint_id, "onwards": onwards}
+            with self._going_astray():
+                state = self._ask_in_epoch("move", fields, deadline)
             standing.note(state)
             checkpoint_id = int(state["position"])
         else:
             standing.tell()
         standing.checkpoint_id = checkpoint_id
 
+    @contextlib.contextmanager
+    def _going_astray(self) -> Iterator[None]:
+        """Without an answer, nobody knows where the coordinator has this handle."""
+        standing, generation = self.standing, self.standing.generation
+        try:
+            yield
+        except BaseException:
+            standing.astray = standing.astray or standing.generation != generation
+            raise
+        standing.astray = False
+
     def rollback(self, to: int, *, discard: bool, deadline: float) -> None:
         """Go back to a checkpoint, and discard what this handle wrote above it. If a manager cannot be reached,
         whatever the handle does next begins with finishing this."""
         with self._turn(deadline):
-            self._finish_rollback(deadline)
             if to <= self.standing.checkpoint_id:
                 if discard or self.standing.lost is not None:
-                    self._go_back(to, deadline)
+                    self._go_back(to, deadline)  # which takes the place of one that is not finished
                 else:
+                    self._finish_rollback(deadline)
                     self._move(to, deadline)
 
     def _finish_rollback(self, deadline: float) -> None:
-        if self._going_back is not None:
-            self._go_back(self._going_back, deadline)
+        back = self.standing.going_back
+        if back is not None:
+            self._go_back(back.to, deadline, onwards=back.onwards)
 
-    def _go_back(self, to: int, deadline: float) -> None:
+    def _go_back(self, to: int, deadline: float, *, onwards: bool = False) -> None:
         standing = self.standing
         if not (standing.joined or standing.has_written):
             self._move(to, deadline)
             return
+        standing.go_back(to, onwards=onwards)
         fields = {**standing.fields(), "c": to}
         if not standing.joined:
             fields["session"] = None
-        self._going_back = to
         try:
             state = self._ask_in_epoch("go_back", fields, deadline)
         except FlashpointError as error:
             if isinstance(error, (DDictTimeoutError, DDictManagerLostError)):
                 standing.checkpoint_id = to  # it may be done but for a manager that is away
             else:
-                self._going_back = None
+                standing.going_back = None
             raise
-        self._going_back = None
-        standing.went_back(to, state)
+        standing.went_back(int(state["position"]), state)
+        if state["stays"] is not None:
+            raise DDictPersistError(
+                f"this handle is back at {to}, but a persisted checkpoint above that stays in the store: "
+                f"{state['stays']}",
+                checkpoint_id=to,
+                hint="remove it, or whoever restores it has again what was taken back; nothing is persisted before",
+            )
 
     def await_commit(self, checkpoint_id: int, deadline: float, *, if_written: bool = False) -> int:
         """Wait until a checkpoint is committed. Returns the newest that is. ``if_written``: do not wait where nobody
@@ -230,20 +310,19 @@ class Handle:
             return int(state["committed"])
 
     def sync(self, deadline: float) -> None:
-        """Go to the newest committed checkpoint."""
+        """Go to the newest committed checkpoint, and discard what this handle wrote above it."""
         with self._turn(deadline):
             standing = self.standing
             is_answer = standing.lost is not None and standing.untold is None  # to what it was told
             state = self._ask_in_epoch("newest", {}, deadline)
             to = max(0, int(state["committed"]))
-            if is_answer or self._going_back is not None:
-                self._go_back(to, deadline)
+            if is_answer or standing.going_back is not None or standing.wrote_above(to):
+                self._go_back(to, deadline, onwards=True)
             else:
                 self._move(to, deadline)
 
     def restored(self, checkpoint_id: int, state: dict[str, Any]) -> None:
         """All managers hold what was persisted as this checkpoint, and nothing else."""
-        self._going_back = None
         self.standing.went_back(checkpoint_id, state, restored=True)
 
     @contextlib.contextmanager
@@ -275,6 +354,17 @@ class Handle:
                 self.client.keepalive.forget(self.standing)
 
 
+def _unless_overtaken(make: Callable[[], _Result], deadline: float) -> _Result:
+    """What ``make`` returns, made again where another thread of the handle has overtaken it. Raises
+    `DDictTimeoutError`: others did all the time."""
+    while True:
+        try:
+            return make()
+        except StaleRequestError as error:
+            if time.monotonic() >= deadline:
+                raise DDictTimeoutError("other threads of this handle were always first") from error
+
+
 def _forget_handle(client: Client, pid: int, standing: Standing) -> None:
     """A handle was garbage collected: it holds up no commits any more."""
     if pid == os.getpid() and standing.is_known:
@@ -301,7 +391,7 @@ def _leave_all() -> None:
         return  # it ends by an error, in the middle of something
     deadline = time.monotonic() + _LEAVE_S
     for handle in list(_handles):
-        if not handle.closed and handle.standing.joined:
+        if not handle.closed and (handle.standing.joined or handle.standing.going_back is not None):
             with contextlib.suppress(Exception):  # whatever it says, the process ends
                 handle.detach(deadline)
     await_leaves(deadline)

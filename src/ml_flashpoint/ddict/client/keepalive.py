@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 from ml_flashpoint.ddict.client.links import Exchange, Links, locator
 from ml_flashpoint.ddict.client.shared_memory import ValueWriter
@@ -24,6 +24,7 @@ from ml_flashpoint.ddict.errors import (
     DDictManagerLostError,
     DDictWritesLostError,
     StaleEpochError,
+    StaleRequestError,
     writes_lost,
 )
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
@@ -35,6 +36,13 @@ _WATCH_S = 20
 _LONGEST_PAUSE_S = 1.0
 _LEAVE_S = 5.0
 _CATCH_UP_S = 60.0
+
+
+class Back(NamedTuple):
+    """A rollback that may not have reached all managers."""
+
+    to: int
+    onwards: bool  # not below what is committed by then: nothing that others have committed is taken back
 
 
 class Standing:
@@ -51,6 +59,10 @@ class Standing:
         self.lost: tuple[str, int, int | None] | None = None
         """What it has to go back for before it writes or moves, as `errors.writes_lost` has it."""
         self.untold: DDictError | None = None  # what it has to be told before anything else
+        self.generation = 0  # of its requests; see `fence`
+        self.rollbacks = 0  # that have begun
+        self.going_back: Back | None = None  # the rollback that is not done: whatever the handle does next finishes it
+        self.astray = False  # whether the coordinator may take it to be elsewhere
         self._session = session
         self._fixed = -1
         self._base = -1
@@ -59,18 +71,40 @@ class Standing:
     @property
     def is_known(self) -> bool:
         """Whether the coordinator is to hear of its end."""
-        return self.joined or bool(self.uncommitted)
+        return self.joined or self.astray or self.going_back is not None or bool(self.uncommitted)
 
     def fields(self) -> dict[str, Any]:
         """The fields of its requests."""
         with self._lock:
+            back = self.going_back
+            counts = [need for at, need in self.uncommitted.items() if back is None or at <= back.to]
             return {
                 "w": self.handle,
                 "session": self._session,
                 "c": self.checkpoint_id,
                 "e": self.epoch,
-                "need": max(self.uncommitted.values(), default=-1),
+                "g": self.generation,
+                "need": max(counts, default=-1),
+                "back": -1 if back is None else back.to,
+                "onwards": back is not None and back.onwards,
             }
+
+    def give_up(self, generation: int) -> None:
+        """A request of a generation was not answered: what comes from now on is of a later one."""
+        with self._lock:
+            self.generation = max(self.generation, generation + 1)
+
+    def go_back(self, to: int, *, onwards: bool) -> None:
+        """A rollback begins. Set in this order, since others look without the lock: see `Handle.in_writing`."""
+        with self._lock:
+            self.going_back = Back(to, onwards)
+            self.rollbacks += 1
+            self.generation += 1
+
+    def wrote_above(self, checkpoint_id: int) -> bool:
+        """Whether it may have written something above a committed checkpoint."""
+        with self._lock:
+            return any(at > checkpoint_id for at in self.uncommitted)
 
     def wrote(self, at: int, epoch: int) -> None:
         """It has written something at a checkpoint, in an epoch that may be over by now.
@@ -107,6 +141,7 @@ class Standing:
             self.checkpoint_id, self.epoch = to, int(state["epoch"])
             kept = {} if restored else {at: need for at, need in self.uncommitted.items() if at <= to}
             self.uncommitted, self.lost, self.untold = kept, None, None
+            self.going_back, self.astray = None, False
             self._fixed = int(state["fixed"])
             self._forget_committed(int(state["committed"]))
 
@@ -258,8 +293,15 @@ class Keepalive:
 
     def _join_again(self, standing: Standing) -> None:
         """After the connection broke, although this process lives: the coordinator took it for killed."""
+        deadline = time.monotonic() + _LEAVE_S
         try:
-            self._links.call(COORDINATOR, "join", standing.fields(), deadline=time.monotonic() + _LEAVE_S)
+            while True:
+                try:
+                    self._links.call(COORDINATOR, "join", standing.fields(), deadline=deadline)
+                    return
+                except StaleRequestError:  # it has asked for something else meanwhile
+                    if time.monotonic() >= deadline:
+                        raise
         except StaleEpochError:
             standing.catch_up(self._links, time.monotonic() + _CATCH_UP_S)
 

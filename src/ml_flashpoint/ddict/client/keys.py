@@ -72,6 +72,11 @@ def decode_key(data: bytes) -> Hashable:
         raise DamagedError(f"not an encoded key: {error}") from error
 
 
+def described(key: bytes) -> str:
+    """An encoded key for a message. Unpickles nothing: managers may call it."""
+    return repr(key[1:].decode("utf-8", "replace")) if key[:1] == b"s" else repr(key)
+
+
 def place(key: bytes, managers: int) -> int:
     """Which of the managers, numbered from 0, has an encoded key."""
     return xxhash.xxh3_64_intdigest(key) % managers

@@ -36,6 +36,10 @@ _KEPT_IDLE = 8
 _CONNECT_S = 10.0
 
 
+def _ignore() -> None:
+    """Do nothing."""
+
+
 class Place(NamedTuple):
     """Where a manager listens: its Ray node, the Unix socket for processes there, host and port for all others. On one
     machine the node has no name, and there are no others."""
@@ -140,19 +144,40 @@ class Links:
         *,
         deadline: float,
         again: bool = True,
+        on_break: Callable[[], None] = _ignore,
     ) -> Reply:
         """Ask a manager one thing; see :meth:`attempt`."""
-        return self.attempt(
-            manager, lambda exchange: exchange.request(operation, fields, blobs), deadline=deadline, again=again
-        )
+
+        def action(exchange: Exchange) -> Reply:
+            return exchange.request(operation, fields, blobs)
+
+        return self.attempt(manager, action, deadline=deadline, again=again, on_break=on_break)
 
     def attempt(
-        self, manager: int, action: Callable[[Exchange], _Found], *, deadline: float, again: bool = True
+        self,
+        manager: int,
+        action: Callable[[Exchange], _Found],
+        *,
+        deadline: float,
+        again: bool = True,
+        on_break: Callable[[], None] = _ignore,
     ) -> _Found:
-        """What ``action`` returns, with one connection to a manager for its requests. Begins anew while the manager is
-        away, until ``deadline``; the manager is told how much time it has. ``again``: whether requests may be carried
-        out twice: the connection can break after the manager has. Raises `DDictManagerLostError`: it was away all the
-        time; `DDictTimeoutError`: it did not answer in time; `FlashpointError`: what it refused with."""
+        """Return what ``action`` returns, with one connection to a manager for its requests. Begin anew while the
+        manager is away.
+
+        Args:
+            manager: Its number.
+            action: Makes the requests. The manager is told how much time it has.
+            deadline: Until when to try.
+            again: Whether requests may be carried out twice: the connection can break after the manager has.
+            on_break: Called when a connection broke before the answer, and before anything else is asked: the request
+                may still be carried out.
+
+        Raises:
+            DDictManagerLostError: It was away all the time.
+            DDictTimeoutError: It did not answer in time.
+            FlashpointError: What it refused with.
+        """
         pause = _FIRST_PAUSE_S
         while True:
             if self._closed:
@@ -162,6 +187,8 @@ class Links:
                 try:
                     return action(Exchange(link, deadline))
                 finally:
+                    if link.closed:
+                        on_break()
                     # After an error of the manager's own, too: the connection is as good as before then.
                     self._give_back(manager, link)
             except ConnectionLostError as error:

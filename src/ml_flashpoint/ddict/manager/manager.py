@@ -11,11 +11,10 @@ import logging
 import threading
 import time
 import traceback
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.ddict.checkpoints.index import PartRef, part_ref
@@ -29,7 +28,9 @@ from ml_flashpoint.ddict.errors import (
     DDictPersistError,
     DDictTimeoutError,
     StaleEpochError,
+    StaleRequestError,
 )
+from ml_flashpoint.ddict.fence import Fence
 from ml_flashpoint.ddict.manager.arenas import ValueArenas, allow_many_files, is_unused
 from ml_flashpoint.ddict.manager.requests import AT_ONCE, OPERATIONS, Result, deadline_of
 from ml_flashpoint.ddict.manager.shard import ENTRY_BYTES, Entry, Shard
@@ -48,7 +49,14 @@ _PEER_S = 10.0
 _ROOM_S = 0.5
 _LOOK_S = 1.0
 _RETURN_S = 60.0
-_MOST_GONE = 10_000
+
+
+class _Discarded(NamedTuple):
+    """The last that was said of a handle that went back, or whose process was killed."""
+
+    epoch: int
+    number: int
+    dead: bool = False  # whether its process was killed
 
 
 @dataclass(eq=False, slots=True)
@@ -85,8 +93,10 @@ class Manager:
         restarted = config.get("restarted") is True
         # Guarded by the lock, like the shard: requests of another one are refused, and before it has begun any, all.
         self.epoch = -1 if restarted else 0
-        # Of handles, the last that was told, and whether their process was killed.
-        self._discarded: OrderedDict[str, tuple[int, bool]] = OrderedDict()
+        # Of handles that have written in this epoch. Requests of earlier ones are refused anyhow.
+        self.fence = Fence()
+        self._discarded: dict[str, _Discarded] = {}
+        self._frozen_by = 0  # number of the request that `frozen` is of
         self._begun = threading.Lock()
         self.store = RankStore(configuration.node_folder(number), number, reusable=is_unused)
         self.arenas = ValueArenas(self.store, self.incarnation, limit_bytes=self.rules.limit_bytes)
@@ -236,10 +246,11 @@ class Manager:
                 "place": self.place,
             }
 
-    def freeze(self, frozen: bool) -> None:
-        """Refuse writes, or take them again."""
+    def freeze(self, frozen: bool, number: int) -> None:
+        """Refuse writes, or take them again. ``number``: higher in later requests, which may overtake earlier ones."""
         with self.changed:
-            self.frozen = frozen
+            if number >= self._frozen_by:
+                self.frozen, self._frozen_by = frozen, number
 
     def _ask_peer(self, manager: int, operation: str, fields: Fields) -> Fields:
         return self.links.call(manager, operation, fields, deadline=time.monotonic() + _PEER_S).fields
@@ -321,6 +332,7 @@ class Manager:
         restored: PersistedCheckpoint | None,
         run: str,
         frozen: bool,
+        number: int,
     ) -> None:
         """Begin an epoch: drop all above its base. What a manager that was lost has, all others go back to.
 
@@ -330,6 +342,7 @@ class Manager:
             sealed: the snapshots that this manager has of them: one that was lost recovers these.
             restored: read these from there, if they are not here.
             run: what is persisted from now on belongs to it.
+            frozen, number: see `freeze`.
 
         Raises:
             DDictManagerLostError: this one was lost, and cannot go on from there.
@@ -337,6 +350,8 @@ class Manager:
         with self._begun:  # the coordinator may ask again before it has heard an answer
             if self._lost is not None:
                 raise self._lost
+            if epoch < self.epoch:
+                return  # the coordinator has given this request up
             if epoch > self.epoch or not self._ready.is_set():
                 if not self._ready.is_set():
                     self._recover(sealed)  # what was committed since it asked
@@ -347,7 +362,7 @@ class Manager:
                 self._retain(lambda each: each in keep or each in pinned)
                 self._ready.set()
             self.run.use(run)
-            self.frozen = frozen
+        self.freeze(frozen, number)
 
     def _load(self, epoch: int, base: int, keep: Sequence[int]) -> None:
         with self.changed:
@@ -361,6 +376,8 @@ class Manager:
             else:
                 self.shard.rollback(None, base)
             self.epoch = epoch
+            self.fence.begin(epoch)
+            self._discarded = {handle: each for handle, each in self._discarded.items() if each.epoch >= epoch}
             self.changed.notify_all()
 
     def _recover(self, sealed: Sequence[PartRef]) -> None:
@@ -370,23 +387,33 @@ class Manager:
             with self.changed:
                 self._kept.update(found)
 
-    def discard(self, handle: str, to: int, number: int, dead: bool) -> None:
-        """Discard what a handle wrote above a checkpoint. ``number``: higher in later requests, which may overtake
-        earlier ones. ``dead``: whatever comes of that handle yet is refused."""
+    def discard(self, handle: str, to: int, number: int, dead: bool, epoch: int, generation: int) -> None:
+        """Discard what a handle wrote above a checkpoint.
+
+        Args:
+            handle: Its id.
+            to: The checkpoint that it goes back to.
+            number: Higher in later requests, which may overtake earlier ones.
+            dead: Whether its process was killed, so that whatever comes of that handle yet is refused.
+            epoch: That this was decided in. This manager may be yet to begin it.
+            generation: Of the handle's request, unless it is dead; see `fence`.
+        """
         with self.changed:
-            if number <= self._discarded.get(handle, (0, False))[0]:
+            if epoch < self.epoch or number <= self._discarded.get(handle, _Discarded(0, 0)).number:
                 return
-            self._discarded[handle] = number, dead
-            self._discarded.move_to_end(handle)
-            while len(self._discarded) > _MOST_GONE:
-                self._discarded.popitem(last=False)
+            if not dead:
+                try:
+                    self.fence.hear(handle, generation, epoch)
+                except StaleRequestError:
+                    return
+            self._discarded[handle] = _Discarded(epoch, number, dead)
             self.shard.rollback(handle, to)
             if self.waiting:
                 self.changed.notify_all()
 
     def is_dead(self, handle: str) -> bool:
         """Whether a handle's process was killed, so that what of it is on its way still comes too late."""
-        return self._discarded.get(handle, (0, False))[1]
+        return handle in self._discarded and self._discarded[handle].dead
 
     # ---- checkpoints --------------------------------------------------------------------------------------
 
@@ -414,6 +441,8 @@ class Manager:
         """Let go of what no one needs any more."""
         with self.changed:
             self.check_epoch(epoch)
+            if committed < self.shard.committed:
+                return  # the coordinator has given this request up
             self.shard.retire(oldest)
             self.shard.committed, self.shard.kept = committed, frozenset(each for each in keep if each in self._kept)
             if self.waiting:

@@ -6,7 +6,8 @@ socket each side also checks that the other runs as the same user, on TCP each m
 
 An operation on keys and values is a function ``(manager, session, fields, blobs) -> (fields, blobs)``; what else is
 asked of managers, and of the coordinator, their methods answer. Times are in seconds; ``t`` is what is left to the
-client. ``c`` is a checkpoint, ``w`` the writing handle, ``e`` the epoch, ``v`` a value id; the key is the first blob.
+client. ``c`` is a checkpoint, ``w`` the writing handle, ``g`` the generation of its request, ``e`` the epoch, ``v`` a
+value id; the key is the first blob.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ml_flashpoint.ddict.errors import (
     DDictReadOnlyError,
     DDictTimeoutError,
     StaleEpochError,
+    StaleRequestError,
 )
 from ml_flashpoint.ddict.manager.arenas import inline_number, number_to_inline
 from ml_flashpoint.ddict.manager.shard import Entry, InlineValue, Value
@@ -108,7 +110,7 @@ def _put(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
         else:
             value = manager.arenas.adopt(value_id)
             session.reserved.discard(value_id)
-        _check_writable(manager, fields)
+        _check_change(manager, fields)
         is_put = _is_as_expected(manager, key, fields)
         if is_put:
             manager.put(Entry(key, checkpoint_id, writer, value, persistent, broadcast))
@@ -123,7 +125,7 @@ def _add(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
     amount, before = number(fields, "amount"), number(fields, "default")
     with manager.changed:
         manager.make_room(_NUMBER_BYTES, deadline)
-        _check_writable(manager, fields)
+        _check_change(manager, fields)
         found = manager.shard.find(key, checkpoint_id)
         if found is not None:
             known = inline_number(found.value.data) if isinstance(found.value, InlineValue) else None
@@ -141,7 +143,7 @@ def _delete(manager: Manager, session: Session, fields: Fields, blobs: list[byte
     """Delete a key; ``x`` as for a put."""
     key, checkpoint_id = _key(blobs), integer(fields, "c")
     with manager.changed:
-        _check_writable(manager, fields)
+        _check_change(manager, fields)
         found = manager.shard.find(key, checkpoint_id)
         if found is None:
             raise DDictKeyError("no such key", checkpoint_id=checkpoint_id)
@@ -157,7 +159,8 @@ def _allocate(manager: Manager, session: Session, fields: Fields, blobs: list[by
     deadline = deadline_of(fields)
     size = integer(fields, "n")
     with manager.changed:
-        _check_writable(manager, fields)
+        manager.check_epoch(fields.get("e"))
+        _check_writable(manager)
         manager.shard.check_readable(integer(fields, "c"))
         manager.make_room(size, deadline)
         try:
@@ -248,7 +251,7 @@ def _clear(manager: Manager, session: Session, fields: Fields, blobs: list[bytes
     """Delete all keys."""
     checkpoint_id, writer = integer(fields, "c"), text(fields, "w")
     with manager.changed:
-        _check_writable(manager, fields)
+        _check_change(manager, fields)
         for found in list(manager.shard.entries(checkpoint_id)):
             manager.put(Entry(found.key, checkpoint_id, writer, None, found.persistent, found.broadcast))
     return {}, ()
@@ -275,7 +278,7 @@ def _many(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]
             found, data = OPERATIONS[operation](manager, session, own, blobs[at : at + count])
             outcomes.append([None, found, len(data)])
             answers.extend(data)
-        except StaleEpochError:
+        except (StaleEpochError, StaleRequestError):
             raise  # for all of them: what was done is of an epoch that is over, or can be done again
         except FlashpointError as error:
             is_full = is_full or isinstance(error, DDictFullError)  # all the others need not wait for room
@@ -290,10 +293,17 @@ def _key(blobs: list[bytes]) -> bytes:
     return blobs[0]
 
 
-def _check_writable(manager: Manager, fields: Fields) -> None:
+def _check_change(manager: Manager, fields: Fields) -> None:
+    """Under the lock, immediately before a change: refuse one that came too late, or may not be made."""
     manager.check_epoch(fields.get("e"))
-    if manager.is_dead(str(fields.get("w"))):
+    handle = text(fields, "w")
+    manager.fence.hear(handle, integer(fields, "g"), manager.epoch)
+    if manager.is_dead(handle):
         raise StaleEpochError("the connection of this handle's process broke", manager=manager.number)
+    _check_writable(manager)
+
+
+def _check_writable(manager: Manager) -> None:
     if manager.frozen:
         raise DDictReadOnlyError("the dictionary is frozen", manager=manager.number, hint="unfreeze() it first")
     if manager.rules.read_only:
@@ -334,7 +344,7 @@ def _same(parse: Callable[..., Any], names: str, *how: Any) -> dict[str, Callabl
 
 
 _ARGUMENTS: dict[str, Callable[[Any, Fields], Any]] = {
-    **_same(integer, "base checkpoint_id committed need to", -1),
+    **_same(integer, "back base checkpoint_id committed need to", -1),
     **_same(integer, "manager of oldest"),
     **_same(integers, "keep pinned"),
     **_same(text, "before incarnation node run"),
@@ -344,6 +354,7 @@ _ARGUMENTS: dict[str, Callable[[Any, Fields], Any]] = {
     "copies": lambda session, fields: [str(each) for each in list_of(fields, "keep")],
     "deadline": lambda session, fields: deadline_of(fields),
     "epoch": lambda session, fields: integer(fields, "e"),
+    "generation": lambda session, fields: integer(fields, "g"),
     "handle": lambda session, fields: text(fields, "w"),
     "is_gone": lambda session, fields: session.peer.is_gone,
     "number": lambda session, fields: integer(fields, "n"),

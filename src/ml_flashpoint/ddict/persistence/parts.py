@@ -9,10 +9,11 @@ large one an item with its object, named by its value id.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.ddict.checkpoints.index import (
@@ -25,9 +26,10 @@ from ml_flashpoint.ddict.checkpoints.index import (
     fold,
     gather,
 )
-from ml_flashpoint.ddict.client.keys import place
+from ml_flashpoint.ddict.client.keys import described, place
+from ml_flashpoint.ddict.errors import DDictPersistError
 from ml_flashpoint.ddict.manager.arenas import ValueArenas, header_anew
-from ml_flashpoint.ddict.manager.shard import Entry, StoredValue, Value
+from ml_flashpoint.ddict.manager.shard import Entry, StoredValue
 from ml_flashpoint.ddict.persistence.persister import PersistedCheckpoint
 from ml_flashpoint.ddict.persistence.queue import PersistedRun
 from ml_flashpoint.format.errors import DamagedError
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _INLINE = "inline"
+_MOST_NAMED = 5  # keys, in an error
 
 
 def encode(
@@ -52,12 +55,36 @@ def encode(
     return encode_index(Index(own, manager, managers, (), listed)), [(_INLINE, b"".join(segment)), *items]
 
 
+class _Told(NamedTuple):
+    """A key and its value, as a manager had them."""
+
+    manager: int
+    entry: IndexEntry
+
+
+_SmallOf: TypeAlias = Callable[[int], memoryview]
+"""The small values of a manager."""
+
+
+def _are_same(one: _Told, other: _Told, small_of: _SmallOf) -> bool:
+    """Whether what `bput` has written at two managers is one value. Large ones are not read for that."""
+    if (one.entry.writer, one.entry.checkpoint_id) == (other.entry.writer, other.entry.checkpoint_id):
+        return True
+    small = [each.entry.inline_value(small_of(each.manager)) for each in (one, other) if each.entry.kind == INLINE]
+    return len(small) == 2 and small[0] == small[1]
+
+
+def _some_of(keys: Set[bytes]) -> list[bytes]:
+    return sorted(keys)[:_MOST_NAMED]
+
+
 @dataclass
 class PartReader:
     """Reads what a manager is to have of persisted checkpoints.
 
     With as many managers as there were, each gets its own part. Otherwise keys are placed anew; what was written
-    through `DDict.manager` goes by the number of that manager, and what `bput` wrote to all of them.
+    through `DDict.manager` goes by the number of that manager, and what `bput` wrote to all of them. Where that brings
+    several values of one key to one manager, nothing is restored.
     """
 
     _run: PersistedRun
@@ -86,33 +113,62 @@ class PartReader:
         self._read = None
 
     def read(self, checkpoint: PersistedCheckpoint) -> list[Entry]:
-        """The entries of a checkpoint that this manager is to have. Raises `DamagedError`: something is not what was
-        written; `FlashpointError`: it cannot be read, or there is no room."""
-        own = [self._store.rank] if checkpoint.managers == self._managers else range(checkpoint.managers)
-        return [entry for part in own for entry in self._read_part(checkpoint, part)]
+        """The entries of a checkpoint that this manager is to have.
 
-    def _read_part(self, checkpoint: PersistedCheckpoint, part: int) -> Iterator[Entry]:
+        Raises:
+            DDictPersistError: Several values of one key would come to one manager.
+            DamagedError: Something is not what was written.
+            FlashpointError: It cannot be read, or there is no room.
+        """
+
+        @lru_cache(2)
+        def small_of(part: int) -> memoryview:
+            return memoryview(self._run.persister.read_item(checkpoint, part, _INLINE))
+
+        if checkpoint.managers == self._managers:
+            wanted = [_Told(self._store.rank, told) for told in self._index(checkpoint, self._store.rank)]
+        else:
+            wanted = self._dealt_anew(checkpoint, small_of)
+        return [
+            told.entry(
+                told.inline_value(small_of(part))
+                if told.kind == INLINE
+                else self._read_object(checkpoint, part, told.part.attempt, told.length)
+            )
+            for part, told in sorted(wanted, key=lambda each: each.manager)
+        ]
+
+    def _index(self, checkpoint: PersistedCheckpoint, part: int) -> list[IndexEntry]:
         own = PartRef(_INLINE, checkpoint.checkpoint_id)
         data = memoryview(self._run.persister.read_index(checkpoint, part))
-        told = fold([decode_index(data, own, part, checkpoint.managers, f"index of part {part}")])
-        if wanted := [each for each in told if self._is_for_us(each, part, checkpoint.managers)]:
-            inline = memoryview(self._run.persister.read_item(checkpoint, part, _INLINE))
-            for each in wanted:
-                value: Value
-                if each.kind == INLINE:
-                    value = each.inline_value(inline)
-                else:
-                    value = self._read_object(checkpoint, part, each.part.attempt, each.length)
-                yield each.entry(value)
+        return fold([decode_index(data, own, part, checkpoint.managers, f"index of part {part}")])
 
-    def _is_for_us(self, told: IndexEntry, part: int, before: int) -> bool:
-        if before == self._managers:
-            return True
-        if told.broadcast:
-            return part == 0
-        owner = place(told.key, before)
-        number = place(told.key, self._managers) if owner == part else part % self._managers
-        return number == self._store.rank
+    def _dealt_anew(self, checkpoint: PersistedCheckpoint, small_of: _SmallOf) -> list[_Told]:
+        """What this manager is to have of all parts, which are of another number of managers."""
+        before, ours, everywhere, twice = checkpoint.managers, dict[bytes, _Told](), dict[bytes, _Told](), set[bytes]()
+        strays = set[bytes]()  # written through `DDict.manager`, so that `bput` may have written others beside them
+        for part in range(before):
+            for entry in self._index(checkpoint, part):
+                key, told, owner = entry.key, _Told(part, entry), place(entry.key, before)
+                if entry.broadcast:
+                    if not _are_same(everywhere.setdefault(key, told), told, small_of):
+                        twice.add(key)
+                elif (place(key, self._managers) if owner == part else part % self._managers) == self._store.rank:
+                    if key in ours:
+                        twice.add(key)
+                    ours[key] = told
+                    if owner != part:
+                        strays.add(key)
+        twice |= strays & everywhere.keys()
+        if twice:
+            raise DDictPersistError(
+                f"cannot restore what {before} managers had into {self._managers}: {len(twice)} key(s) have several "
+                f"values that one manager would have to hold, such as {', '.join(map(described, _some_of(twice)))}",
+                manager=self._store.rank,
+                checkpoint_id=checkpoint.checkpoint_id,
+                hint=f"they were put through manager(i); make the dictionary with {before} managers",
+            )
+        return list({**everywhere, **ours}.values())
 
     def _read_object(self, checkpoint: PersistedCheckpoint, part: int, name: str, size: int) -> StoredValue:
         reservation = self._arenas.allocate(size)

@@ -50,6 +50,8 @@ class Persisting:
         self._waiting: list[_Wanted] = []
         self._current = -1
         self._called_off = False  # the current one was rolled back
+        self._completing = False  # too late for that
+        self._removing = threading.Lock()
         self._done: set[int] = set()
         self._rolled_back_above = MAX_CHECKPOINT_ID
         self._error: FlashpointError | None = None
@@ -96,17 +98,31 @@ class Persisting:
 
     # ---- without it ---------------------------------------------------------------------------------------
 
-    def remove_rolled_back(self) -> None:
-        """Remove what was persisted above a checkpoint that somebody went back to. Nothing is committed meanwhile, or
-        nothing persisted, so that it takes nothing newer away."""
-        with self._changed:
-            above = self._rolled_back_above
-        if above == MAX_CHECKPOINT_ID:
-            return
-        self._persisted.remove_above(above)
-        with self._changed:
-            if self._rolled_back_above == above:
-                self._rolled_back_above = MAX_CHECKPOINT_ID
+    def remove_rolled_back(self, deadline: float | None = None) -> None:
+        """Remove what was persisted above a checkpoint that somebody went back to. Nothing newer is persisted before.
+
+        Args:
+            deadline: Wait until then for one that is being completed, which is to be removed too.
+
+        Raises:
+            DDictTimeoutError: It was not completed in time.
+            FlashpointError: The storage refuses.
+        """
+        if not self._removing.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())):
+            raise DDictTimeoutError("persisted checkpoints are still being removed")
+        try:
+            with self._changed:
+                above = self._rolled_back_above
+                if above == MAX_CHECKPOINT_ID:
+                    return
+                if deadline is not None:
+                    self._await(lambda: not self._completing, deadline)
+            self._persisted.remove_above(above)
+            with self._changed:
+                if self._rolled_back_above == above:
+                    self._rolled_back_above = MAX_CHECKPOINT_ID
+        finally:
+            self._removing.release()
 
     def await_persisted(self, checkpoint_id: int, deadline: float) -> None:
         """Wait until a checkpoint that was added is persisted. Raises `DDictTimeoutError`: not in time;
@@ -191,14 +207,18 @@ class Persisting:
             self.remove_rolled_back()
             receipts = self._write(checkpoint_id)
             with self._changed:
-                called_off = self._called_off
-            if not called_off:  # else its parts may be of before and after
+                self._completing = not self._called_off  # else its parts may be of before and after
+            if self._completing:
                 self._persisted.complete(checkpoint_id, receipts)
         except FlashpointError as error:
             return error
         except Exception as error:  # the thread must go on
             _log.exception("persisting checkpoint %d failed", checkpoint_id)
             return DDictPersistError(f"{type(error).__name__}: {error}", checkpoint_id=checkpoint_id)
+        finally:
+            with self._changed:
+                self._completing = False
+                self._changed.notify_all()
         return None
 
 

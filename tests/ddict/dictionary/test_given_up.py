@@ -1,0 +1,296 @@
+"""A call that was given up, because a manager was stopped for longer than its timeout, takes no effect after what the
+same handle does next: the manager reads it late, beside what came after it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from ml_flashpoint.ddict import DDict
+from ml_flashpoint.ddict.client import links, shared_memory
+from ml_flashpoint.ddict.errors import DDictManagerLostError, DDictTimeoutError, DDictWritesLostError
+from tests.ddict.dictionary.support import BIG, Make
+from tests.support.dictionaries import DEADLINE_S, await_that, pid_of, stopped
+from tests.support.processes import suspend
+
+IMPATIENT_S = 0.05
+CONNECTIONS = 8
+ROUNDS = 3
+HANDLES = 4
+FILLERS = {f"filler {number}": number for number in range(300)}  # which take a manager some time
+
+
+def sockets_of(pid: int) -> int:
+    return len(psutil.Process(pid).net_connections("unix"))
+
+
+class Stalls:
+    """A dictionary of one manager that can be stopped while calls are given up.
+
+    This process keeps several connections to it, so that what comes after need not wait for a new one.
+    """
+
+    def __init__(self, dictionary: DDict) -> None:
+        self.dictionary = dictionary
+        self.pid = pid_of(dictionary, 0)
+        self._pool = ThreadPoolExecutor(CONNECTIONS)
+        self.have_connections(lambda: "absent" in dictionary)
+        self._elsewhere = sockets_of(os.getpid()) - sockets_of(self.pid)
+
+    def have_connections(self, call: Callable[[], Any]) -> None:
+        """Make a call from several threads at once. Each of them leaves a connection that can be used again."""
+        with stopped(self.pid):
+            calls = [self._pool.submit(call) for _ in range(CONNECTIONS)]
+        for each in calls:
+            each.result(DEADLINE_S)
+
+    def give_up(self, calls: dict[DDict, Callable[[], Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+        """Make calls at a stopped manager, all of which time out."""
+        with stopped(self.pid), monkeypatch.context() as impatient:
+            impatient.setattr(links, "GRACE_S", IMPATIENT_S)
+            for handle in calls:
+                impatient.setattr(handle._access, "timeout_s", IMPATIENT_S)
+            for made in [self._pool.submit(call) for call in calls.values()]:
+                assert isinstance(made.exception(DEADLINE_S), (DDictTimeoutError, DDictManagerLostError))
+
+    def at_once(self, calls: list[Callable[[], Any]]) -> list[Any]:
+        """Make calls side by side."""
+        return [made.result(DEADLINE_S) for made in [self._pool.submit(call) for call in calls]]
+
+    def await_late(self) -> None:
+        """Wait until the manager has read all that was sent to it: then it has closed what is closed here."""
+        await_that(lambda: sockets_of(os.getpid()) - sockets_of(self.pid) >= self._elsewhere)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+@pytest.fixture
+def stalls(make: Make) -> Iterator[Stalls]:
+    dictionary = make(1, working_set_size=20)
+    with contextlib.closing(Stalls(dictionary)) as found:
+        yield found
+
+
+def put(handle: DDict, key: str) -> None:
+    handle[key] = "old"
+
+
+def bput(handle: DDict, key: str) -> None:
+    handle.bput(key, "old")
+
+
+def add(handle: DDict, key: str) -> None:
+    handle.fetch_add(key, 1_000)
+
+
+def delete(handle: DDict, key: str) -> None:
+    del handle[key]
+
+
+@pytest.mark.parametrize("call", [put, bput, add, delete])
+def test_what_was_given_up_does_not_cover_what_was_written_after_it(
+    stalls: Stalls, monkeypatch: pytest.MonkeyPatch, call: Callable[[DDict, str], None]
+) -> None:
+    handles = {f"key {number}": copy.copy(stalls.dictionary) for number in range(HANDLES)}
+    for key, handle in handles.items():
+        handle[key] = 0
+    for number in range(1, 1 + ROUNDS):
+        stalls.give_up({its: partial(call, its, key) for key, its in handles.items()}, monkeypatch)
+        stalls.at_once([partial(its.put, key, number) for key, its in handles.items()])
+        stalls.await_late()
+        assert {key: handle[key] for key, handle in handles.items()} == dict.fromkeys(handles, number)
+
+
+def test_a_large_value_that_was_given_up_does_not_cover_what_was_written_after_it(
+    stalls: Stalls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dictionary = stalls.dictionary
+    dictionary["key"] = 0
+    write_object = shared_memory.write_object
+
+    def write_and_stop(*args: Any) -> int:
+        """Have the manager stop when it has given room, and before it is told of the value."""
+        size = write_object(*args)
+        suspend(stalls.pid)
+        return size
+
+    for number in range(2 * ROUNDS):
+        with monkeypatch.context() as impatient:
+            impatient.setattr(shared_memory, "write_object", write_and_stop)
+            impatient.setattr(links, "GRACE_S", IMPATIENT_S)
+            impatient.setattr(dictionary._access, "timeout_s", 4 * IMPATIENT_S)
+            with pytest.raises((DDictTimeoutError, DDictManagerLostError)):
+                dictionary["key"] = torch.zeros(BIG)
+        os.kill(stalls.pid, signal.SIGCONT)
+        dictionary["key"] = number
+        stalls.await_late()
+        assert dictionary["key"] == number
+
+
+def test_what_was_given_up_does_not_return_after_a_rollback(stalls: Stalls, monkeypatch: pytest.MonkeyPatch) -> None:
+    handles = {f"key {number}": copy.copy(stalls.dictionary) for number in range(HANDLES)}
+    for key, handle in handles.items():
+        handle[key] = 0
+        handle.checkpoint()
+    for number in range(ROUNDS):
+        stalls.give_up({its: partial(its.update, {**FILLERS, key: "old"}) for key, its in handles.items()}, monkeypatch)
+        assert stalls.at_once([handle.rollback for handle in handles.values()]) == [number] * HANDLES
+        stalls.await_late()
+        for handle in handles.values():
+            assert handle.checkpoint() == number + 1
+            assert dict(handle) == dict.fromkeys(handles, 0)
+            handle.checkpoint()
+
+
+def test_what_was_given_up_does_not_freeze_what_was_thawed(stalls: Stalls, monkeypatch: pytest.MonkeyPatch) -> None:
+    dictionary = stalls.dictionary
+    stalls.have_connections(dictionary.unfreeze)  # of the coordinator, too
+    stalls.await_late()
+    for _ in range(3 * ROUNDS):
+        stalls.give_up({dictionary: dictionary.freeze}, monkeypatch)
+        dictionary.unfreeze()
+        stalls.await_late()
+        assert dictionary.stats()[0].frozen is dictionary.is_frozen is False
+
+
+def test_threads_of_a_handle_do_not_lose_what_they_write_while_another_gives_up(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their requests are of an earlier generation than one that has overtaken them, and are made again."""
+    dictionary = make(2, timeout=DEADLINE_S)
+    keys = [next(key for key in range(100) if dictionary.which_manager(key) == manager) for manager in range(2)]
+    dictionary.update(dict.fromkeys(keys, -1))
+    written: list[int] = []
+    pid, access = pid_of(dictionary, 1), dictionary._access
+
+    def write() -> None:
+        for number in range(300):
+            dictionary[keys[0]] = number
+            assert dictionary[keys[0]] == number
+            written.append(number)
+
+    with ThreadPoolExecutor(2) as pool, stopped(pid):
+        writing = pool.submit(write)
+        monkeypatch.setattr(links, "GRACE_S", IMPATIENT_S)
+        while not writing.done():
+            with contextlib.suppress(DDictTimeoutError, DDictManagerLostError):
+                access.change(1, "clear", deadline=access.deadline(IMPATIENT_S))
+        writing.result()
+    assert written == list(range(300))
+
+
+@pytest.mark.parametrize("is_forgotten", [True, False], ids=["forgotten", "detached"])
+def test_a_handle_that_is_dropped_with_a_rollback_unfinished_leaves_nothing_above(
+    make: Make, monkeypatch: pytest.MonkeyPatch, is_forgotten: bool
+) -> None:
+    dictionary = make(1, 2, working_set_size=4, replication="ring")
+    keys = [next(key for key in range(100) if dictionary.which_manager(key) == manager) for manager in range(2)]
+    handles = [copy.copy(dictionary)]
+    dictionary["others"] = 0  # at 0: nothing is committed before it moves on
+    for value in (0, "abandoned"):
+        handles[0].update(dict.fromkeys(keys, value))
+        handles[0].checkpoint()
+    with stopped(pid_of(dictionary, 1)), monkeypatch.context() as impatient:
+        impatient.setattr(links, "GRACE_S", IMPATIENT_S)
+        impatient.setattr(handles[0]._access, "timeout_s", IMPATIENT_S)
+        with pytest.raises((DDictTimeoutError, DDictManagerLostError)):
+            handles[0].rollback(to=0)
+        if not is_forgotten:
+            handles[0].detach()
+        handles.clear()
+        impatient.undo()
+        gc.collect()
+        await_that(lambda: dictionary._access.ask_main("state")["writers"] == 1)
+    dictionary.checkpoint_id = 3
+
+    assert dictionary.wait_for_commit(2) == 2
+    reader = copy.copy(dictionary)
+    assert reader.sync_to_newest_checkpoint() == 2
+    assert {key: reader[key] for key in keys} == dict.fromkeys(keys, 0)
+
+
+@pytest.mark.parametrize("replication", [None, "ring"])
+def test_what_is_written_after_a_sync_is_not_covered_by_what_was_written_above(
+    make: Make, replication: str | None
+) -> None:
+    dictionary = make(1, 2, working_set_size=8, replication=replication)
+    slow = copy.copy(dictionary)
+    dictionary["key"] = slow["slow"] = "first"
+    dictionary.checkpoint()
+    slow.checkpoint()
+    assert slow.wait_for_commit() == 0
+    for _ in range(2):
+        dictionary["key"] = dictionary["only above"] = "abandoned"
+        dictionary.checkpoint()
+    slow["slow"] = "second"
+
+    assert dictionary.sync_to_newest_checkpoint() == 0
+    assert (dictionary["key"], dictionary["slow"]) == ("first", "first")
+    dictionary["key"] = "anew"
+    seen = []
+    for _ in range(3):
+        dictionary.checkpoint()
+        seen.append((dictionary["key"], "only above" in dictionary))
+
+    assert seen == [("anew", False)] * 3
+    assert slow["slow"] == "second", "what others have written stays"
+
+
+def test_a_sync_takes_back_nothing_that_others_have_committed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    dictionary = make(1, 2, working_set_size=8, replication="ring")
+    colleague = copy.copy(dictionary)
+    keys = [next(key for key in range(100) if dictionary.which_manager(key) == manager) for manager in range(2)]
+    dictionary[keys[0]] = colleague[keys[1]] = 0
+    dictionary.checkpoint()
+    colleague.checkpoint()
+    assert colleague.wait_for_commit() == 0
+    dictionary.checkpoint()
+    dictionary[keys[0]] = "abandoned"
+    with stopped(pid_of(dictionary, 1)), monkeypatch.context() as impatient:
+        impatient.setattr(links, "GRACE_S", IMPATIENT_S)
+        impatient.setattr(dictionary._access, "timeout_s", 3 * IMPATIENT_S)
+        with pytest.raises((DDictTimeoutError, DDictManagerLostError)):
+            dictionary.sync_to_newest_checkpoint()
+    epoch = colleague._access.ask_main("state")["epoch"]
+    colleague[keys[1]] = "theirs"
+    colleague.checkpoint()
+
+    assert dictionary.sync_to_newest_checkpoint() == dictionary.committed_checkpoint_id
+    assert dictionary._access.ask_main("state")["epoch"] == epoch
+    assert colleague[keys[1]] == "theirs"
+    assert "abandoned" not in dictionary.values()
+    dictionary[keys[0]] = "anew"
+    dictionary.checkpoint()
+    colleague.checkpoint()
+    assert dictionary[keys[0]] == "anew"
+
+
+def test_a_handle_with_an_open_batch_goes_on_after_a_lost_epoch(make: Make) -> None:
+    dictionary = make(1, working_set_size=4)
+    handle = copy.copy(dictionary)
+    for number in range(2):
+        dictionary["key"] = handle["own"] = number
+        dictionary.checkpoint()
+        handle.checkpoint()
+    handle.start_batch_put()
+    handle["collected"] = 2
+    dictionary.rollback(to=0)
+    with pytest.raises(DDictWritesLostError):
+        handle.sync_to_newest_checkpoint()
+
+    assert handle.sync_to_newest_checkpoint() == 0
+    handle["anew"] = 3
+    handle.end_batch_put()
+    assert dict(handle) == {"key": 0, "own": 0, "anew": 3}

@@ -21,6 +21,7 @@ import torch
 
 from tests.faults.common import last, part_files
 from tests.support.forked import Child, call, preload
+from tests.support.settings import SETTINGS
 
 preload("tests.conformance.suite")
 
@@ -29,13 +30,14 @@ State = dict[str, Any]
 
 def state_of(step: int, variant: int = 0) -> State:
     """The state of a step: tensors of several dtypes and shapes, and what is no tensor. The same in every process."""
-    generator = torch.Generator().manual_seed(step * 1000 + variant)
+    generator = torch.Generator("cpu").manual_seed(step * 1000 + variant)
+    plain: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
     return {
-        "weight": torch.randn(300, 77, generator=generator),
-        "half": torch.randn(1000, generator=generator).to(torch.bfloat16),
-        "mask": torch.rand(33, generator=generator) > 0.5,
-        "scalar": torch.tensor(step),
-        "empty": torch.empty(0, 3),
+        "weight": torch.randn(300, 77, generator=generator, **plain),
+        "half": torch.randn(1000, generator=generator, **plain).to(torch.bfloat16),
+        "mask": torch.rand(33, generator=generator, **plain) > 0.5,
+        "scalar": torch.tensor(step, device="cpu", dtype=torch.int64),
+        "empty": torch.empty(0, 3, **plain),
         "plain": {"step": step, "variant": variant, "names": ["a", "b"]},
     }
 
@@ -97,6 +99,26 @@ def save_once(report: Any, door: type[Door], base: Path, steps: list[int], varia
     opened.close()
 
 
+def round_trips(report: Any, door: type[Door], root: Path) -> None:
+    """Save and load under each setting, once as the program goes on and once as it is started again."""
+    for number, (name, setting) in enumerate(SETTINGS.items()):
+        base = root / f"job-{number}"
+        states = {step: state_of(step) for step in (1, 2)}
+        for last_run in (False, True):
+            with setting():
+                opened = door(base)
+                try:
+                    if not last_run:
+                        opened.save(1, states[1])
+                        opened.save(2, states[2])
+                    found = opened.load_latest()
+                finally:
+                    opened.close()
+            assert found is not None, f"{name}: nothing was found"
+            assert found[0] == 2, f"{name}: step {found[0]}"
+            assert same(found[1], states[2]), f"{name}: another state"
+
+
 def save_for_ever(report: Any, door: type[Door], base: Path, first: int) -> None:
     """Save step after step until killed."""
     opened = door(base)
@@ -148,6 +170,9 @@ class Conformance:
         call(save_once, self.door, base, [7, 8], 0)
         call(save_once, self.door, base, [6], 1)
         self.expect(base, 6, 1)
+
+    def test_a_round_trip_under_every_default_and_mode_of_torch(self, tmpfs: Path) -> None:
+        call(round_trips, self.door, tmpfs)
 
     @pytest.mark.slow
     def test_a_kill_loses_nothing_that_was_committed(self, base: Path) -> None:

@@ -182,7 +182,7 @@ class Arena:
 
         with torch.inference_mode(False):  # as `tensor`
             if begin == end:
-                return torch.empty(tuple(shape), dtype=dtype)
+                return torch.empty(tuple(shape), dtype=dtype, device="cpu")
             piece = torch.frombuffer(self._mmap, dtype=torch.uint8, count=end - begin, offset=begin)
             return piece.view(dtype).view(tuple(shape))
 

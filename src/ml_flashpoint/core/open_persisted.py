@@ -68,8 +68,10 @@ class StreamedObject(ObjectReader):
         """See the base class."""
         entry = self.entry(key)
         content = self._file.read(entry.begin, entry.end)
-        flat = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
-        return typed_view(flat, 0, entry.nbytes, torch_dtype(entry.dtype), entry.shape)
+        dtype = torch_dtype(entry.dtype)
+        if not content:
+            return torch.empty(entry.shape, dtype=dtype, device="cpu")
+        return typed_view(torch.frombuffer(content, dtype=torch.uint8), 0, entry.nbytes, dtype, entry.shape)
 
     def rows(self, key: str, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
         """See the base class."""

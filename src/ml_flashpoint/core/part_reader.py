@@ -71,7 +71,9 @@ class ObjectReader:
         else:
             self._buffer = self._room()
             self._present = set()
-        self._data = torch.frombuffer(self._buffer, dtype=torch.uint8) if record.size else torch.empty(0)
+        self._data = torch.empty(0, dtype=torch.uint8, device="cpu")
+        if record.size:
+            self._data = torch.frombuffer(self._buffer, dtype=torch.uint8)
         self._layout: Layout | None = None
 
     def _room(self) -> memoryview:

@@ -90,7 +90,7 @@ def _captured() -> bytes:
     version, numbers, gauss = random.getstate()
     state = {
         "torch": torch.get_rng_state(),
-        "python": (version, torch.tensor(numbers), gauss),
+        "python": (version, torch.tensor(numbers, dtype=torch.int64, device="cpu"), gauss),
         "numpy": (kind, torch.from_numpy(np.asarray(key).astype(np.int64)), *rest),
     }
     stream = io.BytesIO()

@@ -24,6 +24,7 @@ from ml_flashpoint.core.overlap import Owned
 from ml_flashpoint.core.picking import NamedTensors, elements
 from ml_flashpoint.format.errors import NotStagedError, SaveError
 from ml_flashpoint.staging.copy import view_identity
+from ml_flashpoint.staging.plain_modes import plain_modes
 from ml_flashpoint.staging.state_dict_stager import check_storable, is_plain_strided, materialized, whole_copy
 
 _IMMUTABLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -203,7 +204,8 @@ class LocalPlan:
                 check_storable(tensor, ".".join(map(str, path)))
         planner = DefaultSavePlanner()
         planner.set_up_planner(dict(state), is_coordinator=coordinator)
-        self.plan: SavePlan = planner.create_local_plan()
+        with plain_modes():
+            self.plan: SavePlan = planner.create_local_plan()
         self.structure = Structure(leaves)
         self.sources: list[_Source] = []
         for item in self.plan.items:

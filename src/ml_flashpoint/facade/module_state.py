@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ml_flashpoint.staging.copy import view_identity
+from ml_flashpoint.staging.plain_modes import plain_modes
 from ml_flashpoint.staging.state_dict_stager import is_plain_strided
 
 _log = logging.getLogger(__name__)
@@ -104,6 +105,10 @@ class ModuleState:
 
     def current(self) -> dict[str, Any]:
         """The state dict, of references; also what a checkpoint is loaded into."""
+        with plain_modes():
+            return self._current()
+
+    def _current(self) -> dict[str, Any]:
         # FSDP's own `state_dict()` gathers everything: not even to be tried.
         sharded = any(isinstance(part, FullyShardedDataParallel) for part in self.module.modules())
         own = None if sharded else _unwrapped(self.module).state_dict()
@@ -122,7 +127,9 @@ class ModuleState:
 
     def load(self, state: dict[str, Any]) -> None:
         """Hand a loaded state dict, the one that :meth:`current` gave, to the module."""
-        if state:
+        if not state:
+            return
+        with plain_modes():
             set_model_state_dict(self.module if self._keys is None else _unwrapped(self.module), state)
 
 

@@ -46,10 +46,8 @@ def add_places(name: str, state: dict[str, Any], metadata: Metadata, parameters:
 def _place(value: object, kind: str | int, entry: object, parameter: torch.Tensor | None) -> object:
     """What to load an item into, if that is another thing than what is there; `_NOTHING` if there is none."""
     is_tensor = isinstance(entry, TensorStorageMetadata)
-    if value is not _NOTHING and isinstance(value, torch.Tensor) is is_tensor:
-        sharded = isinstance(value, (DTensor, ShardedTensor))
-        if not isinstance(entry, TensorStorageMetadata) or sharded or getattr(value, "shape", None) == entry.size:
-            return _NOTHING
+    if value is not _NOTHING and isinstance(value, torch.Tensor) is is_tensor and _fits(value, entry):
+        return _NOTHING
     if not isinstance(entry, TensorStorageMetadata):
         return None
     dtype, is_element = entry.properties.dtype, not entry.size
@@ -60,6 +58,15 @@ def _place(value: object, kind: str | int, entry: object, parameter: torch.Tenso
     # Optimizers keep numbers of steps on the CPU. All else is given to the parameter's device by them, too.
     device = "cpu" if parameter is None or kind == "step" else parameter.device
     return torch.empty(entry.size, dtype=dtype, device=device)
+
+
+def _fits(value: object, entry: object) -> bool:
+    """Whether a value of the right kind can be loaded into. Elements also need the dtype that was saved: a number of
+    steps has the default dtype of the program that made it."""
+    if not isinstance(entry, TensorStorageMetadata) or isinstance(value, (DTensor, ShardedTensor)):
+        return True
+    assert isinstance(value, torch.Tensor)
+    return value.shape == entry.size and (bool(entry.size) or value.dtype == entry.properties.dtype)
 
 
 def _found(state: Any, path: tuple[str | int, ...]) -> object:

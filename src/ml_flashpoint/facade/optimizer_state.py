@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from ml_flashpoint.facade.optimizer_places import add_places
 from ml_flashpoint.format.errors import LoadError
+from ml_flashpoint.staging.plain_modes import plain_modes
 
 _log = logging.getLogger(__name__)
 
@@ -176,7 +177,7 @@ class OptimizerState:
         names = dict.fromkeys([*loaded, *self._absent, *without])
         filled = {name: {**self._absent.get(name, {}), **loaded.get(name, {})} for name in names}
         complete: Any = {"state": filled, "param_groups": state["param_groups"]}
-        with _not_frozen(self._parameters[name] for name in filled if name in self._parameters):
+        with plain_modes(), _not_frozen(self._parameters[name] for name in filled if name in self._parameters):
             set_optimizer_state_dict(self._root, self.optimizer, complete)
         for name, values in filled.items():
             if (parameter := self._parameters.get(name)) is None:
@@ -191,6 +192,11 @@ class OptimizerState:
             if not held:
                 del self.optimizer.state[parameter]
         self._absent, self._parameters = {}, {}
+
+    def load_whole(self, state: Any) -> None:
+        """Hand the optimizer a state that was saved whole."""
+        with plain_modes():
+            self.optimizer.load_state_dict(state)
 
     def forget(self) -> None:
         """Back to an optimizer that has not stepped: what :meth:`current` made goes away."""
@@ -237,7 +243,8 @@ def _not_frozen(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def _by_torch(root: nn.Module, optimizer: Optimizer) -> _State:
-    state: Any = get_optimizer_state_dict(root, optimizer)
+    with plain_modes():
+        state: Any = get_optimizer_state_dict(root, optimizer)
     return {"state": state["state"], "param_groups": state["param_groups"]}
 
 

@@ -22,6 +22,7 @@ from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace
 from ml_flashpoint.core.save_identity import SaveIdentity, common_identity
 from ml_flashpoint.facade.failures import as_flashpoint_error
 from ml_flashpoint.format.errors import FlashpointError, SaveError
+from ml_flashpoint.staging.plain_modes import plain_modes
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
 # What torch's own writer says; torch 2.6 has none.
@@ -158,7 +159,8 @@ class PlanAgreement:
         """
         if self._metadata is None:
             # The shares overlap no more, so torch's planner only puts them together.
-            _, metadata = DefaultSavePlanner().create_global_plan(self._shares)
+            with plain_modes():
+                _, metadata = DefaultSavePlanner().create_global_plan(self._shares)
             metadata.storage_data = {
                 item.index: ItemPlace(rank, key)
                 for rank, share in enumerate(self._shares)

@@ -30,6 +30,7 @@ from ml_flashpoint.facade.rng_state import new_seed, seed_of, seeded_rng_state
 from ml_flashpoint.facade.tracked_state import RNG, LoadTarget, TrackedState, rank_key
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import ReshardError
+from ml_flashpoint.staging.plain_modes import plain_modes
 from ml_flashpoint.staging.state_dict_stager import is_plain_strided
 from ml_flashpoint.staging.torch_dtypes import bytes_of
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal, load_archive
@@ -86,7 +87,8 @@ class Resharding:
         if share:
             planner.set_up_planner(state, metadata, False)
             reader.set_up_storage_reader(metadata, False)
-            reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
+            with plain_modes():
+                reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
         digests: dict[str, dict[int, str]] = {}
         seeds: dict[str, int] = {}
         places = set()
@@ -112,7 +114,8 @@ class Resharding:
         return name in self._tracked.names and name not in self._target.structured
 
     def _load(self, name: str, raw: bytes, device_of: Callable[[str], torch.device] | None = None) -> Any:
-        return load_archive(raw, name, path=str(self._version), allowed=self._safe_globals, device_of=device_of)
+        with plain_modes():
+            return load_archive(raw, name, path=str(self._version), allowed=self._safe_globals, device_of=device_of)
 
     # ---- with the reports of all ranks ----------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from ml_flashpoint.format.errors import LoadError, NothingLoadableError, Reshard
 from ml_flashpoint.format.failure_kinds import Blame
 from ml_flashpoint.ranks.lasting_group import LastingGroup
 from ml_flashpoint.ranks.rank_group import RankGroup
+from ml_flashpoint.staging.plain_modes import plain_modes
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
 
@@ -219,11 +220,13 @@ class StateLoader:
 
     def _run_dcp(self, target: LoadTarget, reader: MemoryStorageReader, planner: FacadeLoadPlanner) -> None:
         if self._group is None:
-            load(target.state, storage_reader=reader, planner=planner)
+            with plain_modes():
+                load(target.state, storage_reader=reader, planner=planner)
             return
         groups = [self._group.await_group()]
         try:
-            load(target.state, storage_reader=reader, planner=planner, process_group=groups[0])
+            with plain_modes():
+                load(target.state, storage_reader=reader, planner=planner, process_group=groups[0])
         except Exception as error:  # other than a `CheckpointException`, which tells all ranks
             self._group.broke(groups.pop(), error)  # others may wait in it
             if isinstance(error, RuntimeError):

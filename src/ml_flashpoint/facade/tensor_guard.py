@@ -57,20 +57,21 @@ def _compared(tensors: Sequence[torch.Tensor]) -> Guard:
 @functools.cache
 def _answers_rightly() -> bool:
     """Whether torch's guards are there, and notice all that counts."""
+    zeros = functools.partial(torch.zeros, dtype=torch.float32, device="cpu")
     try:
-        one, other = torch.zeros(2, 3), torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+        one, other = zeros(2, 3), torch.nn.Parameter(zeros(3, dtype=torch.complex64))
         check = _compiled([one, other])
-        alike = [torch.ones(2, 3), torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))]
+        alike = [zeros(2, 3).fill_(1), torch.nn.Parameter(zeros(3, dtype=torch.complex64).fill_(1))]
         if not check([one, other]) or not check(alike):
             return False
         frozen = torch.nn.Parameter(other.detach(), requires_grad=False)
         lazy = torch.nn.Parameter(other.detach().conj())
         others = [
-            [torch.zeros(3, 2), other],
-            [torch.zeros(2, 3).double(), other],
-            [torch.zeros(3, 2).t(), other],
-            [torch.zeros(2, 3).to_sparse(), other],
-            [torch.zeros(2, 3, device="meta"), other],
+            [zeros(3, 2), other],
+            [zeros(2, 3).double(), other],
+            [zeros(3, 2).t(), other],
+            [zeros(2, 3).to_sparse(), other],
+            [zeros(2, 3, device="meta"), other],
             [torch.nn.Parameter(one, requires_grad=False), other],
             [one, frozen],
             [one, lazy],

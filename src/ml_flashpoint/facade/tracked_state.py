@@ -377,7 +377,7 @@ class TrackedState:
             if name in target.structured:
                 optimizer.load(target.state[name])
             elif not target.imported:
-                optimizer.optimizer.load_state_dict(states[name])
+                optimizer.load_whole(states[name])
         if target.imported:
             return
         for name, other in self._others.items():

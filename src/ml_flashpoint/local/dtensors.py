@@ -102,12 +102,14 @@ class Meshes:
             if not ranks.all_ok(key in self._known):
                 device_type, mesh, names = json.loads(key)
                 self._known[key] = DeviceMesh(
-                    device_type, torch.tensor(mesh), mesh_dim_names=tuple(names) if names else None
+                    device_type,
+                    torch.tensor(mesh, dtype=torch.int64, device="cpu"),
+                    mesh_dim_names=tuple(names) if names else None,
                 )
 
 
 def _members(key: MeshKey) -> list[int]:
-    ranks = torch.tensor(json.loads(key)[1]).flatten().tolist()
+    ranks = torch.tensor(json.loads(key)[1], dtype=torch.int64, device="cpu").flatten().tolist()
     return [int(rank) for rank in ranks]
 
 

@@ -121,13 +121,13 @@ class RankGroup:
         """Every rank's bytes, in rank order, by two collectives. Ranks that have nothing (``b""``) cost nothing."""
         if not self.distributed:
             return [blob]
-        sizes = torch.zeros(self.world_size, dtype=torch.int64)
+        sizes = torch.zeros(self.world_size, dtype=torch.int64, device="cpu")
         sizes[self.rank] = len(blob)
         self._run("gather", lambda group: dist.all_reduce(sizes, group=group), sizes)
         ends = list(itertools.accumulate(self._checked(size, rank) for rank, size in enumerate(sizes.tolist())))
         begins = [0, *ends[:-1]]
         # Each rank fills its own range of one buffer. Other than by an all-gather, no range is padded to the longest.
-        data = torch.zeros(ends[-1], dtype=torch.uint8)
+        data = torch.zeros(ends[-1], dtype=torch.uint8, device="cpu")
         if blob:
             data[begins[self.rank] : ends[self.rank]] = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
         if ends[-1]:
@@ -139,7 +139,7 @@ class RankGroup:
         """The bytes of rank ``source``, on every rank; what other ranks pass does not matter."""
         if not self.distributed:
             return blob
-        size = torch.tensor([len(blob)], dtype=torch.int64)
+        size = torch.tensor([len(blob)], dtype=torch.int64, device="cpu")
         self._run("broadcast", lambda group: dist.broadcast(size, src=source, group=group), size)
         return self._send(blob if source == self.rank else None, source, int(size.item()))
 
@@ -200,7 +200,7 @@ class RankGroup:
         """Elementwise minimum over all ranks."""
         if not self.distributed:
             return values
-        data = torch.tensor(values, dtype=torch.int64)
+        data = torch.tensor(values, dtype=torch.int64, device="cpu")
         self._run(what, lambda group: dist.all_reduce(data, op=dist.ReduceOp.MIN, group=group), data)
         return tuple(data.tolist())
 
@@ -270,7 +270,8 @@ class Agreement:
         if self._group is None:
             return values
         self.was_asked = False
-        data = self._last = torch.tensor(values, dtype=torch.int64)  # kept for the same reason as in `RankGroup`
+        data = torch.tensor(values, dtype=torch.int64, device="cpu")
+        self._last = data  # kept for the same reason as in `RankGroup`
 
         def ask(group: dist.ProcessGroup) -> None:
             self.was_asked = True

@@ -235,10 +235,10 @@ class Transfer:
             self._plain[number] = lane.plain(lane.move, source, dtype)
             host = target
             if not _is_plain(target):
-                host = torch.empty(target.shape, dtype=target.dtype)
+                host = torch.empty(target.shape, dtype=target.dtype, device="cpu")
                 self._after.append((target, host))
         else:
-            host = torch.empty(source.shape, dtype=target.dtype)
+            host = torch.empty(source.shape, dtype=target.dtype, device="cpu")
             self._copy_on_host([host], [source])
             self._slots.append(host)
             if not _is_plain(target):

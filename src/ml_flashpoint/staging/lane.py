@@ -164,9 +164,9 @@ class Lane:
         and wait for themselves."""
         with torch.cuda.device(self.device), torch.inference_mode(False):
             try:
-                return torch.empty(nbytes, dtype=torch.uint8, pin_memory=nbytes >= _WORTH_LOCKING)
+                return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=nbytes >= _WORTH_LOCKING)
             except RuntimeError:
-                return torch.empty(nbytes, dtype=torch.uint8)
+                return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 class Lanes:

@@ -47,7 +47,7 @@ def storage(data: memoryview, dtype: torch.dtype, numel: Any, device: torch.devi
     """
     if type(numel) is not int or not 0 <= numel * dtype.itemsize <= len(data):
         raise ValueError(f"a storage of {len(data)} bytes does not hold {numel} {dtype}")
-    octets = torch.empty(len(data), dtype=torch.uint8)
+    octets = torch.empty(len(data), dtype=torch.uint8, device="cpu")
     if len(data):
         octets.numpy().data.cast("B")[:] = data
     held = octets.to(device).untyped_storage()
@@ -128,7 +128,10 @@ def _quantized(
     if len(quantizer) == 4:
         _, scales, zero_points, axis = quantizer
         expected = (size[axis],) if type(axis) is int and 0 <= axis < len(size) else None
-        if any(tuple(torch.as_tensor(each).shape) != expected for each in (scales, zero_points)):
+        if any(
+            tuple(torch.as_tensor(each, dtype=torch.float64, device="cpu").shape) != expected
+            for each in (scales, zero_points)
+        ):
             raise ValueError("a quantized tensor without a scale for each channel")
     made = torch._utils._rebuild_qtensor(held, offset, size, stride, quantizer, False, hooks or {})  # type: ignore[no-untyped-call]
     return _finished(made, requires_grad, hooks)
@@ -142,9 +145,20 @@ def _sparse(layout: Any, data: Any) -> torch.Tensor:
         raise ValueError(f"no sparse tensor has size {size}")
     if layout is not torch.sparse_coo:
         first, second = indices
-        return torch.sparse_compressed_tensor(first, second, values, tuple(size), layout=layout, check_invariants=True)
+        return torch.sparse_compressed_tensor(
+            first,
+            second,
+            values,
+            tuple(size),
+            dtype=values.dtype,
+            device=values.device,
+            layout=layout,
+            check_invariants=True,
+        )
     coalesced: dict[str, Any] = {"is_coalesced": bool(data[3])} if len(data) > 3 and data[3] is not None else {}
-    return torch.sparse_coo_tensor(indices[0], values, tuple(size), check_invariants=True, **coalesced)
+    return torch.sparse_coo_tensor(
+        indices[0], values, tuple(size), dtype=values.dtype, device=values.device, check_invariants=True, **coalesced
+    )
 
 
 def _nested(buffer: Any, sizes: Any, strides: Any, offsets: Any) -> torch.Tensor:

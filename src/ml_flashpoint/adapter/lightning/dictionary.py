@@ -221,7 +221,7 @@ class DictionaryState(TrackedState):
 def _empty(metadata: Metadata, prefix: str) -> dict[str, torch.Tensor]:
     """New tensors for all that the checkpoint has below a name."""
     return {
-        key.removeprefix(prefix): torch.empty(entry.size, dtype=entry.properties.dtype)
+        key.removeprefix(prefix): torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
         for key, entry in metadata.state_dict_metadata.items()
         if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
     }

@@ -207,7 +207,7 @@ class VersionItems:
             return found
         dtype = torch_dtype(entry.dtype)
         if not entry.nbytes:
-            return torch.empty(entry.shape, dtype=dtype)
+            return torch.empty(entry.shape, dtype=dtype, device="cpu")
         octets = torch.frombuffer(reader.bytes_of(key), dtype=torch.uint8)
         return typed_view(octets, 0, entry.nbytes, dtype, entry.shape)
 
@@ -227,7 +227,7 @@ class VersionItems:
         if first.shape == size and (not to_disk or first.layout is not torch.strided):
             return first
         if not nbytes:
-            return torch.empty(size, dtype=dtype)
+            return torch.empty(size, dtype=dtype, device="cpu")
         path = scratch / secrets.token_hex(8)
         flat = torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
         path.unlink()

@@ -150,7 +150,7 @@ def _send(base: Path, ranks: RankGroup, megabytes: int, deadline_s: float) -> li
     with _removed_afterwards(beside, ranks), _noted(errors), events.subscribe(note, beside):
         engine = CheckpointEngine(beside, discard_existing=True)
         try:
-            tensor = torch.ones(size, dtype=torch.uint8)
+            tensor = torch.ones(size, dtype=torch.uint8, device="cpu")
             for step in range(_SAVES):  # the first ones make arenas, here and at peers
                 # Where one fails on this rank, the others wait for its later ones all the same.
                 with _noted(errors):

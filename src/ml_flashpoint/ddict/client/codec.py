@@ -220,7 +220,7 @@ def tensor_at(buffer: Buffer, begin: int, nbytes: int, dtype: str, shape: tuple[
     """The tensor whose bytes lie there, in memory that may be written to: a view."""
     its = torch_dtype(dtype)
     if not nbytes:
-        return torch.empty(shape, dtype=its)
+        return torch.empty(shape, dtype=its, device="cpu")
     # From the buffer each, so that its storage is no larger than itself: whoever saves or sends it, saves only that.
     tensor = torch.frombuffer(buffer, dtype=its, count=nbytes // its.itemsize, offset=begin)
     return tensor if len(shape) == 1 else tensor.view(shape)

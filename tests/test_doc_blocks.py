@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +47,7 @@ _RUN_HERE: list[tuple[str, str]] = [
     ("object-format.md", "open_version("),
     ("object-format.md", "safe_open("),
     ("export.md", "export_version("),
+    ("export.md", "version.state_dict("),
     ("operations.md", "events.subscribe("),
     ("local-checkpointing.md", "LazyCliqueReplicationStrategy("),
     ("local-checkpointing.md", "AsyncCallsQueue()"),
@@ -168,6 +170,10 @@ def test_versions_are_read_from_outside(names: dict[str, Any], tmpfs: Path, monk
     assert found["made"].step == 60
     (exported,) = (tmpfs / "exports").rglob("*.safetensors")
     assert torch.equal(load_file(exported)["layer.weight"], weight)
+    again = copy.deepcopy(names["model"])
+    nn.init.zeros_(again.layer.weight)
+    exec(block("export.md", "version.state_dict(", root), {"model": again})
+    assert torch.equal(again.layer.weight, weight)
     (part,) = (root / "job-145/step-60_ckpt").glob("*.safetensors")
     exec(
         block("object-format.md", "safe_open(", root).replace(

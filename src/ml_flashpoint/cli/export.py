@@ -39,7 +39,7 @@ def export(
         return
     print(f"exported step {made.step} to {made.path}: {made.tensors} tensors")
     if made.left_out:
-        print(f"left out, being no tensors: {', '.join(made.left_out)}", file=sys.stderr)
+        print(f"left out, since the format has no place for it: {', '.join(made.left_out)}", file=sys.stderr)
 
 
 def read_names(path: str) -> dict[str, str]:

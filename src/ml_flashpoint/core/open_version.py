@@ -148,10 +148,11 @@ def hold_version(base: str | os.PathLike[str], step: int | None = None, *, parti
         UnreadableError: that cannot be known just now: one that cannot be read may be the one that is meant.
         DamagedError: there is nothing but what cannot be read for good.
     """
-    return _opened(HeldVersion, Path(base), step, partial)
+    return opened(HeldVersion, Path(base), step, partial)
 
 
-def _opened(kind: Callable[[Path, list[Manifest]], _Held], base: Path, step: int | None, partial: bool) -> _Held:
+def opened(kind: Callable[[Path, list[Manifest]], _Held], base: Path, step: int | None, partial: bool) -> _Held:
+    """What `hold_version` returns, of another kind."""
     return if_kept(lambda: kind(base, _choose(base, step, partial)), step)
 
 
@@ -241,7 +242,7 @@ def open_version(base: str | os.PathLike[str], step: int | None = None, *, parti
 
     Args, raises: as `hold_version`.
     """
-    return _opened(OpenVersion, Path(base), step, partial)
+    return opened(OpenVersion, Path(base), step, partial)
 
 
 def hold_parts(

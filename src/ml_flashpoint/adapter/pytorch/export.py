@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -19,11 +20,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ml_flashpoint.adapter.pytorch.version_items import Progress, VersionItems, open_items
 from ml_flashpoint.core.arguments import checked_choice
@@ -40,6 +43,9 @@ FORMATS: Final = ("dcp", "safetensors", "torch", "hf")
 SHARD_BYTES: Final = 4 << 30
 """Bytes of a safetensors file, about."""
 _DCP_FILE_BYTES: Final = 1 << 30
+_READ: Final = frozenset({bool, int, float, complex, str, bytes, type(None)})
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ class Exported:
         step: of the version.
         tensors: how many.
         nbytes: bytes of these tensors.
-        left_out: names of what the format has no place for.
+        left_out: names of what the format has no place for, or its readers would refuse.
     """
 
     path: Path
@@ -81,9 +87,9 @@ def export_version(
         step: which version; by default the newest that is whole, and if that goes meanwhile, the newest then.
         format: ``"dcp"`` (``dcp.load`` with a ``FileSystemReader`` reads it), ``"safetensors"`` (tensors only, in files
             named as Hugging Face does, with an index), ``"hf"`` (the same, of a model only: what `prefix` or
-            `names` select) or ``"torch"`` (a nested dict, by ``torch.save``).
-        prefix: only names that start so, without it: ``"model."``, for a model's own names. Not for ``"dcp"``; for
-            ``"torch"``, the dict has then no other dicts in it.
+            `names` select) or ``"torch"`` (a nested dict, by ``torch.save``, which ``torch.load`` reads with
+            ``weights_only=True``: NumPy's arrays become tensors, and what it would refuse is left out).
+        prefix: only names that start so, without it: ``"model."``, for a model's own names. Not for ``"dcp"``.
         names: only these names, each by another one: a model's, by those of another library. Instead of a prefix.
         shard_bytes: for ``"safetensors"``, bytes of a file, about; a larger tensor has a file of its own.
         progress: called with how many bytes of tensors are written, of how many.
@@ -266,17 +272,43 @@ def _write_torch(version: VersionItems, folder: Path, shard_bytes: int) -> tuple
     """A nested dict, as it was saved."""
     made, scratch = folder / "made", folder / "scratch"
     scratch.mkdir()
-    flat = {
-        fqn: version.tensor(fqn, scratch, on_disk=True) if fqn in version.tensors else version.value(fqn)
-        for fqn in version.names
-    }
+    flat: dict[str, Any] = {}
+    left_out = []
+    for fqn in version.names:
+        if fqn in version.tensors:
+            flat[fqn] = version.tensor(fqn, scratch, on_disk=True)
+            continue
+        value = version.value(fqn)
+        try:
+            flat[fqn] = _as_torch_reads(value)
+        except Exception as error:  # of whatever kind torch, NumPy or a type raises
+            _log.warning("%r is left out, since torch.load(weights_only=True) would refuse it: %s", fqn, error)
+            left_out.append(version.short(fqn))
     nested = unflatten_state_dict(flat, {fqn: version.path_of(fqn) for fqn in flat})
     with open(made, "wb") as file:
         torch.save(nested, file)
         file.flush()
         os.fsync(file.fileno())
     version.written(version.nbytes)
-    return made, []
+    return made, left_out
+
+
+def _as_torch_reads(value: Any) -> Any:
+    """A value with tensors in the place of NumPy's arrays, and Python's numbers in the place of NumPy's.
+
+    Raises:
+        Exception: torch.load(weights_only=True) would refuse it.
+    """
+    if type(value) in _READ:
+        return value
+    if any(isinstance(leaf, (np.ndarray, np.generic)) for leaf in tree_leaves(value)):
+        value = tree_map_only(np.ndarray, lambda array: torch.from_numpy(array.copy()), value)
+        value = tree_map_only(np.generic, lambda number: number.item(), value)
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    torch.load(stream, weights_only=True)
+    return value
 
 
 def _no_place(format: str, fqn: str, kind: str) -> LoadError:

@@ -122,10 +122,15 @@ class VersionItems:
     """
 
     def __init__(
-        self, parts: Mapping[int, Parts], prefix: str, progress: Progress, names: Mapping[str, str] | None = None
+        self,
+        parts: Mapping[int, Parts],
+        prefix: str,
+        progress: Progress = lambda done, total: None,
+        names: Mapping[str, str] | None = None,
     ) -> None:
         any_part = next(iter(parts.values()))
         self.step, self._parts, self._progress, self._done = any_part.step, parts, progress, 0
+        self._path = any_part.path
         self._loader = _HeldLoader(parts)
         reader = MemoryStorageReader(any_part.path, self._loader, trust_bytes=True)
         self.metadata: Metadata = reader.read_metadata()
@@ -146,9 +151,12 @@ class VersionItems:
                 raise InvalidArgumentError(
                     f"the checkpoint has none of {len(missing)} names", argument="names", value=missing
                 )
-        self._is_nested = not prefix and names is None
+        self._prefix = prefix if names is None else None
         if prefix and not self._short:
-            raise InvalidArgumentError("no name in the checkpoint starts so", argument="prefix", value=prefix)
+            first = ", ".join(dict.fromkeys(f"{fqn.partition('.')[0]}." for fqn in order))
+            raise InvalidArgumentError(
+                "no name in the checkpoint starts so", argument="prefix", value=prefix, hint=f"names start with {first}"
+            )
         named = {fqn: described[fqn] for fqn in self._short}
         self.names = list(named)
         self.tensors = {fqn: each for fqn, each in named.items() if isinstance(each, TensorStorageMetadata)}
@@ -176,8 +184,9 @@ class VersionItems:
         return self._short[fqn]
 
     def path_of(self, fqn: str) -> tuple[str | int, ...]:
-        """Where it is in the nested state; of a part of that, names are all that is left."""
-        return self._paths.get(fqn, (fqn,)) if self._is_nested else (self.short(fqn),)
+        """Where it is in the nested state, below the prefix."""
+        short = (self.short(fqn),)
+        return short if self._prefix is None else _below(self._prefix, self._paths.get(fqn, (fqn,))) or short
 
     def written(self, nbytes: int) -> None:
         """Take note that so many bytes of tensors are written."""
@@ -211,11 +220,11 @@ class VersionItems:
         octets = torch.frombuffer(reader.bytes_of(key), dtype=torch.uint8)
         return typed_view(octets, 0, entry.nbytes, dtype, entry.shape)
 
-    def tensor(self, fqn: str, scratch: Path, *, on_disk: bool = False) -> torch.Tensor:
-        """A whole tensor. One of several parts is put together in a file, not in memory.
+    def tensor(self, fqn: str, scratch: Path | None = None, *, on_disk: bool = False) -> torch.Tensor:
+        """A whole tensor: a view of what was saved where it has one part, else put together of its parts.
 
         Args:
-            scratch: a folder for such files.
+            scratch: a folder for files, in which tensors are put together; in memory if there is none.
             on_disk: the tensor is kept for long: in a file, if it would take memory.
         """
         wanted = self.tensors[fqn]
@@ -228,10 +237,13 @@ class VersionItems:
             return first
         if not nbytes:
             return torch.empty(size, dtype=dtype, device="cpu")
-        path = scratch / secrets.token_hex(8)
-        flat = torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
-        path.unlink()
-        whole = typed_view(flat, 0, nbytes, dtype, size)
+        if scratch is None:
+            whole = torch.empty(size, dtype=dtype, device="cpu")
+        else:
+            path = scratch / secrets.token_hex(8)
+            flat = torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
+            path.unlink()
+            whole = typed_view(flat, 0, nbytes, dtype, size)
         for index in places:
             chunk = first if index is places[0] else self.stored(index)
             box = tuple(slice(at, at + n) for at, n in zip(index.offset or (), chunk.shape, strict=True))
@@ -240,6 +252,23 @@ class VersionItems:
 
     def _find(self, index: MetadataIndex) -> tuple[ObjectReader, str]:
         place = self.items.get(index)
-        if place is None or place.rank not in self._parts:
-            raise ObjectNotFoundError(f"the checkpoint has no {index}")
+        if place is None:
+            raise ObjectNotFoundError(f"the checkpoint has no {index}", step=self.step)
+        if place.rank not in self._parts:
+            raise ObjectNotFoundError(
+                f"the part that has {index.fqn!r} is not here", step=self.step, rank=place.rank, path=self._path
+            )
         return self._parts[place.rank].reader(place.rank), place.key
+
+
+def _below(prefix: str, path: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    """The rest of a path whose name starts so; nothing, if the prefix ends where no name can begin."""
+    while prefix and path:
+        first = str(path[0])
+        if prefix.startswith(f"{first}."):
+            prefix, path = prefix[len(first) + 1 :], path[1:]
+        elif first.startswith(prefix) and first != prefix:
+            return first[len(prefix) :], *path[1:]
+        else:
+            return ()
+    return path

@@ -296,8 +296,8 @@ class Flashpoint(KeptVersions, Readings):
         to come. May be called again during training, to go back to the newest version.
 
         Args:
-            fallback: called on all ranks when memory has no version to load; loads the state from elsewhere and
-                returns the number of steps done, or None for 0. Not together with ``step``.
+            fallback: called on all ranks when memory has no version, or none that is sound; loads the state from
+                elsewhere and returns the number of steps done, or None for 0. Not together with ``step``.
             step: load the version of this step, or of the pin with this label, or raise. What is newer is left: no
                 `resume` finds it again, except by its step, as long as it is there (until the next save, or pinned).
 
@@ -308,9 +308,10 @@ class Flashpoint(KeptVersions, Readings):
         Raises:
             ReshardError: the newest version is of another number of ranks, and nothing says what becomes of what
                 each of them had of its own. Names it, on all ranks; nothing older is loaded, nor the fallback called.
-            LoadError: there are versions, and none could be loaded (`NothingLoadableError`) or they do not fit the
-                tracked objects, and no fallback. Going on from step 0 would in the end overwrite them. May be called
-                again: nothing is remembered of what failed. Or there is no version of ``step``: names those there are.
+            LoadError: there is a version that does not fit the tracked objects, whatever the fallback: lists all
+                differences. Or there are versions, none could be loaded (`NothingLoadableError`), and no fallback.
+                Going on would in the end overwrite them. May be called again: nothing is remembered of what failed. Or
+                there is no version of ``step``: names those there are.
             CapacityError: the filesystem is too small.
             InvalidArgumentError: ``fallback`` cannot be called.
             FlashpointError: ranks lost each other, or their fallbacks returned different steps.

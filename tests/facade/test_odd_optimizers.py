@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from ml_flashpoint import Flashpoint
+from ml_flashpoint.format.errors import LoadError
 from tests.support.loops import assert_same_state, resumed, save
 
 STEPS, LATER = 5, 3
@@ -104,6 +105,81 @@ def _plain(value: Any) -> Any:
     return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
+def _one_group(model: nn.Sequential, extra: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"params": list(model.parameters()), **extra}]
+
+
+def _empty_first(model: nn.Sequential, extra: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"params": [], **extra}, {"params": list(model.parameters())}]
+
+
+def _empty_everywhere(model: nn.Sequential, extra: dict[str, Any]) -> list[dict[str, Any]]:
+    one, other = (list(part.parameters()) for part in model)
+    return [{"params": [], **extra}, {"params": one}, {"params": []}, {"params": other, **extra}, {"params": []}]
+
+
+def _all_empty(model: nn.Sequential, extra: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"params": [], **extra}, {"params": []}]
+
+
+def _decayed(model: nn.Sequential, extra: dict[str, Any]) -> list[dict[str, Any]]:
+    weights = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    return [{"params": weights, **extra}, {"params": [p for p in model.parameters() if p.dim() < 2]}]
+
+
+_ALL = (_one_group, _empty_first, _empty_everywhere, _all_empty, _decayed)
+_GROUPED = [
+    *((torch.optim.AdamW, groups) for groups in _ALL),
+    (torch.optim.SGD, _empty_first),
+    (torch.optim.LBFGS, _one_group),
+]
+
+
+@pytest.mark.parametrize(("make", "groups"), _GROUPED)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_all_hyper_parameters_of_every_group_come_back(
+    base: Path, make: Any, groups: Callable[[nn.Sequential, dict[str, Any]], list[dict[str, Any]]], steps: int
+) -> None:
+    def build(**options: Any) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        return model, make(groups(model, options), lr=torch.tensor(0.1) if make is torch.optim.AdamW else 0.1)
+
+    def step(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+        def loss() -> torch.Tensor:
+            optimizer.zero_grad()
+            value = model(torch.ones(3, 4)).square().sum()
+            value.backward()
+            return value
+
+        optimizer.step(loss)  # type: ignore[arg-type]
+
+    model, optimizer = build(lr=0.01)
+    for _ in range(steps):
+        step(model, optimizer)
+    for number, group in enumerate(optimizer.param_groups):
+        group.update({"lr": group["lr"] * (number + 2), "of_a_schedule": [number, {"at": 0.5}]})
+    save(base, model=model, optimizer=optimizer)
+    fresh, restored = build()
+    assert resumed(base, model=fresh, optimizer=restored) == 1
+    assert_same_state(restored, optimizer)
+    step(model, optimizer)
+    step(fresh, restored)
+    assert_same_state(restored, optimizer)
+    assert all(map(torch.equal, model.parameters(), fresh.parameters()))
+
+
+def test_groups_that_were_divided_otherwise(base: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(_decayed(model, {"weight_decay": 0.5}))
+    save(base, model=model, optimizer=optimizer)
+    swapped = torch.optim.AdamW(_decayed(model, {})[::-1])
+    assert resumed(base, model=model, optimizer=swapped) == 1
+    assert [group["weight_decay"] for group in swapped.param_groups] == [0.01, 0.5]
+    mixed = torch.optim.AdamW([{"params": part.parameters()} for part in model])
+    with pytest.raises(LoadError, match="group 0 of optimizer 'optimizer' has parameters of groups 0 and 1"):
+        resumed(base, model=model, optimizer=mixed)
+
+
 class WithClosure(torch.optim.Optimizer):
     """One that takes no step by itself, as those that look for flat minima."""
 
@@ -156,8 +232,8 @@ def test_a_failed_load_leaves_such_an_optimizer_as_it_was(base: Path) -> None:
     save(base, model=model, optimizer=optimizer)
     fresh = nn.Linear(4, 3)
     restored = WithClosure(fresh.parameters())
-    with Flashpoint(base) as fp:
-        assert fp.track(model=fresh, optimizer=restored).resume(fallback=lambda: 0) == 0
+    with pytest.raises(LoadError, match="does not fit"):
+        resumed(base, model=fresh, optimizer=restored)
     assert not restored.state
     assert restored.param_groups[0]["lr"] == 0.1
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,17 @@ from ml_flashpoint.format.errors import (
     LoadError,
     NothingLoadableError,
 )
-from tests.support.loops import Stored, damage, resumed, save, saved_twice, trained_model, versions
+from tests.support.loops import (
+    Stored,
+    assert_same_state,
+    damage,
+    resumed,
+    save,
+    saved_twice,
+    state_of,
+    trained_model,
+    versions,
+)
 from tests.workers.training import Job
 
 
@@ -145,12 +157,90 @@ def test_another_program_does_not_bury_what_is_saved(base: Path) -> None:
     assert torch.equal(torch.get_rng_state(), generators)
     with pytest.raises(LoadError, match="no state of 'other'"):
         resumed(base, **saved, stored=Stored(), other=Stored())
-    with pytest.raises(LoadError, match=r"no place for, such as 'model\.bias'"):
+    with pytest.raises(LoadError, match=r"has model\.bias, for which there is no place"):
         resumed(base, model=nn.Linear(4, 2, bias=False), stored=Stored())
-    with Flashpoint(base) as fp:
-        fp.track(model=model, stored=Stored())
-        assert fp.resume(fallback=lambda: 3) == 3
     assert resumed(base, **saved, stored=Stored()) == 1
+
+
+class _Layers(nn.Module):
+    def __init__(self, **widths: int) -> None:
+        super().__init__()
+        for name, width in widths.items():
+            self.add_module(name, nn.Linear(4, width))
+
+
+def test_a_changed_program_is_told_of_all_differences_whatever_its_fallback(base: Path) -> None:
+    saved = _Layers(kept=2, wider=2, renamed=2)
+    save(base, model=saved, optimizer=torch.optim.SGD(saved.parameters(), lr=0.1), stored=Stored(1))
+    changed = _Layers(kept=2, wider=3, called=2)
+    weight = changed.kept.weight.detach().clone()
+    tracked = {"model": changed, "optimizer": torch.optim.Adagrad(changed.parameters()), "other": Stored()}
+    fallback = Stored(0)
+    with Flashpoint(base) as fp, pytest.raises(LoadError, match="step-1_ckpt does not fit what is tracked") as caught:
+        fp.track(**tracked).resume(lambda: fallback.load_state_dict({"value": 40}))
+    for told in (
+        "no state of 'other'",
+        "model.called.weight, model.called.bias, optimizer.param_groups.0.lr_decay",
+        "optimizer.param_groups.0.initial_accumulator_value",
+        "has model.renamed.weight, model.renamed.bias",
+        "model.wider.weight has the shape (3, 4), and had (2, 4) when it was saved",
+        "model.wider.bias has the shape (3,), and had (2,)",
+        "discard_existing=True",
+    ):
+        assert told in str(caught.value)
+    assert "kept" not in str(caught.value)
+    assert (fallback.value, versions(base)) == (0, [1])
+    assert torch.equal(changed.kept.weight, weight)
+    with Flashpoint(base, discard_existing=True) as fp:
+        assert fp.track(**tracked).resume(lambda: 40) == 40
+    assert versions(base) == []
+
+
+_MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adamw": torch.optim.AdamW,
+    "adamax": torch.optim.Adamax,
+    "lbfgs": torch.optim.LBFGS,
+    "adagrad": torch.optim.Adagrad,
+}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "lacking"),
+    [
+        ("sgd", "adamw", "param_groups.0.betas"),
+        ("momentum", "adamw", "param_groups.0.betas"),
+        ("adamw", "adamax", "state.weight.exp_inf, optimizer.state.bias.exp_inf"),
+        ("adamw", "momentum", "param_groups.0.momentum"),
+        ("adamax", "adagrad", "state.weight.sum"),
+        ("lbfgs", "momentum", "param_groups.0.momentum"),
+    ],
+)
+def test_an_optimizer_of_another_class_is_told_what_the_checkpoint_lacks(
+    base: Path, before: str, now: str, lacking: str
+) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = _MAKERS[before](model.parameters())
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        value = model(torch.ones(3, 4)).square().sum()
+        value.backward()
+        return value
+
+    for _ in range(2):
+        optimizer.step(loss)  # type: ignore[arg-type]
+    save(base, model=model, optimizer=optimizer)
+    other = nn.Linear(4, 2)
+    changed = _MAKERS[now](other.parameters())
+    had = state_of(changed)
+    with pytest.raises(LoadError, match="lacks .*optimizer." + re.escape(lacking)):
+        resumed(base, model=other, optimizer=changed)
+    assert state_of(changed).keys() == had.keys()
+    again = _MAKERS[before](other.parameters())
+    assert resumed(base, model=other, optimizer=again) == 1
+    assert_same_state(again, optimizer)
 
 
 def test_an_older_version_that_happens_to_fit_does_not_bury_a_newer_one(base: Path) -> None:

@@ -65,7 +65,7 @@ def test_optimizer_that_has_not_stepped_is_not_made_to(base: Path) -> None:
         fp.wait()
         assert not optimizer.state
     stepped = trained(model, torch.optim.AdamW)
-    assert resumed(base, model=nn.Linear(4, 2), optimizer=stepped) == 0
+    assert resumed(base, model=model, optimizer=stepped) == 0
     assert not stepped.state
 
 

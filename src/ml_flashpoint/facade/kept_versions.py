@@ -112,6 +112,8 @@ class KeptVersions:
             self._engine.unasked = True
             self._engine.leave_newer()
             self._saves.last_saved = None
+        if outcome.version is None:
+            outcome.refuse_to_bury(rank)
         return outcome
 
 

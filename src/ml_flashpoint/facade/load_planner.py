@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
+from ml_flashpoint.facade.fit import AS_SAVED, unplaced
 from ml_flashpoint.facade.packed_state import PACKED
 from ml_flashpoint.format.errors import LoadError
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal, load_archive
@@ -54,16 +54,8 @@ class FacadeLoadPlanner(DefaultLoadPlanner):
         """On the coordinator: check that no tensor of a tracked object stays behind."""
         wanted = {item.dest_index.fqn for plan in global_plan for item in plan.items}
         assert self.metadata is not None
-        left = [
-            key
-            for key, entry in self.metadata.state_dict_metadata.items()
-            if key not in wanted and key.partition(".")[0] in self._structured and not _is_empty(entry)
-        ]
-        if left:
-            raise LoadError(
-                f"the checkpoint has {len(left)} items that the tracked objects have no place for, such as {left[0]!r}",
-                hint="the model or optimizer differs from the one that was saved",
-            )
+        if left := unplaced(self.metadata, self._structured, wanted):
+            raise LoadError(f"the checkpoint has {', '.join(left)}, for which there is no place", hint=AS_SAVED)
         return super().create_global_plan(global_plan)
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
@@ -86,7 +78,3 @@ class FacadeLoadPlanner(DefaultLoadPlanner):
             self.packed[fqn] = loaded
         else:
             set_element(self.original_state_dict, self.mappings[fqn], loaded)
-
-
-def _is_empty(entry: object) -> bool:
-    return isinstance(entry, TensorStorageMetadata) and entry.size.numel() == 0

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ml_flashpoint.facade.fit import AS_SAVED
 from ml_flashpoint.facade.optimizer_places import add_places
 from ml_flashpoint.format.errors import LoadError
 from ml_flashpoint.staging.plain_modes import plain_modes
@@ -37,10 +38,15 @@ class OptimizerState:
     Args:
         name: what it is tracked as.
         modules: the modules tracked beside it, by name. May still grow.
+
+    Attributes:
+        lacking: names of items that the optimizer has, as a program that has just started makes it, and that the
+            checkpoint of the latest :meth:`current` lacks although it has other state of their parameters.
     """
 
     def __init__(self, name: str, optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> None:
         self.optimizer = optimizer
+        self.lacking: list[str] = []
         self._name = name
         self._modules = modules
         # What was found out about these parameters in modules of these names, and holds until one of them changes.
@@ -53,17 +59,18 @@ class OptimizerState:
         # At loading: state that the optimizer starts with and the checkpoint lacks, by parameter and key.
         self._absent: dict[str, _State] = {}
         self._parameters: dict[str, torch.Tensor] = {}
+        # Whether this program has saved or loaded it: its own earlier versions may lack what has come since.
+        self._is_under_way = False
 
     def to_save(self, names: list[list[str]]) -> _State | None:
         """The state by parameter names: references, not copies. None if it has to be saved whole.
 
-        An optimizer that has not stepped yet is saved whole too: torch's function would make it step.
-
         Args:
             names: of all that is saved of each tracked module: parameters may get other names and stay what they are.
         """
-        if not self.optimizer.state:
-            return None
+        self._is_under_way = True
+        if not self.optimizer.state and type(self.optimizer).state_dict is not Optimizer.state_dict:
+            return None  # what it gives cannot be compared with what torch's function gives, which would make it step
         parameters = _parameters(self.optimizer)
         # Names may go on to other parameters, and be the same ones.
         modules = self._modules.values()
@@ -78,14 +85,14 @@ class OptimizerState:
             return None
         assert self._root is not None
         if self._names is None:
-            return _by_torch(self._root, self.optimizer)
+            return _by_torch(self._root, self.optimizer) if self.optimizer.state else None
         return _named(self.optimizer.state_dict(), self._names)
 
     @property
     def names(self) -> list[str] | None:
         """Names of the parameters, in the order of the groups, if the latest :meth:`to_save` gave the optimizer's own
         ``state_dict()`` with these in the place of numbers."""
-        return self._names if self._nameable and self.optimizer.state else None
+        return self._names if self._nameable else None
 
     def _examine(self, parameters: list[torch.Tensor]) -> None:
         self._examined, self._names = parameters, None
@@ -104,9 +111,10 @@ class OptimizerState:
         assert self._root is not None
         if _has_flat_parameters(self._root):
             return
-        theirs = _by_torch(self._root, self.optimizer)
-        names = _names_in(theirs)
-        if len(names) == len(parameters) and _is_same(_named(self.optimizer.state_dict(), names), theirs):
+        names = _names_of(self._root, self.optimizer)
+        if not self.optimizer.state or _is_same(
+            _named(self.optimizer.state_dict(), names), _by_torch(self._root, self.optimizer)
+        ):
             self._names = names
 
     # ---- loading ------------------------------------------------------------------------------------------
@@ -127,16 +135,18 @@ class OptimizerState:
         state = self._by_torch_or_empty(root, parameters)
         names = _names_in(state)
         self._parameters = dict(zip(names, parameters, strict=False)) if len(names) == len(parameters) else {}
-        self._absent = {}
+        self._absent, self.lacking = {}, []
         present: dict[str, _State] = {}
-        keys = metadata.state_dict_metadata
+        keys, saved = metadata.state_dict_metadata, self._saved_with_state(metadata)
         for name, values in state["state"].items():
             kept = {k: v for k, v in values.items() if self._is_saved(f"{self._name}.state.{name}.{k}", v, keys)}
+            if name in saved and not self._is_under_way:
+                self.lacking += [f"{self._name}.state.{name}.{key}" for key in values if key not in kept]
             if len(kept) < len(values) or not values:
                 self._absent[name] = {k: v for k, v in values.items() if k not in kept}
             if kept:
                 present[name] = kept
-        target = {"state": present, "param_groups": state["param_groups"]}
+        target = {"state": present, "param_groups": [_unshared(group) for group in state["param_groups"]]}
         if not _has_flat_parameters(root):
             add_places(self._name, target, metadata, self._parameters)
         return target
@@ -164,12 +174,61 @@ class OptimizerState:
             optimizer.state[parameter] = {}  # torch takes it for made, now and when it is loaded
         return _by_torch(root, optimizer)
 
+    def _saved_with_state(self, metadata: Metadata) -> set[str | int]:
+        """Names of the parameters that the checkpoint has any state of."""
+        paths: Iterable[tuple[str | int, ...]] = (metadata.planner_data or {}).values()
+        return {path[2] for path in paths if len(path) > 3 and path[:2] == (self._name, "state")}
+
     @staticmethod
     def _is_saved(key: str, value: object, keys: Mapping[str, object]) -> bool:
         return key in keys or isinstance(value, (dict, list, tuple))
 
     def load(self, state: _State) -> None:
-        """Hand loaded state, as :meth:`current` gave it, to the optimizer."""
+        """Hand loaded state, as :meth:`current` gave it, to the optimizer.
+
+        Raises:
+            LoadError: parameters of one group come from groups with other hyper-parameters.
+        """
+        assert self._root is not None
+        self._is_under_way = True
+        if _has_flat_parameters(self._root):
+            self._load_flat(state)
+            return
+        loaded: dict[str, _State] = state["state"]
+        with plain_modes():
+            # Names take the place of numbers: all that counts is that groups and state call a parameter the same.
+            self.optimizer.load_state_dict({"state": loaded, "param_groups": self._groups(state["param_groups"])})
+        self._keep_dtypes(loaded)
+        self._absent, self._parameters = {}, {}
+
+    def _keep_dtypes(self, loaded: Mapping[str, _State]) -> None:
+        """Give state back whose bits were lost: optimizers convert it to the parameter's dtype."""
+        for name, values in loaded.items():
+            if name in self._parameters:
+                held = self.optimizer.state[self._parameters[name]]
+                for key, value in values.items():
+                    if isinstance(value, torch.Tensor) and key in held and held[key].dtype != value.dtype:
+                        held[key] = value
+
+    def _groups(self, saved: list[_State]) -> list[_State]:
+        """The groups that there are, with all hyper-parameters as they were saved: those of the group that had the same
+        parameters, or of the one in the same place if a group has none."""
+        group_of = {name: index for index, group in enumerate(saved) for name in group["params"]}
+        groups: list[_State] = []
+        for index, group in enumerate(group_state(self.optimizer.param_groups, list(self._parameters))):
+            names = group["params"]
+            first, *others = dict.fromkeys(group_of[name] for name in names if name in group_of) or [index]
+            if not all(_is_alike(saved[first], saved[other]) for other in others):
+                raise LoadError(
+                    f"group {index} of optimizer {self._name!r} has parameters of groups {first} and {others[0]} of the"
+                    " saved one, which had other hyper-parameters",
+                    hint=AS_SAVED,
+                )
+            groups.append({**saved[first], "params": names})
+        return groups
+
+    def _load_flat(self, state: _State) -> None:
+        """Load parameters that FSDP has flattened, which only torch's function knows to take apart."""
         assert self._root is not None
         loaded: dict[str, _State] = state["state"]
         # Torch insists on state for every parameter. What the checkpoint lacks goes in, and is removed again.
@@ -179,22 +238,33 @@ class OptimizerState:
         complete: Any = {"state": filled, "param_groups": state["param_groups"]}
         with plain_modes(), _not_frozen(self._parameters[name] for name in filled if name in self._parameters):
             set_optimizer_state_dict(self._root, self.optimizer, complete)
-        for name, values in filled.items():
+        self._keep_dtypes(filled)
+        for name in filled:
             if (parameter := self._parameters.get(name)) is None:
                 continue
             held = self.optimizer.state[parameter]
             for key in self._absent.get(name, {}):
                 held.pop(key, None)
-            for key, value in values.items():
-                # Optimizers convert state to the parameter's dtype, which loses bits of what was saved.
-                if isinstance(value, torch.Tensor) and key in held and held[key].dtype != value.dtype:
-                    held[key] = value
             if not held:
                 del self.optimizer.state[parameter]
         self._absent, self._parameters = {}, {}
 
     def load_whole(self, state: Any) -> None:
-        """Hand the optimizer a state that was saved whole."""
+        """Hand the optimizer a state that was saved whole.
+
+        Raises:
+            LoadError: it was another optimizer's, and lacks what this one needs.
+        """
+        groups = state.get("param_groups") if isinstance(state, dict) else None
+        if isinstance(groups, list) and all(isinstance(group, dict) for group in groups):
+            lacking = [
+                f"{self._name}.param_groups.{index}.{key}"
+                for index, (own, saved) in enumerate(zip(self.optimizer.param_groups, groups, strict=False))
+                for key in own
+                if key not in saved
+            ]
+            if lacking:
+                raise LoadError(f"the checkpoint lacks {', '.join(lacking)}", hint=AS_SAVED)
         with plain_modes():
             self.optimizer.load_state_dict(state)
 
@@ -246,6 +316,41 @@ def _by_torch(root: nn.Module, optimizer: Optimizer) -> _State:
     with plain_modes():
         state: Any = get_optimizer_state_dict(root, optimizer)
     return {"state": state["state"], "param_groups": state["param_groups"]}
+
+
+class _Names(Optimizer):
+    """An optimizer that does nothing, of the parameters of another one, to be told their names.
+
+    Args:
+        of: the other one.
+    """
+
+    def __init__(self, of: Optimizer) -> None:
+        super().__init__([{"params": group["params"]} for group in of.param_groups], {})
+        for parameter in _parameters(of):
+            self.state[parameter] = {}  # torch takes it for made, and has it take no step
+
+    def step(self, closure: Any = None) -> None:
+        """Do nothing."""
+
+
+def _names_of(root: nn.Module, optimizer: Optimizer) -> list[str]:
+    """Names of an optimizer's parameters, in the order of its groups."""
+    return _names_in(_by_torch(root, _Names(optimizer))) if _parameters(optimizer) else []
+
+
+def _unshared(group: _State) -> _State:
+    """A group with tensors of its own: groups share those that are defaults, such as a learning rate."""
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
+
+
+def _is_alike(one: _State, other: _State) -> bool:
+    """Whether two groups have the same hyper-parameters."""
+    return one.keys() == other.keys() and all(
+        torch.equal(value, other[key]) if isinstance(value, torch.Tensor) else value == other[key]
+        for key, value in one.items()
+        if key != "params"
+    )
 
 
 def _names_in(state: _State) -> list[str]:

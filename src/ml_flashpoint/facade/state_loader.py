@@ -30,6 +30,8 @@ from ml_flashpoint.ranks.rank_group import RankGroup
 from ml_flashpoint.staging.plain_modes import plain_modes
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
+_ANEW = "to start anew, use another base container"
+
 
 @dataclass(slots=True)
 class LoadOutcome:
@@ -89,18 +91,27 @@ class LoadOutcome:
             in_part = " (and was loaded in part)" if any(failure.touched for failure in self.failures) else ""
             raise LoadError(f"the version cannot be loaded{in_part}: {self.why()}", rank=rank)
 
+    def refuse_to_bury(self, rank: int) -> None:
+        """Called when nothing was loaded, and training would go on from elsewhere.
+
+        Raises:
+            LoadError: there is a sound version, and the program has changed so that it cannot take it.
+        """
+        for failure in self.failures:
+            if failure.is_misfit:
+                raise LoadError(
+                    f"version {failure.version} does not fit what is tracked: {failure.text}",
+                    rank=rank,
+                    hint=f"{_ANEW}, or pass discard_existing=True to the constructor",
+                )
+
     def refuse_to_start_anew(self, rank: int) -> None:
         """Called when nothing was loaded and training would start from nothing.
 
         Raises:
             LoadError: there are versions that this would bury, or the tracked objects are half loaded.
         """
-        hint = "to start anew, use another base container, pass fallback=, or discard_existing=True to the constructor"
-        misfit = next((failure for failure in self.failures if failure.is_misfit), None)
-        if misfit is not None:
-            raise LoadError(
-                f"version {misfit.version} does not fit what is tracked: {misfit.text}", rank=rank, hint=hint
-            )
+        hint = f"{_ANEW}, pass fallback=, or discard_existing=True to the constructor"
         touched = next((failure for failure in self.failures if failure.touched), None)
         if touched is not None:
             raise LoadError(

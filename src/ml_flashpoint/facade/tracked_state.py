@@ -35,6 +35,7 @@ from torch.utils.data import DataLoader
 
 from ml_flashpoint.adapter.pytorch.storage_data import IMPORTED
 from ml_flashpoint.core.picking import Joined
+from ml_flashpoint.facade.fit import check_fit
 from ml_flashpoint.facade.loader_pass import Through
 from ml_flashpoint.facade.loader_state import LoaderBatches, LoaderState
 from ml_flashpoint.facade.module_state import ModuleState, freeze_parameters
@@ -309,14 +310,17 @@ class TrackedState:
         if saved_by != self.world_size:
             for rank, name in packed:
                 packed_by.setdefault(rank, set()).add(name)
-        self._compare(packed_names.union(structured, *packed_by.values()), imported=imported)
+        without_state = self._without_state(packed_names.union(structured, *packed_by.values()), imported=imported)
         state: dict[str, Any] = {}
         for name, module in self._module_states.items():
-            if tensors := module.current():
+            if name not in without_state and (tensors := module.current()):
                 state[name] = tensors
+        lacking: list[str] = []
         for name, optimizer in self._optimizers.items():
             if name in structured:
                 state[name] = optimizer.current(metadata)
+                lacking += optimizer.lacking
+        check_fit(state, metadata, without_state=without_state, lacking=lacking)
         wanted = packed_names & {RNG, FROZEN, *self._optimizers, *self._others}
         if wanted:
             state[PACKED] = {rank_key(source_rank): dict.fromkeys(wanted, PackedState())}
@@ -339,7 +343,8 @@ class TrackedState:
         """
         return value
 
-    def _compare(self, saved: set[str], *, imported: bool) -> None:
+    def _without_state(self, saved: set[str], *, imported: bool) -> list[str]:
+        """Names of what is tracked and was not saved, or not as the same thing."""
         # A module without any parameter or buffer leaves no trace in a checkpoint.
         lacking = sorted({*self._optimizers, *self._others} - saved)
         if imported and lacking:
@@ -348,14 +353,9 @@ class TrackedState:
         lacking += sorted(
             name for name, module in self._module_states.items() if name not in saved and module.current()
         )
-        if lacking:
-            raise LoadError(
-                f"the checkpoint has no state of {', '.join(map(repr, lacking))}",
-                rank=self.rank,
-                hint="track what was tracked when it was saved",
-            )
         if extra := sorted(saved - {*self.names, RNG, FROZEN}):
             _log.warning("the checkpoint also has state of %s, which is not tracked now", ", ".join(map(repr, extra)))
+        return lacking
 
     def apply(self, target: LoadTarget, packed: Mapping[str, Any]) -> None:
         """Give every object what was loaded: modules, optimizers, the others in the order of tracking, generators.

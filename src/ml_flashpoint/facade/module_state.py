@@ -27,6 +27,8 @@ from ml_flashpoint.staging.state_dict_stager import is_plain_strided
 
 _log = logging.getLogger(__name__)
 
+_COMPILED = "_orig_mod"
+"""The attribute of a compiled module in which the module itself is."""
 _WRAPPERS = re.compile(r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 
 
@@ -79,6 +81,7 @@ class ModuleState:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._keys: list[str] | None = None
+        self._theirs: dict[str, str] = {}  # names that torch's function gives, by ours
         self._is_own = False
         self.left_out: tuple[object, ...] = ()
         self._parameters: list[tuple[str, nn.Parameter]] | None = None
@@ -92,8 +95,7 @@ class ModuleState:
         state, self._parameters = self.current(), None
         if isinstance(self.module, DistributedDataParallel) and dist.get_rank(self.module.process_group) != 0:
             buffers = _unwrapped(self.module).named_buffers(remove_duplicate=False)
-            # A compiled submodule's are named by the wrapper, in which they are saved without it.
-            names = [name if name in state else name.replace("_orig_mod.", "") for name, _ in buffers]
+            names = [uncompiled(name) for name, _ in buffers]
             left_out = [(name, state.pop(name)) for name in names if name in state]
             self.left_out = tuple((name, buffer.dtype, buffer.shape) for name, buffer in left_out)
         return state
@@ -115,10 +117,15 @@ class ModuleState:
         self._is_own = own is not None and (not own or list(own) == self._keys)
         if own is not None and self._is_own:
             return own
-        state = get_model_state_dict(self.module)
+        state = self._by_our_names(get_model_state_dict(self.module))
         self._keys = list(own) if own is not None and _is_same(own, state) else None
         self._is_own = self._keys is not None
         return state if self._keys is None or own is None else own
+
+    def _by_our_names(self, theirs: dict[str, Any]) -> dict[str, Any]:
+        """What torch's function gives, whatever is compiled. It keeps that in the names below some wrappers."""
+        self._theirs = {uncompiled(name): name for name in theirs}
+        return {name: theirs[given] for name, given in self._theirs.items()}
 
     @property
     def own(self) -> nn.Module | None:
@@ -130,14 +137,22 @@ class ModuleState:
         if not state:
             return
         with plain_modes():
-            set_model_state_dict(self.module if self._keys is None else _unwrapped(self.module), state)
+            if self._keys is None:
+                set_model_state_dict(self.module, {self._theirs.get(name, name): each for name, each in state.items()})
+            else:
+                set_model_state_dict(_unwrapped(self.module), state)
+
+
+def uncompiled(name: str) -> str:
+    """The name of a parameter or buffer as if no module was compiled."""
+    return ".".join(part for part in name.split(".") if part != _COMPILED) if _COMPILED in name else name
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
     while True:
         if isinstance(module, DistributedDataParallel):
             module = module.module
-        elif isinstance(compiled := getattr(module, "_orig_mod", None), nn.Module):
+        elif isinstance(compiled := getattr(module, _COMPILED, None), nn.Module):
             module = compiled
         else:
             return module

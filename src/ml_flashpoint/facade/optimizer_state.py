@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ml_flashpoint.facade.fit import AS_SAVED
+from ml_flashpoint.facade.module_state import uncompiled
 from ml_flashpoint.facade.optimizer_places import add_places
 from ml_flashpoint.format.errors import LoadError
 from ml_flashpoint.staging.plain_modes import plain_modes
@@ -315,7 +316,12 @@ def _not_frozen(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 def _by_torch(root: nn.Module, optimizer: Optimizer) -> _State:
     with plain_modes():
         state: Any = get_optimizer_state_dict(root, optimizer)
-    return {"state": state["state"], "param_groups": state["param_groups"]}
+    return {
+        "state": {uncompiled(name): values for name, values in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [uncompiled(name) for name in group["params"]]} for group in state["param_groups"]
+        ],
+    }
 
 
 class _Names(Optimizer):
@@ -330,7 +336,7 @@ class _Names(Optimizer):
         for parameter in _parameters(of):
             self.state[parameter] = {}  # torch takes it for made, and has it take no step
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         """Do nothing."""
 
 

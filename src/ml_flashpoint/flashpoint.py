@@ -332,7 +332,7 @@ class Flashpoint(KeptVersions, Readings):
                 _log.error("falling back, and what is in memory will be overwritten: %s", why)
             step, source = fall_back(self._ranks, fallback), "fallback"
         else:
-            outcome.refuse_to_start_anew(self._ranks.rank)
+            outcome.refuse_to_start_anew()
             step, source = 0, "nothing"
         self._steps = step
         self._engine.go_on_from(step)

@@ -174,6 +174,15 @@ def test_rank_that_cannot_load_makes_all_step_back(tmpfs: Path) -> None:
     assert call_team(worker.recount, tmpfs, 2, {1: 2}) == [(1, 1, ("step-2_ckpt",))] * 2
 
 
+@pytest.mark.parametrize(
+    ("how", "why"), [("refused", "cannot be restored"), ("another shape", "(8, 9), and had (8, 8)")]
+)
+def test_a_failed_load_names_the_rank_that_failed_on_all(tmpfs: Path, how: str, why: str) -> None:
+    for told in call_team(worker.load_in_vain, tmpfs, 3, 2, how):
+        assert [rank for rank, _ in told] == [2, 2, 2]
+        assert all(why in text and "rank 2" in text for _, text in told)
+
+
 def test_structure_that_changes_on_one_rank(tmpfs: Path) -> None:
     for result in call_team(worker.grow_on_one_rank, tmpfs, 2):
         assert result["found"] == result["saved"] == 6, result["error"]

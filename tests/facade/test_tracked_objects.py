@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from ml_flashpoint import Flashpoint
+from ml_flashpoint import Flashpoint, open_version
 from tests.support.loops import Stored, assert_same_state, resumed, save, state_of, trained
 
 
@@ -67,6 +68,53 @@ def test_optimizer_that_has_not_stepped_is_not_made_to(base: Path) -> None:
     stepped = trained(model, torch.optim.AdamW)
     assert resumed(base, model=model, optimizer=stepped) == 0
     assert not stepped.state
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+
+def _compiled(module: nn.Module) -> Any:
+    return torch.compile(module, backend="eager")
+
+
+_WRAPPED: dict[str, Callable[[], nn.Module]] = {
+    "plain": lambda: nn.Sequential(_Block(), nn.Linear(4, 2)),
+    "compiled": lambda: _compiled(nn.Sequential(_Block(), nn.Linear(4, 2))),
+    "blocks compiled": lambda: nn.Sequential(_compiled(_Block()), nn.Linear(4, 2)),
+    "compiled blocks checkpointed": lambda: nn.Sequential(checkpoint_wrapper(_compiled(_Block())), nn.Linear(4, 2)),
+    "checkpointed blocks compiled": lambda: nn.Sequential(_compiled(checkpoint_wrapper(_Block())), nn.Linear(4, 2)),
+    "everything": lambda: _compiled(nn.Sequential(checkpoint_wrapper(_compiled(_Block())), nn.Linear(4, 2))),
+}
+
+
+def test_a_resume_with_or_without_compile_finds_the_same_names(base: Path) -> None:
+    def made(wrapped: Callable[[], nn.Module]) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = wrapped()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        for buffer in model.buffers():
+            buffer.add_(torch.ones_like(buffer))
+        return model, optimizer
+
+    names = set()
+    for name, wrapped in _WRAPPED.items():
+        model, optimizer = made(wrapped)
+        folder = base.with_name(name.replace(" ", "-"))
+        save(folder, model=model, optimizer=optimizer)
+        with open_version(folder) as version:
+            names.add(frozenset(version.state_dict("model.")))
+        for other in _WRAPPED.values():
+            restored, its = made(other)
+            assert resumed(folder, model=restored, optimizer=its) == 1
+            assert all(map(torch.equal, model.parameters(), restored.parameters()))
+            assert all(map(torch.equal, model.buffers(), restored.buffers()))
+            assert_same_state(its, optimizer)
+    assert names == {frozenset(_WRAPPED["plain"]().state_dict())}
 
 
 def test_parameters_without_optimizer_state_get_none(base: Path) -> None:

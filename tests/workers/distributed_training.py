@@ -111,6 +111,23 @@ def recount(report: Report, rank: int, refuses: dict[int, int]) -> tuple[int, in
         return step, counter.value, fp.last_recovery.discarded
 
 
+def load_in_vain(report: Report, rank: int, culprit: int, how: str) -> list[tuple[int | None, str]]:
+    """Saves, then resumes in ways that fail on one rank only; the rank that each error names, and its text."""
+    with Flashpoint(base(), deadline_s=30, strict=True) as fp:
+        fp.track(counter=Counter(), model=nn.Linear(8, 8)).save(1)
+    told = []
+    mine = rank == culprit
+    counter = Counter(refuses=0 if mine and how == "refused" else -1)
+    model = nn.Linear(9 if mine and how == "another shape" else 8, 8)
+    for options in ({}, {"step": 1}, {"fallback": lambda: 0}):
+        with Flashpoint(base(), deadline_s=30) as fp:
+            try:
+                fp.track(counter=counter, model=model).resume(**options)  # type: ignore[arg-type]
+            except FlashpointError as error:
+                told.append((error.rank, str(error)))
+    return told
+
+
 def grow_on_one_rank(report: Report, rank: int) -> dict[str, Any]:
     """The structure of the state changes on rank 1 only, in mid-training. Then all is restored."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -66,7 +66,7 @@ class JointLoad:
     Args:
         loader: the engine's loader.
         ranks: who votes.
-        explain: what is to blame for an error, and a line about it.
+        causes: what an error consists of, by the rank that it came from; by -1 where that is this one.
         errors: what a step may fail with.
 
     Attributes:
@@ -78,12 +78,12 @@ class JointLoad:
         self,
         loader: MLFlashpointCheckpointLoader,
         ranks: RankGroup,
-        explain: Callable[[BaseException], tuple[Blame, str]] = lambda error: (blame_of(error), text_of(error)),
+        causes: Callable[[BaseException], Mapping[int, BaseException]] = lambda error: {-1: error},
         errors: tuple[type[BaseException], ...] = (Exception,),
     ) -> None:
         self._loader = loader
         self._ranks = ranks
-        self._explain = explain
+        self._causes = causes
         self._errors = errors
         self.failures: list[LoadFailure] = []
         self.cause: BaseException | None = None
@@ -157,10 +157,15 @@ class JointLoad:
             result.append(action())
         except self._errors as caught:
             error = caught
-            report = json.dumps([*self._explain(caught), touched()]).encode()
-        reports = {rank: json.loads(blob) for rank, blob in enumerate(self._ranks.gather(report)) if blob}
+            report = json.dumps([*self._blamed(caught), touched()]).encode()
+        reports = [json.loads(blob) for blob in self._ranks.gather(report) if blob]
         if not reports:
             return result[0]
-        rank, (blame, text, _) = max(reports.items(), key=lambda each: (each[1][0], -each[0]))
-        anywhere = any(each[2] for each in reports.values())
+        blame, rank, text, _ = max(reports, key=lambda each: (each[0], -each[1]))
+        anywhere = any(each[3] for each in reports)
         raise FailedStepError(LoadFailure(version.name, rank, str(text), Blame(blame), anywhere)) from error
+
+    def _blamed(self, error: BaseException) -> tuple[Blame, int, str]:
+        """What is to blame for an error, the rank that it came from, and a line about it."""
+        rank, cause = max(self._causes(error).items(), key=lambda each: (blame_of(each[1]), -each[0]))
+        return blame_of(cause), self._ranks.rank if rank < 0 else rank, text_of(cause)

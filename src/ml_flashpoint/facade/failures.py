@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ml_flashpoint.format.errors import FlashpointError, SaveError
-from ml_flashpoint.format.failure_kinds import Blame, blame_of
 from ml_flashpoint.format.failure_kinds import text_of as text_of_one
 
 
@@ -21,12 +20,6 @@ def text_of(causes: dict[int, BaseException]) -> str:
     rank, cause = next(iter(causes.items()), (-1, SaveError("unknown")))
     text = text_of_one(cause)
     return text if rank < 0 else f"rank {rank}: {text}"
-
-
-def explain(error: BaseException) -> tuple[Blame, str]:
-    """What is to blame for an error of a load, and a line about it."""
-    rank, cause = max(causes_of(error).items(), key=lambda each: (blame_of(each[1]), -each[0]))
-    return blame_of(cause), text_of({rank: cause})
 
 
 def as_flashpoint_error(causes: dict[int, BaseException], *, step: int, rank: int) -> FlashpointError:

@@ -105,7 +105,7 @@ class KeptVersions:
                 for each in fresh:
                     each.forget()
                 restore_rng_state(generators)
-        outcome.refuse_to_decide(rank)
+        outcome.refuse_to_decide()
         if wanted is not None:
             outcome.refuse_to_miss(rank)
             # Where it cannot be recorded, the state is another one than that of the steps counted: not to be saved.
@@ -113,7 +113,7 @@ class KeptVersions:
             self._engine.leave_newer()
             self._saves.last_saved = None
         if outcome.version is None:
-            outcome.refuse_to_bury(rank)
+            outcome.refuse_to_bury()
         return outcome
 
 

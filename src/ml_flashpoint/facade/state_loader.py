@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
 from ml_flashpoint.core.joint_load import JointLoad, LoadFailure
 from ml_flashpoint.core.loader import MLFlashpointCheckpointLoader
-from ml_flashpoint.facade.failures import explain
+from ml_flashpoint.facade.failures import causes_of
 from ml_flashpoint.facade.health import Recovery, Source
 from ml_flashpoint.facade.load_planner import FacadeLoadPlanner
 from ml_flashpoint.facade.packed_state import PACKED
@@ -71,7 +71,7 @@ class LoadOutcome:
             discarded=self.discarded,
         )
 
-    def refuse_to_decide(self, rank: int) -> None:
+    def refuse_to_decide(self) -> None:
         """Called when nothing was loaded, before anything else is: the user has to decide first.
 
         Raises:
@@ -79,7 +79,7 @@ class LoadOutcome:
         """
         for failure in self.failures:
             if failure.blame is Blame.CHOICE:
-                raise ReshardError(f"version {failure.version} cannot be loaded yet: {failure.text}", rank=rank)
+                raise ReshardError(f"version {failure.version} cannot be loaded yet: {failure.text}", rank=failure.rank)
 
     def refuse_to_miss(self, rank: int) -> None:
         """Called when one version was asked for.
@@ -89,9 +89,10 @@ class LoadOutcome:
         """
         if self.version is None:
             in_part = " (and was loaded in part)" if any(failure.touched for failure in self.failures) else ""
-            raise LoadError(f"the version cannot be loaded{in_part}: {self.why()}", rank=rank)
+            failed = self.failures[0].rank if self.failures else rank
+            raise LoadError(f"the version cannot be loaded{in_part}: {self.why()}", rank=failed)
 
-    def refuse_to_bury(self, rank: int) -> None:
+    def refuse_to_bury(self) -> None:
         """Called when nothing was loaded, and training would go on from elsewhere.
 
         Raises:
@@ -101,11 +102,11 @@ class LoadOutcome:
             if failure.is_misfit:
                 raise LoadError(
                     f"version {failure.version} does not fit what is tracked: {failure.text}",
-                    rank=rank,
+                    rank=failure.rank,
                     hint=f"{_ANEW}, or pass discard_existing=True to the constructor",
                 )
 
-    def refuse_to_start_anew(self, rank: int) -> None:
+    def refuse_to_start_anew(self) -> None:
         """Called when nothing was loaded and training would start from nothing.
 
         Raises:
@@ -116,19 +117,19 @@ class LoadOutcome:
         if touched is not None:
             raise LoadError(
                 f"no version could be loaded, and {touched.version} was loaded in part: {touched.text}",
-                rank=rank,
+                rank=touched.rank,
                 hint=hint,
             )
         if self.failures:
             raise NothingLoadableError(
-                f"there are versions and none can be loaded: {self.why()}", rank=rank, hint=hint
+                f"there are versions and none can be loaded: {self.why()}", rank=self.failures[0].rank, hint=hint
             ) from self.unloadable
         if self.unloadable is not None:
             raise self.unloadable
 
     def why(self) -> str | None:
         """Why versions were passed over, if there are any."""
-        reasons = [f"{failure.version}: {failure.text}" for failure in self.failures]
+        reasons = [f"{failure.version}: rank {failure.rank}: {failure.text}" for failure in self.failures]
         return "; ".join(reasons + ([self.unloadable.message] if self.unloadable else [])) or None
 
 
@@ -172,7 +173,7 @@ class StateLoader:
             LoadError: there is no such version.
             RanksLostError: ranks lost each other again and again, which says nothing about the version. On all ranks.
         """
-        joint = JointLoad(self._loader, self._ranks, explain, (Exception, CheckpointException))
+        joint = JointLoad(self._loader, self._ranks, causes_of, (Exception, CheckpointException))
         outcome = LoadOutcome(failures=joint.failures)
 
         def load_timed(version: CheckpointContainerId) -> None:

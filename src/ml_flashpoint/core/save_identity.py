@@ -50,6 +50,11 @@ class SaveIdentity:
         """The string by which the parts are named. Of one run, all have the same length, so they sort as numbers."""
         return f"{self.run_id}-{self.sequence:019d}"
 
+    def is_of_saver(self, save_id: str) -> bool:
+        """Return True if the saver of this save has made that one, too."""
+        run_id, _, sequence = save_id.rpartition("-")
+        return run_id == self.run_id and int(sequence) // _SAVES_OF_A_SAVER == self.sequence // _SAVES_OF_A_SAVER
+
 
 def common_identity(proposals: Iterable[SaveIdentity]) -> SaveIdentity:
     """What all ranks take, from what each has proposed, in rank order.
@@ -131,6 +136,10 @@ class Numbering:
     def highest(self) -> int:
         """The highest number so far."""
         return self._sequence
+
+    def is_own(self, save_id: str) -> bool:
+        """Return True if this saver has made a save, in this run."""
+        return SaveIdentity(self._group.run_id, self._sequence).is_of_saver(save_id)
 
     def is_newer(self, save_id: str) -> bool:
         """Whether a save is of this run, and of a saver that was made after this one, which counts as newer."""

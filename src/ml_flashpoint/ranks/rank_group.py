@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ml_flashpoint.format.checkpoint_id_types import validate_segment
-from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError
+from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, JobInUseError
 from ml_flashpoint.format.knobs import NODE_ID_VARIABLE, collective_deadline_s
 from ml_flashpoint.ranks.lasting_group import LastingGroup
 from ml_flashpoint.ranks.strategies import Topology
@@ -79,16 +79,15 @@ class RankGroup:
         node: this process's node id.
         topology: nodes of all ranks.
         run_id: common to all ranks, later runs sort after earlier ones.
+        job: common to all ranks, and to all groups whose rank 0 is the same process.
         secret: 32 bytes known to this job's ranks only.
-        asked: base containers that this rank has looked into, so that it knows what earlier runs have left there.
     """
 
     def __init__(self) -> None:
         self.node = local_node_id()
         self._made = 0
-        self.asked: set[Path] = set()
         deadline = timedelta(seconds=collective_deadline_s())
-        if dist.is_available() and dist.is_initialized():
+        if default_group() is not None:
             self.rank = dist.get_rank()
             self.world_size = dist.get_world_size()
         else:
@@ -104,6 +103,7 @@ class RankGroup:
         nodes = [blob.decode() for blob in self.gather(self.node.encode())]
         self.topology = Topology(tuple(nodes))
         self.run_id = self.broadcast(new_run_id().encode()).decode()
+        self.job = self.broadcast(_own_job.encode()).decode()
         self.secret = self.broadcast(secrets.token_bytes(SECRET_BYTES))
         # Named after the run: the store may be that of an earlier process group, too.
         self._name = self.run_id
@@ -296,22 +296,56 @@ def _let_gloo_finish() -> None:
 
 
 _current: tuple[object, RankGroup] | None = None
+_own_job = secrets.token_hex(16)
+_of_parents: list[object] = []
+"""In a forked child: the groups of its parent. Their threads are not there, so that destroying one would hang."""
 _lock = threading.Lock()
 
 
-def _new_lock() -> None:
-    global _lock
-    _lock = threading.Lock()  # in a forked child it may be held by a thread that is not there
+def _begin_anew() -> None:
+    """In a forked child: it is a job of its own, and not one of the ranks of its parent's."""
+    global _current, _own_job, _lock
+    _lock = threading.Lock()  # it may be held by a thread that is not there
+    _of_parents.append(_current)
+    if dist.is_available() and dist.is_initialized():
+        _of_parents.append(dist.group.WORLD)
+    _current, _own_job = None, secrets.token_hex(16)
 
 
-os.register_at_fork(after_in_child=_new_lock)
+os.register_at_fork(after_in_child=_begin_anew)
+
+
+def default_group() -> dist.ProcessGroup | None:
+    """The default process group, None if there is none.
+
+    Raises:
+        JobInUseError: this is a forked child, and it is the one of its parent.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    world = dist.group.WORLD
+    if any(world is each for each in _of_parents):
+        raise JobInUseError(
+            f"process {os.getpid()} was forked from one whose process group it cannot use",
+            hint="start it by spawn or forkserver, or before init_process_group",
+        )
+    return world
+
+
+def job_of_this_process() -> str:
+    """The job that this process is a rank of, as far as it knows; else it is one by itself. Not collective."""
+    current = _current
+    return _own_job if current is None else current[1].job
 
 
 def rank_group() -> RankGroup:
-    """The group of the current default process group. Collective when first called for it."""
+    """The group of the current default process group. Collective when first called for it.
+
+    Raises:
+        JobInUseError: see :func:`default_group`.
+    """
     global _current
-    initialized = dist.is_available() and dist.is_initialized()
-    key: object = dist.group.WORLD if initialized else None
+    key = default_group()
     with _lock:
         if _current is None or _current[0] is not key:
             _current = (key, RankGroup())

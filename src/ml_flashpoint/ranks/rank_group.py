@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ml_flashpoint.format.checkpoint_id_types import validate_segment
-from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, JobInUseError
+from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, JobInUseError, TopologyError
 from ml_flashpoint.format.knobs import NODE_ID_VARIABLE, collective_deadline_s
 from ml_flashpoint.ranks.lasting_group import LastingGroup
 from ml_flashpoint.ranks.strategies import Topology
@@ -48,14 +48,21 @@ def local_node_id() -> str:
     if given is not None:
         return validate_segment(given)
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]
-    except OSError:
-        boot = "unknown"
-    try:
         memory = f"-{os.stat(_SHARED_MEMORY).st_dev:x}"
     except OSError:
         memory = ""
-    return f"{socket.gethostname()}-{boot}{memory}"
+    return f"{socket.gethostname()}-{boot_id() or 'unknown'}{memory}"
+
+
+def boot_id() -> str:
+    """Return what tells this machine, since it was started, from all others; empty where that is not known.
+
+    It is the same in all containers of a machine.
+    """
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]
+    except OSError:
+        return ""
 
 
 def new_run_id(not_before: str | None = None) -> str:
@@ -195,6 +202,34 @@ class RankGroup:
                 raise InvalidArgumentError(
                     f"differs between ranks: {values}", argument=argument, value=value, rank=self.rank
                 )
+
+    def check_nodes(self, place: str, what: str) -> None:
+        """Check that ranks of one node are in one place. Collective.
+
+        Args:
+            place: the same for ranks that can be on one node; empty if it is not known.
+            what: ranks share where it is the same, for the error.
+
+        Raises:
+            TopologyError: two ranks are not. Names both hosts. Raised on all ranks.
+        """
+        nodes = self.topology.node_order
+        if len(nodes) == self.world_size:
+            return
+        mine = [place, f"{socket.gethostname()} (boot id {boot_id() or 'unknown'})"]
+        told = [json.loads(blob) for blob in self.gather(json.dumps(mine).encode())]
+        for node in nodes:
+            first, *others = [rank for rank in self.topology.ranks_of(node) if told[rank][0]] or [0]
+            for other in others:
+                if told[other][0] != told[first][0]:
+                    raise TopologyError(
+                        f"ranks {first}, on host {told[first][1]}, and {other}, on host {told[other][1]}, have the same"
+                        f" node id and do not share {what}: neither would have copies of the other",
+                        rank=self.rank,
+                        node=node,
+                        hint=f"give each machine a {NODE_ID_VARIABLE} of its own, or unset it; ranks of one machine"
+                        " use one base container",
+                    )
 
     def minimum(self, values: tuple[int, ...], what: str = "agreement") -> tuple[int, ...]:
         """Elementwise minimum over all ranks."""

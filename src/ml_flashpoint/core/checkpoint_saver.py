@@ -34,7 +34,7 @@ from ml_flashpoint.core.persisting import Persisting
 from ml_flashpoint.core.read_back import checked_mode
 from ml_flashpoint.core.room import prepare_room
 from ml_flashpoint.core.save import Save
-from ml_flashpoint.core.save_identity import Numbering, SaveIdentity
+from ml_flashpoint.core.save_identity import Numbering, SaveIdentity, missing_ranks
 from ml_flashpoint.core.saver import ArenaSource, MLFlashpointCheckpointSaver, unasked_versions
 from ml_flashpoint.format.at_exit import at_exit
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
@@ -190,7 +190,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
             proposal = self._numbering.propose(version, save.sequence)
         except (FlashpointError, OSError) as error:  # told by the write: the others wait in the agreement
             save.staging_error = error
-        identity = self._numbering.agree(proposal, asked=asked)
+        identity = self._numbering.agree(proposal, asked=asked, late=missing_ranks(self, version))
         if identity is None:
             base = None if version is None else str(version.parent)
             raise unasked_versions(self.rank, None if asked else self.node, base)
@@ -345,7 +345,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
             self._commits.wait_for_change(
                 lambda: store.arenas.has_free(size, beside=self._missing_for_copies(store)), 0.05 + size / _FAULT_RATE
             )
-        give_up = time.monotonic() + seal_deadline_s()
+        give_up = time.monotonic() + seal_deadline_s() if save.room_until is None else save.room_until
         error: FlashpointError = SaveError(
             f"{MOST_OWN_VERSIONS} earlier saves are still under way",
             rank=self.rank,

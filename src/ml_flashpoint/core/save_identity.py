@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ml_flashpoint import events
 from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR
 from ml_flashpoint.checkpoint_object_manager.version_files import list_versions
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
@@ -20,6 +21,7 @@ from ml_flashpoint.format.errors import DivergedError, FlashpointError
 from ml_flashpoint.format.manifest import parse_manifest_name
 from ml_flashpoint.format.retention_record import read_record
 from ml_flashpoint.ranks.rank_group import RankGroup
+from ml_flashpoint.ranks.roll_call import Late
 
 _MS_DIGITS = 13
 _SAVES_OF_A_SAVER = 10**9
@@ -111,6 +113,12 @@ def _diverged(who: str, highest_step: int) -> DivergedError:
     return DivergedError(f"ranks save different steps: {who}", highest_step=highest_step, hint=hint)
 
 
+def missing_ranks(by: events.Teller, version: CheckpointContainerId | None) -> Late:
+    """Return a function that tells of ranks which do not come to a save of a version."""
+    base, step = (None, None) if version is None else (version.parent, version.step)
+    return lambda ranks, seconds: events.emit(events.RanksMissing, by, base, step, ranks=ranks, seconds=seconds)
+
+
 class Numbering:
     """How one saver numbers its saves. Thread-safe.
 
@@ -166,9 +174,9 @@ class Numbering:
         newest = self._newest_ms[base]
         return newest if newest >= int(run_id[:_MS_DIGITS]) else -1
 
-    def agree(self, proposal: SaveIdentity, *, asked: bool = True) -> SaveIdentity | None:
+    def agree(self, proposal: SaveIdentity, *, asked: bool = True, late: Late | None = None) -> SaveIdentity | None:
         """What all ranks take. Collective, in the foreground; a rank without a step goes along with the others. None if
-        one of them may not save where nobody has ``asked`` for what there is.
+        one of them may not save where nobody has ``asked`` for what there is. ``late``: see `LastingGroup.run`.
 
         Raises:
             DivergedError: they save different steps; all ranks learn of it.
@@ -177,7 +185,7 @@ class Numbering:
         known = proposal.step >= 0
         low, negated = (proposal.step, -proposal.step) if known else (_UNKNOWN, _UNKNOWN)
         values = (-proposal.sequence, -proposal.newest_ms, low, negated, int(asked))
-        sequence, newest, lowest, highest, all_asked = self._group.minimum(values, "agreement on a save")
+        sequence, newest, lowest, highest, all_asked = self._group.minimum(values, "agreement on a save", late=late)
         if not all_asked:
             return None
         if lowest != _UNKNOWN and lowest != -highest:

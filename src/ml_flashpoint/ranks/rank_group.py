@@ -28,6 +28,7 @@ from ml_flashpoint.format.checkpoint_id_types import validate_segment
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, JobInUseError, TopologyError
 from ml_flashpoint.format.knobs import NODE_ID_VARIABLE, collective_deadline_s
 from ml_flashpoint.ranks.lasting_group import LastingGroup
+from ml_flashpoint.ranks.roll_call import Late
 from ml_flashpoint.ranks.strategies import Topology
 
 _T = TypeVar("_T")
@@ -231,12 +232,12 @@ class RankGroup:
                         " use one base container",
                     )
 
-    def minimum(self, values: tuple[int, ...], what: str = "agreement") -> tuple[int, ...]:
-        """Elementwise minimum over all ranks."""
+    def minimum(self, values: tuple[int, ...], what: str = "agreement", *, late: Late | None = None) -> tuple[int, ...]:
+        """Elementwise minimum over all ranks. ``late``: see `LastingGroup.run`."""
         if not self.distributed:
             return values
         data = torch.tensor(values, dtype=torch.int64)
-        self._run(what, lambda group: dist.all_reduce(data, op=dist.ReduceOp.MIN, group=group), data)
+        self._run(what, lambda group: dist.all_reduce(data, op=dist.ReduceOp.MIN, group=group), data, late)
         return tuple(data.tolist())
 
     def new_number(self) -> int:
@@ -260,12 +261,18 @@ class RankGroup:
         self.run_id = self.broadcast(new_run_id(max(self.run_id, newest_save_id)).encode()).decode()
         return self.run_id
 
-    def _run(self, what: str, collective: Callable[[dist.ProcessGroup | None], object], data: torch.Tensor) -> None:
+    def _run(
+        self,
+        what: str,
+        collective: Callable[[dist.ProcessGroup | None], object],
+        data: torch.Tensor,
+        late: Late | None = None,
+    ) -> None:
         # Gloo's threads let go of a tensor some time after the collective has ended. Were that the last reference,
         # they would need the interpreter to free it, and abort the process if that happens to be exiting.
         self._last[what] = data
         if self._foreground is not None:
-            self._foreground.run(f"the {what} of the job's ranks", collective)
+            self._foreground.run(f"the {what} of the job's ranks", collective, late=late)
             return
         try:
             collective(self._first)

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -55,7 +54,7 @@ from ml_flashpoint.format.errors import (
 )
 from ml_flashpoint.format.knobs import exit_deadline_s, seal_deadline_s
 from ml_flashpoint.ranks.lasting_group import LastingGroup
-from ml_flashpoint.ranks.rank_group import rank_group
+from ml_flashpoint.ranks.rank_group import default_group, rank_group
 from ml_flashpoint.ranks.retention import Keep, checked_keep
 from ml_flashpoint.ranks.strategies import ReplicationStrategy, checked_strategy
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal
@@ -165,7 +164,7 @@ class Flashpoint(KeptVersions, Readings):
         change = checked_choice("on_world_size_change", on_world_size_change, "raise", "keep")
         on_event = checked_callable("on_event", on_event, "of one event")
         self._keep = checked_keep(keep)
-        self._world = _default_group()
+        self._world = default_group()
         self._open(
             {"every_n_steps": self._every, "on_world_size_change": change},
             replication=strategy,
@@ -426,7 +425,7 @@ class Flashpoint(KeptVersions, Readings):
         if self._closed:
             raise FlashpointError("this Flashpoint is closed", rank=self._ranks.rank)
         self._engine.saver.owner.check(self._ranks.rank)
-        if _default_group() is not self._world:
+        if default_group() is not self._world:
             raise FlashpointError(
                 "torch.distributed was initialized or destroyed since this Flashpoint was constructed",
                 rank=self._ranks.rank,
@@ -479,7 +478,3 @@ class Flashpoint(KeptVersions, Readings):
         else:
             # The peers may be dead or about to be: they are not waited for as long.
             self._close(min(exit_deadline_s(), self._deadline_s))
-
-
-def _default_group() -> object | None:
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None

@@ -240,6 +240,7 @@ def test_what_an_orphaned_saving_process_commits_while_a_trainer_starts_is_not_w
     monkeypatch.setattr(rank_store, "inherit_parts", adopting)
     after = DefaultMLFlashpointCheckpointSaver()
     try:
+        after._objects.open(tmpfs, 0).asked = True
         for step in (3, 4, 5):
             after.save(version(tmpfs, step), [("weight", torch.full((100_000,), float(step)))])
             assert after.wait(20)

@@ -62,7 +62,7 @@ def test_what_an_earlier_run_left_keeps_no_run_from_saving(
         store_support.commit(store, step, f"{1:013d}-12345678-{step:019d}")
     store_support.commit(store, left, f"{1:013d}-12345678-{left:019d}", rank=1)
     store.close()
-    rank_groups.rank_group().asked.add(tmpfs)
+    saver._objects.open(tmpfs, 0).asked = True
     saver.save(version(tmpfs, left + 1), TENSORS)
     assert saver.wait(30)
     assert saver.stats.last_verified == left + 1
@@ -285,6 +285,7 @@ def test_a_restarted_trainer_does_not_reuse_what_an_orphaned_saving_process_writ
 
     after = DefaultMLFlashpointCheckpointSaver()
     try:
+        after._objects.open(tmpfs, 0).asked = True
         after.save(version(tmpfs, 3), TENSORS)
         assert not lent.exists()
         with pytest.raises((SaveError, OSError)) as caught:

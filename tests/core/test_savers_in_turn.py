@@ -14,6 +14,7 @@ from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 
 def _save(base: Path, steps: list[int]) -> None:
     objects = CheckpointObjectManager()
+    DefaultMLFlashpointCheckpointLoader(objects).get_latest_complete_checkpoint(base)
     saver = DefaultMLFlashpointCheckpointSaver(ckpt_obj_manager=objects)
     for step in steps:
         saver.save(CheckpointContainerId(f"{base}/step-{step}_ckpt"), [("t", torch.full((3,), float(step)))])

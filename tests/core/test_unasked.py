@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from ml_flashpoint import Flashpoint
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
@@ -21,6 +22,7 @@ from ml_flashpoint.format.errors import UnaskedVersionsError
 from ml_flashpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
 from tests.support.dcp import Door
 from tests.support.forked import Report, Team, call, call_team
+from tests.support.loops import Stored
 
 DOORS = ["engine", "sync", "thread", "local", "local asynchronous"]
 
@@ -142,15 +144,40 @@ def test_no_rank_saves_where_one_has_found_something(tmpfs: Path, how: str) -> N
     assert versions(tmpfs / "node-1" / "job") == ["step-61_ckpt"]
 
 
-def test_what_this_run_has_saved_need_not_be_asked_about(tmpfs: Path) -> None:
+@pytest.mark.parametrize("how", [*DOORS, "facade"])
+def test_a_process_that_opens_again_has_to_ask_again(tmpfs: Path, how: str) -> None:
+    """A notebook's cell that is run twice, say: that the first opening had asked does not count for the second."""
     base = tmpfs / "job"
-    for step in (1, 2):  # another saver with a store of its own, in the same run
-        objects = CheckpointObjectManager()
+    assert call(_opening_twice, base, how) == [0, 2]
+    assert versions(base) == ["step-61_ckpt"]
+
+
+def _opening_twice(report: Report, base: Path, how: str) -> list[int]:
+    one = _save_by_facade if how == "facade" else save
+    return [len(one(None, base, how, steps)) for steps in ([60, 61], [2, 3])]
+
+
+def _save_by_facade(report: Report | None, base: Path, how: str, steps: list[int]) -> list[str]:
+    errors: list[str] = []
+    with Flashpoint(base) as fp:
+        fp.track(value=Stored(1))
+        if not versions(base):
+            assert fp.resume() == 0
+        for step in steps:
+            with _noting(errors):
+                fp.save(step)
+                assert fp.wait()
+    return errors
+
+
+def test_what_this_opening_has_saved_need_not_be_asked_about(tmpfs: Path) -> None:
+    base, objects = tmpfs / "job", CheckpointObjectManager()
+    for step in (1, 2):
         saver = DefaultMLFlashpointCheckpointSaver(ckpt_obj_manager=objects)
         saver.save(CheckpointContainerId(f"{base}/step-{step}_ckpt"), list(_state(step).items()))
         assert saver.wait(30)
         saver.close()
-        objects.close()
+    objects.close()
     assert versions(base) == ["step-2_ckpt"]
 
 

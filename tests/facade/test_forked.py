@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.core.engine import CheckpointEngine
@@ -17,6 +18,7 @@ from ml_flashpoint.core.overlap import Overlap
 from ml_flashpoint.format.errors import JobInUseError
 from ml_flashpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
 from tests.facade.test_overlap import Job
+from tests.support.loops import Stored
 
 _DEADLINE_S = 60
 
@@ -136,3 +138,53 @@ def test_an_engine_of_the_parent_is_not_to_be_used(tmpfs: Path) -> None:
 
         Child(use).run()
         assert engine.latest() is None
+
+
+@pytest.fixture
+def parents_job(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Flashpoint]:
+    monkeypatch.setenv("FLASHPOINT_LOCK_DEADLINE_S", "1000")
+    with Flashpoint(tmpfs / "job", strict=True) as fp:
+        fp.track(value=Stored(1)).resume()
+        fp.save(1)
+        assert fp.wait()
+        yield fp
+        fp.save(2)
+        assert fp.wait()
+
+
+def test_a_child_is_another_job(tmpfs: Path, parents_job: Flashpoint) -> None:
+    parent = os.getpid()
+
+    def use() -> None:
+        with pytest.raises(JobInUseError, match=f"another job has this base container open .process {parent} on"):
+            Flashpoint(tmpfs / "job")
+        with Flashpoint(tmpfs / "of the child", strict=True) as fp:
+            fp.track(value=Stored(3)).resume()
+            fp.save(3)
+            assert fp.wait()
+
+    Child(use).run()
+    value = Stored(0)
+    with Flashpoint(tmpfs / "of the child") as fp:
+        assert fp.track(value=value).resume() == 3
+    assert parents_job.last_saved == 1
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_a_child_has_no_use_of_its_parents_process_group(tmpfs: Path, request: pytest.FixtureRequest) -> None:
+    """The threads of a group are not in a child: a collective would wait for them without end."""
+    request.getfixturevalue("parents_job")
+
+    def use() -> None:
+        for opens in (Flashpoint, CheckpointEngine, LocalCheckpointManager):
+            with pytest.raises(JobInUseError, match="process group it cannot use"):
+                opens(tmpfs / "of the child")
+
+    Child(use).run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from ml_flashpoint.core.engine import CheckpointEngine
-from ml_flashpoint.format.errors import InvalidArgumentError
+from ml_flashpoint.format.errors import InvalidArgumentError, UnaskedVersionsError
 from ml_flashpoint.local import (
     AsyncCallsQueue,
     BasicTensorAwareStateDict,
@@ -163,11 +164,15 @@ def test_iterations_that_are_stale(manager: LocalCheckpointManager, tmpfs: Path)
     assert again.find_latest() == 5
     with pytest.raises(StaleIterationError):
         again.save(state(), 4)
-    # To go back on purpose, one does not look.
-    back = LocalCheckpointManager(tmpfs, "job")
-    back.save(state(9), 4)
-    assert (back.find_latest(), value_of(back.load())) == (4, 9)
-    back.close()
+    # Nor by not looking.
+    again = LocalCheckpointManager(tmpfs, "job")
+    with pytest.raises(UnaskedVersionsError, match="find_latest"):
+        again.save(state(9), 4)
+    assert again.find_latest() == 5
+    again.close()
+    with contextlib.closing(LocalCheckpointManager(tmpfs, "another")) as back:
+        back.save(state(9), 4)
+        assert (back.find_latest(), value_of(back.load())) == (4, 9)
 
 
 def test_states_that_cannot_be_saved(manager: LocalCheckpointManager) -> None:

@@ -65,6 +65,7 @@ def test_a_rank_that_cannot_listen_is_an_error_everywhere(monkeypatch: pytest.Mo
         node="a",
         secret=bytes(32),
         topology=Topology(("a", "b")),
+        check_nodes=lambda place, what: None,
         gather=lambda blob: told.append(blob) or [blob, blob],
     )
     monkeypatch.setattr(replication_manager, "rank_group", lambda: group)

@@ -27,7 +27,6 @@ from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSav
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.digest import digest_block
 from ml_flashpoint.format.errors import FlashpointError, NothingLoadableError
-from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.replication.replication_manager import ReplicationManager
 from tests.support.forked import Report
 
@@ -74,7 +73,7 @@ class Rank:
             self._saver = DefaultMLFlashpointCheckpointSaver(
                 ckpt_obj_manager=self.objects, replication_manager=self.replication
             )
-            rank_group().asked.add(Path(self.base.path))  # as if told to save over whatever there is
+            self.objects.open(self.base, self._saver.rank).asked = True  # as if told to save over whatever there is
         return self._saver
 
     def version(self, step: int) -> CheckpointContainerId:

@@ -363,7 +363,6 @@ def forgetting_to_ask(base: Path) -> None:
 
     group = rank_group()
     group.renew_run(f"{int(group.run_id[:13]) + 1}-later")  # as if it were another one
-    group.asked.clear()
     trainer = trainer_of(base)
     resume = wrap(trainer, str(base), async_save=True)
     attach(trainer)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from ml_flashpoint.checkpoint_object_manager.version_files import list_versions
@@ -45,17 +46,17 @@ def was_complete(base: Path) -> bool:
     return True
 
 
-def holds_parts(base: Path, *, but_of_run: str | None = None) -> bool:
+def holds_parts(base: Path, *, but_of: Callable[[str], bool] = lambda save_id: False) -> bool:
     """Whether there is a committed part of any version on this node. True where that cannot be known just now.
 
     Args:
-        but_of_run: leave those of this run out.
+        but_of: returns True for save ids to leave out.
     """
     try:
         for version in list_versions(base):
             with contextlib.suppress(FileNotFoundError):  # pruned meanwhile
                 save_ids = [found[1] for found in map(parse_manifest_name, os.listdir(base / version)) if found]
-                if any(but_of_run is None or not save_id.startswith(but_of_run) for save_id in save_ids):
+                if not all(map(but_of, save_ids)):
                     return True
     except OSError:
         return True

@@ -16,6 +16,7 @@ from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import DeadlineError, InvalidArgumentError
 from ml_flashpoint.format.knobs import lock_deadline_s
 from ml_flashpoint.format.private_folders import check_way
+from ml_flashpoint.ranks.rank_group import job_of_this_process
 
 _stores: dict[tuple[str, int], RankStore] = {}
 _stores_lock = threading.Lock()
@@ -38,7 +39,7 @@ class CheckpointObjectManager:
 
         Raises:
             InvalidArgumentError: this manager serves another base container already.
-            JobInUseError: another live process holds it.
+            JobInUseError: another job has it open, or another live process this rank's part of it.
         """
         path = self.resolved(base)
         with self._opened:
@@ -53,6 +54,13 @@ class CheckpointObjectManager:
                     hint="use one base container a job, or a second manager",
                 )
             return self._store
+
+    def opened(self, base: str | os.PathLike[str], rank: int) -> RankStore | None:
+        """Return the store of ``rank`` in ``base`` if any manager of this process has it open."""
+        key = str(self.resolved(base)), rank
+        with _stores_lock:
+            store = _stores.get(key)
+        return None if store is None or store.closed else store
 
     def resolved(self, base: str | os.PathLike[str]) -> Path:
         """As :func:`resolved_base`, without a look along the way if the store that is open was opened by this name:
@@ -105,7 +113,7 @@ def _shared_store(base: Path, rank: int, user: CheckpointObjectManager) -> RankS
     with _stores_lock:
         key = (str(base), rank)
         if key not in _stores or _stores[key].closed:
-            _stores[key] = RankStore(base, rank, lock_deadline_s=lock_deadline_s())
+            _stores[key] = RankStore(base, rank, lock_deadline_s=lock_deadline_s(), job=job_of_this_process())
         _users.setdefault(_stores[key], weakref.WeakSet()).add(user)
         return _stores[key]
 

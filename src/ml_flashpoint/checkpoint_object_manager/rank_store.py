@@ -7,6 +7,7 @@ go: the saver does, and `retained`.
 
 ::
 
+    <base>/.flashpoint/job                                         locked by all processes of the job; see `job_lock`
     <base>/.flashpoint/rank-00003/lock, arena-0, arena-1, ...      faulted in for the life of the job
     <base>/.flashpoint/rank-00003/saving                           locked by a saving process at work
     <base>/.flashpoint/rank-00003/reserve                          pages for manifests
@@ -31,6 +32,7 @@ from ml_flashpoint.checkpoint_object_manager.arena_pool import ArenaPool, is_are
 from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR
 from ml_flashpoint.checkpoint_object_manager.capacity import warn_unless_memory
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
+from ml_flashpoint.checkpoint_object_manager.job_lock import JobLock
 from ml_flashpoint.checkpoint_object_manager.orphans import inherit_parts
 from ml_flashpoint.checkpoint_object_manager.rank_lock import AT_WORK, LOCK, take_lock
 from ml_flashpoint.checkpoint_object_manager.reader_holds import ReaderHolds
@@ -55,13 +57,15 @@ class RankStore(RetainingStore):
         base: base container of the job; created if missing.
         rank: global rank.
         lock_deadline_s: seconds to wait for a dying earlier process of this rank to let go.
+        job: id of the job that opens the base container; by default its lock is not taken, for somebody else holds it.
         reusable: see `ArenaPool`.
 
     Attributes:
         arenas: the files that parts are in; to be taken and given back through this store.
+        asked: True once somebody has looked, in this opening, at the versions that were there before.
 
     Raises:
-        JobInUseError: another live process uses this rank's arenas.
+        JobInUseError: another job has the base container open, or another live process uses this rank's arenas.
         UnsafePathError: others could have planted the base container, or may write to it.
     """
 
@@ -71,6 +75,7 @@ class RankStore(RetainingStore):
         rank: int,
         *,
         lock_deadline_s: float = 30.0,
+        job: str | None = None,
         reusable: Callable[[Arena], bool] | None = None,
     ) -> None:
         self.base = base
@@ -78,10 +83,16 @@ class RankStore(RetainingStore):
         self.directory = self.directory_of(rank)
         super().__init__()
         self._lock_fd = -1
+        self.asked = False
         self._released = threading.Condition(self._lock)
         self.evict: Callable[[], bool] | None = None
         """Asked to give up an unverified version of this rank where a copy finds no room; whether it has."""
-        self._lock_fd = take_lock(self, lock_deadline_s)
+        self._job = None if job is None else JobLock(base, job, lock_deadline_s)
+        try:
+            self._lock_fd = take_lock(self, lock_deadline_s)
+        except BaseException:
+            self._release_job()
+            raise
         self.arenas = ArenaPool(self.directory, self._lock, reusable=reusable)
         self.arenas.kept = self._arenas_kept_beside
         self._by_name: dict[tuple[str, str], HeldPart] = {}  # of parts, by version and name of each object
@@ -433,4 +444,9 @@ class RankStore(RetainingStore):
             if self._lock_fd >= 0:
                 os.close(self._lock_fd)
                 self._lock_fd = -1
+            self._release_job()
             self._released.notify_all()
+
+    def _release_job(self) -> None:
+        if self._job is not None:
+            self._job.release()

@@ -1,8 +1,8 @@
 """Removing what a dead job has left in its base container on this node.
 
-Owns the order, and that nobody uses it: the locks of all its ranks are held until all is gone, so a job that starts
-meanwhile waits, and makes its folders anew. Only what this package has made goes, no link is followed, and folders that
-hold anything else stay. Imports no torch.
+Owns the order, and that nobody uses it: the locks of its job and of all its ranks are held until all is gone, so a job
+that starts meanwhile waits, and makes its folders anew. Only what this package has made goes, no link is followed, and
+folders that hold anything else stay. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR, RANK_NAME, forget_complete, holds_parts
+from ml_flashpoint.checkpoint_object_manager.job_lock import JOB, lock_out_jobs
 from ml_flashpoint.checkpoint_object_manager.rank_lock import AT_WORK, LOCK
 from ml_flashpoint.checkpoint_object_manager.version_files import (
     list_versions,
@@ -103,6 +104,7 @@ def _locked(root: Path) -> Iterator[list[Path]]:
     try:
         if os.path.lexists(private):
             os.close(open_folder(private))
+            descriptors.append(lock_out_jobs(root))
             ranks = sorted(private / name for name in os.listdir(private) if RANK_NAME.fullmatch(name))
         for folder in ranks:
             os.close(open_folder(folder))
@@ -174,7 +176,7 @@ def _remove_private(root: Path, ranks: list[Path], removed: Removed) -> None:
         return
     # Before the locks go: a job that starts then has files of its own here.
     for name in os.listdir(private):
-        if not RANK_NAME.fullmatch(name):
+        if not RANK_NAME.fullmatch(name) and name != JOB:
             _unlink(private / name, removed)
     for folder in ranks:
         names = os.listdir(folder)
@@ -183,6 +185,7 @@ def _remove_private(root: Path, ranks: list[Path], removed: Removed) -> None:
             _unlink(folder / name, removed)
         with contextlib.suppress(OSError):  # a job that has just started has made the lock anew
             os.rmdir(folder)
+    _unlink(private / JOB, removed)  # the last one, as above
     with contextlib.suppress(OSError):
         os.rmdir(private)
 

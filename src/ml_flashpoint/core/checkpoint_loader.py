@@ -132,7 +132,7 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
         group = rank_group()
         rank = self._rank_getter() if self._rank_getter is not None else group.rank
         store = open_together(self._objects, base, rank, group)
-        group.asked.add(store.base)
+        store.asked = True
         run = RecoveryRun(
             store,
             group,
@@ -227,7 +227,7 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
         """
         until = time.monotonic() + recovery_deadline_s()
         found = retrying(lambda: self._find_manifest(version, rank), until, f"reading a manifest of {version.name}")
-        rank_group().asked.add(self.store_of(version).base)  # who reads one that is named knows that there are versions
+        self.store_of(version).asked = True  # who reads one that is named knows that there are versions
         return found
 
     def _find_manifest(self, version: CheckpointContainerId, rank: int) -> Manifest:

@@ -34,7 +34,7 @@ from ml_flashpoint.core.persisting import Persisting
 from ml_flashpoint.core.read_back import checked_mode
 from ml_flashpoint.core.room import prepare_room
 from ml_flashpoint.core.save import Save
-from ml_flashpoint.core.save_identity import Numbering, SaveIdentity
+from ml_flashpoint.core.save_identity import Numbering, SaveIdentity, missing_ranks
 from ml_flashpoint.core.saver import ArenaSource, MLFlashpointCheckpointSaver, unasked_versions
 from ml_flashpoint.format.at_exit import at_exit
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
@@ -146,12 +146,13 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         if version is not None and not self.is_asked(version.parent):
             raise unasked_versions(self.rank, self.node, str(version.parent))
         if version is not None:
-            self._check_newest(self._store(version.parent))
+            self._save_in(self._store(version.parent))
         return self._numbering.propose(version, None if save is None else save.sequence)
 
-    def _check_newest(self, store: RankStore) -> None:
-        """Raise a `JobInUseError` where a later saver of this process has saved: what this one saves would count as
-        older, and be lost."""
+    def _save_in(self, store: RankStore) -> None:
+        """Take note that saves go to a store, once somebody has asked about it. Raise a `JobInUseError` where a later
+        saver of this process has saved: what this one saves would count as older, and be lost."""
+        store.asked = True
         if any(part.rank == self.rank and self._numbering.is_newer(part.save_id) for part in store.held()):
             raise JobInUseError(
                 "another engine of this process has saved here since this one was opened, and counts as the newer one",
@@ -161,11 +162,11 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
             )
 
     def is_asked(self, base: CheckpointContainerId) -> bool:
-        """Whether this run knows what earlier ones have left in a base container here: nothing, or it has looked."""
-        path = self._objects.resolved(base)
-        if path not in self._group.asked and not holds_parts(path, but_of_run=self._group.run_id):
-            self._group.asked.add(path)
-        return path in self._group.asked
+        """Return True if there was nothing in a base container here before this opening, or somebody has looked."""
+        store = self._objects.opened(base, self.rank)
+        if store is not None and store.asked:
+            return True
+        return not holds_parts(self._objects.resolved(base), but_of=self._numbering.is_own)
 
     def adopt(self, save: Save, identity: SaveIdentity) -> None:
         """See the base class."""
@@ -185,11 +186,11 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         try:
             asked = version is None or self.is_asked(version.parent)
             if version is not None and asked:
-                self._check_newest(self._store(version.parent))
+                self._save_in(self._store(version.parent))
             proposal = self._numbering.propose(version, save.sequence)
         except (FlashpointError, OSError) as error:  # told by the write: the others wait in the agreement
             save.staging_error = error
-        identity = self._numbering.agree(proposal, asked=asked)
+        identity = self._numbering.agree(proposal, asked=asked, late=missing_ranks(self, version))
         if identity is None:
             base = None if version is None else str(version.parent)
             raise unasked_versions(self.rank, None if asked else self.node, base)
@@ -344,7 +345,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
             self._commits.wait_for_change(
                 lambda: store.arenas.has_free(size, beside=self._missing_for_copies(store)), 0.05 + size / _FAULT_RATE
             )
-        give_up = time.monotonic() + seal_deadline_s()
+        give_up = time.monotonic() + seal_deadline_s() if save.room_until is None else save.room_until
         error: FlashpointError = SaveError(
             f"{MOST_OWN_VERSIONS} earlier saves are still under way",
             rank=self.rank,

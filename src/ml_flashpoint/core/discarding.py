@@ -39,7 +39,6 @@ def discard_versions(store: RankStore, group: RankGroup) -> None:
         store.note_pins(RetentionRecord())
         for part in store.held():
             store.drop(part)
-        group.asked.add(store.base)
         return found
 
     def drop_the_rest() -> None:

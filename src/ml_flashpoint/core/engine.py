@@ -111,6 +111,7 @@ class CheckpointEngine:
             self.store.retained.keep = rule
             if discard_existing:
                 discard_versions(self.store, self.ranks)
+                self.store.asked = True
             self.replication = ReplicationManager(strategy)
             undo.callback(self.replication.close)
             self.replication.initialize(self.objects)
@@ -133,7 +134,8 @@ class CheckpointEngine:
             self._status = StatusBoard(self.store, self.ranks, self.replication.strategy)
             undo.callback(self._status.close)
             # Found out here, so that all ranks raise alike without having to agree at each save.
-            self.unasked = not self.ranks.all_ok(self.saver.is_asked(self.base))
+            self.store.asked = self.saver.is_asked(self.base)
+            self.unasked = not self.ranks.all_ok(self.store.asked)
             self._guard: TerminationGuard | None = None
             if sigterm_grace_s is not None:
                 self._take_sigterm(sigterm_grace_s)

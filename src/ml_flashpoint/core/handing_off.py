@@ -69,7 +69,7 @@ class HandingOff(MLFlashpointCheckpointSaver):
         """Take on a save that was offered."""
 
     @abstractmethod
-    def _check_newest(self, store: RankStore) -> None: ...
+    def _save_in(self, store: RankStore) -> None: ...
 
     @abstractmethod
     def _pass_on(self, save: Save, part: HeldPart, store: RankStore) -> bool: ...
@@ -93,7 +93,7 @@ class HandingOff(MLFlashpointCheckpointSaver):
             save = self.begin(exchanged=True)
             save.worker = threading.current_thread()
         store = self._objects.store
-        asked = store is not None and store.base in self._group.asked
+        asked = store is not None and store.asked
         spare: Path | None = None
         size = max(self._largest, self._taken_size)
         if save.staged is None and store is not None and size:
@@ -181,7 +181,7 @@ class HandingOff(MLFlashpointCheckpointSaver):
             store = self._objects.open(record.base, self.rank)
             if record.error is not None:
                 raise SaveError(record.error, step=save.step, rank=self.rank)
-            self._check_newest(store)
+            self._save_in(store)
             return (store, store.take_over_part(record.version, save.save_id, map(Path, record.arenas))), None
         except (FlashpointError, OSError) as error:
             return None, error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 
@@ -10,7 +11,7 @@ from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, LoadError, UnreadableError
 from ml_flashpoint.format.failure_kinds import is_shortage, retrying
 from ml_flashpoint.format.knobs import recovery_deadline_s
-from ml_flashpoint.ranks.rank_group import RankGroup
+from ml_flashpoint.ranks.rank_group import RankGroup, boot_id
 
 
 def open_together(
@@ -18,10 +19,13 @@ def open_together(
 ) -> RankStore:
     """The store of this rank in a base container. Collective.
 
+    Ranks of one node must share the base container, or one of them would be without copies.
+
     What the system is short of is waited for, for ``FLASHPOINT_RECOVERY_DEADLINE_S``.
 
     Raises:
         JobInUseError: another process uses it.
+        TopologyError: two machines have the same node id, or ranks of one node name different folders.
         UnreadableError: this rank's system is short of descriptors or memory, say.
         FlashpointError: this rank, or another one, cannot use it. Raised on all ranks.
     """
@@ -43,7 +47,16 @@ def open_together(
         "another rank cannot use its base container; its log says why", rank=rank, node=group.node, path=str(base)
     )
     until = time.monotonic() + recovery_deadline_s()
-    return group.together(lambda: retrying(open_here, until, f"opening {os.fspath(base)}"), another)
+    store = group.together(lambda: retrying(open_here, until, f"opening {os.fspath(base)}"), another)
+    group.check_nodes(_place_of(store), "a base container")
+    return store
+
+
+def _place_of(store: RankStore) -> str:
+    with contextlib.suppress(OSError):
+        found = os.stat(store.base)
+        return f"{boot_id()}-{found.st_dev:x}-{found.st_ino:x}"
+    return ""
 
 
 def _refuse_mount_point(base: str | os.PathLike[str]) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from ml_flashpoint.core.arguments import checked_integer
 from ml_flashpoint.format.errors import InvalidArgumentError
-from ml_flashpoint.persist.opening import checked_url
+from ml_flashpoint.persist.opening import checked_url, is_url
 
 
 @dataclass(frozen=True)
@@ -14,7 +15,7 @@ class PersistOptions:
     """Where versions are persisted, and which.
 
     Attributes:
-        persist: URL of a folder that belongs to this job alone and that all nodes see; or a path, likewise.
+        persist: URL of a folder that belongs to this job alone and that all nodes see; or an absolute path, likewise.
         persist_every: steps. The first verified version at or after each multiple is persisted.
         persist_keep: how many stay.
         persist_bytes_per_s: most bytes that a rank writes in a second; None for no limit.
@@ -29,7 +30,7 @@ class PersistOptions:
     persist_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "persist", checked_url("persist", self.persist))
+        object.__setattr__(self, "persist", _checked_place(self.persist))
         checked_integer("persist_every", self.persist_every, 1)
         checked_integer("persist_keep", self.persist_keep, 1)
         rate = self.persist_bytes_per_s
@@ -37,6 +38,19 @@ class PersistOptions:
             raise InvalidArgumentError(
                 "must be a positive number of bytes a second, or None", argument="persist_bytes_per_s", value=rate
             )
+
+
+def _checked_place(value: object) -> str:
+    url = checked_url("persist", value)
+    text = os.path.expanduser(os.fspath(value))  # type: ignore[call-overload]
+    if not is_url(text) and not os.path.isabs(text):
+        raise InvalidArgumentError(
+            "must be a URL or an absolute path: the ranks of a job, and its next run, may start in other folders",
+            argument="persist",
+            value=value,
+            hint=f"write {url}, if that is meant",
+        )
+    return url
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,7 @@ class Save:
         worker: the thread that writes and commits the save, if the door says so. Once it is gone, so is the save.
         offered: whether what was staged is there for any thread to claim.
         may_be_claimed: whether anybody may still come for what was staged, as far as its door knows.
+        room_until: when, by the monotonic clock, to stop waiting for room; None: after ``FLASHPOINT_SEAL_DEADLINE_S``.
         held_s: seconds that it held its loop, if its door knows them before it is committed, and nobody else tells.
         deserted: nobody will write it any more. Only a note: it is set wherever garbage is collected.
         part, store: what was committed, and where.
@@ -116,6 +117,7 @@ class Save:
         self.others: frozenset[str] | None = None
         self.worker: threading.Thread | None = None
         self.held_s: float | None = None
+        self.room_until: float | None = None
         self.offered = self.deserted = self.uncertain = False
         self.may_be_claimed: Callable[[], bool] = lambda: True
         self.part: HeldPart | None = None

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ml_flashpoint import events
 from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR
 from ml_flashpoint.checkpoint_object_manager.version_files import list_versions
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
@@ -20,6 +21,7 @@ from ml_flashpoint.format.errors import DivergedError, FlashpointError
 from ml_flashpoint.format.manifest import parse_manifest_name
 from ml_flashpoint.format.retention_record import read_record
 from ml_flashpoint.ranks.rank_group import RankGroup
+from ml_flashpoint.ranks.roll_call import Late
 
 _MS_DIGITS = 13
 _SAVES_OF_A_SAVER = 10**9
@@ -49,6 +51,11 @@ class SaveIdentity:
     def save_id(self) -> str:
         """The string by which the parts are named. Of one run, all have the same length, so they sort as numbers."""
         return f"{self.run_id}-{self.sequence:019d}"
+
+    def is_of_saver(self, save_id: str) -> bool:
+        """Return True if the saver of this save has made that one, too."""
+        run_id, _, sequence = save_id.rpartition("-")
+        return run_id == self.run_id and int(sequence) // _SAVES_OF_A_SAVER == self.sequence // _SAVES_OF_A_SAVER
 
 
 def common_identity(proposals: Iterable[SaveIdentity]) -> SaveIdentity:
@@ -106,6 +113,12 @@ def _diverged(who: str, highest_step: int) -> DivergedError:
     return DivergedError(f"ranks save different steps: {who}", highest_step=highest_step, hint=hint)
 
 
+def missing_ranks(by: events.Teller, version: CheckpointContainerId | None) -> Late:
+    """Return a function that tells of ranks which do not come to a save of a version."""
+    base, step = (None, None) if version is None else (version.parent, version.step)
+    return lambda ranks, seconds: events.emit(events.RanksMissing, by, base, step, ranks=ranks, seconds=seconds)
+
+
 class Numbering:
     """How one saver numbers its saves. Thread-safe.
 
@@ -132,6 +145,10 @@ class Numbering:
         """The highest number so far."""
         return self._sequence
 
+    def is_own(self, save_id: str) -> bool:
+        """Return True if this saver has made a save, in this run."""
+        return SaveIdentity(self._group.run_id, self._sequence).is_of_saver(save_id)
+
     def is_newer(self, save_id: str) -> bool:
         """Whether a save is of this run, and of a saver that was made after this one, which counts as newer."""
         run_id, _, sequence = save_id.rpartition("-")
@@ -157,9 +174,9 @@ class Numbering:
         newest = self._newest_ms[base]
         return newest if newest >= int(run_id[:_MS_DIGITS]) else -1
 
-    def agree(self, proposal: SaveIdentity, *, asked: bool = True) -> SaveIdentity | None:
+    def agree(self, proposal: SaveIdentity, *, asked: bool = True, late: Late | None = None) -> SaveIdentity | None:
         """What all ranks take. Collective, in the foreground; a rank without a step goes along with the others. None if
-        one of them may not save where nobody has ``asked`` for what there is.
+        one of them may not save where nobody has ``asked`` for what there is. ``late``: see `LastingGroup.run`.
 
         Raises:
             DivergedError: they save different steps; all ranks learn of it.
@@ -168,7 +185,7 @@ class Numbering:
         known = proposal.step >= 0
         low, negated = (proposal.step, -proposal.step) if known else (_UNKNOWN, _UNKNOWN)
         values = (-proposal.sequence, -proposal.newest_ms, low, negated, int(asked))
-        sequence, newest, lowest, highest, all_asked = self._group.minimum(values, "agreement on a save")
+        sequence, newest, lowest, highest, all_asked = self._group.minimum(values, "agreement on a save", late=late)
         if not all_asked:
             return None
         if lowest != _UNKNOWN and lowest != -highest:

@@ -114,8 +114,8 @@ class HandedOffSaver(MLFlashpointCheckpointSaver):
         """See the base class."""
         save = save or self._begun or self._save
         assert save is not None
-        run_id = save.identity.run_id
-        if version is not None and not self._asked and holds_parts(Path(version.parent.path), but_of_run=run_id):
+        run_id, own = save.identity.run_id, save.identity.is_of_saver
+        if version is not None and not self._asked and holds_parts(Path(version.parent.path), but_of=own):
             raise unasked_versions(self.rank, self.node, str(version.parent))
         if version is None or version.step is None:
             return SaveIdentity(run_id, save.sequence)

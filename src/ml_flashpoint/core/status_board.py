@@ -21,6 +21,7 @@ _WRITTEN_FOR = (
     events.SaveFailed,
     events.ReplicationFailed,
     events.AgreementFailed,
+    events.RanksMissing,
     events.VersionWithdrawn,
     events.PartPersisted,
     events.PersistFailed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 
@@ -35,3 +36,13 @@ def release(old: object, key: tuple[str, int]) -> None:
     with _live_lock:
         if _live.get(key) is old:
             del _live[key]
+
+
+def _begin_anew() -> None:
+    """In a forked child: all of them are its parent's."""
+    global _live_lock
+    _live_lock = threading.Lock()
+    _live.clear()
+
+
+os.register_at_fork(after_in_child=_begin_anew)

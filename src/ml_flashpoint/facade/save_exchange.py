@@ -18,6 +18,7 @@ from ml_flashpoint.facade.local_plan import Leaves, LocalPlan, Share
 from ml_flashpoint.facade.plan_agreement import Answer, PlanAgreement, Report
 from ml_flashpoint.format.errors import FlashpointError
 from ml_flashpoint.ranks.lasting_group import LastingGroup
+from ml_flashpoint.ranks.roll_call import Late
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
 
@@ -54,11 +55,12 @@ class SaveExchange:
             self._local = LocalPlan(state, leaves, coordinator=self._rank == 0)
         return leaves
 
-    def agree(self, identity: SaveIdentity) -> SaveIdentity:
+    def agree(self, identity: SaveIdentity, late: Late) -> SaveIdentity:
         """Collective: all ranks are about to save. Afterwards there is a :attr:`share`.
 
         Args:
             identity: what this rank proposes to call the save.
+            late: is told of ranks that do not come; see `LastingGroup.run`.
 
         Returns:
             What all ranks call it.
@@ -70,7 +72,7 @@ class SaveExchange:
         assert self._local is not None
         known = self.share is not None
         generation, plan = (self._generation, None) if known else (None, self._local.plan)
-        answer = self._ask(Report(identity, generation, plan))
+        answer = self._ask(Report(identity, generation, plan), late)
         if answer.share is not None:
             self.share = Share(self._local, answer.share)
         self._generation = answer.generation
@@ -87,8 +89,8 @@ class SaveExchange:
         self._ask(Report(failure=failure))
         raise failure
 
-    def _ask(self, report: Report) -> Answer:
-        answer: Answer = self._exchange(report, self._answers)
+    def _ask(self, report: Report, late: Late | None = None) -> Answer:
+        answer: Answer = self._exchange(report, self._answers, late)
         if answer.failure is not None:
             if answer.generation != self._generation:
                 self.share = self._generation = None
@@ -125,7 +127,7 @@ class SaveExchange:
         if outcome is not None:
             raise outcome
 
-    def _exchange(self, message: Any, answer: Callable[[list[Any]], Sequence[Any]]) -> Any:
+    def _exchange(self, message: Any, answer: Callable[[list[Any]], Sequence[Any]], late: Late | None = None) -> Any:
         """Collective: what the coordinator's ``answer`` to the messages of all ranks, in rank order, has for this
         one."""
         if self._group is None:
@@ -138,5 +140,5 @@ class SaveExchange:
             answers = None if messages is None else list(answer(messages))
             dist.scatter_object_list(received, answers, src=0, group=group)
 
-        self._group.run("the save", collective)
+        self._group.run("the save", collective, late=late)
         return received[0]

@@ -24,7 +24,7 @@ from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSav
 from ml_flashpoint.core.object_stages import BytesItem, TensorItem
 from ml_flashpoint.core.overlap import Overlap
 from ml_flashpoint.core.save import Save
-from ml_flashpoint.core.save_identity import SaveIdentity
+from ml_flashpoint.core.save_identity import SaveIdentity, missing_ranks
 from ml_flashpoint.core.sigterm import ReentrantEvent, TerminationGuard
 from ml_flashpoint.facade.failures import as_flashpoint_error, causes_of
 from ml_flashpoint.facade.local_plan import Captured, Leaves, Share
@@ -177,6 +177,8 @@ class SaveRunner:
 
     def _begin_with(self, save: Save, version: CheckpointContainerId, began: float) -> None:
         save.version = version  # for whoever is told why it fails
+        # A copy that is being made may hold the room for this save for as long as its link is slow.
+        save.room_until = time.monotonic() + self._deadline_s - (time.perf_counter() - began)
         try:
             under_way = _UnderWay(save, version, self._saver.propose(version, save), began)
             leaves = self._look()
@@ -216,7 +218,8 @@ class SaveRunner:
         return True
 
     def _agree(self, under_way: _UnderWay) -> None:
-        under_way.identity = self._exchange.agree(under_way.proposal)
+        late = missing_ranks(self._saver, under_way.version)
+        under_way.identity = self._exchange.agree(under_way.proposal, late)
 
     def _stage(self, under_way: _UnderWay, leaves: Leaves) -> None:
         """Copy what this rank writes, or begin to."""
@@ -235,6 +238,7 @@ class SaveRunner:
             byte_keys=[*share.byte_keys, METADATA_KEY],
         )
         assert copies is not None  # the base container is known
+        save.room_until = None  # what is left to do does not hold the loop
         under_way.copies, captured.tensors, captured.owners = copies, (), ()
 
     def _note_wait(self, seconds: float) -> None:

@@ -36,6 +36,7 @@ from torch.utils.data import DataLoader
 from ml_flashpoint.adapter.pytorch.storage_data import IMPORTED
 from ml_flashpoint.core.picking import Joined
 from ml_flashpoint.facade.fit import check_fit
+from ml_flashpoint.facade.forgotten_weights import warn_of_weights
 from ml_flashpoint.facade.loader_pass import Through
 from ml_flashpoint.facade.loader_state import LoaderBatches, LoaderState
 from ml_flashpoint.facade.module_state import ModuleState, freeze_parameters
@@ -116,6 +117,7 @@ class TrackedState:
         self._given: list[object] = []
         self._warned_large: set[str] = set()
         self._steps = 0
+        self._warned_of_weights = False
         self._steady = SteadyState(self._module_states, self._optimizers)
 
     @property
@@ -198,6 +200,9 @@ class TrackedState:
         Raises:
             SaveError: an object could not be packed; says which.
         """
+        if not self._warned_of_weights:
+            self._warned_of_weights = True
+            self._warn_of_weights()
         state: dict[str, Any] = {}
         packed: dict[str, PackedState] = {}
         for name, module in self._module_states.items():
@@ -212,6 +217,11 @@ class TrackedState:
                 packed[name] = self._pack(name, optimizer.optimizer.state_dict)
         state[PACKED] = {rank_key(self.rank): packed | self._pack_others()}
         return state
+
+    def _warn_of_weights(self) -> None:
+        places = (LoaderState, LoaderBatches, GeneratorState)
+        others = [each for each in self._others.values() if not isinstance(each, places)]
+        warn_of_weights(self._modules.values(), {n: o.optimizer for n, o in self._optimizers.items()}, others)
 
     def _pack_others(self) -> dict[str, PackedState]:
         packed = {name: self._pack(name, other.state_dict) for name, other in self._others.items()}

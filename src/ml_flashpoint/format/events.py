@@ -125,6 +125,27 @@ class AgreementFailed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RanksMissing(Event):
+    """Ranks have not come to a save, and this rank waits for them. Nothing has failed yet.
+
+    Attributes:
+        ranks: those that have not come.
+        seconds: for which this rank has waited.
+    """
+
+    ranks: tuple[int, ...]
+    seconds: float
+
+    @property
+    def text(self) -> str:
+        """What to show."""
+        named = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
+        plural = len(self.ranks) > 1
+        step = "" if self.step is None else f" of step {self.step}"
+        return f"rank{'s' * plural} {named} {'have' if plural else 'has'} not come to the save{step}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VersionWithdrawn(Event):
     """A part was damaged when it was read back, here or on another rank: the version is gone on all of them.
 
@@ -238,6 +259,7 @@ KINDS: dict[str, type[Event]] = {
         ReplicationFailed,
         VersionVerified,
         AgreementFailed,
+        RanksMissing,
         VersionWithdrawn,
         PartPersisted,
         VersionPersisted,
@@ -275,8 +297,7 @@ def decode_event(line: str | bytes) -> Event | None:
     if kind is None:
         return None
     known = {field.name: fields[field.name] for field in dataclasses.fields(kind) if field.name in fields}
-    if isinstance(holders := known.get("holders"), list):
-        known["holders"] = tuple(holders)
+    known = {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
     try:
         event = kind(**known)
     except TypeError:  # an attribute is missing

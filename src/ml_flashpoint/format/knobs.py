@@ -34,6 +34,11 @@ def collective_deadline_s() -> float:
     return _number("FLASHPOINT_COLLECTIVE_DEADLINE_S", 600.0)
 
 
+def late_s() -> float:
+    """Seconds that a rank waits for the others before it says which ones have not come."""
+    return _number("FLASHPOINT_LATE_S", 10.0)
+
+
 def recovery_deadline_s() -> float:
     """Seconds for which what cannot be read just now is tried again, before an older version is taken or none."""
     return _number("FLASHPOINT_RECOVERY_DEADLINE_S", 60.0)

@@ -19,6 +19,7 @@ from ml_flashpoint.format.events import (
     PartPersisted,
     PartReplicated,
     PersistFailed,
+    RanksMissing,
     ReplicationFailed,
     Resumed,
     SaveFailed,
@@ -115,6 +116,8 @@ class RankStatus:
                 change = {"replication_error": event.error[:_MOST_OF_AN_ERROR]}
             case AgreementFailed():
                 change = {"agreement_error": event.error[:_MOST_OF_AN_ERROR]}
+            case RanksMissing():
+                change = {"agreement_error": f"{event.text}, for {event.seconds:.0f} s"}
             case PartPersisted():
                 change = {"persisted": event.step, "persist_error": None}
             case PersistFailed():

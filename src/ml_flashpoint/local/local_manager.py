@@ -367,7 +367,7 @@ class LocalCheckpointManager(OverlappingDoor):
                 argument="iteration",
                 value=iteration,
                 rank=self.rank,
-                hint="to go back on purpose, construct a new manager",
+                hint="to go back on purpose, load() an iteration that is kept, or use another session_id",
             )
         return CheckpointContainerId.create_child(self._base, CheckpointContainerId.format_version_container(iteration))
 

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from ml_flashpoint.format.errors import FlashpointError, RanksLostError
+from ml_flashpoint.ranks.roll_call import Late, Wait, watched
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class LastingGroup:
         self._meeting: threading.Thread | None = None
         self._generation = 0
         self._connect_s = _CONNECT_S
+        self._runs = 0  # collectives of this generation
         self._group = first
         self._gave_up = False
         self._closed = False
@@ -93,20 +95,35 @@ class LastingGroup:
             self._gave_up = True
         raise RanksLostError(f"ranks have lost each other{self._missing_text()}", rank=self._rank, hint=self._hint())
 
-    def run(self, what: str, collective: Callable[[dist.ProcessGroup], object]) -> None:
+    def run(self, what: str, collective: Callable[[dist.ProcessGroup], object], *, late: Late | None = None) -> None:
         """Call a collective with the group; while that is being built, waits for it.
+
+        Args:
+            late: for collectives that no rank comes to much later than others. It is told of the ranks that have not
+                come after ``FLASHPOINT_LATE_S``, on another thread; the log names them, too.
 
         Raises:
             FlashpointError: see :meth:`await_group`, or the collective failed: the group is built anew then.
         """
         groups = [self.await_group()]
+        self._runs += 1
         try:
-            collective(groups[0])
+            with contextlib.nullcontext() if late is None else watched(self._wait(what, late)):
+                collective(groups[0])
         except BaseException as error:  # of whatever kind: the others may wait in it
             self.broke(groups.pop(), error)  # and not kept here
             if not isinstance(error, Exception):
                 raise
             raise self.failure(what, error) from error
+
+    def _wait(self, what: str, late: Late) -> Wait:
+        def report(ranks: tuple[int, ...], seconds: float) -> None:
+            text = f"{what} has waited for {seconds:.0f} s{self._named(ranks)}"
+            _log.warning("%s; %s", text, self._hint())
+            late(ranks, seconds)
+
+        key = f"{self._key(self._generation)}/run-{self._runs}"
+        return Wait(self._store, key, self._rank, self._size, report)
 
     def broke(self, group: dist.ProcessGroup | None, error: BaseException | None = None) -> None:
         """Report that a collective of this group ended on this rank alone. Builds another one in the background.
@@ -217,6 +234,7 @@ class LastingGroup:
         with self._changed:
             if not self._closed:
                 self._group, group = group, None  # type: ignore[assignment]
+                self._runs = 0
             self._meeting, self._gave_up, self._connect_s = None, False, _CONNECT_S
             self._changed.notify_all()
         if group is not None:
@@ -232,8 +250,9 @@ class LastingGroup:
 
     def _missing_text(self) -> str:
         missing = self.missing()
-        if not missing:
-            return ""
+        return self._named(missing) if missing else ""
+
+    def _named(self, missing: Sequence[int]) -> str:
         named = ", ".join(map(str, missing[:_MAX_NAMED])) + (", ..." if len(missing) > _MAX_NAMED else "")
         return f": {'rank' if len(missing) == 1 else 'ranks'} {named} of {self._size} did not come"
 

@@ -25,9 +25,10 @@ import torch
 import torch.distributed as dist
 
 from ml_flashpoint.format.checkpoint_id_types import validate_segment
-from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError
+from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, JobInUseError, TopologyError
 from ml_flashpoint.format.knobs import NODE_ID_VARIABLE, collective_deadline_s
 from ml_flashpoint.ranks.lasting_group import LastingGroup
+from ml_flashpoint.ranks.roll_call import Late
 from ml_flashpoint.ranks.strategies import Topology
 
 _T = TypeVar("_T")
@@ -48,14 +49,21 @@ def local_node_id() -> str:
     if given is not None:
         return validate_segment(given)
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]
-    except OSError:
-        boot = "unknown"
-    try:
         memory = f"-{os.stat(_SHARED_MEMORY).st_dev:x}"
     except OSError:
         memory = ""
-    return f"{socket.gethostname()}-{boot}{memory}"
+    return f"{socket.gethostname()}-{boot_id() or 'unknown'}{memory}"
+
+
+def boot_id() -> str:
+    """Return what tells this machine, since it was started, from all others; empty where that is not known.
+
+    It is the same in all containers of a machine.
+    """
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]
+    except OSError:
+        return ""
 
 
 def new_run_id(not_before: str | None = None) -> str:
@@ -79,16 +87,15 @@ class RankGroup:
         node: this process's node id.
         topology: nodes of all ranks.
         run_id: common to all ranks, later runs sort after earlier ones.
+        job: common to all ranks, and to all groups whose rank 0 is the same process.
         secret: 32 bytes known to this job's ranks only.
-        asked: base containers that this rank has looked into, so that it knows what earlier runs have left there.
     """
 
     def __init__(self) -> None:
         self.node = local_node_id()
         self._made = 0
-        self.asked: set[Path] = set()
         deadline = timedelta(seconds=collective_deadline_s())
-        if dist.is_available() and dist.is_initialized():
+        if default_group() is not None:
             self.rank = dist.get_rank()
             self.world_size = dist.get_world_size()
         else:
@@ -104,6 +111,7 @@ class RankGroup:
         nodes = [blob.decode() for blob in self.gather(self.node.encode())]
         self.topology = Topology(tuple(nodes))
         self.run_id = self.broadcast(new_run_id().encode()).decode()
+        self.job = self.broadcast(_own_job.encode()).decode()
         self.secret = self.broadcast(secrets.token_bytes(SECRET_BYTES))
         # Named after the run: the store may be that of an earlier process group, too.
         self._name = self.run_id
@@ -196,12 +204,40 @@ class RankGroup:
                     f"differs between ranks: {values}", argument=argument, value=value, rank=self.rank
                 )
 
-    def minimum(self, values: tuple[int, ...], what: str = "agreement") -> tuple[int, ...]:
-        """Elementwise minimum over all ranks."""
+    def check_nodes(self, place: str, what: str) -> None:
+        """Check that ranks of one node are in one place. Collective.
+
+        Args:
+            place: the same for ranks that can be on one node; empty if it is not known.
+            what: ranks share where it is the same, for the error.
+
+        Raises:
+            TopologyError: two ranks are not. Names both hosts. Raised on all ranks.
+        """
+        nodes = self.topology.node_order
+        if len(nodes) == self.world_size:
+            return
+        mine = [place, f"{socket.gethostname()} (boot id {boot_id() or 'unknown'})"]
+        told = [json.loads(blob) for blob in self.gather(json.dumps(mine).encode())]
+        for node in nodes:
+            first, *others = [rank for rank in self.topology.ranks_of(node) if told[rank][0]] or [0]
+            for other in others:
+                if told[other][0] != told[first][0]:
+                    raise TopologyError(
+                        f"ranks {first}, on host {told[first][1]}, and {other}, on host {told[other][1]}, have the same"
+                        f" node id and do not share {what}: neither would have copies of the other",
+                        rank=self.rank,
+                        node=node,
+                        hint=f"give each machine a {NODE_ID_VARIABLE} of its own, or unset it; ranks of one machine"
+                        " use one base container",
+                    )
+
+    def minimum(self, values: tuple[int, ...], what: str = "agreement", *, late: Late | None = None) -> tuple[int, ...]:
+        """Elementwise minimum over all ranks. ``late``: see `LastingGroup.run`."""
         if not self.distributed:
             return values
         data = torch.tensor(values, dtype=torch.int64, device="cpu")
-        self._run(what, lambda group: dist.all_reduce(data, op=dist.ReduceOp.MIN, group=group), data)
+        self._run(what, lambda group: dist.all_reduce(data, op=dist.ReduceOp.MIN, group=group), data, late)
         return tuple(data.tolist())
 
     def new_number(self) -> int:
@@ -225,12 +261,18 @@ class RankGroup:
         self.run_id = self.broadcast(new_run_id(max(self.run_id, newest_save_id)).encode()).decode()
         return self.run_id
 
-    def _run(self, what: str, collective: Callable[[dist.ProcessGroup | None], object], data: torch.Tensor) -> None:
+    def _run(
+        self,
+        what: str,
+        collective: Callable[[dist.ProcessGroup | None], object],
+        data: torch.Tensor,
+        late: Late | None = None,
+    ) -> None:
         # Gloo's threads let go of a tensor some time after the collective has ended. Were that the last reference,
         # they would need the interpreter to free it, and abort the process if that happens to be exiting.
         self._last[what] = data
         if self._foreground is not None:
-            self._foreground.run(f"the {what} of the job's ranks", collective)
+            self._foreground.run(f"the {what} of the job's ranks", collective, late=late)
             return
         try:
             collective(self._first)
@@ -297,22 +339,56 @@ def _let_gloo_finish() -> None:
 
 
 _current: tuple[object, RankGroup] | None = None
+_own_job = secrets.token_hex(16)
+_of_parents: list[object] = []
+"""In a forked child: the groups of its parent. Their threads are not there, so that destroying one would hang."""
 _lock = threading.Lock()
 
 
-def _new_lock() -> None:
-    global _lock
-    _lock = threading.Lock()  # in a forked child it may be held by a thread that is not there
+def _begin_anew() -> None:
+    """In a forked child: it is a job of its own, and not one of the ranks of its parent's."""
+    global _current, _own_job, _lock
+    _lock = threading.Lock()  # it may be held by a thread that is not there
+    _of_parents.append(_current)
+    if dist.is_available() and dist.is_initialized():
+        _of_parents.append(dist.group.WORLD)
+    _current, _own_job = None, secrets.token_hex(16)
 
 
-os.register_at_fork(after_in_child=_new_lock)
+os.register_at_fork(after_in_child=_begin_anew)
+
+
+def default_group() -> dist.ProcessGroup | None:
+    """The default process group, None if there is none.
+
+    Raises:
+        JobInUseError: this is a forked child, and it is the one of its parent.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    world = dist.group.WORLD
+    if any(world is each for each in _of_parents):
+        raise JobInUseError(
+            f"process {os.getpid()} was forked from one whose process group it cannot use",
+            hint="start it by spawn or forkserver, or before init_process_group",
+        )
+    return world
+
+
+def job_of_this_process() -> str:
+    """The job that this process is a rank of, as far as it knows; else it is one by itself. Not collective."""
+    current = _current
+    return _own_job if current is None else current[1].job
 
 
 def rank_group() -> RankGroup:
-    """The group of the current default process group. Collective when first called for it."""
+    """The group of the current default process group. Collective when first called for it.
+
+    Raises:
+        JobInUseError: see :func:`default_group`.
+    """
     global _current
-    initialized = dist.is_available() and dist.is_initialized()
-    key: object = dist.group.WORLD if initialized else None
+    key = default_group()
     with _lock:
         if _current is None or _current[0] is not key:
             _current = (key, RankGroup())

@@ -20,7 +20,7 @@ from ml_flashpoint.format.errors import (
 from ml_flashpoint.format.knobs import transfer_deadline_s
 from ml_flashpoint.format.manifest import encode
 from ml_flashpoint.net.reachable import reachable_host
-from ml_flashpoint.ranks.rank_group import RankGroup, rank_group
+from ml_flashpoint.ranks.rank_group import RankGroup, boot_id, rank_group
 from ml_flashpoint.ranks.strategies import (
     NoReplicationStrategy,
     PairwiseReplicationStrategy,
@@ -58,12 +58,13 @@ class ReplicationManager:
         """Start serving and learn the peers' addresses. Collective; a second call does nothing.
 
         Raises:
-            TopologyError: the ranks chose different strategies.
+            TopologyError: the ranks chose different strategies, or two machines have the same node id.
             ReplicationError: a rank cannot listen for peers.
         """
         if self._group is not None:
             return
         group = rank_group()
+        group.check_nodes(boot_id(), "a machine")
         if self._given_strategy is None and len(group.topology.node_order) > 1:
             self.strategy = PairwiseReplicationStrategy()
         address: Address | None = ("", 0)

@@ -242,11 +242,35 @@ def whole_copy(tensor: torch.Tensor, path: str) -> torch.Tensor:
     """A copy of a tensor that is more than its memory, to be saved as bytes.
 
     Raises:
-        SaveError: see :func:`check_storable`.
+        SaveError: see :func:`check_storable`; or its class neither copies itself nor names its inner tensors.
     """
     check_storable(tensor, path)
-    # Not on a device: it is pickled later, by another thread, for which the device works in another order.
-    return tensor.detach().clone() if tensor.device.type in ("cpu", "meta") else tensor.detach().cpu()
+    try:
+        return _copied_whole(tensor)
+    except Exception as error:  # of whatever kind a class raises
+        raise SaveError(
+            f"the tensor {path!r}, a {type(tensor).__name__}, cannot be copied: {type(error).__name__}: {error}",
+            hint="have its class implement clone(), or __tensor_flatten__ and __tensor_unflatten__",
+        ) from error
+
+
+def _copied_whole(tensor: torch.Tensor) -> torch.Tensor:
+    flattens = hasattr(tensor, "__tensor_flatten__") and hasattr(tensor, "__tensor_unflatten__")
+    try:
+        detached = tensor.detach()
+        # Not on a device: it is pickled later, by another thread, for which the device works in another order.
+        copied = detached.clone() if tensor.device.type in ("cpu", "meta") else detached.cpu()
+        if type(copied) is type(tensor) or not flattens:
+            return copied
+    except (NotImplementedError, TypeError):  # torch raises the latter where a class has no answer to an operation
+        if not flattens:
+            raise
+    made_of: Any = tensor
+    names, context = made_of.__tensor_flatten__()
+    inner = {name: getattr(tensor, name) for name in names}  # a DTensor names its mesh, too
+    inner = {name: _copied_whole(each) if isinstance(each, torch.Tensor) else each for name, each in inner.items()}
+    rebuilt: torch.Tensor = made_of.__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+    return rebuilt
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -32,7 +32,7 @@ from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import ReshardError
 from ml_flashpoint.staging.plain_modes import plain_modes
 from ml_flashpoint.staging.state_dict_stager import is_plain_strided
-from ml_flashpoint.staging.torch_dtypes import bytes_of
+from ml_flashpoint.staging.torch_dtypes import octets_of
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal, load_archive
 
 _log = logging.getLogger(__name__)
@@ -264,8 +264,8 @@ def _digest(value: Any) -> bytes:
     elif isinstance(value, (set, frozenset)):
         parts = sorted(map(_digest, value))
     elif isinstance(value, torch.Tensor) and is_plain_strided(value):
-        content = bytes_of(value.detach().cpu().contiguous())
-        parts = [f"{value.dtype} {tuple(value.shape)}".encode(), content.numpy().tobytes()]
+        content = octets_of(value.detach().cpu().contiguous()).tobytes() if value.numel() else b""
+        parts = [f"{value.dtype} {tuple(value.shape)}".encode(), content]
     elif isinstance(value, np.ndarray) and value.dtype != object:
         parts = [f"{value.dtype.str} {value.shape}".encode(), value.tobytes()]
     elif isinstance(value, (str, bytes, int, float, complex, type(None))):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
 import torch
 
 from ml_flashpoint.format.dtypes import ITEMSIZES
@@ -54,6 +56,17 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().view(-1)
     # torch takes a single element for contiguous whatever its stride, and then has no view of it as bytes.
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+
+
+def octets_of(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The memory of a contiguous tensor on the CPU, as an array of bytes; no copy.
+
+    ``tensor.numpy()`` would leave a mark: torch never again resizes a storage that NumPy has seen.
+    """
+    octets = bytes_of(tensor)
+    memory: Any = (ctypes.c_uint8 * octets.nbytes).from_address(octets.data_ptr())
+    memory.tensor = octets  # which keeps it
+    return np.frombuffer(memory, np.uint8)
 
 
 def described(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, str, tuple[int, ...]]]:

@@ -22,6 +22,7 @@ Large ones are `shared_memory`'s.
 
 from __future__ import annotations
 
+import ctypes
 import io
 import math
 import pickle
@@ -39,7 +40,7 @@ from ml_flashpoint.ddict.manager.arenas import decode_number, encode_number
 from ml_flashpoint.format.dtypes import parse_true_type, tensor_nbytes
 from ml_flashpoint.format.errors import DamagedError, InvalidArgumentError
 from ml_flashpoint.staging.copy import cpu_clone, view_identity
-from ml_flashpoint.staging.torch_dtypes import STORABLE_DTYPES, bytes_of, dtype_name, torch_dtype
+from ml_flashpoint.staging.torch_dtypes import STORABLE_DTYPES, dtype_name, octets_of, torch_dtype
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -257,14 +258,13 @@ def tensor_octets(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
         tensor = cpu_clone(tensor)
     if not tensor.numel():
         return np.empty(0, np.uint8)
-    return bytes_of(tensor).numpy()
+    return octets_of(tensor)
 
 
 def _raw(tensor: torch.Tensor) -> bytes:
-    try:
-        return tensor.numpy().tobytes()
-    except (TypeError, RuntimeError):  # of a dtype or on a device that numpy has not, or read lazily
-        return tensor_octets(tensor).tobytes()
+    if tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+    return tensor_octets(tensor).tobytes()
 
 
 def to_inline(encoded: Encoded) -> bytes:

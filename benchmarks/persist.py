@@ -1,10 +1,9 @@
 """What persisting adds to a loop that saves at each step: to the time that a save holds it, and to its steps.
 
-One loop, whose `Flashpoint` persists in every third turn: so all have the same model, the same memory, and the same way
-of copying, which several would each choose for themselves. In another turn, a thread writes as many bytes a second to
-a file of the same filesystem, and does nothing else: the least that a store there costs. Turns come in rounds, in
-changing order, and what is compared is the turns of a round, so that a machine that drifts does so for all; of the
-rounds, the median counts.
+One loop, whose `Flashpoint` persists in every third turn: so all have the same model and the same memory. In
+another turn, a thread writes as many bytes a second to a file of the same filesystem, and does nothing else: the least
+that a store there costs. Turns come in rounds, in changing order, and what is compared is the turns of a round, so that
+a machine that drifts does so for all; of the rounds, the median counts.
 
 A version is under way to the store all the time, which is the worst case, with a limit of a tenth of what a memcpy
 moves in a second. The store is a folder in memory, so what it takes of a core to take in bytes is in this, too.
@@ -25,7 +24,6 @@ from pathlib import Path
 from benchmarks.loop import SETTLED, WIDTH, _Loop
 from benchmarks.timing import RUNS, Memcpy, Result
 from ml_flashpoint import Flashpoint
-from ml_flashpoint.core import staging_trial
 
 ROUNDS = 7
 TURN_S, LEAST_STEPS = 3.0, 6
@@ -123,12 +121,8 @@ def added(times: _Times, kind: str) -> list[float]:
 
 def results(folder: Path, scale: float) -> Iterator[Result]:
     """Rows: seconds held by a save, and of a step with its save, of each kind of turns."""
-    every, staging_trial._EVERY = staging_trial._EVERY, _NEVER  # what is chosen at the start stays
-    try:
-        for name, batch in (("long", 512), ("short", 16)):
-            yield from _compared(f"persisting, {name} steps", folder, batch, max(16, int(WIDTH * scale**0.5)))
-    finally:
-        staging_trial._EVERY = every
+    for name, batch in (("long", 512), ("short", 16)):
+        yield from _compared(f"persisting, {name} steps", folder, batch, max(16, int(WIDTH * scale**0.5)))
 
 
 def _compared(state: str, folder: Path, batch: int, width: int) -> Iterator[Result]:

@@ -82,9 +82,8 @@ class Flashpoint(KeptVersions, Readings):
     from any.
 
     The state saved is that of all tracked objects, and of the random number generators of Python, NumPy, torch and
-    CUDA. The version of step n holds the state after n steps. What tracked optimizers update is copied while the next
-    forward and backward run; their next ``step()`` waits for what is left: see `before_update`. Everything else is
-    copied while the loop waits. The rest is done in the background; one save at most is under way.
+    CUDA. The version of step n holds the state after n steps. It is copied before a save returns, and may change in any
+    way then. The rest is done in the background; one save at most is under way.
 
     Args:
         base: base container of the job on this node: an absolute path, best on a tmpfs. Restarts use the same.
@@ -108,10 +107,11 @@ class Flashpoint(KeptVersions, Readings):
             ``reshard`` function of `track` is for. ``"raise"``: random number generators of new ranks are seeded anew,
             what all ranks had alike is everybody's, and anything else is a `ReshardError`. ``"keep"``: rank r takes
             that of rank r modulo the old number, random numbers and place in the data included.
-        overlap: copy parameters and optimizer state while training goes on, where that takes less of the loop than
-            waiting until all is copied. Off, the loop always waits.
+        overlap: copy what tracked optimizers update on CUDA devices while the next forward and backward run; see
+            `before_update`. What is on the CPU, and everything without it, is copied before a save returns.
         keep: how many of the newest verified versions stay in memory, as far as there is room, or a `Keep`.
-        verify_staging: fail saves in which something changed while it was copied, by comparing all content. Slow.
+        verify_staging: with ``overlap``, fail saves in which something changed while it was copied, by comparing the
+            content of all of that. Slow.
         on_event: called with each `events.Event` of this base container, on a thread of its own.
         persist: URL of a folder of this job alone that all nodes see. Verified versions are written there, too, in the
             background, and `resume` takes the newest one where memory has none as new: see docs/persist.md.
@@ -141,7 +141,7 @@ class Flashpoint(KeptVersions, Readings):
         discard_existing: bool = False,
         verify_saves: str = "sample",
         on_world_size_change: str = "raise",
-        overlap: bool = True,
+        overlap: bool = False,
         verify_staging: bool = False,
         on_event: Callable[[events.Event], object] | None = None,
         keep: int | Keep = 1,
@@ -386,8 +386,9 @@ class Flashpoint(KeptVersions, Readings):
         self._raise_failure()
 
     def before_update(self) -> None:
-        """Wait until nothing is copied any more. To be called before anything but its ``step()`` changes parameters of
-        a tracked optimizer, or its state: else the save fails, and from then on the loop waits for all copies."""
+        """Have what this thread does next wait until nothing is copied any more. With ``overlap``, to be called before
+        anything but its ``step()`` changes parameters of a tracked optimizer, or its state, on a CUDA device: else the
+        save fails, and from then on the loop waits for all copies. Without it, there is nothing to wait for."""
         self._saves.overlap.before_update()
 
     def _raise_failure(self) -> None:

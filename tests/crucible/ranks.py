@@ -133,7 +133,6 @@ class FacadeDoor(Door):
             deadline_s=DEADLINE_S,
             handle_sigterm=False,
             on_world_size_change="keep",
-            verify_staging=True,
             keep=self.order.keep,
         )
         tracked: dict[str, Any] = {"model": self.holder.model, "notes": self.holder.notes}

@@ -73,7 +73,7 @@ def check_loaded(base: Path, saved: dict[str, torch.Tensor]) -> None:
 
 def test_each_version_is_the_state_of_its_step(tmpfs: Path, late: list[LateDeviceCopy]) -> None:
     job = Job(1)
-    with Flashpoint(tmpfs / "job", strict=True) as fp:
+    with Flashpoint(tmpfs / "job", strict=True, overlap=True) as fp:
         fp.track(**job.tracked).resume()
         for turn in range(12):
             job.step()
@@ -102,7 +102,7 @@ def test_an_optimizer_that_is_replayed_is_not_copied_late(tmpfs: Path, late: lis
         model(x).square().mean().backward()
         optimizer.step()
 
-    with Flashpoint(tmpfs / "job", strict=True) as fp:
+    with Flashpoint(tmpfs / "job", strict=True, overlap=True) as fp:
         fp.track(model=model, optimizer=optimizer).resume()
         for _ in range(4):
             step()

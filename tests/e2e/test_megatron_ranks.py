@@ -32,7 +32,7 @@ CASES = [
     "strict_handling",
     "flattened_ranges",
     "the_staged_copies_are_the_object",
-    "what_an_optimizer_updates_is_copied_late",
+    "what_an_optimizer_updates_may_change_after_the_call",
     "plans_are_sent_when_they_change",
     "an_exchange_of_plans_that_breaks_off",
     "a_save_that_fails_on_one_rank",

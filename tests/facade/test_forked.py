@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -14,19 +13,12 @@ import torch.distributed as dist
 
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.core.engine import CheckpointEngine
-from ml_flashpoint.core.overlap import Overlap
 from ml_flashpoint.format.errors import JobInUseError
 from ml_flashpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
 from tests.facade.test_overlap import Job
 from tests.support.loops import Stored
 
 _DEADLINE_S = 60
-
-
-@pytest.fixture(autouse=True)
-def _nobody_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that there is a copy under way whenever somebody forks."""
-    monkeypatch.setattr(Overlap, "_start", lambda self, late: None)
 
 
 class Child:
@@ -79,22 +71,14 @@ def _use(fp: Flashpoint, job: Job) -> None:
         _refused(call)
 
 
-@pytest.mark.parametrize("with_lock", [False, True], ids=["", "while a lock was held"])
 @pytest.mark.parametrize("does", [_train_alone, _close, _use])
-def test_versions_of_the_parent_stay_as_they_are(
-    tmpfs: Path, does: Callable[[Flashpoint, Job], None], with_lock: bool
-) -> None:
+def test_versions_of_the_parent_stay_as_they_are(tmpfs: Path, does: Callable[[Flashpoint, Job], None]) -> None:
     job = Job()
-    with Flashpoint(tmpfs / "job", strict=True) as fp:
+    with Flashpoint(tmpfs / "job", strict=True, overlap=True) as fp:  # its hooks are called in the child, too
         fp.track(**job.tracked).resume()
         _train(fp, job, 2)
-        late = fp._saves.overlap._late
-        assert late is not None
-        assert not late.over
-        with late._changed if with_lock else contextlib.nullcontext():
-            child = Child(lambda: does(fp, job))
+        child = Child(lambda: does(fp, job))
         saved = _train(fp, job, 5)  # into the same memory
-        fp.before_update()
         assert fp.wait()
         child.run()
         assert fp.health.failures == 0

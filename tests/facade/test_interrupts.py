@@ -13,8 +13,9 @@ import pytest
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.core.overlap import Overlap
 from ml_flashpoint.format.errors import SaveError
-from ml_flashpoint.staging import late_copy
+from ml_flashpoint.staging.device_copy import Transfer
 from tests.facade.test_overlap import Job, _is_same, _loaded
+from tests.support.played_device import PlayedDevice, lock_arenas
 
 
 @pytest.mark.parametrize("place", ["after the begin", "before the end is left to the background"])
@@ -91,39 +92,46 @@ def test_a_save_from_within_a_save_is_refused_and_holds_up_nothing(base: Path) -
 
 
 @pytest.mark.parametrize("call", [Flashpoint.save, Flashpoint.before_update])
-def test_a_handler_in_the_midst_of_a_copy_fails_that_save_or_its_own(
+def test_a_handler_while_a_step_waits_for_a_copy_fails_that_save_or_its_own(
     base: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[Flashpoint], None]
 ) -> None:
-    """What the step was about to copy when the handler came is not copied yet, and whoever waited for it would wait for
-    himself."""
-    monkeypatch.setattr(Overlap, "_start", lambda self, late: None)
+    """Who waited for the copy there would wait for himself."""
     job = Job()
-    copied = late_copy.copy_all
-    with Flashpoint(base, deadline_s=20) as fp:
+    device = PlayedDevice(monkeypatch, [job.model, job.average], [job.optimizer])
+    hold = Transfer.hold
+    with Flashpoint(base, deadline_s=20, overlap=True) as fp:
         fp.track(**job.tracked).resume()
-        for _ in range(2):
+        for _ in range(4):
             job.step()
             fp.step()
+            assert fp.wait()
+            lock_arenas(fp._engine.saver._objects.store)
+        job.step()
+        device.late.clear()
         with monkeypatch.context() as patched:
 
-            def interrupted(*given: Any) -> None:
-                patched.setattr(late_copy, "copy_all", copied)
+            def interrupted(transfer: Transfer) -> None:
+                patched.setattr(Transfer, "hold", hold)
                 call(fp)
-                copied(*given)
+                hold(transfer)
 
-            patched.setattr(late_copy, "copy_all", interrupted)
+            patched.setattr(Transfer, "hold", interrupted)
+            patched.setattr(Overlap, "_start", lambda self, late: None)  # it is not over before the step
+            fp.step()
             job.step()
+        assert len(device.late) == 1
+        device.late[0].copy()
         assert fp.wait()
         assert fp.health.failures == 1
-        assert fp.last_saved == (2 if call is Flashpoint.save else 1)
+        assert fp.last_saved == (5 if call is Flashpoint.save else 4)
         job.step()
         saved = job.state()
-        fp.save(3)
+        fp.save(6)
         fp.before_update()
         assert fp.wait()
-        assert fp.last_saved == 3
+        assert fp.last_saved == 6
     step, state = _loaded(base)
-    assert step == 3
+    assert step == 6
     assert _is_same(state, saved)
 
 
@@ -149,7 +157,6 @@ def test_ctrl_c_in_the_midst_of_a_save_comes_after_it_and_at_once_if_it_is_repea
                 fp.step()
         assert went == ["staged"] * (times == 1)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        fp.before_update()
         assert fp.wait(30)
         assert fp.last_saved == (1 if times == 1 else None)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,7 @@ from torch.nn.utils import parametrize, prune
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ml_flashpoint import Flashpoint
-from ml_flashpoint.core.overlap import Overlap
-from ml_flashpoint.core.staging_trial import StagingTrial
-from ml_flashpoint.staging import late_copy
+from tests.support.played_device import PlayedDevice, lock_arenas
 
 WIDTH = 16
 
@@ -55,7 +52,6 @@ def test_parameters_that_get_other_names_keep_their_optimizer_state(
         for _ in range(3):
             _step(model, optimizer)
             fp.step()
-        fp.before_update()  # parametrizing writes to a parameter what it had
         change(model)
         _step(model, optimizer)
         fp.step()
@@ -79,7 +75,6 @@ def test_parameters_that_change_places_keep_their_optimizer_state(base: Path) ->
         fp.track(model=model, optimizer=optimizer).resume()
         _step(model, optimizer)
         fp.step()
-        fp.before_update()
         first, second = model
         first.weight, second.weight = second.weight, first.weight
         _step(model, optimizer)
@@ -98,36 +93,10 @@ def _of_all(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> Any:
     return register_optimizer_step_pre_hook(hook)
 
 
-@pytest.fixture
-def nobody_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that copies gets no processor time before it is asked for."""
-    monkeypatch.setattr(Overlap, "_start", lambda self, late: None)
-
-
-@pytest.mark.parametrize("part", range(4))
-def test_other_weights_for_a_while_are_noticed_wherever_the_copy_is_then(
-    base: Path, nobody_copies: None, part: int
-) -> None:
-    """As an average of the weights is put in their place for an evaluation, and they are put back afterwards."""
-    model = _layers(20)
-    optimizer = torch.optim.AdamW(model.parameters())
-    with Flashpoint(base) as fp:
-        fp.track(model=model, optimizer=optimizer).resume()
-        for _ in range(2):
-            _step(model, optimizer)
-            fp.step()
-        late = fp._saves.overlap._late
-        assert late is not None
-        some = list(model.parameters())[part * 10 : part * 10 + 10]
-        before = [parameter.detach().clone() for parameter in some]
-        for parameter in some:
-            parameter.data.copy_(torch.ones_like(parameter))
-        late.copy()
-        for parameter, was in zip(some, before, strict=True):
-            parameter.data.copy_(was)
-        assert fp.wait()
-        assert "was changed while it was copied" in str(fp.health.last_error)
-        assert fp.last_saved == 1
+def _settle(fp: Flashpoint) -> None:
+    """From the third time on, the next save is copied late."""
+    assert fp.wait()
+    lock_arenas(fp._engine.saver._objects.store)
 
 
 class Teacher(nn.Module):
@@ -144,20 +113,25 @@ class Teacher(nn.Module):
         return out
 
 
-def test_what_an_optimizer_has_and_does_not_update_is_copied_at_once(base: Path, nobody_copies: None) -> None:
+def test_what_an_optimizer_has_and_does_not_update_is_copied_at_once(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = Teacher()
     optimizer = torch.optim.AdamW(model.parameters())
+    device = PlayedDevice(monkeypatch, [model], [optimizer])
     saved: dict[str, torch.Tensor] = {}
-    with Flashpoint(base, strict=True, verify_staging=True) as fp:
+    with Flashpoint(base, strict=True, overlap=True, verify_staging=True) as fp:
         fp.track(model=model, optimizer=optimizer).resume()
-        for _ in range(3):
+        for _ in range(6):
+            _settle(fp)
             _step(model, optimizer)
             saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
             fp.step()
         _step(model, optimizer)
+    assert device.late
     again = Teacher()
     with Flashpoint(base) as fp:
-        assert fp.track(model=again, optimizer=torch.optim.AdamW(again.parameters())).resume() == 3
+        assert fp.track(model=again, optimizer=torch.optim.AdamW(again.parameters())).resume() == 6
     assert all(torch.equal(tensor, saved[name]) for name, tensor in again.state_dict().items())
 
 
@@ -172,87 +146,62 @@ class Walked(nn.Linear):
 
 
 @pytest.mark.parametrize("kind", [nn.Linear, Walked])
-def test_what_is_frozen_later_is_copied_at_once_from_then_on(base: Path, nobody_copies: None, kind: type) -> None:
+def test_what_is_frozen_later_is_copied_at_once_from_then_on(
+    base: Path, monkeypatch: pytest.MonkeyPatch, kind: type
+) -> None:
     """Whatever changes it then need not be noticed: a few numbers, through `.data`."""
     model = nn.Sequential(kind(WIDTH, WIDTH), kind(WIDTH, WIDTH))
     optimizer = torch.optim.AdamW(model.parameters())
+    device = PlayedDevice(monkeypatch, [model], [optimizer])
     saved: dict[str, torch.Tensor] = {}
-    with Flashpoint(base, strict=True, verify_staging=True) as fp:
+    with Flashpoint(base, strict=True, overlap=True, verify_staging=True) as fp:
         fp.track(model=model, optimizer=optimizer).resume()
-        for number in range(5):
-            if number > 1:
+        for number in range(7):
+            _settle(fp)
+            if number > 3:
                 model[0].requires_grad_(False)
-            if number > 2:  # the save before has found it frozen
+            if number > 4:  # the save before has found it frozen
                 model[0].weight.data[0, 0] += 1
             _step(model, optimizer)
             saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
             fp.step()
         model[0].weight.data[0, 0] += 1
         fp.before_update()
+    assert device.late
     again = nn.Sequential(kind(WIDTH, WIDTH), kind(WIDTH, WIDTH))
     with Flashpoint(base) as fp:
-        assert fp.track(model=again, optimizer=torch.optim.AdamW(again.parameters())).resume() == 5
+        assert fp.track(model=again, optimizer=torch.optim.AdamW(again.parameters())).resume() == 7
     assert all(torch.equal(tensor, saved[name]) for name, tensor in again.state_dict().items())
 
 
 @pytest.mark.parametrize("register", [torch.optim.Optimizer.register_step_pre_hook, _of_all])
 def test_hooks_of_the_program_that_change_parameters_in_a_step_come_after_the_copy(
-    base: Path, nobody_copies: None, register: Callable[..., Any]
+    base: Path, monkeypatch: pytest.MonkeyPatch, register: Callable[..., Any]
 ) -> None:
     def decay(*_: object) -> None:
         model[0].weight.data[0, 0] *= 0.5
 
     model = _layers()
     optimizer = torch.optim.AdamW(model.parameters())
+    device = PlayedDevice(monkeypatch, [model], [optimizer])
     hook = register(optimizer, decay)  # before it is tracked
     try:
-        with Flashpoint(base, strict=True, verify_staging=True) as fp:
+        with Flashpoint(base, strict=True, overlap=True, verify_staging=True) as fp:
             fp.track(model=model, optimizer=optimizer).resume()
             saved = model[0].weight.detach().clone()
-            for _ in range(4):
+            for _ in range(6):
+                _settle(fp)
                 _step(model, optimizer)
                 saved = model[0].weight.detach().clone()
                 fp.step()
             _step(model, optimizer)
     finally:
         hook.remove()
+    assert bool(device.late) == (register is not _of_all)
     again = _layers()
     with Flashpoint(base) as fp:
-        assert fp.track(model=again, optimizer=torch.optim.AdamW(again.parameters())).resume() == 4
+        assert fp.track(model=again, optimizer=torch.optim.AdamW(again.parameters())).resume() == 6
     assert torch.equal(again[0].weight, saved)
-
-
-def test_steps_in_several_threads_all_wait(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Overlap, "_start", lambda self, late: None)
-    models = [_layers() for _ in range(2)]
-    optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
-    copying, go_on = threading.Event(), threading.Event()
-    copied = late_copy.copy_all
-
-    def slow(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *rest: Any) -> None:
-        copying.set()
-        assert go_on.wait(30)
-        copied(targets, sources, *rest)
-
-    with Flashpoint(base, strict=True) as fp:
-        fp.track(**{f"model{i}": model for i, model in enumerate(models)})
-        fp.track(**{f"optimizer{i}": optimizer for i, optimizer in enumerate(optimizers)}).resume()
-        for _ in range(2):
-            for model, optimizer in zip(models, optimizers, strict=True):
-                _step(model, optimizer)
-            fp.step()
-        monkeypatch.setattr(late_copy, "copy_all", slow)
-        threads = [threading.Thread(target=optimizer.step) for optimizer in optimizers]
-        threads[0].start()
-        assert copying.wait(30)
-        threads[1].start()
-        threads[1].join(0.2)
-        assert threads[1].is_alive()
-        go_on.set()
-        for thread in threads:
-            thread.join(30)
-        assert fp.wait()
-        assert fp.last_saved == 2
 
 
 def test_parameters_without_state_are_none_to_a_second_resume(base: Path) -> None:
@@ -290,13 +239,12 @@ def test_parameters_that_were_frozen_keep_their_optimizer_state(base: Path, froz
             assert torch.equal(value, optimizer_again.state[other][key])
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_saves_in_inference_mode(base: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
+def test_saves_in_inference_mode(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of callbacks that are called at the end of an evaluation; and saves outside of it that use the same memory."""
     monkeypatch.setenv("FLASHPOINT_COPY_THREADS", "4")
     model = nn.Linear(3000, 1000)
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
-    with Flashpoint(base, strict=True, overlap=overlap, verify_staging=overlap) as fp:
+    with Flashpoint(base, strict=True) as fp:
         fp.track(model=model, optimizer=optimizer).resume()
         for number in range(6):
             model(torch.randn(2, 3000)).square().mean().backward()
@@ -310,54 +258,16 @@ def test_saves_in_inference_mode(base: Path, monkeypatch: pytest.MonkeyPatch, ov
     assert torch.equal(model.weight, again.weight)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["parameter", "moment"])
-def test_a_tensor_that_is_given_other_data_meanwhile(base: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    """As where averages take the place of parameters for an evaluation. Nothing counts that; only a part of so many
-    tensors is sampled."""
-    monkeypatch.setattr(Overlap, "_start", lambda self, late: None)  # the thread that copies gets no time
-    model = nn.ParameterList([nn.Parameter(torch.rand(WIDTH)) for _ in range(1000)])
-    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
-    monkeypatch.setattr(StagingTrial, "begin", lambda self: True)
-    with Flashpoint(base, strict=True) as fp:
-        fp.track(model=model, optimizer=optimizer).resume()
-        for _ in range(4):
-            for parameter in model:
-                parameter.grad = torch.ones(WIDTH)
-            optimizer.step()
-            saved = [parameter.detach().clone() for parameter in model]
-            moments = [optimizer.state[parameter]["momentum_buffer"].clone() for parameter in model]
-            fp.step()
-            for number in range(500, 504):
-                changed = model[number] if what == "parameter" else optimizer.state[model[number]]["momentum_buffer"]
-                changed.data = torch.rand(WIDTH)
-        fp.before_update()
-    again = nn.ParameterList([nn.Parameter(torch.rand(WIDTH)) for _ in range(1000)])
-    optimizer_again = torch.optim.SGD(again.parameters(), momentum=0.9)
-    with Flashpoint(base) as fp:
-        assert fp.track(model=again, optimizer=optimizer_again).resume() == 4
-    assert all(map(torch.equal, again, saved))
-    found = [optimizer_again.state[parameter]["momentum_buffer"] for parameter in again]
-    assert all(map(torch.equal, found, moments))
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-def test_memory_that_was_let_go_of_fails_the_save_and_nothing_else(
-    base: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
-) -> None:
-    monkeypatch.setattr(StagingTrial, "begin", lambda self: True)
+def test_memory_that_was_let_go_of_fails_the_save_and_nothing_else(base: Path) -> None:
     model = _layers()
     optimizer = torch.optim.AdamW(model.parameters())
-    with Flashpoint(base, overlap=overlap) as fp:
+    with Flashpoint(base) as fp:
         fp.track(model=model, optimizer=optimizer).resume()
         for _ in range(2):
             _step(model, optimizer)
             fp.step()
         fp.wait()
-        weight = model[0].weight
-        assert isinstance(weight, nn.Parameter)
-        weight.data = weight.data.clone()  # torch resizes no storage that numpy has seen, as where content is compared
-        storage = weight.untyped_storage()
+        storage = model[0].weight.untyped_storage()  # type: ignore[operator,union-attr]
         size = storage.nbytes()
         storage.resize_(0)
         fp.step()

@@ -1,4 +1,4 @@
-"""Asynchronous saves that return before what watched optimizers update is copied: what is saved is what it was then."""
+"""Asynchronous saves from a device that is played go on while training does: what is saved is what it was then."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
-from ml_flashpoint.core.overlap import Overlap
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.local import (
     AsyncCallsQueue,
@@ -16,122 +16,105 @@ from ml_flashpoint.local import (
     CheckpointingException,
     LocalCheckpointManager,
 )
-from tests.support.copied_bytes import CopiedBytes, nbytes_of
+from tests.support.played_device import PlayedDevice, lock_arenas
 
-
-@pytest.fixture
-def manager(tmpfs: Path) -> Iterator[LocalCheckpointManager]:
-    made = LocalCheckpointManager(tmpfs, "job")
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def nobody_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that copies gets no processor time before a step waits for it."""
-    monkeypatch.setattr(Overlap, "_start", lambda self, late: None)
+LOCKED = 4
+"""Saves after which all memory is page-locked, so that later ones are copied late."""
 
 
 class Job:
-    def __init__(self) -> None:
-        self.weight, self.other = torch.nn.Parameter(torch.zeros(1000)), torch.zeros(10)
-        self.optimizer = torch.optim.SGD([self.weight], lr=1.0, momentum=0.5)
+    """A training whose next save is copied late, if its optimizer is watched."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.model = nn.Linear(200, 200)
+        self.model.register_buffer("other", torch.zeros(10))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0, momentum=0.5)
+        self.device = PlayedDevice(monkeypatch, [self.model], [self.optimizer])
+        self.manager, self.queue = LocalCheckpointManager(folder, "job"), AsyncCallsQueue()
+        self.iteration = 0
+        for _ in range(LOCKED):
+            self.step()
+            self.begin()
+            self.end()
 
     def step(self) -> None:
-        self.other += 1
-        self.weight.grad = torch.ones(1000)
+        with torch.no_grad():
+            self.model.other += 1  # type: ignore[operator]
+        for parameter in self.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
         self.optimizer.step()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        moments = self.optimizer.state[self.weight]["momentum_buffer"]
-        return {"weight": self.weight.detach(), "other": self.other, "moments": moments}
+        found = {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
+        moments = [self.optimizer.state[parameter]["momentum_buffer"] for parameter in self.model.parameters()]
+        return found | {f"moment {number}": each for number, each in enumerate(moments)}
 
-    def state(self) -> BasicTensorAwareStateDict:
-        return BasicTensorAwareStateDict(self.tensors())
-
-
-def _check(manager: LocalCheckpointManager, count: int) -> None:
-    job, queue = Job(), AsyncCallsQueue()
-    manager.watch(job.optimizer)
-    for iteration in range(1, count + 1):
-        job.step()
-        expected = {name: tensor.clone() for name, tensor in job.tensors().items()}
-        request = manager.save(job.state(), iteration, is_async=True)
+    def begin(self) -> dict[str, torch.Tensor]:
+        """Save; returns what the iteration is to be."""
+        self.iteration += 1
+        expected = {name: tensor.clone() for name, tensor in self.tensors().items()}
+        request = self.manager.save(BasicTensorAwareStateDict(self.tensors()), self.iteration, is_async=True)
         assert request is not None
-        queue.schedule_async_request(request)
-        job.step()
-        queue.maybe_finalize_async_calls(blocking=True)
-        loaded, (found, _, _) = manager.load()
-        assert found == iteration
+        self.queue.schedule_async_request(request)
+        return expected
+
+    def end(self) -> None:
+        self.queue.maybe_finalize_async_calls(blocking=True)
+        lock_arenas(self.manager._saver._objects.store)
+
+    def check(self, expected: dict[str, torch.Tensor]) -> None:
+        loaded, (found, _, _) = self.manager.load()
+        assert found == self.iteration
         assert loaded.state_dict.keys() == expected.keys()  # type: ignore[attr-defined]
         assert all(torch.equal(loaded.state_dict[name], expected[name]) for name in expected)  # type: ignore[attr-defined]
 
 
-def test_each_iteration_is_the_state_at_the_call(manager: LocalCheckpointManager) -> None:
-    _check(manager, 15)
+@pytest.fixture
+def job(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    made = Job(tmpfs, monkeypatch)
+    made.manager.watch(made.optimizer)
+    made.step()
+    made.device.lags = True
+    yield made
+    made.manager.close()
 
 
-def test_the_same_if_nothing_is_copied_before_the_step_waits(
-    manager: LocalCheckpointManager, nobody_copies: None
-) -> None:
-    _check(manager, 15)
-
-
-def test_a_change_that_nobody_announced_fails_the_save_and_no_later_one(
-    manager: LocalCheckpointManager, nobody_copies: None
-) -> None:
-    job, queue = Job(), AsyncCallsQueue()
-    manager.watch(job.optimizer)
-    job.step()
-    for iteration in (1, 2):
-        expected = job.weight.detach().clone()
-        request = manager.save(job.state(), iteration, is_async=True)
-        assert request is not None
-        queue.schedule_async_request(request)
-        with torch.no_grad():
-            job.weight += 1
-        manager.before_update()
-        if iteration == 1:
-            with pytest.raises(CheckpointingException, match="'weight' was changed while it was copied"):
-                queue.maybe_finalize_async_calls(blocking=True)
-        else:
-            queue.maybe_finalize_async_calls(blocking=True)
-    assert manager.find_latest() == 2
-    loaded, _ = manager.load()
-    assert torch.equal(loaded.state_dict["weight"], expected)  # type: ignore[attr-defined]
-
-
-def test_a_call_copies_only_what_no_optimizer_updates(
-    manager: LocalCheckpointManager, nobody_copies: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job, queue, copied = Job(), AsyncCallsQueue(), CopiedBytes(monkeypatch)
-    job.step()
-    for watched, now in ((False, nbytes_of(job.tensors())), (True, job.other.nbytes)):
-        if watched:
-            manager.watch(job.optimizer)
-        copied.here()
-        request = manager.save(job.state(), 1, is_async=True)
-        assert copied.here() == now
-        assert request is not None
-        queue.schedule_async_request(request)
+def test_each_iteration_is_the_state_at_the_call(job: Job) -> None:
+    for _ in range(4):
+        expected = job.begin()
         job.step()
-        queue.maybe_finalize_async_calls(blocking=True)
+        job.end()
+        job.check(expected)
+    assert len(job.device.late) == 4
+    assert all(each.over and each.error is None for each in job.device.late)
 
 
-def test_closing_ends_the_copy(tmpfs: Path, nobody_copies: None) -> None:
-    job = Job()
-    job.step()
-    manager = LocalCheckpointManager(tmpfs, "job")
-    manager.watch(job.optimizer)
-    request = manager.save(job.state(), 1, is_async=True)
-    assert request is not None
-    manager.close()
+def test_a_change_that_nobody_announced_fails_the_save_and_no_later_one(job: Job) -> None:
+    for fails in (True, False):
+        expected = job.begin()
+        with torch.no_grad():
+            job.model.weight += 1
+        job.manager.before_update()
+        if fails:
+            with pytest.raises(CheckpointingException, match="'weight' was changed while it was copied"):
+                job.end()
+        else:
+            job.end()
+    assert len(job.device.late) == 1
+    assert job.manager.find_latest() == job.iteration
+    job.check(expected)
+
+
+def test_closing_ends_the_copy(tmpfs: Path, job: Job) -> None:
+    job.begin()
+    job.manager.close()
+    assert len(job.device.late) == 1
     assert not job.optimizer._optimizer_step_pre_hooks
     again = LocalCheckpointManager(tmpfs, "job")
-    assert again.find_latest() == 1
+    assert again.find_latest() == job.iteration
     again.close()
 
 
-def test_bad_arguments(manager: LocalCheckpointManager) -> None:
+def test_bad_arguments(job: Job) -> None:
     with pytest.raises(InvalidArgumentError, match="optimizer=7"):
-        manager.watch(7)  # type: ignore[arg-type]
+        job.manager.watch(7)  # type: ignore[arg-type]

@@ -155,6 +155,41 @@ def test_a_device_that_fails_leaves_nothing_under_way(tmp_path: Path) -> None:
         late.wait(1)
 
 
+def test_who_waits_is_told_after_all_that_depends_on_the_copy() -> None:
+    late, went = Job().save(), list[str]()
+
+    def go_on() -> None:
+        with pytest.raises(SaveError, match="within 0 s"):
+            late.wait(0)
+        late.when_over(lambda: went.append("second"))
+        went.append("first")
+
+    def fail() -> None:
+        raise ValueError("of theirs")
+
+    late.when_over(go_on)
+    late.when_over(fail)
+    late.copy()
+    assert went == ["first", "second"]
+    with pytest.raises(SaveError, match="of theirs"):
+        late.wait(1)
+
+
+def test_an_interrupt_while_a_step_waits_comes_once_others_can_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    checks: list[bool] = []
+    late = Job().save(check=lambda: checks.append(True))
+    monkeypatch.setattr(late._transfer, "hold", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        late.finish()
+    assert checks == [True]
+    late.copy()
+    with pytest.raises(SaveError):
+        late.wait(1)
+
+
 def test_the_state_is_let_go_of() -> None:
     job = Job()
     late = job.save()

@@ -211,7 +211,10 @@ def train(
     if ours:
         # In front, from where it has to move behind the others.
         callbacks.insert(
-            0, MLFlashpointCheckpointCallback(base_path(), kind.every, skip_every_n_steps=kind.long_term_every)
+            0,
+            MLFlashpointCheckpointCallback(
+                base_path(), kind.every, skip_every_n_steps=kind.long_term_every, overlap=meddler is not None
+            ),
         )
     trainer = nl.Trainer(
         accelerator="cpu",

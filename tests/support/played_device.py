@@ -5,11 +5,14 @@ Owns what of a job is on it, and the patches that have the package see it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from ml_flashpoint.core.overlap import Overlap
 from ml_flashpoint.staging import cuda, device_copy
 from ml_flashpoint.staging.late_device_copy import LateDeviceCopy
 from tests.support.played_cuda import PlayedRuntime, play
@@ -26,10 +29,11 @@ class PlayedDevice(PlayedLanes):
 
     Args:
         monkeypatch: undoes it.
-        models, optimizers: of the job.
+        models, optimizers: of the job; those that are made later may be added.
 
     Attributes:
         late: copies from it that went on while training did.
+        lags: whether such a copy is over only once something waits for it.
     """
 
     def __init__(
@@ -60,20 +64,45 @@ class PlayedDevice(PlayedLanes):
             late.append(copy)
 
         monkeypatch.setattr(LateDeviceCopy, "__init__", noted)
+        self.lags = False
+        self._have_it_lag(monkeypatch)
+
+    def _have_it_lag(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        start, finish, waited_for = Overlap._start, LateDeviceCopy.finish, threading.Event()
+
+        def started(overlap: Overlap, late: LateDeviceCopy) -> None:
+            waited_for.clear()
+            if self.lags:
+                overlap._thread.run(lambda: bool(waited_for.wait(30)))
+            start(overlap, late)
+
+        def finished(late: LateDeviceCopy) -> None:
+            try:
+                finish(late)
+            finally:
+                waited_for.set()
+
+        monkeypatch.setattr(Overlap, "_start", started)
+        monkeypatch.setattr(LateDeviceCopy, "finish", finished)
 
     def is_on(self, tensor: torch.Tensor) -> bool:
-        there = [t for t in self._all() if t.dim()]
-        return any(t.data_ptr() == tensor.data_ptr() for t in there)
+        storage = _local(tensor).untyped_storage().data_ptr()
+        return any(t.untyped_storage().data_ptr() == storage for t in map(_local, self._all()) if t.dim())
 
     def _all(self) -> Iterable[torch.Tensor]:
         for model in self._models:
             yield from (*model.parameters(), *model.buffers())
         for optimizer in self._optimizers:
+            yield from (parameter for group in optimizer.param_groups for parameter in group["params"])
             for state in optimizer.state.values():
-                yield from state.values()
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def indices(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         return [0 if self.is_on(tensor) else -1 for tensor in tensors]
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # type: ignore[no-any-return]
 
 
 def lock_arenas(store: RankStore | None) -> None:

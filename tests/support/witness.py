@@ -15,13 +15,11 @@ import torch
 
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.core.object_stages import TensorItem
-from ml_flashpoint.core.overlap import Overlap
 from ml_flashpoint.core.save import Save
 
 
 class Witness:
-    """From now on, until the patches of ``monkeypatch`` are undone. The thread that copies while training goes on gets
-    no processor time before a step waits for it.
+    """From now on, until the patches of ``monkeypatch`` are undone.
 
     Attributes:
         late: of each save, whether it returned before all was copied.
@@ -42,7 +40,6 @@ class Witness:
             return views
 
         monkeypatch.setattr(DefaultMLFlashpointCheckpointSaver, "stage", noted)
-        monkeypatch.setattr(Overlap, "_start", lambda self, late: None)
 
     def latest_is_in(self, base: Path) -> bool:
         """Whether the save that was staged last was committed, as it was staged, by this rank alone on this node."""

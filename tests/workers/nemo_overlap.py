@@ -1,5 +1,5 @@
-"""A NeMo training of one rank whose saves return before what the optimizer updates is copied. Something changes a
-parameter, once, and tells nobody. Owns nothing: see `tests.support.nemo_training`.
+"""A NeMo training of one rank, with overlap, which on the CPU changes nothing. Something changes a parameter, once, and
+tells nobody. Owns nothing: see `tests.support.nemo_training`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from ml_flashpoint.checkpoint_object_manager.arena_tensor import ArenaTensor
 from ml_flashpoint.format.digest import BlockDigester, block_count
 from ml_flashpoint.format.manifest import ObjectRecord
 from ml_flashpoint.format.object_format import Layout
-from ml_flashpoint.staging.late_copy import LateCopy
 from ml_flashpoint.staging.late_device_copy import LateDeviceCopy
 
 TensorItem = tuple[str, torch.Tensor]
@@ -74,14 +73,14 @@ class StagedObject:
         arena_path: file of the arena.
         interior: where the copies lie; what is before is room for the header.
         views: the copies, in the order of the tensors staged; they stay in this process, like ``arena``.
-        late: what is still being copied; None if nothing is.
+        late: what is still being copied from CUDA devices; None if nothing is.
     """
 
     arena_path: Path
     interior: Interior
     views: Sequence[ArenaTensor] = field(default=(), repr=False)
     arena: Arena | None = None
-    late: LateCopy | LateDeviceCopy | None = None
+    late: LateDeviceCopy | None = None
 
     def cancel(self, error: BaseException) -> None:
         """Copy nothing more: the bytes will not be used."""

@@ -22,7 +22,7 @@ from ml_flashpoint.checkpoint_object_manager.arena_pool import with_headroom
 from ml_flashpoint.checkpoint_object_manager.arena_tensor import ArenaTensor
 from ml_flashpoint.core.background import GIVEN_S
 from ml_flashpoint.core.object_stages import BytesItem, FilledObject, Interior, StagedObject, TensorItem, WrittenObject
-from ml_flashpoint.core.picking import Picked, elements, tensors_of
+from ml_flashpoint.core.picking import elements, tensors_of
 from ml_flashpoint.format import knobs
 from ml_flashpoint.format.digest import BlockDigester, digest_workers
 from ml_flashpoint.format.errors import CapacityError
@@ -37,8 +37,6 @@ from ml_flashpoint.format.object_format import (
 )
 from ml_flashpoint.staging import copy_threads, cuda
 from ml_flashpoint.staging.copy import Piece, copy_all, cut, view_identity
-from ml_flashpoint.staging.late_copy import SLICE as LATE_SLICE
-from ml_flashpoint.staging.late_copy import LateCopy
 from ml_flashpoint.staging.late_device_copy import LateDeviceCopy, NotDirectError
 from ml_flashpoint.staging.torch_dtypes import described, dtype_name, torch_dtype
 from ml_flashpoint.staging.transfer_plan import Memo
@@ -91,7 +89,6 @@ class _Split:
     late_from: int
     now: list[int]
     later: list[int]
-    pieces: list[Piece]
     memo: Memo = field(default_factory=Memo)
     late_memo: Memo = field(default_factory=Memo)
 
@@ -137,8 +134,9 @@ class ObjectWriter:
             byte_keys: names of byte items, if there will be many: the header gets room for them.
             kind: the same object as for the tensors before only if their keys, dtypes and shapes are the same, in the
                 same order: these are not compared then. None: they are.
-            late_from: number of the first tensor that need not be copied now: see `StagedObject.late`.
-            check: see `LateCopy`.
+            late_from: number of the first tensor that need not be copied now if it is on a CUDA device: see
+                `StagedObject.late`.
+            check: see `LateDeviceCopy`.
         """
         known = self._staged_plan
         if known is not None and kind is not None and self._staged_kind is kind:
@@ -170,25 +168,19 @@ class ObjectWriter:
         tensors: Sequence[TensorItem],
         late_from: int,
         check: Callable[[], None],
-    ) -> tuple[Interior, LateCopy | LateDeviceCopy | None]:
-        """Copy the first tensors, and begin the copy of the others, or prepare it. Digesting begins once all is
-        copied."""
+    ) -> tuple[Interior, LateDeviceCopy | None]:
+        """Copy the first tensors, and begin the copy of the others. Digesting begins once all is copied."""
         sources = plan.in_file_order(tensors)
         split = self._split_at(plan, late_from)
         interior, digester, _ = _digested(arena, plan.layout)
-        late: LateCopy | LateDeviceCopy | None = None
+        late: LateDeviceCopy | None = None
         try:
             copy_all([views[i] for i in split.now], [sources[i] for i in split.now], memo=split.memo)
-            of: Sequence[torch.Tensor] = Picked(sources, split.later)
-            to: Sequence[torch.Tensor] = Picked(views, split.later)
-            if not cuda.are_on_devices(of):
-                late = LateCopy(to, of, split.pieces, check)
-            else:
-                of, to = of[:], to[:]
-                try:
-                    late = LateDeviceCopy(to, of, copy_all, check, split.late_memo)
-                except NotDirectError:
-                    copy_all(to, of, memo=split.late_memo)
+            of, to = [sources[i] for i in split.later], [views[i] for i in split.later]
+            try:
+                late = LateDeviceCopy(to, of, copy_all, check, split.late_memo)
+            except NotDirectError:
+                copy_all(to, of, memo=split.late_memo)
         except BaseException:
             digester.abort()
             raise
@@ -197,8 +189,7 @@ class ObjectWriter:
             digester.advance(0, digester.size)
         else:
             late.when_over(partial(_digest_unless_failed, late, digester))
-        if cuda.are_on_devices(sources):
-            arena.lock_in_background()
+        arena.lock_in_background()
         return interior, late
 
     def _split_at(self, plan: _Cached, late_from: int) -> _Split:
@@ -208,8 +199,7 @@ class ObjectWriter:
             order = plan.order or range(len(plan.layout.tensors))
             now = [entry for entry, number in enumerate(order) if number < late_from]
             later = [entry for entry, number in enumerate(order) if number >= late_from]
-            pieces = cut((plan.layout.tensors[entry].nbytes for entry in later), LATE_SLICE)
-            known = self._split = _Split(plan, late_from, now, later, pieces)
+            known = self._split = _Split(plan, late_from, now, later)
         return known
 
     def learn(self, staged: StagedObject, size: int) -> None:
@@ -402,7 +392,7 @@ def _with_byte_items(layout: Layout, byte_items: Sequence[BytesItem], interior: 
     return with_byte_items(layout, [(key, len(data)) for key, data in byte_items], interior.end)
 
 
-def _digest_unless_failed(late: LateCopy | LateDeviceCopy, digester: BlockDigester) -> None:
+def _digest_unless_failed(late: LateDeviceCopy, digester: BlockDigester) -> None:
     if late.error is not None:
         digester.abort()
     else:

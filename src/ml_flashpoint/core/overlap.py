@@ -1,16 +1,15 @@
-"""Copying the state while training goes on: what is copied late, and who has to wait for it.
+"""Copying from CUDA devices while training goes on: what is copied late, and who has to wait for it.
 
-Parameters of an optimizer, and its state, change in its ``step()``. Until then they can be copied while the next
-forward and backward run; a hook has each ``step()`` wait for what is left of the copy, and help. Everything else is
-copied before a save returns. Owns the hooks, the thread that copies, and the proof that nothing has changed meanwhile:
-version counters of all that is copied late, samples of its content throughout, and all of one tensor's, another one
-each time. Where it fails, the save fails, and from then on all is copied before a save returns. On the CPU, it is done
-where it pays: see `staging_trial`.
+On the CPU a save copies before it returns: a copy beside the program's own writes cannot be made safe there. From CUDA
+devices a stream may copy meanwhile, where a program asks for that. Parameters of an optimizer, and its state, change in
+its ``step()``. Until then they can be copied while the next forward and backward run; a hook has each ``step()`` wait
+for what is left of the copy. Everything else is copied before a save returns. Owns the hooks, the thread that waits for
+devices, and what tells that something has changed meanwhile: version counters of all that is copied late. Where these
+differ, the save fails, and from then on all is copied before a save returns.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
 import time
@@ -26,18 +25,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from ml_flashpoint.core.aliases import Aliases
 from ml_flashpoint.core.background import BackgroundThread
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.core.object_stages import TensorItem
 from ml_flashpoint.core.owned_memory import OwnedMemory
 from ml_flashpoint.core.owning_process import OwningProcess
-from ml_flashpoint.core.picking import tensors_of
+from ml_flashpoint.core.picking import NamedTensors, tensors_of
 from ml_flashpoint.core.save import Save
-from ml_flashpoint.core.staging_trial import StagingTrial
 from ml_flashpoint.format.errors import InvalidArgumentError, SaveError
 from ml_flashpoint.staging import cuda
-from ml_flashpoint.staging.late_copy import SLICE, LateCopy
 from ml_flashpoint.staging.late_device_copy import LateDeviceCopy
 from ml_flashpoint.staging.torch_dtypes import bytes_of
 
@@ -47,13 +43,6 @@ Owned = tuple[int, torch.Tensor]
 """Bytes of a tensor on this rank, and the tensor, or the `DTensor` that it is the local part of."""
 
 _version = attrgetter("_version")
-
-_PROBE = 1 << 20
-"""Bytes whose content is compared of one tensor of each save."""
-
-_SAMPLE, _MOST_SAMPLES, _SHIFT = 64, 512, 8191
-"""Bytes that are compared of each slice of what is copied late; of how many tensors, and slices of each, at most; and
-how much farther on in their slices they are the next time."""
 
 
 class Overlap:
@@ -65,8 +54,7 @@ class Overlap:
             suspicion. It takes as long as it takes to read the state twice.
 
     Attributes:
-        active: whether anything is copied late.
-        trial: what copying late takes of the loop, and what copying at once does.
+        active: whether anything is copied late, once there is something on a CUDA device.
         on_waited: told for how many seconds training was held back until a copy was done.
         deferred: context that holds signals back whose handlers wait for a save: they may come anywhere, also while
             this thread has the lock of a copy.
@@ -76,16 +64,12 @@ class Overlap:
         self.active = wanted
         self.on_waited: Callable[[float], None] = lambda seconds: None
         self.deferred: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.trial = StagingTrial()
-        self._tried: tuple[bool, float] | None = None
         self._verify = verify
         self._thread = BackgroundThread("flashpoint-copies")
         self._optimizers: list[Optimizer] = []
         self._updates: list[Callable[[], Iterable[torch.Tensor]]] = []
         self._hooks: list[Any] = []
-        self._late: LateCopy | LateDeviceCopy | None = None
-        self._aliases = Aliases()
-        self._probe = self._proofs = 0
+        self._late: LateDeviceCopy | None = None
         self._announced = self._captured = self._promised = False
         self._stepped: set[int] = set()
         self._waiting: set[int] = set()  # threads
@@ -139,12 +123,14 @@ class Overlap:
 
     def owned(self) -> dict[int, Owned]:
         """The tensors that the watched optimizers update, by their addresses on this rank; none while :attr:`active` is
-        not set."""
+        not set, or where all of them are on the CPU."""
         if not self.active:
             return {}
+        updated = [(each._local_tensor if isinstance(each, DTensor) else each, each) for each in self._updated()]
+        if not cuda.are_on_devices(local for local, _ in updated if isinstance(local, torch.Tensor)):
+            return {}
         owned: dict[int, Owned] = {}
-        for each in self._updated():
-            local = each._local_tensor if isinstance(each, DTensor) else each
+        for local, each in updated:
             if isinstance(local, torch.Tensor) and _can_wait(local):
                 known = owned.get(local.data_ptr())
                 if known is None or known[0] < local.nbytes:  # else it is a part of that one
@@ -176,28 +162,23 @@ class Overlap:
         tensors: Sequence[TensorItem],
         late_from: int,
         owners: Sequence[torch.Tensor],
-        began: float,
         versions: Callable[[], Sequence[int]] | None = None,
         **how: Any,
     ) -> Sequence[Any] | None:
         """Stage tensors; see the saver's ``stage``, which takes the other arguments. After the copy before is over.
 
         Args:
-            late_from: number of the first tensor that an optimizer updates: these may be copied while training goes on.
+            late_from: number of the first tensor that an optimizer updates: these may be copied while training goes on,
+                if one of them is on a CUDA device.
             owners: for each of the latter, what counts its in-place operations: the tensor itself, or the `DTensor`
                 that it is the local part of, whose own counter stays as it is.
-            began: when the save began, by the performance counter.
             versions: gives what the owners counted when this was called, if they were asked already.
         """
-        copies_of_late = _From(late_from)
-        if self._allows(tensors, late_from, began):
-            tensors, late = self._aliases.of(tensors, late_from)
-            how |= {"late_from": late_from, "check": self.proof(late, owners, copies_of_late, versions)}
-        else:
-            self._aliases.forget()
+        if self._allows(tensors, late_from):
+            tensors = _with_aliases(tensors, late_from)
+            how |= {"late_from": late_from, "check": self._proof(tensors[late_from:], owners, versions)}
         copies = saver.stage(save, tensors, **how)
         if copies is not None:
-            copies_of_late.all = copies
             self._begin(save.staged.late if save.staged is not None else None)
         return copies
 
@@ -216,8 +197,9 @@ class Overlap:
             promised: where no optimizer is watched, nothing changes anything before the copy is over, so all may be
                 copied late. Gives the `DTensor`, by its number, of each tensor that is the local part of one.
         """
-        began = time.perf_counter()
         self.before_update()
+        if not self.active or not cuda.are_on_devices(tensor for _, tensor in tensors):
+            return saver.stage(save, tensors, **how)
         owner_of = self._owner_of(promised)
         now, late, owners = list[int](), list[int](), list[torch.Tensor]()
         for number, (_, tensor) in enumerate(tensors):
@@ -229,7 +211,7 @@ class Overlap:
                 now.append(number)
         order = now + late
         ordered = [tensors[number] for number in order] if late else tensors
-        copies = self.stage(saver, save, ordered, len(now), owners, began, **how)
+        copies = self.stage(saver, save, ordered, len(now), owners, **how)
         if copies is None or not late:
             return copies
         place = {number: index for index, number in enumerate(order)}
@@ -242,36 +224,30 @@ class Overlap:
         self._promised = promised is not None and not self._optimizers
         if promised is not None and self._promised:
             wholes = promised
-            return lambda number, tensor: wholes.get(number, tensor) if self.active and _can_wait(tensor) else None
+            return lambda number, tensor: wholes.get(number, tensor) if _can_wait(tensor) else None
         owned = OwnedMemory(owner for _, owner in self.owned().values())
         return lambda _, tensor: owned.owner_of(tensor)
 
-    def _allows(self, tensors: Sequence[TensorItem], late_from: int, began: float) -> bool:
-        """Whether tensors that optimizers update are to be copied late this time. Those on a CUDA device may not if an
-        optimizer's step is part of a graph: replaying it calls no hooks, and leaves version counters as they are."""
+    def _allows(self, tensors: Sequence[TensorItem], late_from: int) -> bool:
+        """Whether tensors that optimizers update are to be copied late this time: not where all are on the CPU, and not
+        if an optimizer's step is part of a graph. Replaying it calls no hooks, and leaves version counters as they
+        are."""
         stepped, self._stepped = self._stepped, set()
-        if not self.active or len(tensors) <= late_from:
+        if not self.active or not cuda.are_on_devices(tensor for _, tensor in islice(tensors, late_from, None)):
             return False
         if self._hooks and _global_optimizer_pre_hooks:  # they come before ours, and may change anything
             return False
-        if cuda.are_on_devices(tensor for _, tensor in islice(tensors, late_from, None)):
-            by_hand = not self._captured and all(id(optimizer) in stepped for optimizer in self._optimizers)
-            return self._announced or self._promised or by_hand
-        if self._promised:  # no step tells how long the loop was held, and it has asked for this
-            return True
-        overlaps = self._verify or self.trial.begin()
-        self._tried = (overlaps, began)
-        return overlaps
+        by_hand = not self._captured and all(id(optimizer) in stepped for optimizer in self._optimizers)
+        return self._announced or self._promised or by_hand
 
-    def _begin(self, late: LateCopy | LateDeviceCopy | None) -> None:
-        """Copy in the background from now on what a save has left to be copied."""
+    def _begin(self, late: LateDeviceCopy | None) -> None:
+        """Wait in the background from now on for what a save has left to be copied."""
         self._late = late
-        if isinstance(late, LateDeviceCopy):
-            late.when_over(lambda: self.on_waited(late.held_s))
         if late is not None:
+            late.when_over(lambda: self.on_waited(late.held_s))
             self._start(late)
 
-    def _start(self, late: LateCopy | LateDeviceCopy) -> None:
+    def _start(self, late: LateDeviceCopy) -> None:
         self._thread.run(late.copy)
 
     @property
@@ -280,7 +256,7 @@ class Overlap:
         return threading.get_ident() in self._waiting
 
     def before_update(self) -> None:
-        """Wait until nothing is copied any more, and help."""
+        """Have what changes the sources of a copy from now on wait until nothing is copied any more."""
         late = self._late
         if late is not None and not late.over and not self._owner.forked:
             if self.waits:
@@ -298,34 +274,17 @@ class Overlap:
             if self._late is late:  # and no earlier: optimizers may step in several threads
                 self._late = None
             self.on_waited(time.perf_counter() - began)
-        tried, self._tried = self._tried, None
-        if tried is not None:
-            self.trial.took(tried[0], time.perf_counter() - tried[1])
 
-    def proof(
+    def _proof(
         self,
         tensors: Sequence[TensorItem],
         owners: Sequence[torch.Tensor],
-        copies: Sequence[torch.Tensor],
         versions: Callable[[], Sequence[int]] | None = None,
     ) -> Callable[[], None]:
-        """What raises a `SaveError` if one of these tensors has changed since now, or its copy is not what it was.
-        Copies need not be there yet, and those from devices may come after it was asked."""
+        """What raises a `SaveError` if one of these tensors has changed since now."""
         counting, number_of = (owners, int) if versions is not None else self._counting(tensors, owners)
         before = list(map(_version, counting)) if versions is None else None
-        self._probe = (self._probe + 1) % max(1, len(tensors))
-        probed = range(len(tensors)) if self._verify else range(len(tensors))[self._probe : self._probe + 1]
-        most = None if self._verify else _PROBE
-        on_devices = cuda.are_on_devices(tensors_of(tensors))
-        contents = {number: _content(tensors[number][1], most) for number in probed}
-        self._proofs += 1
-        sampled = not on_devices and not self._verify
-        samples = _samples(tensors_of(tensors), self._proofs, self._aliases.places) if sampled else []
-
-        def is_as_before(number: int, content: int | None) -> bool:
-            tensor = tensors[number][1]
-            there = [tensor] if on_devices else [tensor, copies[number]]
-            return content is None or all(_content(each, most) == content for each in there)
+        contents = [_content(tensor) for _, tensor in tensors] if self._verify else []
 
         def check() -> None:
             counted = before if versions is None else list(versions())
@@ -336,11 +295,7 @@ class Overlap:
                 others = (number_of(i) for i, version in enumerate(counted) if now[i] != version)
                 changed = next((number for number in others if number is not None), None)
             if changed is None:
-                changed = self._aliases.moved()
-            if changed is None:
-                changed = next((i for i, content in contents.items() if not is_as_before(i, content)), None)
-            if changed is None:
-                changed = next((i for i, at, was in samples if _bytes_at(copies[i], at, len(was)) != was), None)
+                changed = next((i for i, was in enumerate(contents) if _content(tensors[i][1]) != was), None)
             if changed is not None:
                 self.active = False
                 raise SaveError(
@@ -381,7 +336,6 @@ class Overlap:
             hook.remove()
         for kept in (self._hooks, self._optimizers, self._updates):
             kept.clear()
-        self._aliases = Aliases()
         self._thread.close()
 
 
@@ -391,10 +345,10 @@ class OverlappingDoor:
     _overlap: Overlap
 
     def watch(self, *optimizers: Optimizer, updates: Callable[[], Iterable[torch.Tensor]] | None = None) -> None:
-        """Have what these optimizers update, parameters and their own state, copied while training goes on: an
-        asynchronous save returns before, and each ``step()`` waits for what is left of the copy, and helps. Everything
-        else is copied before the save returns, and so is what an optimizer updates whose ``step()`` calls no hooks of
-        ``register_step_pre_hook``.
+        """Ask for overlap: have what these optimizers update on CUDA devices, parameters and their own state, copied
+        while training goes on. An asynchronous save returns before, and each ``step()`` waits for what is left of the
+        copy. Everything else is copied before the save returns: whatever is on the CPU, and what an optimizer updates
+        whose ``step()`` calls no hooks of ``register_step_pre_hook``.
 
         Args:
             updates: gives, at each save, further tensors that nothing changes before one of these optimizers has begun
@@ -419,18 +373,12 @@ class OverlappingDoor:
         self._overlap.close()
 
 
-class _From(Sequence[torch.Tensor]):
-    """What follows from number ``begin`` on in a sequence that comes later."""
-
-    def __init__(self, begin: int) -> None:
-        self._begin = begin
-        self.all: Sequence[torch.Tensor] = ()
-
-    def __len__(self) -> int:
-        return max(0, len(self.all) - self._begin)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.all[self._begin + index]
+def _with_aliases(items: Sequence[TensorItem], begin: int) -> NamedTensors:
+    """The same, with aliases in the place of the tensors from number ``begin`` on. They keep the memory that these have
+    now: a program may give a tensor other data while it is copied."""
+    names = items.names if isinstance(items, NamedTensors) else [name for name, _ in items]
+    tensors = tensors_of(items)
+    return NamedTensors(names, [*tensors[:begin], *map(torch.Tensor.detach, tensors[begin:])])
 
 
 def _can_wait(tensor: torch.Tensor) -> bool:
@@ -440,45 +388,8 @@ def _can_wait(tensor: torch.Tensor) -> bool:
     return plain and not lazy and not tensor.is_inference() and tensor.numel() > 0
 
 
-def _samples(
-    tensors: Sequence[torch.Tensor], number: int, places: dict[int, tuple[int, int]] | None = None
-) -> list[tuple[int, int, bytes]]:
-    """Of each slice of tensors on the CPU a few bytes, others for each ``number``: tensor, offset and content. Of each
-    tensor, where there are not too many.
-
-    Args:
-        places: of the memory of some of these tensors; others are added.
-    """
-    samples: list[tuple[int, int, bytes]] = []
-    places = {} if places is None else places
-    shift, every = number * _SHIFT, 1 + len(tensors) // _MOST_SAMPLES
-    for index in range(number % every, len(tensors), every):
-        place = places.get(index)
-        if place is None:
-            place = places[index] = _place_of(tensors[index])
-        address, nbytes = place
-        for begin in range(0, nbytes, max(SLICE, nbytes // _MOST_SAMPLES)):
-            at = begin + shift % max(1, min(nbytes - begin, SLICE) - _SAMPLE)
-            samples.append((index, at, ctypes.string_at(address + at, min(nbytes - at, _SAMPLE))))
-    return samples
-
-
-def _place_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Address and number of bytes; none where its bytes are not there, or not those of a copy."""
-    there = tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
-    address = tensor.data_ptr() if there else 0  # none: its memory was let go of, as the copy will say
-    return address, tensor.nbytes if address else 0
-
-
-def _bytes_at(tensor: torch.Tensor, offset: int, nbytes: int) -> bytes:
-    return ctypes.string_at(tensor.data_ptr() + offset, nbytes)
-
-
-def _content(tensor: torch.Tensor, most: int | None) -> int | None:
-    """A digest of a tensor, of its first ``most`` bytes if that is given; None if it would take too long."""
-    if most is not None and (tensor.is_cuda or not tensor.is_contiguous()):
-        return None  # it would have to be waited for, or copied as a whole
-    if not tensor.data_ptr():
-        return None
-    data: Any = bytes_of(tensor.detach().cpu().contiguous())[:most].numpy()
-    return xxhash.xxh3_64_intdigest(data)
+def _content(tensor: torch.Tensor) -> int:
+    """A digest of a tensor."""
+    # Of a copy: torch never again resizes a storage that NumPy has seen.
+    content: Any = bytes_of(tensor.detach().to("cpu", copy=True).contiguous()).numpy()
+    return xxhash.xxh3_64_intdigest(content)

@@ -6,11 +6,9 @@ import bisect
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, overload
 
 import torch
-
-T = TypeVar("T")
 
 
 def elements(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
@@ -79,29 +77,3 @@ class Joined(Sequence[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return itertools.chain.from_iterable(self._parts)
-
-
-class Picked(Sequence[T]):
-    """Elements of a sequence, taken when they are asked for.
-
-    Args:
-        values: does not change any more.
-        indices: of these.
-    """
-
-    def __init__(self, values: Sequence[T], indices: Sequence[int]) -> None:
-        self._values, self._indices = values, indices
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    @overload
-    def __getitem__(self, index: int) -> T: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[T]: ...
-
-    def __getitem__(self, index: int | slice) -> T | list[T]:
-        if isinstance(index, slice):
-            return [self._values[each] for each in self._indices[index]]
-        return self._values[self._indices[index]]

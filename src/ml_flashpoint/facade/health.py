@@ -28,8 +28,6 @@ class Health:
         blocked_total_s: the same, of all saves.
         committed_s: seconds from the begin of the latest successful save until it was committed on all ranks.
         bytes: bytes of this rank's part of its newest version.
-        overlapped_s, blocking_s: seconds from the beginning of a save to the next update of an optimizer, where the
-            copy goes on meanwhile, and where it is made before; see `StagingTrial`. 0.0: not measured.
         gave_way: versions kept beside the newest one that gave way on this rank for want of room. Pinned ones never do.
         degraded: whether something needs attention: the latest save failed or hangs, copies are missing, ranks do
             not agree, or versions are not persisted although they should be.
@@ -47,8 +45,6 @@ class Health:
     blocked_total_s: float
     committed_s: float
     bytes: int
-    overlapped_s: float
-    blocking_s: float
     gave_way: int
     degraded: bool
     persisted: int | None = None

@@ -78,7 +78,7 @@ class SaveRunner:
         guard: holds signals back while a save is being begun.
         safe_globals: see `Flashpoint`.
         deadline_s: seconds to wait for the save before.
-        overlap: copies what may be copied late.
+        overlap: copies late what may be, where that is wanted.
 
     Attributes:
         last_saved: step of the latest save committed on all ranks, None before.
@@ -231,7 +231,6 @@ class SaveRunner:
             captured.tensors,
             captured.late_from,
             captured.owners,
-            under_way.began,
             captured.versions,
             kind=captured.kind,
             base=under_way.version.parent,
@@ -358,12 +357,7 @@ class SaveRunner:
     def counters(self) -> dict[str, Any]:
         """The fields of `Health` that are known here."""
         here = ("saves", "failures", "last_error", "blocked_s", "blocked_total_s", "committed_s")
-        trial = self.overlap.trial
-        return {
-            **{name: getattr(self, name) for name in here},
-            "overlapped_s": trial.overlapped_s,
-            "blocking_s": trial.blocking_s,
-        }
+        return {name: getattr(self, name) for name in here}
 
     def align(self) -> None:
         """All ranks are at the same step from now on."""

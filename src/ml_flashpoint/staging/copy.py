@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 
 import torch
 
@@ -31,6 +32,7 @@ _NO_KERNEL = frozenset(
 )  # fmt: skip
 """dtypes for which torch has no copy kernel, or had none: they are copied as integers of the same size."""
 _INTEGER = {1: torch.uint8, 2: torch.int16}
+_dtype = attrgetter("dtype")
 
 
 def typed_view(data: torch.Tensor, begin: int, end: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
@@ -108,7 +110,7 @@ def copy_all(
             on_copied(0, pieces[-1].done)
         return
     nbytes = pieces[-1].done if pieces else 0
-    jobs = (partial(_copy_slice, each, on_copied) for each in slices(targets, sources, pieces))
+    jobs = (partial(_copy_slice, each, on_copied) for each in _slices(targets, sources, pieces))
     if nbytes >= copy_threads.MIN_BYTES:
         copy_threads.run(jobs, nbytes)
     else:
@@ -117,7 +119,7 @@ def copy_all(
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class _Slice:
     """What is copied by one call: bytes ``begin:end`` of all targets, one behind the other."""
 
     targets: Sequence[torch.Tensor]
@@ -126,26 +128,26 @@ class Slice:
     end: int
 
 
-def slices(
-    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], pieces: Sequence[Piece], nbytes: int = _PIECE
-) -> Iterator[Slice]:
-    """The pieces that :func:`cut` made, one after the other, those of one large tensor in parts of ``nbytes``."""
+def _slices(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], pieces: Sequence[Piece]
+) -> Iterator[_Slice]:
+    """The pieces that :func:`cut` made, one after the other, those of one large tensor in parts."""
     begin = 0
     for piece in pieces:
         to, of = targets[piece.start : piece.stop], sources[piece.start : piece.stop]
-        if len(to) > 1 or to[0].nbytes <= nbytes or not (to[0].is_contiguous() and of[0].is_contiguous()):
-            yield Slice(to, of, begin, piece.done)
+        if len(to) > 1 or to[0].nbytes <= _PIECE or not (to[0].is_contiguous() and of[0].is_contiguous()):
+            yield _Slice(to, of, begin, piece.done)
         else:
             flat_to, flat_of = to[0].view(-1), of[0].detach().view(-1)
             itemsize = flat_to.element_size()
-            step = max(1, nbytes // itemsize)
+            step = max(1, _PIECE // itemsize)
             for at in range(0, flat_to.numel(), step):
                 end = min(at + step, flat_to.numel())
-                yield Slice([flat_to[at:end]], [flat_of[at:end]], begin + at * itemsize, begin + end * itemsize)
+                yield _Slice([flat_to[at:end]], [flat_of[at:end]], begin + at * itemsize, begin + end * itemsize)
         begin = piece.done
 
 
-def _copy_slice(part: Slice, on_copied: Callable[[int, int], None] | None) -> None:
+def _copy_slice(part: _Slice, on_copied: Callable[[int, int], None] | None) -> None:
     _copy(part.targets, part.sources)
     if on_copied is not None:
         on_copied(part.begin, part.end)
@@ -164,7 +166,7 @@ def cpu_clones(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    if any(target.dtype in _NO_KERNEL for target in targets):
+    if not _NO_KERNEL.isdisjoint(map(_dtype, targets)):  # without a step of Python for each of thousands
         pairs = [_copyable(target, source) for target, source in zip(targets, sources, strict=True)]
         targets, sources = [target for target, _ in pairs], [source for _, source in pairs]
     if targets:

@@ -26,7 +26,6 @@ from ml_flashpoint.adapter.lightning.strategies import check_callbacks, is_shard
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.core.overlap import Overlap
 from ml_flashpoint.core.schedule import passes_multiple
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, LoadError
 from ml_flashpoint.format.manifest import Manifest
@@ -392,60 +391,3 @@ def test_processes_that_lightning_would_start(tmpfs: Path) -> None:
 def test_saving_needs_a_training(tmpfs: Path) -> None:
     with pytest.raises(FlashpointError, match="not training"):
         FlashpointCallback(tmpfs / "job").save(Trainer(accelerator="cpu", logger=False))
-
-
-class Late(Callback):
-    """Notes what is still to be copied at each of Lightning's hooks."""
-
-    def __init__(self, callback: FlashpointCallback) -> None:
-        self.callback, self.seen = callback, list[tuple[str, bool]]()
-
-    def _note(self, hook: str) -> None:
-        assert self.callback.flashpoint is not None
-        self.seen.append((hook, self.callback.flashpoint._saves.overlap._late is not None))
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self._note("start")
-
-    def on_before_zero_grad(self, *_: Any) -> None:
-        self._note("zero_grad")
-
-    def on_validation_start(self, *_: Any) -> None:
-        self._note("validation")
-
-    def on_train_epoch_end(self, *_: Any) -> None:
-        self._note("epoch end")
-
-    def on_train_end(self, *_: Any) -> None:
-        self._note("end")
-
-
-@pytest.mark.parametrize("optimizers", [1, 2])
-def test_the_state_is_copied_while_forward_and_backward_run(
-    tmpfs: Path, optimizers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Overlap, "_start", lambda self, late: None)  # nobody copies before it is waited for
-    callback = FlashpointCallback(tmpfs / "job", strict=True)
-    late, model = Late(callback), Model(optimizers=optimizers)
-    fit(tmpfs, callback, callbacks=[late], model=model, max_steps=4)
-    # With automatic optimization, forward and backward come within the optimizer's step, after its hooks.
-    hook = "zero_grad" if optimizers == 1 else "start"
-    assert [seen for name, seen in late.seen if name == hook] == [False] + [True] * (3 if optimizers == 1 else 1)
-    assert callback.flashpoint is not None
-    assert callback.flashpoint.health.failures == 0
-    assert callback.flashpoint.health.saves >= 2
-
-
-@pytest.mark.parametrize("options", [{"max_steps": 4}, {"max_epochs": 2, "max_steps": -1}, {"val_check_interval": 1}])
-def test_nothing_is_copied_any_more_when_others_may_change_it(
-    tmpfs: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Weight averaging exchanges the parameters at the end, and for validation."""
-    monkeypatch.setattr(Overlap, "_start", lambda self, late: None)
-    callback = FlashpointCallback(tmpfs / "job", strict=True)
-    late = Late(callback)
-    fit(tmpfs, callback, callbacks=[late, EMAWeightAveraging(decay=0.5)], **options)
-    assert {seen for name, seen in late.seen if name in ("validation", "epoch end", "end")} == {False}
-    assert callback.flashpoint is not None
-    assert callback.flashpoint.health.failures == 0
-    assert callback.flashpoint.health.saves >= 2

@@ -1,4 +1,7 @@
-"""A trainer goes on before what its optimizer updates is copied: what is saved is what it was, or the save fails."""
+"""A trainer goes on as soon as a save returns, with overlap and without: what is saved is what it was then.
+
+The device that overlap copies from is played: its memory is the host's, and its streams lag behind.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,11 @@ import torch
 pytest.importorskip("lightning")
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch.utils.data import DataLoader
 
 from ml_flashpoint.adapter.lightning import FlashpointCallback
-from tests.support.copied_bytes import CopiedBytes
+from tests.support.played_device import PlayedDevice, lock_arenas
 from tests.support.witness import Witness
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -24,43 +28,70 @@ WIDTH = 64
 
 
 class Model(LightningModule):
-    def __init__(self) -> None:
+    """With automatic optimization, forward and backward come within the optimizer's step, after its hooks."""
+
+    def __init__(self, *, automatic: bool = True) -> None:
         super().__init__()
         self.layers = torch.nn.Sequential(
             torch.nn.Linear(WIDTH, WIDTH), torch.nn.BatchNorm1d(WIDTH), torch.nn.Linear(WIDTH, 8)
         )
+        self.automatic_optimization = automatic
+        self.made: list[torch.optim.Optimizer] = []
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return self.layers(batch).square().mean()  # type: ignore[no-any-return]
+        loss: torch.Tensor = self.layers(batch).square().mean()
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=0.1)
+        self.made.append(torch.optim.AdamW(self.parameters(), lr=0.1))
+        return self.made[-1]
 
 
 class Checks(Callback):
-    """Compares each version with what it was to be, once the next step is done.
+    """Compares each version with what it was to be, and notes what is still to be copied at Lightning's hooks.
 
     Args:
-        meddle_at: after the save of this step, something changes a parameter and tells nobody.
+        meddles: after each save, something changes a parameter and tells nobody.
     """
 
-    def __init__(self, base: Path, ours: FlashpointCallback, witness: Witness, meddle_at: int = -1) -> None:
-        self.base, self.ours, self.witness, self.meddle_at = base, ours, witness, meddle_at
+    def __init__(self, base: Path, ours: FlashpointCallback, witness: Witness, *, meddles: bool = False) -> None:
+        self.base, self.ours, self.witness, self.meddles = base, ours, witness, meddles
         self.same: dict[int, bool] = {}
+        self.under_way: dict[str, list[bool]] = {"start": [], "update": [], "end": []}
+
+    def _note(self, hook: str) -> None:
+        assert self.ours.flashpoint is not None
+        self.under_way[hook].append(self.ours.flashpoint._saves.overlap._late is not None)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        if trainer.global_step == self.meddle_at:
+        self._note("start")
+        if self.meddles:
             with torch.no_grad():
                 pl_module.layers[0].bias.add_(1)  # type: ignore[index,operator,union-attr]
 
+    def on_before_zero_grad(self, *_: Any) -> None:
+        self._note("update")
+
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        assert self.ours.flashpoint is not None
-        assert self.ours.flashpoint.wait(60)
+        ours = self.ours.flashpoint
+        assert ours is not None
+        assert ours.wait(60)
+        lock_arenas(ours._engine.saver._objects.store)
         if trainer.global_step > 1:
             self.same[trainer.global_step - 1] = self.witness.latest_is_in(self.base)
 
+    def on_train_epoch_end(self, *_: Any) -> None:
+        assert self.ours.flashpoint is not None
+        late = self.ours.flashpoint._saves.overlap._late
+        self.under_way["end"].append(late is not None and not late.over)
 
-def _fit(folder: Path, *callbacks: Callback, steps: int) -> None:
+
+def _fit(folder: Path, model: Model, *callbacks: Callback, **options: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = Trainer(
@@ -72,45 +103,45 @@ def _fit(folder: Path, *callbacks: Callback, steps: int) -> None:
             enable_checkpointing=False,
             default_root_dir=folder,
             callbacks=list(callbacks),
-            max_steps=steps,
+            **{"max_steps": 10, **options},
         )
-        trainer.fit(Model(), DataLoader(torch.randn(400, WIDTH), batch_size=8))
+        trainer.fit(model, DataLoader(torch.randn(400, WIDTH), batch_size=8))
 
 
-def test_each_version_is_the_state_of_its_step(tmpfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, witness = FlashpointCallback(tmpfs / "job", 1, strict=True), Witness(monkeypatch)
-    checks = Checks(tmpfs / "job", ours, witness)
-    _fit(tmp_path, ours, checks, steps=16)
-    assert checks.same == dict.fromkeys(range(1, 16), True)
-    assert witness.late[:7] == [True] * 7  # where it is not measured yet whether it pays
-
-
-def test_a_change_that_nobody_announced_fails_the_save_and_no_later_one(
-    tmpfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours, witness = FlashpointCallback(tmpfs / "job", 1), Witness(monkeypatch)
-    checks = Checks(tmpfs / "job", ours, witness, meddle_at=3)
-    _fit(tmp_path, ours, checks, steps=6)
-    assert checks.same == {1: True, 2: True, 3: False, 4: True, 5: True}
-    assert witness.late == [True] * 3 + [False] * 3
-    assert ours.flashpoint is not None
-    assert "was changed while it was copied" in str(ours.flashpoint.health.last_error)
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-def test_what_an_optimizer_updates_is_not_copied_while_the_trainer_waits(
+@pytest.mark.parametrize("overlap", [False, True])
+def test_on_the_cpu_each_version_is_the_state_of_its_step_whatever_comes_next(
     tmpfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
-    Witness(monkeypatch)  # nobody else copies
-    copied, seen = CopiedBytes(monkeypatch), list[int]()
+    ours, witness = FlashpointCallback(tmpfs / "job", 1, strict=True, overlap=overlap), Witness(monkeypatch)
+    checks = Checks(tmpfs / "job", ours, witness, meddles=True)
+    _fit(tmp_path, Model(), ours, checks)
+    assert checks.same == dict.fromkeys(range(1, 10), True)
+    assert not any(witness.late)
 
-    class Counts(Callback):
-        def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-            seen.append(copied.here())
 
-        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-            copied.here()
+@pytest.mark.parametrize("automatic", [True, False])
+def test_the_state_is_copied_from_a_device_while_forward_and_backward_run(
+    tmpfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, automatic: bool
+) -> None:
+    model = Model(automatic=automatic)
+    PlayedDevice(monkeypatch, [model], model.made)
+    ours, witness = FlashpointCallback(tmpfs / "job", 1, strict=True, overlap=True), Witness(monkeypatch)
+    checks = Checks(tmpfs / "job", ours, witness)
+    _fit(tmp_path, model, ours, checks)
+    assert checks.same == dict.fromkeys(range(1, 10), True)
+    assert all(witness.late[4:9])
+    assert checks.under_way["update" if automatic else "start"][5:] == [True] * 5
 
-    _fit(tmp_path, FlashpointCallback(tmpfs / "job", 1, overlap=overlap), Counts(), steps=4)
-    updated = 3 * sum(parameter.nbytes for parameter in Model().parameters())
-    assert all((held < 0.1 * updated) == overlap for held in seen[1:])
+
+@pytest.mark.parametrize("options", [{}, {"max_epochs": 1, "max_steps": -1}])
+def test_nothing_is_copied_any_more_when_others_may_change_it(
+    tmpfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Weight averaging exchanges the parameters at the end."""
+    model = Model()
+    PlayedDevice(monkeypatch, [model], model.made)
+    ours, witness = FlashpointCallback(tmpfs / "job", 1, strict=True, overlap=True), Witness(monkeypatch)
+    checks = Checks(tmpfs / "job", ours, witness)
+    _fit(tmp_path, model, ours, checks, EMAWeightAveraging(decay=0.5), **options)
+    assert any(witness.late)
+    assert checks.under_way["end"] == [False]

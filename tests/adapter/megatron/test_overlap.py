@@ -1,4 +1,7 @@
-"""megatron-core's optimizers are watched: a save returns before what they update is copied, and is what it was then."""
+"""megatron-core's optimizers are watched: a save returns before what they update is copied, and is what it was then.
+
+The device that it is copied from is played: its memory is the host's, and its streams lag behind.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,12 @@ from megatron.core.optimizer import ChainedOptimizer
 
 from ml_flashpoint.adapter.megatron.optimizers import watch_optimizers
 from ml_flashpoint.adapter.megatron.save_utils import save_local_aware_megatron_checkpoint
-from ml_flashpoint.core.overlap import Overlap
 from ml_flashpoint.format.errors import InvalidArgumentError
-from ml_flashpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
-from tests.support.copied_bytes import CopiedBytes
+from ml_flashpoint.local import LocalCheckpointManager
 from tests.support.megatron import Door, without_cuda
 from tests.support.megatron_gpt import Gpt, PlayedCuda
 from tests.support.megatron_states import assert_same_state, tensors_of
+from tests.support.played_device import PlayedDevice, lock_arenas
 
 without_cuda()
 
@@ -32,6 +34,9 @@ KINDS = {
     "plain": {"distributed": False},
     "plain-half": {"distributed": False, "half": True},
 }
+
+LOCKED = 4
+"""Saves after which all memory is page-locked, so that later ones are copied late."""
 
 
 @pytest.fixture
@@ -45,10 +50,22 @@ def door(tmpfs: Path) -> Iterator[Door]:
     dist.destroy_process_group()
 
 
-@pytest.fixture
-def nobody_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that copies gets no processor time before a step waits for it."""
-    monkeypatch.setattr(Overlap, "_start", lambda self, late: None)
+def _on_a_device(door: Door, gpt: Gpt, monkeypatch: pytest.MonkeyPatch, *, watched: bool = True) -> PlayedDevice:
+    """The next save is copied late, and is not over before something waits for that."""
+    inner = [each.optimizer for each in getattr(gpt.optimizer, "chained_optimizers", [gpt.optimizer])]
+    current_device = torch.cuda.current_device
+    device = PlayedDevice(monkeypatch, [gpt.model.module], inner)  # the wrapper has other `buffers`
+    monkeypatch.setattr(torch.cuda, "current_device", current_device)  # megatron-core's own tensors stay on the CPU
+    for step in range(1, LOCKED + 1):
+        gpt.step(step)
+        _async_save(door, gpt, step)
+        _finalize(door)
+        lock_arenas(door.objects.store)
+    if watched:
+        door.save_strategy.watch(gpt.optimizer)
+    gpt.step(LOCKED)
+    device.lags = True
+    return device
 
 
 def _gpt(kind: str, *, seed: int = 1) -> Gpt:
@@ -72,89 +89,69 @@ def _finalize(door: Door) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_version_is_the_state_at_the_call(door: Door, nobody_copies: None, kind: str) -> None:
+def test_each_version_is_the_state_at_the_call(door: Door, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     blank, trained = _gpt(kind, seed=7), _gpt(kind)
-    door.save_strategy.watch(trained.optimizer)
-    for step in range(1, 6):
+    device = _on_a_device(door, trained, monkeypatch)
+    for step in range(LOCKED + 1, LOCKED + 4):
         trained.step(step)
         expected = _async_save(door, trained, step)
-        late = door.writer._overlap._late
-        assert late is not None
-        assert not late.over
         trained.step(100 + step)
-        assert late.over
         _finalize(door)
+        lock_arenas(door.objects.store)
         assert door.save_strategy.last_error is None
         found = tensors_of(door.load_megatron(blank.sharded_state(is_loading=True), step))
         assert_same_state({name: found[name] for name in expected}, expected)
+    assert len(device.late) == 3
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_call_copies_next_to_nothing_of_what_is_watched(
-    door: Door, nobody_copies: None, monkeypatch: pytest.MonkeyPatch, kind: str
+def test_a_change_that_nobody_announced_fails_the_save_and_no_later_one(
+    door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parameters, those in 32 bits, and moments."""
-    gpt, copied = _gpt(kind), CopiedBytes(monkeypatch)
-    for step in (1, 2):
-        _async_save(door, gpt, step)
-        _finalize(door)
-    copied.here()
-    _async_save(door, gpt, 3)
-    blocking = copied.here()
-    _finalize(door)
-    door.save_strategy.watch(gpt.optimizer)
-    _async_save(door, gpt, 4)
-    held = copied.here()
-    gpt.step(4)
-    assert held + copied.here() == blocking
-    assert held < 0.02 * blocking
-    _finalize(door)
-    assert door.save_strategy.last_error is None
-
-
-def test_a_change_that_nobody_announced_fails_the_save_and_no_later_one(door: Door, nobody_copies: None) -> None:
     gpt = _gpt("distributed")
-    door.save_strategy.watch(gpt.optimizer)
+    _on_a_device(door, gpt, monkeypatch)
     weight = next(gpt.model.parameters())
-    for step in (1, 2):
+    for step in (LOCKED + 1, LOCKED + 2):
         _async_save(door, gpt, step)
         with torch.no_grad():
             weight.add_(1)
         gpt.step(step)
         _finalize(door)
-        if step == 1:
+        if step == LOCKED + 1:
             assert "was changed while it was copied" in str(door.save_strategy.last_error)
         else:
             assert door.save_strategy.last_error is None
-    assert door.latest() == 2
+    assert door.latest() == LOCKED + 2
 
 
-def test_a_change_that_was_announced_is_none_of_the_version(door: Door, nobody_copies: None) -> None:
+def test_a_change_that_was_announced_is_none_of_the_version(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     blank, gpt = _gpt("distributed", seed=7), _gpt("distributed")
-    door.save_strategy.watch(gpt.optimizer)
+    device = _on_a_device(door, gpt, monkeypatch)
     saved = gpt.parameters()
-    _async_save(door, gpt, 1)
+    _async_save(door, gpt, LOCKED + 1)
     door.save_strategy.before_update()
     with torch.no_grad():
         for parameter in gpt.model.parameters():
             parameter.add_(1)
     _finalize(door)
+    assert len(device.late) == 1
     assert door.save_strategy.last_error is None
-    blank.load(door.load_megatron(blank.sharded_state(is_loading=True), 1))
+    blank.load(door.load_megatron(blank.sharded_state(is_loading=True), LOCKED + 1))
     assert_same_state(blank.parameters(), saved)
 
 
-def test_a_save_that_waits_anyway_helps_to_copy(door: Door, nobody_copies: None) -> None:
+def test_a_save_that_waits_anyway_waits_for_the_copy(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     gpt = _gpt("distributed")
-    door.save_strategy.watch(gpt.optimizer)
-    door.save_megatron(gpt.sharded_state(), 1)
+    _on_a_device(door, gpt, monkeypatch)
+    door.save_megatron(gpt.sharded_state(), LOCKED + 1)
     assert door.save_strategy.last_error is None
-    assert door.latest() == 1
+    assert door.latest() == LOCKED + 1
 
 
-def test_parameters_that_are_gathered_while_forward_runs_are_copied_at_once(door: Door) -> None:
+def test_parameters_that_are_gathered_while_forward_runs_are_copied_at_once(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gpt = _gpt("distributed-half")
-    door.save_strategy.watch(gpt.optimizer)
+    _on_a_device(door, gpt, monkeypatch)
     names = {each.data_ptr() for each in gpt.model.parameters()}
     assert names & door.writer._overlap.owned().keys()
     gpt.model.ddp_config.overlap_param_gather = True
@@ -170,27 +167,18 @@ def test_a_rank_with_nothing_to_train_has_nothing_to_watch(door: Door) -> None:
     assert door.writer._overlap.owned() == {}
 
 
-def test_torch_optimizers_are_watched_as_they_are(door: Door) -> None:
-    weight = torch.nn.Parameter(torch.ones(3))
-    door.save_strategy.watch(torch.optim.SGD([weight], lr=1.0))
-    assert door.writer._overlap.owned().keys() == {weight.data_ptr()}
-
-
-def test_so_are_megatron_cores_by_a_local_manager(door: Door, tmpfs: Path, nobody_copies: None) -> None:
+def test_so_are_torch_optimizers_and_by_a_local_manager(
+    door: Door, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gpt = _gpt("distributed-half")
+    _on_a_device(door, gpt, monkeypatch, watched=False)
+    inner = torch.optim.SGD(gpt.model.parameters(), lr=1.0)
+    door.save_strategy.watch(inner)
+    names = {each.data_ptr() for each in gpt.model.parameters()}
+    assert door.writer._overlap.owned().keys() == names
     manager = LocalCheckpointManager(tmpfs, "local")
     watch_optimizers(manager, gpt.optimizer)
-    saved = gpt.parameters()
-    state = {name: parameter.detach() for name, parameter in gpt.model.named_parameters()}
-    request = manager.save(BasicTensorAwareStateDict(state), 1, is_async=True)
-    assert request is not None
-    late = manager._overlap._late
-    assert late is not None
-    assert not late.over
-    gpt.step(1)
-    request.execute_sync()
-    loaded, _ = manager.load()
-    assert_same_state(loaded.state_dict, saved)  # type: ignore[attr-defined]
+    assert names & manager._overlap.owned().keys()
     manager.close()
 
 

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import SavePlan
 
+from ml_flashpoint import Engine
 from ml_flashpoint.adapter.pytorch.memory_stager import HAS_FUTURES, MemoryStager
-from tests.support.dcp import RESULT_TIMEOUT_S, Door
+from ml_flashpoint.core.overlap import Overlap
+from ml_flashpoint.format.errors import InvalidArgumentError
+from tests.support.dcp import RESULT_TIMEOUT_S, Door, checkpointer
 from tests.support.played_device import PlayedDevice, lock_arenas
 from tests.support.tensors import assert_same, blank, clones
 
+LOCKED = 4
+"""Saves after which all memory is page-locked, so that later ones are copied late."""
+
+with_futures = pytest.mark.skipif(not HAS_FUTURES, reason="this torch knows none")
+
 
 class Job:
-    def __init__(self) -> None:
-        self.model = nn.Sequential(nn.Linear(192, 192), nn.Linear(192, 192))
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.model = nn.Sequential(nn.Linear(192, 192), nn.BatchNorm1d(192), nn.Linear(192, 192))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.device = PlayedDevice(monkeypatch, [self.model], [self.optimizer])
 
     def step(self) -> None:
         self.optimizer.zero_grad()
@@ -26,32 +41,181 @@ class Job:
         self.optimizer.step()
 
     def state(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "note": "n"}
+
+
+@pytest.fixture
+def job(door: Door, monkeypatch: pytest.MonkeyPatch) -> Job:
+    """Its next save is copied late, and is not over before something waits for that."""
+    made = Job(monkeypatch)
+    for step in range(1, LOCKED + 1):
+        made.step()
+        door.async_save(made.state(), step).result(RESULT_TIMEOUT_S)
+        lock_arenas(door.objects.store)
+    made.step()
+    door.writer.watch(made.optimizer)
+    made.step()
+    made.device.lags = True
+    return made
 
 
 @pytest.mark.parametrize(
-    "waits",
-    ["step", pytest.param("future", marks=pytest.mark.skipif(not HAS_FUTURES, reason="this torch knows none"))],
+    "how",
+    [
+        "step",
+        pytest.param("future", marks=with_futures),
+        pytest.param("process", marks=pytest.mark.slow),
+    ],
 )
-def test_each_version_is_the_state_at_the_call(door: Door, monkeypatch: pytest.MonkeyPatch, waits: str) -> None:
-    job = Job()
-    device = PlayedDevice(monkeypatch, [job.model], [job.optimizer])
-    options: dict[str, Any] = {}
-    if waits == "step":
-        door.writer.watch(job.optimizer)
-    else:
+def test_each_version_is_the_state_at_the_call(
+    door: Door, process_group: None, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    job = Job(monkeypatch)
+    options: dict[str, Any] = checkpointer("process") if how == "process" else {}
+    if how == "future":
         options["async_stager"] = MemoryStager(door.writer)
-    for step in range(1, 16):
+    else:
+        door.writer.watch(job.optimizer)
+    for step in range(1, 10):
         job.step()
         expected = clones(job.state())
         saving: Any = dcp.async_save(
             job.state(), checkpoint_id=door.version(step), storage_writer=door.writer, **options
         )
-        if waits == "future":
+        if how == "future":
             saving.staging_completion.result(RESULT_TIMEOUT_S)
         job.step()
         getattr(saving, "upload_completion", saving).result(RESULT_TIMEOUT_S)
+        assert_same(door.load(blank(expected), step), expected)  # after which there are arenas, in a process, too
+        lock_arenas(door.objects.store)
+    assert len(job.device.late) >= 4, "the first saves go through slots, those that follow need not"
+    assert all(each.over and each.error is None for each in job.device.late)
+
+
+@with_futures
+def test_where_no_optimizer_is_watched_all_that_is_there_is_copied_late(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(monkeypatch)
+    monkeypatch.setattr(Overlap, "_start", lambda self, late: None)
+    for step in range(1, LOCKED + 2):
+        job.step()
+        saving: Any = dcp.async_save(
+            job.state(),
+            checkpoint_id=door.version(step),
+            storage_writer=door.writer,
+            async_stager=MemoryStager(door.writer),
+        )
+        assert saving.staging_completion.done() != bool(job.device.late)
+        for late in job.device.late:
+            late.copy()
+        assert saving.staging_completion.done()
+        saving.upload_completion.result(RESULT_TIMEOUT_S)
+        lock_arenas(door.objects.store)
+    assert job.device.late
+
+
+def test_a_save_returns_before_the_copy_and_plans_nothing_before_it_is_there(
+    door: Door, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planners may look at what they are given."""
+    go_on, seen = threading.Event(), list[bool]()
+    copying = Overlap._start
+
+    def held(self: Overlap, late: Any) -> None:
+        self._thread.run(lambda: go_on.wait(RESULT_TIMEOUT_S))
+        copying(self, late)
+
+    class Looking(DefaultSavePlanner):
+        def create_local_plan(self) -> SavePlan:
+            seen.append(torch.equal(self.state_dict["model.0.weight"], job.model[0].weight))  # type: ignore[arg-type]
+            return super().create_local_plan()
+
+    monkeypatch.setattr(Overlap, "_start", held)
+    future = door.async_save(job.state(), LOCKED + 1, planner=Looking())
+    assert not seen
+    go_on.set()
+    future.result(RESULT_TIMEOUT_S)
+    assert seen == [True]
+
+
+def test_a_change_that_nobody_announced_fails_the_save_and_no_later_one(door: Door, job: Job) -> None:
+    future = door.async_save(job.state(), LOCKED + 1)
+    with torch.no_grad():
+        job.model[0].bias.add_(1)  # type: ignore[operator,union-attr]
+    door.writer.before_update()
+    with pytest.raises(CheckpointException, match=r"'model\.0\.bias' was changed while it was copied"):
+        future.result(RESULT_TIMEOUT_S)
+    expected = clones(job.state())
+    future = door.async_save(job.state(), LOCKED + 2)
+    with torch.no_grad():
+        job.model[0].bias.add_(1)  # type: ignore[operator,union-attr]
+    future.result(RESULT_TIMEOUT_S)
+    assert_same(door.load(blank(expected), LOCKED + 2), expected)
+
+
+def test_a_change_that_was_announced_is_none_of_the_version(door: Door, job: Job) -> None:
+    expected = clones(job.state())
+    future = door.async_save(job.state(), LOCKED + 1)
+    door.writer.before_update()
+    with torch.no_grad():
+        job.model[0].bias.add_(1)  # type: ignore[operator,union-attr]
+    future.result(RESULT_TIMEOUT_S)
+    assert len(job.device.late) == 1
+    assert_same(door.load(blank(expected), LOCKED + 1), expected)
+
+
+def test_everything_but_what_the_optimizer_updates_may_change_at_once(door: Door, job: Job) -> None:
+    expected = clones(job.state())
+    future = door.async_save(job.state(), LOCKED + 1)
+    for buffer in job.model.buffers():
+        buffer.zero_()
+    door.writer.before_update()
+    future.result(RESULT_TIMEOUT_S)
+    assert len(job.device.late) == 1
+    assert_same(door.load(blank(expected), LOCKED + 1), expected)
+
+
+def test_what_is_made_of_it_is_copied_late_too(door: Door, job: Job) -> None:
+    model = nn.Module()
+    model.register_buffer("made", torch.zeros(1000, dtype=torch.bfloat16))
+    job.device._models = [job.model, model]
+    door.writer.watch(job.optimizer, updates=lambda: [model.made])  # type: ignore[list-item]
+    state = {**job.state(), "halves": list(model.made.chunk(2))}  # type: ignore[operator]
+    for step in range(LOCKED + 1, LOCKED + 4):
+        job.step()
+        expected = clones(state)
+        future = door.async_save(state, step)
+        job.optimizer.step()
+        model.made.add_(1)  # type: ignore[operator]
+        future.result(RESULT_TIMEOUT_S)
         lock_arenas(door.objects.store)
         assert_same(door.load(blank(expected), step), expected)
-    assert len(device.late) >= 4, "the first saves go through slots, those that follow need not"
-    assert all(each.over and each.error is None for each in device.late)
+    assert job.device.late
+
+
+def test_closing_ends_the_copy_and_takes_the_hooks_away(make_door: Callable[..., Door], door: Door, job: Job) -> None:
+    expected = clones(job.state())
+    future = door.async_save(job.state(), LOCKED + 1)
+    door.close()
+    future.result(RESULT_TIMEOUT_S)
+    assert len(job.device.late) == 1
+    assert not job.optimizer._optimizer_step_pre_hooks
+    assert_same(make_door().load(blank(expected), LOCKED + 1), expected)
+
+
+def test_an_optimizer_whose_steps_call_no_hooks_is_told_of(door: Door, caplog: pytest.LogCaptureFixture) -> None:
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.param_groups, self.state = inner.param_groups, inner.state
+
+    door.writer.watch(Wrapper(torch.optim.SGD([nn.Parameter(torch.ones(10))], lr=1.0)))
+    assert "call no hooks" in caplog.text
+
+
+def test_bad_arguments(tmpfs: Path) -> None:
+    with (
+        Engine.open(tmpfs / "job") as engine,
+        pytest.raises(InvalidArgumentError, match=r"optimizer=.*Linear"),
+    ):
+        engine.writer.watch(nn.Linear(1, 1))  # type: ignore[arg-type]

@@ -89,7 +89,7 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         discard_existing: bool = False,
         verify_saves: str = "sample",
         on_world_size_change: str = "raise",
-        overlap: bool = True,
+        overlap: bool = False,
         keep: int | Keep = 1,
         persist: str | None = None,
         persist_every: int = 50,

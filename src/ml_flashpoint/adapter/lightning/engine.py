@@ -75,8 +75,9 @@ class TrainerFlashpoint(Flashpoint):
         self.track(model=trainer.strategy.model, **parts | {REST: self._rest})
 
     def watch(self, trainer: Trainer) -> None:
-        """Copy while training goes on what the optimizers of a trainer update. With automatic optimization, forward and
-        backward are run by their ``step()``, and Lightning says when they are through: :meth:`before_update`."""
+        """Copy while training goes on what the optimizers of a trainer update on CUDA devices. With automatic
+        optimization, forward and backward are run by their ``step()``, and Lightning says when they are through:
+        :meth:`before_update`."""
         for optimizer in trainer.optimizers:
             self._saves.overlap.watch(optimizer, announced=trainer.lightning_module.automatic_optimization)
 

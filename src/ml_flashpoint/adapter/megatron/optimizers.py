@@ -1,4 +1,4 @@
-"""megatron-core's optimizers, for doors that copy what an optimizer updates while training goes on.
+"""megatron-core's optimizers, for doors that copy from CUDA devices while training goes on.
 
 Owns which torch optimizers are inside of them, and which tensors change only once one of those has begun its step:
 parameters in 32 bits, and those of the model, which are made of them. Nothing of megatron-core is imported or changed.
@@ -16,7 +16,7 @@ from ml_flashpoint.core.overlap import OverlappingDoor
 
 
 def watch_optimizers(door: OverlappingDoor, *optimizers: Any) -> None:
-    """Have what optimizers update copied while training goes on: see `OverlappingDoor.watch`.
+    """Have what optimizers update on CUDA devices copied while training goes on: see `OverlappingDoor.watch`.
 
     megatron-core's own have no hooks. Each ``step()`` of theirs first makes gradients ready, which are in no
     checkpoint; the first thing that changes anything else is the step of a torch optimizer inside, and that waits.

@@ -183,7 +183,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
         """
         began, version = time.perf_counter(), version_of(checkpoint_dir)
         writing = self._begin(sharded_state_dict, version)
-        self.before_update()  # and helps: nobody could use the time
+        self.before_update()
         writing.complete()
         self._end(writing)
         self._tell_held(version, began)

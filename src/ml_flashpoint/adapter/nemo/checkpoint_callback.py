@@ -32,9 +32,9 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
         enabled: False to do nothing at all, and to leave the trainer unwrapped.
         keep_mlf_checkpoint_on_train_end: False to remove all versions from memory, on all nodes, when training ends as
             planned. Saves under way end first; where the newest version is to be persisted and was not, all stay.
-        overlap: with asynchronous saves, copy what optimizers update while the next forward and backward run, where
-            that takes less of the loop than waiting does. What changes any of that by other means than a step, between
-            a save and the next step, has to call :meth:`before_update` first, or the save fails.
+        overlap: with asynchronous saves, copy what optimizers update on CUDA devices while the next forward and
+            backward run. What changes any of that by other means than a step, between a save and the next step, has to
+            call :meth:`before_update` first, or the save fails. What is on the CPU is copied before a save returns.
 
     Raises:
         InvalidArgumentError: an argument is unusable.
@@ -48,7 +48,7 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
         enabled: bool = True,
         keep_mlf_checkpoint_on_train_end: bool = True,
         *,
-        overlap: bool = True,
+        overlap: bool = False,
     ) -> None:
         super().__init__()
         self.base = checked_base(checkpoint_base_container, "checkpoint_base_container")

@@ -20,11 +20,11 @@ HAS_FUTURES = hasattr(state_dict_saver, "AsyncSaveResponse")
 class MemoryStager:
     """DCP's ``AsyncStager``, for ``dcp.async_save(..., storage_writer=writer, async_stager=MemoryStager(writer))``.
 
-    That returns an ``AsyncSaveResponse`` before the state is copied: none of its tensors may change before
-    ``staging_completion.result()``. One that does fails the save, as ``upload_completion`` tells, and from then on all
-    is copied before ``async_save`` returns. If the writer watches an optimizer, only what that updates is copied late:
-    everything else may change at once, and its ``step()`` waits by itself. With older releases of torch, which know no
-    such future, all is copied at once.
+    That returns an ``AsyncSaveResponse``, and copies from CUDA devices while the program goes on: no tensor there may
+    change before ``staging_completion.result()``. One that does fails the save, as ``upload_completion`` tells, and
+    from then on all is copied before ``async_save`` returns. If the writer watches an optimizer, only what that updates
+    is copied late: everything else may change at once, and its ``step()`` waits by itself. Whatever is on the CPU is
+    copied before ``async_save`` returns; with older releases of torch, which know no such future, so is all else.
 
     Args:
         writer: of the same saves.

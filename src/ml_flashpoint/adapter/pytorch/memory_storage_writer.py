@@ -176,8 +176,8 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         return self._staged(state_dict)[0]
 
     def stage_in_background(self, state_dict: dict[str, Any]) -> StagingFuture[dict[str, Any]]:
-        """The same for who promises to change no tensor before the future that is returned is done. Where an optimizer
-        is watched, only what such update is copied meanwhile; else all that can be.
+        """The same for who promises to change no tensor on a CUDA device before the future that is returned is done.
+        Where an optimizer is watched, only what such update is copied meanwhile; else all that is there.
 
         Returns:
             What :meth:`stage` does, once all is copied. It raises nothing: what fails is raised by the write.

@@ -21,7 +21,7 @@ from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
 from tests.support.copied_bytes import CopiedBytes
 from tests.support.megatron import Door, without_cuda
-from tests.support.megatron_gpt import Gpt, PlayedCuda
+from tests.support.megatron_gpt import SHARDING, Gpt, PlayedCuda
 from tests.support.megatron_states import assert_same_state, tensors_of
 
 without_cuda()
@@ -52,7 +52,7 @@ def nobody_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _gpt(kind: str, *, seed: int = 1) -> Gpt:
-    made = Gpt(1, "dp_reshardable", seed=seed, **KINDS[kind])
+    made = Gpt(1, SHARDING, seed=seed, **KINDS[kind])
     made.step(0)  # torch's optimizers have no state before
     return made
 

@@ -3,9 +3,11 @@
 #   make check   format, lint, types and the quick tests: under two minutes, for before every commit
 #   make test    the same lint and every test, real multi-process jobs included: what CI runs
 #   make test-nemo   the last part of `make test`: what needs NeMo, in .venv-nemo, which it makes (3 GB, some minutes)
+#   make test-megatron   likewise: what needs megatron-core, with the newest release that is supported, in .venv-megatron,
+#                which it makes (5 GB, a minute or two); says so, and is done, where there is no Python 3.12
 #   make soak    the long campaigns that `make test` only samples: random faults, random states, every combination of
 #                parameters, more seeds; and its jobs again with every process started cold, where `make test` forks most
-#                of them. Before each release: it takes hours
+#                of them; and what needs megatron-core with each release that is supported. Before each release: it takes hours
 #   make matrix  the quick tests with other releases of Python and torch, each pair in an environment of its own: hours
 #                (MATRIX_ARGS="--python 3.12 --torch 2.6 tests/core" for a part); writes docs/compatibility.md
 #   make demo    a training job that loses a machine and goes on from memory
@@ -39,7 +41,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # wait for ever. Files come as tests/conftest.py puts them, those with slow tests first, and not those with many tests.
 SEVERAL_AT_A_TIME ?= -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
-.PHONY: setup lint format check test test-units test-nemo soak matrix demo bench bench-peers docs test-cuda bench-cuda clean distclean
+.PHONY: setup lint format check test test-units test-nemo test-megatron soak soak-megatron matrix demo bench bench-peers docs test-cuda bench-cuda clean distclean
 
 setup: $(STAMP)
 
@@ -66,11 +68,11 @@ check: lint
 
 # Jobs run several at a time where each worker may have a network of its own (as root): torchrun chooses the port of a job
 # seconds before the job listens there, and another job's many gloo groups, which listen at any port that is free,
-# would sooner or later be at that one. NeMo's environment is made, and its tests run, beside those that are no jobs.
+# would sooner or later be at that one. Other environments are made, and their tests run, beside those that are no jobs.
 JOBS_AT_A_TIME ?= $$($(BIN)/python -m tests.support.own_network && echo "$(SEVERAL_AT_A_TIME)")
 
 test: lint
-	$(MAKE) -j2 test-units test-nemo
+	$(MAKE) -j2 test-units test-nemo test-megatron
 	$(BIN)/pytest $(JOBS_AT_A_TIME) -m "not soak" tests/e2e $(PYTEST_ARGS)
 
 test-units: setup
@@ -98,10 +100,49 @@ $(NEMO_STAMP): Makefile pyproject.toml
 test-nemo: setup $(NEMO_STAMP)
 	$(NEMO_BIN)/python -m pytest $(JOBS_AT_A_TIME) -p no:logging tests/adapter/nemo tests/e2e/test_nemo_*.py $(PYTEST_ARGS)
 
+# megatron-core needs Python 3.12 since 0.17. The newest release that is supported, and in a folder beside it the oldest
+# of those; .venv-nemo has the oldest of all, and .venv one between. A large download that breaks off is tried again.
+NEWER_BIN := .venv-megatron/bin
+NEWER_STAMP := .venv-megatron/.setup-stamp
+NEWER_PINS := "torch==2.13.0" "megatron-core==0.19.2"
+NEWER_OLDEST := "megatron-core==0.17.1"
+NEWER_PYTHON = $$($(BIN)/python -m tests.support.matrix --find 3.12)
+NEWER_PIP := $(NEWER_BIN)/python -m pip install -q --retries 10 --timeout 60
+
+$(NEWER_STAMP): Makefile pyproject.toml | $(STAMP)
+	test -x $(NEWER_BIN)/python || $(NEWER_PYTHON) -m venv .venv-megatron
+	for attempt in 1 2 3; do $(NEWER_PIP) "setuptools>=77" $(NEWER_PINS) && exit 0; sleep 10; done; exit 1
+	$(NEWER_PIP) hypothesis pytest pytest-timeout pytest-xdist
+	$(NEWER_PIP) --no-build-isolation -e .
+	rm -rf .venv-megatron/oldest
+	$(NEWER_PIP) --no-deps --target .venv-megatron/oldest $(NEWER_OLDEST)
+	touch $@
+
+# Promises of the Megatron-LM door, which are the same with every release.
+MEGATRON_JOBS := tests/conformance/test_megatron.py tests/e2e/test_megatron_guide.py tests/e2e/test_megatron_ranks.py \
+    tests/e2e/test_local_megatron.py tests/test_doc_blocks.py::test_megatrons_strategies
+HAS_NEWER_PYTHON = $(BIN)/python -m tests.support.matrix --find 3.12 > /dev/null
+
+test-megatron: setup
+	@$(HAS_NEWER_PYTHON) || echo "skipped: what needs megatron-core 0.19, which needs Python 3.12: there is none here"
+	! $(HAS_NEWER_PYTHON) || $(MAKE) $(NEWER_STAMP)
+	! $(HAS_NEWER_PYTHON) || $(NEWER_BIN)/python -m pytest $(JOBS_AT_A_TIME) -m "not soak" tests/adapter/megatron \
+	    $(MEGATRON_JOBS) $(PYTEST_ARGS)
+
+# With 0.13, 0.17 and 0.19, of each the first release that has its differences; with 0.16 it is in the rest of `make soak`.
+soak-megatron: setup $(NEMO_STAMP) $(NEWER_STAMP)
+	$(NEMO_BIN)/python -m pytest $(JOBS_AT_A_TIME) -p no:logging tests/adapter/megatron/test_releases.py $(MEGATRON_JOBS) \
+	    tests/e2e/test_megatron_example.py tests/local/test_compat.py $(PYTEST_ARGS)
+	PYTHONPATH=$(CURDIR)/.venv-megatron/oldest $(NEWER_BIN)/python -m pytest $(JOBS_AT_A_TIME) tests/adapter/megatron $(MEGATRON_JOBS) \
+	    tests/e2e/test_megatron_example.py $(PYTEST_ARGS)
+	$(NEWER_BIN)/python -m pytest $(JOBS_AT_A_TIME) tests/adapter/megatron $(MEGATRON_JOBS) \
+	    tests/e2e/test_megatron_example.py $(PYTEST_ARGS)
+
 soak: setup
 	$(BIN)/pytest -m soak $(PYTEST_ARGS)
 	FLASHPOINT_TEST_FAULTS=5 $(BIN)/pytest $(SEVERAL_AT_A_TIME) -m "not soak" tests/faults tests/ranks tests/core $(PYTEST_ARGS)
 	MLF_TEST_COLD=1 $(BIN)/pytest $(JOBS_AT_A_TIME) -m "not soak" tests/e2e $(PYTEST_ARGS)
+	$(MAKE) soak-megatron
 
 matrix: setup
 	$(BIN)/python -m tests.support.matrix $(MATRIX_ARGS)
@@ -147,4 +188,4 @@ clean:
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv .venv-nemo
+	rm -rf .venv .venv-nemo .venv-megatron

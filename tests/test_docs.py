@@ -66,10 +66,15 @@ def test_the_matrix_by_door_has_what_tests_run_with() -> None:
     page = (_DOCS / "compatibility.md").read_text(encoding="utf-8")
     makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
     pins = dict(re.findall(r'"?([a-z][\w-]*)(?:\[\w+\])?==([\d.]+)', makefile[: makefile.index("NEMO_BIN :=")]))
-    of_nemo = dict(re.findall(r'"([a-z][\w-]*)(?:\[\w+\])?==([\d.]+)"', makefile[makefile.index("NEMO_PINS :=") :]))
+    newer = makefile.index("NEWER_BIN :=")
+    of_nemo = dict(
+        re.findall(r'"([a-z][\w-]*)(?:\[\w+\])?==([\d.]+)"', makefile[makefile.index("NEMO_PINS :=") : newer])
+    )
+    newest, oldest = re.findall(r'"megatron-core==([\d.]+)"', makefile[newer:])
     rows = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", page, re.MULTILINE))
-    megatron = f"megatron-core {pins['megatron-core']}, torch {pins['torch']}"
+    megatron = f"megatron-core {pins['megatron-core']} and {newest}, torch {pins['torch']}"
     assert rows["[Megatron-LM](megatron-lm.md)"] == megatron
+    assert f"megatron-core {of_nemo['megatron-core']} and {oldest}, too" in page
     assert rows["`Flashpoint`, [DCP](pytorch-dcp.md), [local](local-checkpointing.md)"] == f"torch {pins['torch']}"
     nemo = [f"{name} {of_nemo[name]}" for name in ("nemo_toolkit", "megatron-core", "torch")]
     assert rows["[NeMo](nemo.md)"] == ", ".join(nemo)

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map, optim_state_to_sharding_state
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
@@ -124,9 +123,7 @@ class Memory:
         found = self.engine.latest()
         if found is None:
             return None
-        state = dist_checkpointing.load(
-            training.sharded_state(0), str(found), self.load_strategy, TorchCommonLoadStrategy()
-        )
+        state = dist_checkpointing.load(training.sharded_state(0), str(found), self.load_strategy)
         return training.load(state)
 
     @property

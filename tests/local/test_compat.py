@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import BasicTens
 from nvidia_resiliency_ext.checkpointing.local.base_state_dict import TensorAwareStateDict
 from nvidia_resiliency_ext.checkpointing.local.replication.strategies import (
     CliqueReplicationStrategy, LazyCliqueReplicationStrategy, NoReplicasAvailableError)
-from nvidia_resiliency_ext.checkpointing.local.replication.group_utils import parse_group_sequence
+from nvidia_resiliency_ext.checkpointing.local.replication.group_utils import GroupWrapper, parse_group_sequence
 from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncRequest
 import nvidia_resiliency_ext.checkpointing.local.ckpt_managers.base_manager as base_manager
 import ml_flashpoint.local as ours
@@ -35,14 +36,10 @@ def _run(code: str, *, more_path: Path | None = None) -> subprocess.CompletedPro
     )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _not_installed() -> None:
-    from importlib.util import find_spec
-
-    if find_spec("nvidia_resiliency_ext") is not None:
-        pytest.skip("nvidia_resiliency_ext is installed here")
+installed = importlib.util.find_spec("nvidia_resiliency_ext") is not None
 
 
+@pytest.mark.skipif(installed, reason="nvidia_resiliency_ext is installed here")
 def test_the_paths_lead_here_and_nothing_else_does() -> None:
     done = _run(
         "from ml_flashpoint.local import compat; compat.install(); compat.install()\n"
@@ -57,17 +54,46 @@ def test_the_paths_lead_here_and_nothing_else_does() -> None:
     assert "as it should be" in done.stdout
 
 
-@pytest.mark.parametrize("first", ["", "import nvidia_resiliency_ext\n"], ids=["installed", "imported"])
-def test_an_installed_package_is_left_alone(tmp_path: Path, first: str) -> None:
-    package = tmp_path / "nvidia_resiliency_ext"
-    package.mkdir()
-    (package / "__init__.py").write_text("here = True\n")
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """An installed `nvidia_resiliency_ext`, with something of its own at each kind of path; or the one there is."""
+    root = tmp_path / "nvidia_resiliency_ext"
+    for path in ("checkpointing/local/replication", "checkpointing/async_ckpt"):
+        (root / path).mkdir(parents=True)
+    (root / "checkpointing/local/base_state_dict.py").write_text("theirs = True\n")
+    (root / "checkpointing/local/replication/group_utils.py").write_text("theirs = True\n")
+    (root / "checkpointing/async_ckpt/core.py").write_text("class AsyncRequest: pass\nclass AsyncCallsQueue: pass\n")
+    (root / "checkpointing/async_ckpt/filesystem_async.py").write_text("theirs = True\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("first", ["", "import nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async\n"])
+def test_of_an_installed_package_local_checkpointing_alone_is_replaced(package: Path, first: str) -> None:
     done = _run(
-        "from ml_flashpoint.local import compat, CompatibilityError\n" + first + "try: compat.install()\n"
+        first + "from ml_flashpoint.local import compat; compat.install()\n"
+        "import nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async\n"
+        + _PATHS
+        + "assert LocalCheckpointManager is ours.LocalCheckpointManager\n"
+        "assert TensorAwareStateDict is ours.TensorAwareStateDict\n"
+        "assert parse_group_sequence is ours.parse_group_sequence\n"
+        "assert GroupWrapper.__module__.startswith('ml_flashpoint.')\n"
+        "core = 'nvidia_resiliency_ext.checkpointing.async_ckpt.core'\n"
+        "assert AsyncRequest.__module__ == AsyncCallsQueue.__module__ == core\n",
+        more_path=package,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_paths_that_are_imported_already_are_not_taken_over(package: Path) -> None:
+    done = _run(
+        "import nvidia_resiliency_ext.checkpointing.local.base_state_dict as theirs\n"
+        "from ml_flashpoint.local import compat, CompatibilityError\n"
+        "try: compat.install()\n"
         "except CompatibilityError as error: print('REFUSED', error)\n"
-        "import nvidia_resiliency_ext; assert nvidia_resiliency_ext.here\n",
-        more_path=tmp_path,
+        "import nvidia_resiliency_ext.checkpointing.local.base_state_dict as still\n"
+        "assert still is theirs\n",
+        more_path=package,
     )
     assert done.returncode == 0, done.stderr
     assert "REFUSED" in done.stdout
-    assert str(package) in done.stdout, "the reason names the place"
+    assert "local" in done.stdout

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from ml_flashpoint.local import (
     ReplicationStrategy,
     parse_group_sequence,
 )
+from ml_flashpoint.local.replication import GroupWrapper
 from ml_flashpoint.ranks.strategies import Topology
 
 
@@ -79,6 +81,24 @@ def test_by_default_the_members_of_a_clique_are_on_different_nodes(nodes: str, m
 def test_a_clique_of_one_rank_alone_holds_nothing() -> None:
     strategy = CliqueReplicationStrategy([0])
     assert strategy.copies_of(0, Topology(("a",))) == ()
+
+
+def test_a_wrapped_group_is_as_good_as_the_group() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.new_group([0])
+        wrapped = GroupWrapper.from_list_of_groups([dist.GroupMember.NON_GROUP_MEMBER, group])
+        assert wrapped.group is group
+        assert (wrapped.ranks, wrapped.world_size, wrapped.my_global_rank, wrapped.my_group_rank) == ([0], 1, 0, 0)
+        assert GroupWrapper.wrap(wrapped) is wrapped
+        assert GroupWrapper().ranks == [0]
+        assert CliqueReplicationStrategy(wrapped) == CliqueReplicationStrategy(group)
+        with pytest.raises(InvalidArgumentError, match="list_of_groups"):
+            GroupWrapper.from_list_of_groups([])
+        with pytest.raises(InvalidArgumentError, match="group"):
+            GroupWrapper.wrap([0])  # type: ignore[arg-type]
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("group", [None, "0", [1], [0, 1], [0.0]])

@@ -240,8 +240,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--python", action="append", choices=PYTHONS, help="may be repeated; by default all")
     parser.add_argument("--torch", action="append", choices=TORCHES, help="may be repeated; by default all")
     parser.add_argument("--pytest", action="append", default=[], metavar="OPTION", help="such as --pytest=-n3")
+    parser.add_argument("--find", choices=PYTHONS, help="only print the interpreter of a release, if there is one")
     parser.add_argument("paths", nargs="*", help="of tests; by default all quick ones")
     given = parser.parse_args(argv)
+    if given.find:
+        try:
+            print(find_python(given.find))
+        except SkippedError as error:
+            print(error, file=sys.stderr)
+            return 1
+        return 0
     FOLDER.mkdir(parents=True, exist_ok=True)
     failed = False
     for torch in given.torch or TORCHES:

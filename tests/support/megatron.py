@@ -6,6 +6,7 @@ collectives on, and to wait for. Without a CUDA device, that is the CPU.
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import warnings
@@ -17,7 +18,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from megatron.core.dist_checkpointing.strategies.torch import (
     TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
@@ -39,6 +39,8 @@ def without_cuda() -> None:
     if not torch.cuda.is_available():
         torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
         torch.cuda.synchronize = lambda *args: None
+        # Of the optimizers: since 0.19 they wait for events on it, of which there are none.
+        torch.cuda.current_stream = lambda *args: None  # type: ignore[assignment,return-value]
         # Of the process of a persistent caller.
         torch.cuda.device_count = lambda: 1
         torch.cuda.set_device = lambda device: None
@@ -75,14 +77,8 @@ class Door(dcp.Door):
 
 
 def load_from(folder: str, template: dict[str, Any], strategy: Any, **options: Any) -> Any:
-    """`dist_checkpointing.load`, as in the guide."""
-    return dist_checkpointing.load(
-        sharded_state_dict=template,
-        checkpoint_dir=folder,
-        sharded_strategy=strategy,
-        common_strategy=TorchCommonLoadStrategy(),
-        **options,
-    )
+    """`dist_checkpointing.load`, in the form that all releases of megatron-core take."""
+    return dist_checkpointing.load(template, folder, strategy, **options)
 
 
 class TorchDist:
@@ -100,6 +96,12 @@ class TorchDist:
             os.makedirs(self.folder)
         dist.barrier()
         dist_checkpointing.save(state, str(self.folder), strategy or self.save_strategy)
+
+    def async_save(self, state: dict[str, Any], folder: str) -> Any:
+        """A request for megatron-core's own queue, which since 0.17 is not the one that it takes by default."""
+        has_queues = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
+        options = {"async_strategy": "mcore"} if has_queues else {}
+        return dist_checkpointing.save(state, folder, self.save_strategy, async_sharded_save=True, **options)
 
     def load(self, template: dict[str, Any], *, strategy: Any = None, **options: Any) -> Any:
         return load_from(str(self.folder), template, strategy or self.load_strategy, **options)

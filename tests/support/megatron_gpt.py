@@ -15,12 +15,19 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.overrides import TorchFunctionMode
 
 VOCABULARY, LENGTH = 64, 16
+SHARDING = (
+    "dp_reshardable"
+    if hasattr(DistributedOptimizer, "sharded_param_state_dp_reshardable")
+    else "fully_sharded_model_space"
+)
+"""Sharding of the distributed optimizer's state, unless a test is about that: its first name exists since 0.15."""
 
 
 class PlayedCuda(TorchFunctionMode):

@@ -56,12 +56,12 @@ def the_staged_copies_are_the_object(door: Door, other: TorchDist) -> None:
 @case
 def what_an_optimizer_updates_may_change_after_the_call(door: Door, other: TorchDist) -> None:
     """What each rank saves is what it was at the call: also parameters that other ranks update."""
-    from tests.support.megatron_gpt import Gpt, PlayedCuda
+    from tests.support.megatron_gpt import SHARDING, Gpt, PlayedCuda
 
     tp = max(1, world_size() // 2)
     with PlayedCuda():
-        blank = Gpt(tp, "dp_reshardable", seed=7, half=True)
-        trained = Gpt(tp, "dp_reshardable", seed=1, half=True)
+        blank = Gpt(tp, SHARDING, seed=7, half=True)
+        trained = Gpt(tp, SHARDING, seed=1, half=True)
         blank.step(0)
         trained.step(0)
         door.save_strategy.watch(trained.optimizer)
@@ -163,12 +163,7 @@ def queues(door: Door, other: TorchDist) -> None:
                 # As in a job that saves to disk, too, through the same queue.
                 os.makedirs(other.folder / str(step), exist_ok=True)
                 dist.barrier()
-                request = dist_checkpointing.save(
-                    sharded_state(layout, step),
-                    str(other.folder / str(step)),
-                    other.save_strategy,
-                    async_sharded_save=True,
-                )
+                request = other.async_save(sharded_state(layout, step), str(other.folder / str(step)))
             else:
                 request = save_local_aware_megatron_checkpoint(
                     sharded_state(layout, step), made.version(step), made.save_strategy, True

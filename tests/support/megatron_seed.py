@@ -75,6 +75,10 @@ FURTHER_IMPORTS = """\
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 """
 
+COMMON_STRATEGY = """\
+        common_strategy=TorchCommonLoadStrategy(),
+"""
+
 _PLACEHOLDER = """\
 # Instantiate the MemoryStorageWriter
 memory_storage_writer = MemoryStorageWriter(...)
@@ -86,3 +90,13 @@ def runnable_save_strategy() -> str:
     """The save strategy, of the writer that the section on PyTorch DCP has made."""
     assert SAVE_STRATEGY.startswith(_PLACEHOLDER)
     return SAVE_STRATEGY.removeprefix(_PLACEHOLDER)
+
+
+def runnable_loading() -> tuple[str, str]:
+    """What loading lacks of imports, and loading: without the strategy for the common state where there is no such."""
+    from megatron.core.dist_checkpointing.strategies import common
+
+    if hasattr(common, "TorchCommonLoadStrategy"):
+        return FURTHER_IMPORTS, LOADING
+    assert LOADING.count(COMMON_STRATEGY) == 2
+    return "", LOADING.replace(COMMON_STRATEGY, "")

@@ -170,7 +170,9 @@ def _await_death(pid: int, deadline: float) -> None:
     except ProcessLookupError:
         return
     try:
-        ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+        ending = select.poll()  # `select` takes no descriptor above 1,023, of which megatron-core's groups leave enough
+        ending.register(descriptor, select.POLLIN)
+        ready = ending.poll(1000 * max(0.0, deadline - time.monotonic()))
     finally:
         os.close(descriptor)
     if not ready:

@@ -19,7 +19,7 @@ from tests.support.worker import base_path, leave, rank, report, world_size
 
 
 def stand_in_for_cuda() -> None:
-    """megatron-core's queue asks for a device to vote on; without a GPU, the CPU is one."""
+    """Others' queues ask for a device to vote on; without a GPU, the CPU is one."""
     if not torch.cuda.is_available():
         torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
         torch.cuda.synchronize = lambda *_: None
@@ -48,7 +48,10 @@ def main() -> None:
     stand_in_for_cuda()
     dist.init_process_group("gloo")
     manager = LocalCheckpointManager(base_path())
-    queues: list[Any] = [MegatronQueue(persistent=False), AsyncCallsQueue()]
+    # Of nvidia-resiliency-ext where that is installed, else ours again.
+    from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue as TheirQueue
+
+    queues: list[Any] = [MegatronQueue(persistent=False), AsyncCallsQueue(), TheirQueue(persistent=False)]
     for iteration, queue in enumerate([None, *queues], 1):
         state, _ = MCoreTensorAwareStateDict.from_state_dict(sharded_state(iteration), algo="atomic")
         before = [tensor.clone() for tensor in state.tensors]

@@ -96,9 +96,17 @@ def fully_parallel_load(door: Door, other: TorchDist) -> None:
 
     layout = Layout(dp=world_size())
     door.save_megatron(sharded_state(layout, 1), 1)
+    other.save(sharded_state(layout, 1))
     with PlayedCuda():
         wrapped = FullyParallelLoadStrategyWrapper(door.load_strategy)
-        check_load(door, layout, 1, strategy=wrapped)
+        theirs = other.load(
+            sharded_state(layout, 0, blank=True), strategy=FullyParallelLoadStrategyWrapper(other.load_strategy)
+        )
+        ours = door.load_megatron(sharded_state(layout, 0, blank=True), 1, strategy=wrapped)
+        assert_same_state(ours, theirs)
+        # Until 0.15 megatron-core's exchange mixes up the elements of tensors that are not contiguous.
+        if version_of_megatron_core() >= (0, 16):
+            assert_same_state(ours, expected(layout, 1))
 
 
 def _header_bytes(door: Door, step: int) -> int:
@@ -128,11 +136,10 @@ def a_gpt_with_the_distributed_optimizer(door: Door, other: TorchDist) -> None:
 
     Not quite as the first one does: without Apex, megatron-core does not restore the count of steps.
     """
-    from tests.support.megatron_gpt import Gpt, PlayedCuda
+    from tests.support.megatron_gpt import SHARDING, Gpt, PlayedCuda
 
     world = world_size()
-    old = version_of_megatron_core() < (0, 15)
-    shardings = ["fully_sharded_model_space"] if old else ["dp_reshardable", "fully_reshardable"]
+    shardings = [SHARDING] if SHARDING != "dp_reshardable" else [SHARDING, "fully_reshardable"]
     step = 0
     with PlayedCuda():
         for sharding in shardings:
@@ -155,17 +162,22 @@ def a_gpt_with_the_distributed_optimizer(door: Door, other: TorchDist) -> None:
                     results.append((loaded, model))
                 (ours, model), (theirs, model_of_theirs) = results
                 assert ours["step"] == step
-                if sharding == "fully_reshardable":
+                if reshardable:
+                    # Until 0.14 the counts of steps are common state, which is the node's here, and rank 0's there.
+                    for loaded in (ours, theirs) if sharding == "fully_sharded_model_space" else ():
+                        states = loaded["optimizer"].pop("param_state")
+                        loaded["optimizer"]["shards"] = {
+                            key: shards
+                            for key, state in states.items()
+                            if (shards := {name: each for name, each in state.items() if name != "step"})
+                        }
                     # Without Apex, megatron-core's optimizer cannot take it; the others hold uninitialized padding.
                     assert_same_state(ours, theirs)
                     continue
                 model.load(ours)
                 model_of_theirs.load(theirs)
-                if tp == min(2, world):
-                    assert_same_state(model.parameters(), saved)
-                    assert model.step(3) == model_of_theirs.step(3) == loss
-                else:
-                    assert model.step(3) == model_of_theirs.step(3)
+                assert_same_state(model.parameters(), saved)
+                assert model.step(3) == model_of_theirs.step(3) == loss
                 assert_same_state(model.parameters(), model_of_theirs.parameters())
 
 
@@ -196,6 +208,8 @@ def what_megatron_core_reads_by_itself(door: Door, other: TorchDist) -> None:
     for of in ("load_tensors_metadata", "load_sharded_metadata"):
         ours = getattr(door.load_strategy, of)(folder)
         theirs = getattr(other.load_strategy, of)(Path(other.folder))
+        # Since 0.19 `torch_dist` has the common state among its objects, and no file.
+        theirs = {key: each for key, each in theirs.items() if each.key != "common_state"}
         assert ours == theirs
     door.loader.release()
 

@@ -22,7 +22,8 @@ def main() -> None:
     names: dict[str, Any] = {}
     exec(seed_snippets.runnable_imports(), names)
     exec(megatron_seed.IMPORTS, names)
-    exec(megatron_seed.FURTHER_IMPORTS, names)
+    further_imports, loading = megatron_seed.runnable_loading()
+    exec(further_imports, names)
     names |= {"checkpoint_dir": str(base_path()), "checkpoint_base_container": str(base_path())}
     exec(seed_snippets.INITIALIZATION, names)
     exec(megatron_seed.runnable_save_strategy(), names)
@@ -39,7 +40,7 @@ def main() -> None:
         # The guide's name for the outcome of its own first line.
         names["local_checkpoint_container"] = step > 0
         names["sharded_state_dict"] = sharded_state(layout, 0, blank=True)
-        exec(megatron_seed.LOADING, names)
+        exec(loading, names)
         assert_same_state(names["state_dict"], plain(sharded_state(layout, step or 50)))
         found = names["latest_saved_checkpoint_id"]
         report(step=names["state_dict"]["step"], found=None if found is None else os.path.basename(str(found)))

@@ -20,6 +20,7 @@ from ml_flashpoint.ranks.strategies import CliqueStrategy, ReplicationStrategy, 
 
 __all__ = [
     "CliqueReplicationStrategy",
+    "GroupWrapper",
     "LazyCliqueReplicationStrategy",
     "ReplicationStrategy",
     "parse_group_sequence",
@@ -43,13 +44,81 @@ def parse_group_sequence(replication_jump: int, replication_factor: int, world_s
     return [list(each) for each in sorted({strategy.members_of(rank, topology) for rank in range(world_size)})]
 
 
+class GroupWrapper:
+    """A process group with the numbers of its ranks, for programs that hand groups over in this form.
+
+    Args:
+        group: None for all ranks.
+
+    Attributes:
+        group: the same.
+
+    Raises:
+        InvalidArgumentError: ``group`` is no process group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise InvalidArgumentError("must be a process group", argument="group", value=group)
+        self.group = group
+
+    @staticmethod
+    def wrap(group: dist.ProcessGroup | GroupWrapper) -> GroupWrapper:
+        """Return the wrapper of a group; a wrapper is returned as it is."""
+        return group if isinstance(group, GroupWrapper) else GroupWrapper(group)
+
+    @staticmethod
+    def from_list_of_groups(list_of_groups: Sequence[dist.ProcessGroup]) -> GroupWrapper:
+        """Return the wrapper of the one group that this rank is in.
+
+        Raises:
+            InvalidArgumentError: this rank is in none of them, or in several.
+        """
+        rank = dist.get_rank()
+        # `new_group` returns something else on ranks that are not in the group.
+        groups = [each for each in list_of_groups if isinstance(each, dist.ProcessGroup)]
+        found = [each for each in groups if rank in dist.get_process_group_ranks(each)]
+        if len(found) != 1:
+            raise InvalidArgumentError(
+                f"must hold this rank in one group, not in {len(found)}",
+                argument="list_of_groups",
+                value=list_of_groups,
+                rank=rank,
+            )
+        return GroupWrapper(found[0])
+
+    @property
+    def ranks(self) -> list[int]:
+        """Global ranks of the group, in its order."""
+        return list(dist.get_process_group_ranks(self.group or dist.group.WORLD))
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the group."""
+        return len(self.ranks)
+
+    @property
+    def my_global_rank(self) -> int:
+        """This process's rank in the job."""
+        return dist.get_rank()
+
+    @property
+    def my_group_rank(self) -> int:
+        """This process's rank in the group."""
+        return self.ranks.index(dist.get_rank())
+
+    def __repr__(self) -> str:
+        return f"GroupWrapper({self.ranks})"
+
+
 class CliqueReplicationStrategy(ReplicationStrategy):
     """Every member of a clique of ranks holds copies of the others' parts, as far as they are on other nodes.
 
     Constructing it from a group is collective: ranks tell one another which cliques there are.
 
     Args:
-        local_group: this rank's clique, as a process group or as ranks. All ranks of a clique give the same.
+        local_group: this rank's clique, as a process group, a `GroupWrapper` or ranks. All ranks of a clique give the
+            same.
         target_device: accepted for callers that pass it. Copies are kept in the host's memory, and loaded to the
             devices that the tensors came from.
 
@@ -61,7 +130,9 @@ class CliqueReplicationStrategy(ReplicationStrategy):
     name = "clique"
     _by_node = False
 
-    def __init__(self, local_group: dist.ProcessGroup | Sequence[int], target_device: Any = "cpu") -> None:
+    def __init__(
+        self, local_group: dist.ProcessGroup | GroupWrapper | Sequence[int], target_device: Any = "cpu"
+    ) -> None:
         try:
             torch.device(target_device)
         except (RuntimeError, TypeError) as caught:
@@ -148,8 +219,8 @@ class LazyCliqueReplicationStrategy(CliqueReplicationStrategy):
 
 
 def _members(group: Any, rank: int, world_size: int) -> list[int]:
-    if isinstance(group, dist.ProcessGroup):
-        members = sorted(dist.get_process_group_ranks(group))
+    if isinstance(group, (dist.ProcessGroup, GroupWrapper)):
+        members = sorted(GroupWrapper.wrap(group).ranks)
     elif isinstance(group, (list, tuple, range)) and all(type(each) is int for each in group):
         members = sorted(set(group))
     else:

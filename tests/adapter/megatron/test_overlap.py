@@ -22,7 +22,7 @@ from ml_flashpoint.adapter.megatron.save_utils import save_local_aware_megatron_
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.local import LocalCheckpointManager
 from tests.support.megatron import Door, without_cuda
-from tests.support.megatron_gpt import Gpt, PlayedCuda
+from tests.support.megatron_gpt import SHARDING, Gpt, PlayedCuda
 from tests.support.megatron_states import assert_same_state, tensors_of
 from tests.support.played_device import PlayedDevice, lock_arenas
 
@@ -69,7 +69,7 @@ def _on_a_device(door: Door, gpt: Gpt, monkeypatch: pytest.MonkeyPatch, *, watch
 
 
 def _gpt(kind: str, *, seed: int = 1) -> Gpt:
-    made = Gpt(1, "dp_reshardable", seed=seed, **KINDS[kind])
+    made = Gpt(1, SHARDING, seed=seed, **KINDS[kind])
     made.step(0)  # torch's optimizers have no state before
     return made
 

@@ -14,8 +14,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
+from ml_flashpoint.adapter.megatron.releases import metadata_types, object_types
 from ml_flashpoint.adapter.megatron.save_strategies import version_of
-from ml_flashpoint.adapter.megatron.translation import LoadTranslation, metadata_types, object_types
+from ml_flashpoint.adapter.megatron.translation import LoadTranslation
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
 from ml_flashpoint.core.checkpoint_loader import MLFlashpointCheckpointLoader
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError
@@ -56,12 +57,18 @@ class MLFlashpointMegatronLoadStrategy(TorchDistLoadShardedStrategy):  # type: i
         self._loader = checkpoint_loader
         self._safe_globals = (*object_types(), *metadata_types(), *safe_globals)
 
-    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
+    def load(
+        self,
+        sharded_state_dict: dict[str, Any],
+        checkpoint_dir: str | os.PathLike[str],
+        async_strategy: str | None = None,
+    ) -> dict[str, Any]:
         """Collective: load into the tensors of a sharded state dict.
 
         Args:
             sharded_state_dict: of sharded tensors and objects only.
             checkpoint_dir: what ``get_latest_complete_checkpoint()`` returned.
+            async_strategy: accepted, and not needed: megatron-core 0.17 and later name their reader's package by it.
 
         Returns:
             The state dict with what was loaded in place of what described it.

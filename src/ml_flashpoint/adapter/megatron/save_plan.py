@@ -29,7 +29,8 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from ml_flashpoint.adapter.megatron.local_plan import Data, LocalPlan
-from ml_flashpoint.adapter.megatron.translation import metadata_types, save_planner
+from ml_flashpoint.adapter.megatron.releases import metadata_types
+from ml_flashpoint.adapter.megatron.translation import save_planner
 from ml_flashpoint.adapter.pytorch.metadata_format import encode_metadata
 from ml_flashpoint.adapter.pytorch.plan_items import item_keys
 from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace

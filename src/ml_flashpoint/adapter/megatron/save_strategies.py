@@ -16,21 +16,27 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from ml_flashpoint import events
+from ml_flashpoint.adapter.megatron.common_state import saved_common_state, written_common_state
 from ml_flashpoint.adapter.megatron.optimizers import watch_optimizers
+from ml_flashpoint.adapter.megatron.releases import (
+    AsyncRequest,
+    SaveStrategyBase,
+    object_types,
+    split_common_state,
+)
 from ml_flashpoint.adapter.megatron.save_plan import PlanExchange, PlannedSave
-from ml_flashpoint.adapter.megatron.translation import object_types, refused_in_common
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
 from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE
 from ml_flashpoint.checkpoint_object_manager.version_files import remove_version_folder, write_sidecars
@@ -46,14 +52,12 @@ from ml_flashpoint.format.errors import (
     InvalidArgumentError,
     SaveError,
     UnaskedVersionsError,
-    UnsafeContentError,
 )
 from ml_flashpoint.format.knobs import seal_deadline_s
 from ml_flashpoint.format.private_folders import make_tree
 from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.staging.collection import collection_paused
 from ml_flashpoint.staging.state_dict_stager import is_plain_strided, materialized
-from ml_flashpoint.unpickling.checks import place_of
 
 _log = logging.getLogger(__name__)
 
@@ -90,7 +94,7 @@ class _Carried:
     others: Callable[[], Mapping[str, bytes]] = dict
 
 
-class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
+class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[misc]
     """Saves megatron-core's sharded state dicts into memory. Use one for all saves of a job, from one thread.
 
     A save that fails does not stop the training, be it synchronous or not: it is logged, counted in
@@ -154,12 +158,18 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
         """Sharded objects are saved like tensors. (megatron-core asks for the attribute, and calls it nowhere.)"""
         return True
 
-    def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> AsyncRequest:
+    def async_save(
+        self,
+        sharded_state_dict: dict[str, Any],
+        checkpoint_dir: str | os.PathLike[str],
+        async_strategy: str | None = None,
+    ) -> AsyncRequest:
         """Collective: plan and stage; return when the tensors may change again, but for those watched (:meth:`watch`).
 
         Args:
             sharded_state_dict: of sharded tensors and objects only.
             checkpoint_dir: a version's folder. It need not exist.
+            async_strategy: accepted, and not needed: the request goes into any of the queues that this can name.
 
         Returns:
             What `AsyncCallsQueue` takes. Its finalization waits until every rank has committed its part. Of a save that
@@ -199,7 +209,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
         """The save made in here keeps ``common_state`` of every node, as its lowest rank has it, and further files
         for the version's folder, which are made on that rank only. Their names have no directories."""
         leader = self._group.topology.ranks_of(self._group.node)[0]
-        common = (lambda: _saved(common_state)) if self._group.is_node_leader else None
+        common = (lambda: saved_common_state(common_state)) if self._group.is_node_leader else None
         self._carried = _Carried(leader, common, files)
         try:
             yield
@@ -218,6 +228,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
         save.complete = False  # until all ranks have told
         self._latest = writing = _Writing(self._writer, save, version)
         failure, step = None, version.step or 0
+        sharded_state_dict, common_state = split_common_state(sharded_state_dict)
         try:
             if step in self._passed:  # the others wait for nothing here; after them, all are in step again
                 writing.alone, behind, self._passed = True, self._passed[-1], range(step + 1, self._passed.stop)
@@ -225,7 +236,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
             with collection_paused():
                 saver.agree(save, version)
                 try:
-                    self._add_files(writing)
+                    self._add_files(writing, common_state)
                 except Exception as error:
                     failure = error
                 writing.stage(self._plans.plan(sharded_state_dict, failure))
@@ -242,17 +253,25 @@ class MLFlashpointMegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: 
             raise
         return writing
 
-    def _add_files(self, writing: _Writing) -> None:
-        """Have the files that `dist_checkpointing.load` looks for kept in an object."""
+    def _add_files(self, writing: _Writing, common_state: ShardedObject | None) -> None:
+        """Have the files that `dist_checkpointing.load` looks for kept in an object.
+
+        Args:
+            common_state: what `dist_checkpointing.save` has given along; None where it has written a file instead.
+        """
         carried = self._carried
-        if carried is None:  # `dist_checkpointing.save` has written the common state, on rank 0 only
-            mine = (lambda: _content(writing.version)) if self._group.rank == 0 else None
-            carried = _Carried(0, mine)
+        if carried is None:  # the common state is rank 0's
+            common: Callable[[], bytes | None]
+            if common_state is None:
+                common = partial(written_common_state, writing.version)
+            else:
+                common = partial(saved_common_state, common_state.data)
+            carried = _Carried(0, common if self._group.rank == 0 else None)
         writing.labels.update(sidecar_labels(carried.carrier))
         if carried.common is not None:
             config = json.dumps(asdict(CheckpointingConfig(self.backend, self.version)))
-            common = carried.common()
-            writing.files = {CONFIG_FNAME: config.encode()} | ({} if common is None else {COMMON_STATE_FNAME: common})
+            content = carried.common()
+            writing.files = {CONFIG_FNAME: config.encode()} | ({} if content is None else {COMMON_STATE_FNAME: content})
             writing.files |= carried.others()
 
     def _end(self, writing: _Writing) -> None:
@@ -425,36 +444,3 @@ class _StagedPlanner(SavePlanner):
 
 def _nothing() -> None:
     """What is left to do for a process of megatron-core's."""
-
-
-def _saved(common_state: Mapping[str, Any]) -> bytes:
-    content = _archive(common_state)
-    if refused := refused_in_common(content):
-        where = place_of(common_state, "common state", lambda each: bool(refused_in_common(_archive(each))))
-        raise _refused(where, refused)
-    return content
-
-
-def _archive(value: Any) -> bytes:
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return stream.getvalue()
-
-
-def _refused(where: str, types: list[str]) -> UnsafeContentError:
-    return UnsafeContentError(
-        f"{where!r} holds {', '.join(types)}, which megatron-core would refuse when it loads its common state",
-        hint="keep plain values and tensors in it, or trust these types by torch.serialization.add_safe_globals",
-    )
-
-
-def _content(version: CheckpointContainerId) -> bytes | None:
-    """What `dist_checkpointing.save` has written as common state; None if the strategy is used without it."""
-    path = Path(str(version)) / str(COMMON_STATE_FNAME)
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    if refused := refused_in_common(content):
-        raise _refused("the common state", refused)
-    return content

@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 
+from ml_flashpoint.adapter.megatron.releases import AsyncRequest
 from ml_flashpoint.adapter.megatron.save_strategies import MLFlashpointMegatronAsyncSaveStrategy, version_of
 from ml_flashpoint.format.errors import InvalidArgumentError
 
@@ -22,7 +21,7 @@ _CONTENT_METADATA_KEY = "content_metadata"
 def save_local_aware_megatron_checkpoint(
     checkpoint: dict[str, Any],
     checkpoint_dir: str | os.PathLike[str],
-    save_strategy: SaveShardedStrategy,
+    save_strategy: Any,
     async_save: bool,
     *,
     validate_access_integrity: bool = True,
@@ -58,7 +57,8 @@ def save_local_aware_megatron_checkpoint(
     sharded, common = save_preprocess(checkpoint, validate_access_integrity, preprocess_common_before_consistancy_check)
     with ours.carrying(common, files):
         if async_save:
-            return save_strategy.async_save(sharded, version)
+            request: AsyncRequest = save_strategy.async_save(sharded, version)
+            return request
         save_strategy.save(sharded, version)
     return None
 

@@ -1,14 +1,12 @@
-"""What of megatron-core's inside the strategies use, and how it differs from version to version (0.13 to 0.16).
+"""Translation of megatron-core's sharded state dicts to states that DCP can plan, and back.
 
-Owns the way from megatron-core's sharded state dicts to states that DCP can plan, and back. megatron-core does both
-for its `torch_dist` format, with functions that are not public; nothing else here imports those.
+megatron-core does both for its `torch_dist` format, with functions that are not public; nothing else here imports
+those. They are the same in all releases that are supported; what is not, is in `releases`.
 """
 
 from __future__ import annotations
 
-import argparse
 import io
-import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,38 +18,11 @@ from megatron.core.dist_checkpointing.strategies import torch as mcore
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
+from ml_flashpoint.adapter.megatron.releases import resharding
 from ml_flashpoint.format.errors import SaveError
-
-try:  # until 0.15: tensors of several dimensions of which a rank has a range of the flattened elements
-    from megatron.core.dist_checkpointing.strategies import resharding
-except ImportError:
-    resharding = None
-
-try:  # since 0.14
-    from megatron.core.safe_globals import SAFE_GLOBALS
-except ImportError:
-    SAFE_GLOBALS = []
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
-
-
-def metadata_types() -> list[type]:
-    """Types of megatron-core that DCP's plans and metadata are made of, beside DCP's own."""
-    names = ("MCoreMetadata", "MCoreSavePlan")
-    return [getattr(mcore, name) for name in names if hasattr(mcore, name)]
-
-
-def object_types() -> list[Any]:
-    """Types that megatron-core itself allows in what it loads with ``torch.load``; those of today in all versions."""
-    return [io.BytesIO, argparse.Namespace, types.SimpleNamespace, *SAFE_GLOBALS]
-
-
-def refused_in_common(content: bytes) -> list[str]:
-    """Types in a common state, as ``torch.save`` has made it, that megatron-core's own loader of it would refuse."""
-    if resharding is not None:  # until 0.15, which refuse nothing
-        return []
-    return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(content)))
 
 
 def state_to_save(sharded_state_dict: dict[str, Any]) -> dict[str, Any]:

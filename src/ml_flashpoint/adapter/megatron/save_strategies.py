@@ -40,6 +40,7 @@ from ml_flashpoint.adapter.megatron.save_plan import PlanExchange, PlannedSave
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
 from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE
 from ml_flashpoint.checkpoint_object_manager.version_files import remove_version_folder, write_sidecars
+from ml_flashpoint.core.arguments import ignored
 from ml_flashpoint.core.background import give_way
 from ml_flashpoint.core.object_stages import BytesItem
 from ml_flashpoint.core.save import Save
@@ -107,6 +108,8 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         child: give `AsyncCallsQueue` a function that does nothing, which it runs in a process. Without one it starts
             none, which saves a fork in each save; but a persistent caller that other strategies use, too, waits for
             the answer of that process to each request, and so for ever.
+        use_cached_ckpt_structure: accepted for callers that pass it, and ignored: a plan is kept while the structure is
+            the same.
 
     Raises:
         InvalidArgumentError: ``storage_writer`` is no `MemoryStorageWriter`.
@@ -119,8 +122,10 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         version: int = 1,
         *,
         child: bool = True,
+        use_cached_ckpt_structure: bool | None = None,
     ) -> None:
         super().__init__(backend, version)
+        ignored("MLFlashpointMegatronAsyncSaveStrategy", use_cached_ckpt_structure=use_cached_ckpt_structure)
         if not isinstance(storage_writer, MemoryStorageWriter):
             raise InvalidArgumentError("must be a MemoryStorageWriter", argument="storage_writer", value=storage_writer)
         self._writer = storage_writer

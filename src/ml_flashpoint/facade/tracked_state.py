@@ -33,7 +33,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from ml_flashpoint.adapter.pytorch.storage_data import IMPORTED
 from ml_flashpoint.core.picking import Joined
 from ml_flashpoint.facade.fit import check_fit
 from ml_flashpoint.facade.forgotten_weights import warn_of_weights
@@ -85,7 +84,6 @@ class LoadTarget:
         saved_by: number of ranks that saved it.
         source_rank: the one whose packed state this rank takes.
         packed_by: names of the packed states, by the rank that saved them; only of another number of ranks.
-        imported: whether no `Flashpoint` saved it, so that what it has no state of stays as it is.
     """
 
     state: dict[str, Any]
@@ -93,7 +91,6 @@ class LoadTarget:
     saved_by: int
     source_rank: int
     packed_by: Mapping[int, frozenset[str]] = field(default_factory=dict)
-    imported: bool = False
 
 
 class TrackedState:
@@ -308,9 +305,6 @@ class TrackedState:
         keys = metadata.state_dict_metadata.keys()
         packed = [(int(match[1]), match[2]) for match in map(_PACKED_KEY.fullmatch, keys) if match is not None]
         saved_by = len({rank for rank, _ in packed})
-        imported = not saved_by and IMPORTED in keys
-        if imported:
-            saved_by = self.world_size
         if not saved_by:
             raise LoadError("the checkpoint was not saved by a Flashpoint", rank=self.rank)
         source_rank = self.rank % saved_by
@@ -320,7 +314,7 @@ class TrackedState:
         if saved_by != self.world_size:
             for rank, name in packed:
                 packed_by.setdefault(rank, set()).add(name)
-        without_state = self._without_state(packed_names.union(structured, *packed_by.values()), imported=imported)
+        without_state = self._without_state(packed_names.union(structured, *packed_by.values()))
         state: dict[str, Any] = {}
         for name, module in self._module_states.items():
             if name not in without_state and (tensors := module.current()):
@@ -335,7 +329,7 @@ class TrackedState:
         if wanted:
             state[PACKED] = {rank_key(source_rank): dict.fromkeys(wanted, PackedState())}
         by_rank = {rank: frozenset(names) for rank, names in packed_by.items()}
-        return LoadTarget(state, frozenset(state) - {PACKED}, saved_by, source_rank, by_rank, imported)
+        return LoadTarget(state, frozenset(state) - {PACKED}, saved_by, source_rank, by_rank)
 
     def of_ranks(self, metadata: Metadata, names: Mapping[int, Collection[str]]) -> dict[str, Any]:
         """What the packed states of some ranks are loaded into, and whatever tensors go with them.
@@ -353,13 +347,10 @@ class TrackedState:
         """
         return value
 
-    def _without_state(self, saved: set[str], *, imported: bool) -> list[str]:
+    def _without_state(self, saved: set[str]) -> list[str]:
         """Names of what is tracked and was not saved, or not as the same thing."""
         # A module without any parameter or buffer leaves no trace in a checkpoint.
         lacking = sorted({*self._optimizers, *self._others} - saved)
-        if imported and lacking:
-            _log.warning("what was imported has no state of %s: it stays as it is", ", ".join(map(repr, lacking)))
-            lacking = []
         lacking += sorted(
             name for name, module in self._module_states.items() if name not in saved and module.current()
         )
@@ -386,10 +377,8 @@ class TrackedState:
         for name, optimizer in self._optimizers.items():
             if name in target.structured:
                 optimizer.load(target.state[name])
-            elif not target.imported:
+            else:
                 optimizer.load_whole(states[name])
-        if target.imported:
-            return
         for name, other in self._others.items():
             other.load_state_dict(states[name])
         restore_rng_state(states[RNG])

@@ -10,9 +10,6 @@ METADATA_KEY = "__dcp_metadata__"
 METADATA_SCOPE = "dcp_metadata"
 """Manifest label of a part whose object has that item: ``global`` or, for saves without collectives, ``rank``."""
 
-IMPORTED = "_flashpoint.imported"
-"""Item of a version that was imported from something that no `Flashpoint` had saved."""
-
 
 @dataclass(frozen=True, slots=True)
 class ItemPlace:

@@ -103,19 +103,25 @@ def wrap_trainer_and_auto_resume_with_mlflashpoint(
         return default_auto_resume
     while isinstance(default_auto_resume, MLFlashpointAutoResume):
         default_auto_resume = default_auto_resume.default
-    wrapped = flashpoint_io_of(trainer)
-    if wrapped is None:
+    parts = _parts_before(trainer, base)
+    if parts is None:
         parts = EngineParts.make(base, **options)
         _wrap(trainer, parts, async_save=async_save, always_save_context=always_save_context)
-    else:
-        parts = wrapped.parts
-        if parts.engine.base != base:
-            raise InvalidArgumentError(
-                f"differs from that with which this trainer was wrapped before, {parts.engine.base}",
-                argument="flashpoint_base_container",
-                value=str(base),
-            )
     return MLFlashpointAutoResume(parts, default_auto_resume)
+
+
+def _parts_before(trainer: Any, base: CheckpointContainerId) -> EngineParts | None:
+    """Return the engine of a trainer that was wrapped before; None if it was not."""
+    wrapped = flashpoint_io_of(trainer)
+    if wrapped is None:
+        return None
+    if wrapped.parts.engine.base != base:
+        raise InvalidArgumentError(
+            f"differs from that with which this trainer was wrapped before, {wrapped.parts.engine.base}",
+            argument="flashpoint_base_container",
+            value=str(base),
+        )
+    return wrapped.parts
 
 
 def _is_enabled(trainer: Any, base: CheckpointContainerId) -> bool:

@@ -29,4 +29,5 @@ def test_whether_to_try_again_is_what_the_manager_says(retryable: bool) -> None:
 
 
 def test_all_that_is_exported_is_there() -> None:
-    assert all(getattr(ddict, name).__name__ == name for name in ddict.__all__)
+    other_names = {"NULLCheckpointPersister": "NullCheckpointPersister"}
+    assert all(getattr(ddict, name).__name__ == other_names.get(name, name) for name in ddict.__all__)

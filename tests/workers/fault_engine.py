@@ -73,7 +73,6 @@ class Rank:
             self._saver = DefaultMLFlashpointCheckpointSaver(
                 ckpt_obj_manager=self.objects, replication_manager=self.replication
             )
-            self.objects.open(self.base, self._saver.rank).asked = True  # as if told to save over whatever there is
         return self._saver
 
     def version(self, step: int) -> CheckpointContainerId:
@@ -81,6 +80,7 @@ class Rank:
 
     def save(self, size: str, step: int, life: int) -> None:
         tensors = state(size, self.saver.rank, step, life)
+        self.objects.open(self.base, self.saver.rank).asked = True  # as if told to save over whatever there is
         self.saver.save(self.version(step), list(tensors.items()), [("note", note(step, life))])
 
     def load(self, size: str) -> tuple[int, int] | None:

@@ -340,13 +340,14 @@ def callback(base: Path) -> None:
 
 def ending(base: Path) -> None:
     """At a planned end versions go from all nodes if the recipe says so, and training may start anew."""
-    for keep in (True, False):
+    for keep, step in ((True, 3), (False, 4)):
         trainer = trainer_of(base, keep_mlf_checkpoint_on_train_end=keep)
         resume = wrap(trainer, str(base), async_save=True, use_optimized_save=True, use_cached_ckpt_structure=False)
-        save(trainer, version(base, 3), 3)
+        assert resume.get_trainer_ckpt_path() == (None if keep else version(base, 3))
+        save(trainer, version(base, step), step)
         for each in [*trainer.callbacks[1:], trainer.callbacks[0]]:
             each.on_train_end(trainer, None)
-        assert version(base, 3).exists() is keep
+        assert version(base, step).exists() is keep
         assert resume.get_trainer_ckpt_path() == (version(base, 3) if keep else None)
         finish(trainer)
     size = sum(path.stat().st_blocks * 512 for path in base.rglob("*"))

@@ -121,7 +121,7 @@ def test_a_file_of_everything_is_read_by_torch_without_trusting_it(
     assert "the format has no place for it: _flashpoint.rank-00000.date" in capsys.readouterr().err
     done = subprocess.run([sys.executable, "-c", _READ, str(tmp_path / "all.pt")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    names = ["_rng", "generator", "loader", "scheduler", "stored"]
+    names = ["_frozen", "_rng", "generator", "loader", "scheduler", "stored"]
     assert done.stdout == f"{['_flashpoint', 'model', 'optimizer']} {names}\n"
     state = torch.load(tmp_path / "all.pt", weights_only=True)
     stored = {"array": torch.arange(5), "number": 1.5, "plain": [1, "a", None], "deep": (2, {3})}

@@ -144,6 +144,7 @@ def damage(report: Any, rank: int) -> list[str]:
     kept = base() / "kept"
     shutil.copytree(base() / "alone/step-1_ckpt", kept)
     alone = LocalCheckpointManager(base(), "alone")
+    expect(alone, 1)
     alone.save(BasicTensorAwareStateDict(state_of(rank, 2)), 2)
     alone.close()
     dist.barrier()
@@ -199,6 +200,7 @@ def one_rank_fails(report: Any, rank: int) -> dict[str, Any]:
     expect(manager, 1)
     # The repeated save must be newer than what its failed predecessors left, on every rank.
     again = LocalCheckpointManager(base(), "fails", LazyCliqueReplicationStrategy(1, 2))
+    expect(again, 1)
     again.save(BasicTensorAwareStateDict(state_of(rank, 2)), 2)
     expect(again, 2)
     again.close()

@@ -59,6 +59,20 @@ def test_buffers_of_all_kinds(base: Path, kind: str) -> None:
     assert torch.equal(*dense)
 
 
+@pytest.mark.parametrize("view", [torch.Tensor.conj, lambda each: each.conj().imag], ids=["conjugate", "negative"])
+def test_a_view_that_torch_conjugates_or_negates_lazily_is_loaded_into_such_a_view(
+    base: Path, view: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    model = Buffered(view(_COMPLEX.clone()))
+    with Flashpoint(base, strict=True) as fp:
+        assert fp.track(model=model).resume() == 0
+        fp.step()
+    again = Buffered(view(torch.zeros_like(_COMPLEX)))
+    with Flashpoint(base, strict=True) as fp:
+        assert fp.track(model=again).resume() == 1
+    assert torch.equal(again.state_dict()["buffer"], model.state_dict()["buffer"])
+
+
 def _save_and_wait(fp: Flashpoint) -> None:
     fp.step()
     fp.wait()

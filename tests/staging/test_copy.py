@@ -75,6 +75,24 @@ def test_lazily_conjugated_and_negated_sources_arrive_as_they_read(dtype: torch.
     assert torch.equal(targets[1], -source.imag)
 
 
+@pytest.mark.parametrize("elements", [6, 2 << 20])
+@pytest.mark.parametrize("given", [torch.complex64, torch.uint8], ids=dtype_name)
+def test_lazily_conjugated_and_negated_targets_read_as_their_sources(elements: int, given: torch.dtype) -> None:
+    conjugated = torch.zeros(elements, dtype=torch.complex64).conj()
+    negated = torch.zeros(elements, dtype=torch.complex64).conj().imag
+    beside = torch.zeros(3)
+    source = torch.arange(elements).remainder(100).to(given)
+    if given.is_complex:
+        source = source + 2j
+    real = source.real if given.is_complex else source
+    copy_all([conjugated, beside, negated], [source, torch.ones(3), real])
+    assert conjugated.is_conj()
+    assert negated.is_neg()
+    assert torch.equal(conjugated.resolve_conj(), source.to(torch.complex64))
+    assert torch.equal(negated.resolve_neg(), real.float())
+    assert beside.tolist() == [1, 1, 1]
+
+
 def test_dtypes_are_converted() -> None:
     source = torch.tensor([1.5, -2.0, 3.25])
     target = torch.empty(3, dtype=torch.bfloat16)

@@ -169,6 +169,9 @@ def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
     if not _NO_KERNEL.isdisjoint(map(_dtype, targets)):  # without a step of Python for each of thousands
         pairs = [_copyable(target, source) for target, source in zip(targets, sources, strict=True)]
         targets, sources = [target for target, _ in pairs], [source for _, source in pairs]
+    if any(map(torch.Tensor.is_conj, targets)) or any(map(torch.Tensor.is_neg, targets)):
+        pairs = [_unlazy(target, source) for target, source in zip(targets, sources, strict=True)]
+        targets, sources = [target for target, _ in pairs], [source for _, source in pairs]
     if targets:
         _check_memory(targets, "targets")
         _check_memory(sources, "sources")
@@ -192,4 +195,13 @@ def _copyable(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor,
     if target.dtype in _NO_KERNEL and source.dtype == target.dtype:
         integer = _INTEGER[target.dtype.itemsize]
         return target.view(integer), source.view(integer)
+    return target, source
+
+
+def _unlazy(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    # torch's copy of several refuses targets whose memory is read conjugated or negated: change the source instead.
+    if target.is_conj():
+        target, source = target.conj(), source.conj()
+    if target.is_neg():
+        target, source = torch._neg_view(target), torch._neg_view(source.to(target.dtype))
     return target, source

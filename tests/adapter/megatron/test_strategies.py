@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -107,6 +108,7 @@ class _Mine:
             "'common state.extra.inner.1.mine' holds .*_Mine, which megatron",
         ),
         (pathlib.PurePosixPath("/a"), "'common state.extra' holds .*PurePosixPath"),
+        ([1, {"array": np.ones(3)}], "'common state.extra.1.array' holds .*numpy"),
         (ShardedTensor.from_rank_offsets("csr", torch.eye(3).to_sparse_csr()), "'csr' is a sharded tensor of layout"),
     ],
 )

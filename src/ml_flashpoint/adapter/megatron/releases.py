@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import pickle
 import re
 import types
 import warnings
@@ -101,7 +102,14 @@ def refused_in_common(content: bytes) -> list[str]:
     """Return types in a common state, as ``torch.save`` made it, that megatron-core's own loader would refuse."""
     if resharding is not None:  # until 0.15, which refuse nothing
         return []
-    return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(content)))
+    if unlisted := torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(content)):
+        return sorted(unlisted)
+    # The list has the types that a pickle names. It does not have those that are made of them, such as NumPy's dtypes.
+    try:
+        torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        return re.findall(r"<class '([^']+)'>", str(error)) or ["a type that is not named"]
+    return []
 
 
 def warn_if_untested(installed: str = INSTALLED) -> None:

@@ -186,7 +186,11 @@ class VersionItems:
     def path_of(self, fqn: str) -> tuple[str | int, ...]:
         """Where it is in the nested state, below the prefix."""
         short = (self.short(fqn),)
-        return short if self._prefix is None else _below(self._prefix, self._paths.get(fqn, (fqn,))) or short
+        if self._prefix is None:
+            return short
+        # What holds all of it is a dict, also below the name of a list.
+        first, *rest = _below(self._prefix, self._paths.get(fqn, (fqn,))) or short
+        return str(first), *rest
 
     def written(self, nbytes: int) -> None:
         """Take note that so many bytes of tensors are written."""

@@ -186,9 +186,8 @@ class MemoryStorageReader(StorageReader):
                         f"item {item.dest_index.fqn!r} has shape {tuple(source.shape)}, not {tuple(target.shape)}",
                         path=reader.path,
                     )
-                memory, content = _memory_of(target.detach(), source)
-                targets.append(memory)
-                sources.append(content)
+                targets.append(target.detach())
+                sources.append(source)
                 committed.append((item, target))
             copy_all(targets, sources)
             for reader in self._readers.values():
@@ -249,15 +248,6 @@ class MemoryStorageReader(StorageReader):
                 hint="pass what get_latest_complete_checkpoint() returned",
             )
         return self._version
-
-
-def _memory_of(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The memory of a target, and its content if the target is to read as the source: views are written to, too."""
-    if target.is_conj():
-        target, source = target.conj(), source.conj()
-    if target.is_neg():
-        target, source = torch._neg_view(target), torch._neg_view(source)
-    return target, source
 
 
 def _assign(target: torch.Tensor, value: torch.Tensor, *, path: str) -> None:

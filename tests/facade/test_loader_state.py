@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError
@@ -139,6 +147,19 @@ class OwnBatches(BatchSampler):
 def test_loaders_that_cannot_be_brought_back(tmpfs: Path, make: Callable[[], Any], reason: str) -> None:
     with Flashpoint(tmpfs / "job") as fp, pytest.raises(InvalidArgumentError, match=f"{reason}.*StatefulDataLoader"):
         fp.track(loader=make())
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [RandomSampler(range(4)), SubsetRandomSampler(range(4)), WeightedRandomSampler([1.0] * 4, 4)],
+    ids=lambda sampler: type(sampler).__name__,
+)
+def test_a_stateful_loader_whose_sampler_draws_and_has_no_state_is_refused(tmpfs: Path, sampler: Any) -> None:
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    with Flashpoint(tmpfs / "job") as fp:
+        with pytest.raises(InvalidArgumentError, match=f"its {type(sampler).__name__} has no state_dict"):
+            fp.track(loader=torchdata.StatefulDataLoader(range(4), sampler=sampler))
+        fp.track(loader=torchdata.StatefulDataLoader(range(4), shuffle=True))
 
 
 class Stateful(DataLoader[int]):

@@ -19,7 +19,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from ml_flashpoint.facade.loader_pass import Batches, Draw, Epoch, Indices, Through
 from ml_flashpoint.facade.loader_workers import GoingOn, Reporting
@@ -29,6 +36,7 @@ from ml_flashpoint.format.errors import InvalidArgumentError, LoadError
 
 _log = logging.getLogger(__name__)
 
+_DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _STATEFUL = "use torchdata's StatefulDataLoader, which has a state of its own (pip install torchdata)"
 
 
@@ -71,7 +79,9 @@ class LoaderState:
         self._name = name
         self.loader = loader
         self._stateful = _is_stateful(loader)
-        if not self._stateful:
+        if self._stateful:
+            _check_stateful(name, loader)
+        else:
             _check_plain(name, loader)
         self.restored: RestoredRng | None = None
         self.is_looped_over = self._stateful
@@ -370,6 +380,18 @@ class LoaderState:
             object.__setattr__(loader, name, sampler)
             loader.collate_fn, loader.worker_init_fn = old
             self._iterator, loader._iterator = loader._iterator, theirs
+
+
+def _check_stateful(name: str, loader: DataLoader[Any]) -> None:
+    # torchdata draws the order again from wherever the generator is, and leaves out as many as the loop has had.
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    if type(sampler) in _DRAWING:
+        raise InvalidArgumentError(
+            f"this DataLoader cannot be brought back to where it was: its {type(sampler).__name__} has no state_dict()",
+            argument=name,
+            value=loader,
+            hint="track torch's DataLoader with it, or StatefulDataLoader(shuffle=True)",
+        )
 
 
 def _check_plain(name: str, loader: DataLoader[Any]) -> None:

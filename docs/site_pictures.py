@@ -92,7 +92,6 @@ _STATES = {  # where they are; the row, and what follows what, is theirs
     "VERIFIED": (790, 110),
     "FAILED": (190, 230),
     "EVICTED": (565, 230),
-    "WITHDRAWN": (715, 230),
 }
 
 

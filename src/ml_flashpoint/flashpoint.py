@@ -101,8 +101,6 @@ class Flashpoint(KeptVersions, Readings):
             By default ``FLASHPOINT_SEAL_DEADLINE_S``, or 600.
         discard_existing: remove every version that is in the base container, on all nodes, before anything else. Not
             for a script that is started again after a crash: it would remove what it should resume from.
-        verify_saves: what is read back of each part, in the background: a ``"sample"`` (one block, another one each
-            time), ``"all"`` or ``"none"``. A version that turns out damaged is withdrawn; the save has failed then.
         on_world_size_change: what becomes, on another number of ranks, of what each rank has of its own and no
             ``reshard`` function of `track` is for. ``"raise"``: random number generators of new ranks are seeded anew,
             what all ranks had alike is everybody's, and anything else is a `ReshardError`. ``"keep"``: rank r takes
@@ -110,8 +108,6 @@ class Flashpoint(KeptVersions, Readings):
         overlap: copy what tracked optimizers update on CUDA devices while the next forward and backward run; see
             `before_update`. What is on the CPU, and everything without it, is copied before a save returns.
         keep: how many of the newest verified versions stay in memory, as far as there is room, or a `Keep`.
-        verify_staging: with ``overlap``, fail saves in which something changed while it was copied, by comparing the
-            content of all of that. Slow.
         on_event: called with each `events.Event` of this base container, on a thread of its own.
         persist: URL of a folder of this job alone that all nodes see. Verified versions are written there, too, in the
             background, and `resume` takes the newest one where memory has none as new: see docs/persist.md.
@@ -139,10 +135,8 @@ class Flashpoint(KeptVersions, Readings):
         safe_globals: Sequence[SafeGlobal] = (),
         deadline_s: float | None = None,
         discard_existing: bool = False,
-        verify_saves: str = "sample",
         on_world_size_change: str = "raise",
         overlap: bool = False,
-        verify_staging: bool = False,
         on_event: Callable[[events.Event], object] | None = None,
         keep: int | Keep = 1,
         persist: str | None = None,
@@ -159,7 +153,7 @@ class Flashpoint(KeptVersions, Readings):
         allowed = checked_globals(safe_globals)
         self._deadline_s = seal_deadline_s() if deadline_s is None else checked_seconds("deadline_s", deadline_s)
         discard_existing = checked_bool("discard_existing", discard_existing)
-        overlap, verify_staging = checked_bool("overlap", overlap), checked_bool("verify_staging", verify_staging)
+        overlap = checked_bool("overlap", overlap)
         persisted = persist_options(persist, persist_every, persist_keep, persist_bytes_per_s)
         change = checked_choice("on_world_size_change", on_world_size_change, "raise", "keep")
         on_event = checked_callable("on_event", on_event, "of one event")
@@ -169,11 +163,10 @@ class Flashpoint(KeptVersions, Readings):
             {"every_n_steps": self._every, "on_world_size_change": change},
             replication=strategy,
             discard_existing=discard_existing,
-            verify_saves=verify_saves,
             keep=self._keep,
             persist=persisted,
         )
-        self._saves, self._states = self._make_runners(allowed, change, Overlap(wanted=overlap, verify=verify_staging))
+        self._saves, self._states = self._make_runners(allowed, change, Overlap(wanted=overlap))
         self._steps = 0
         self._tracking_ended = False
         self._told = False  # that saving works

@@ -15,7 +15,7 @@ from ml_flashpoint.core.save_identity import SaveIdentity
 
 UNDER_WAY = (SaveState.BEGUN, SaveState.STAGED, SaveState.FILLED)
 HERE = (SaveState.COMMITTED, SaveState.REPLICATED, SaveState.VERIFIED)
-ENDS = (SaveState.VERIFIED, SaveState.FAILED, SaveState.EVICTED, SaveState.WITHDRAWN)
+ENDS = (SaveState.VERIFIED, SaveState.FAILED, SaveState.EVICTED)
 
 
 def _thing() -> Any:
@@ -74,14 +74,6 @@ class SaveMachine(RuleBasedStateMachine):
         assert self.save.evict() == may_go
 
     @rule()
-    def withdraw(self) -> None:
-        error = ValueError("damaged")
-        self.save.withdraw(error)
-        self.errors.append(error)
-        if self.before in (SaveState.COMMITTED, SaveState.REPLICATED):
-            assert self.save.state is SaveState.WITHDRAWN
-
-    @rule()
     def take(self) -> None:
         self.taken.add(self.save.take(_thing()))
 
@@ -98,10 +90,10 @@ class SaveMachine(RuleBasedStateMachine):
         if self.before in ENDS:
             assert state is self.before, "an end was left"
         assert save.decided.is_set() == (state not in UNDER_WAY)
-        assert (save.part is not None) == (state in (*HERE, SaveState.EVICTED, SaveState.WITHDRAWN))
+        assert (save.part is not None) == (state in (*HERE, SaveState.EVICTED))
         if save.part is not None:
             assert save.part is self.parts[0] or save.part in self.parts
-        if self.errors and state in (SaveState.FAILED, SaveState.WITHDRAWN):
+        if self.errors and state is SaveState.FAILED:
             assert save.error in self.errors
         assert save.arenas == self.taken
         self.before = state
@@ -121,14 +113,6 @@ def test_only_the_first_outcome_counts() -> None:
     assert committed.commit(_thing(), _thing())
     assert not committed.fail(OSError("late"))
     assert committed.error is None
-
-
-def test_what_is_known_of_a_failed_save_is_why_it_failed_first() -> None:
-    save = Save(SaveIdentity("run", 1))
-    save.fail(OSError("here"))
-    save.withdraw(ValueError("elsewhere"))
-    assert save.state is SaveState.FAILED
-    assert str(save.error) == "here"
 
 
 @pytest.mark.parametrize("exchanged", [False, True])

@@ -20,7 +20,6 @@ CASES = [
     "both_asynchronous",
     "failing",
     "what_could_not_be_restored",
-    "read_back",
     "callback",
     "auto_resume",
     "ending",

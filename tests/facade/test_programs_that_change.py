@@ -120,7 +120,7 @@ def test_what_an_optimizer_has_and_does_not_update_is_copied_at_once(
     optimizer = torch.optim.AdamW(model.parameters())
     device = PlayedDevice(monkeypatch, [model], [optimizer])
     saved: dict[str, torch.Tensor] = {}
-    with Flashpoint(base, strict=True, overlap=True, verify_staging=True) as fp:
+    with Flashpoint(base, strict=True, overlap=True) as fp:
         fp.track(model=model, optimizer=optimizer).resume()
         for _ in range(6):
             _settle(fp)
@@ -154,7 +154,7 @@ def test_what_is_frozen_later_is_copied_at_once_from_then_on(
     optimizer = torch.optim.AdamW(model.parameters())
     device = PlayedDevice(monkeypatch, [model], [optimizer])
     saved: dict[str, torch.Tensor] = {}
-    with Flashpoint(base, strict=True, overlap=True, verify_staging=True) as fp:
+    with Flashpoint(base, strict=True, overlap=True) as fp:
         fp.track(model=model, optimizer=optimizer).resume()
         for number in range(7):
             _settle(fp)
@@ -186,7 +186,7 @@ def test_hooks_of_the_program_that_change_parameters_in_a_step_come_after_the_co
     device = PlayedDevice(monkeypatch, [model], [optimizer])
     hook = register(optimizer, decay)  # before it is tracked
     try:
-        with Flashpoint(base, strict=True, overlap=True, verify_staging=True) as fp:
+        with Flashpoint(base, strict=True, overlap=True) as fp:
             fp.track(model=model, optimizer=optimizer).resume()
             saved = model[0].weight.detach().clone()
             for _ in range(6):

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
 import pytest
 
-from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
-from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
-from ml_flashpoint.core.read_back import checked_mode, read_back
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.digest import digest_block
-from ml_flashpoint.format.errors import DigestMismatchError, InvalidArgumentError
-from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
 from tests.support.forked import Team, call, call_team
 from tests.workers import out_of_step as worker
 
@@ -105,49 +97,3 @@ def test_what_is_saved_is_newest_although_the_clock_is_behind(tmpfs: Path, how: 
 def test_names_of_many_savers_sort_as_they_were_made() -> None:
     names = call(worker.names_of_many_savers, 0)
     assert names == sorted(names)
-
-
-@pytest.mark.parametrize("how", ["dcp", "facade"])
-def test_a_save_that_is_damaged_after_its_commit_is_withdrawn_everywhere(tmpfs: Path, how: str) -> None:
-    for rank, found in enumerate(call_team(worker.reads_back, tmpfs, 2, how, "all")):
-        assert found["left"] == ["step-2_ckpt"], found
-        assert found["verified"] == 2
-        if how == "dcp":
-            assert (found["withdrawn"], found["latest"]) == (1, 2)
-            continue
-        assert (found["saved"], found["saves"], found["failures"], found["degraded"]) == (2, 2, 1, True)
-        assert ("please report" if rank == 1 else "withdrawn") in found["error"]
-
-
-def test_samples_are_of_all_blocks_in_turn(tmpfs: Path) -> None:
-    objects = CheckpointObjectManager()
-    store = objects.open(CheckpointContainerId(tmpfs), 0)
-    data = os.urandom(10 * 4096)
-    arena = store.acquire(len(data))
-    arena.buffer[: len(data)] = data
-    digests = tuple(digest_block(data[at : at + 4096]) for at in range(0, len(data), 4096))
-    record = ObjectRecord(object_name(0, "a"), len(data), arena.size, digests, 4096)
-    part = store.commit(Manifest("step-1_ckpt", 0, 1, "a", "node", (record,)), [arena])
-    for mode in ("none", "sample", "all"):
-        for turn in range(20):
-            read_back(part, mode, turn)
-    arena.buffer[7 * 4096 + 5] ^= 1
-    found = [turn for turn in range(20) if _is_damaged(part, "sample", turn)]
-    assert found == [7, 17]
-    assert _is_damaged(part, "all", 0)
-    assert not _is_damaged(part, "none", 7)
-    store.drop(part)
-    objects.close()
-
-
-def _is_damaged(part: HeldPart, mode: str, turn: int) -> bool:
-    try:
-        read_back(part, mode, turn)
-    except DigestMismatchError as error:
-        return "block 7" in str(error)
-    return False
-
-
-def test_an_unknown_way_to_verify_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match="'sample' or 'all' or 'none'"):
-        checked_mode("some")

@@ -9,7 +9,7 @@ import concurrent.futures.thread as executor_threads
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from ml_flashpoint import Flashpoint
-from ml_flashpoint.checkpoint_object_manager.arena import Arena
-from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
-from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.checkpoint_object_manager.version_files import list_versions
 from ml_flashpoint.format.errors import CapacityError, SaveError
-from ml_flashpoint.format.manifest import Manifest
 from ml_flashpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
 from ml_flashpoint.ranks import rank_group as rank_groups
 from tests.support.dcp import Door
@@ -268,39 +263,3 @@ def names_of_many_savers(report: Report, rank: int) -> list[str]:
 
     group = rank_groups.rank_group()
     return [Numbering(group, saver).begin().save_id for saver in (1, 999, 1000, 1001, 10**6)]
-
-
-def reads_back(report: Report, rank: int, how: str, verify_saves: str) -> dict[str, Any]:
-    """On rank 1, a byte of the part of step 3 is another one as soon as it is committed."""
-    commit = RankStore.commit
-
-    def damaging(store: RankStore, manifest: Manifest, arenas: Sequence[Arena]) -> HeldPart:
-        part = commit(store, manifest, arenas)
-        if manifest.step == 3 and rank == 1:
-            arenas[0].buffer[manifest.objects[0].size - 1] ^= 1
-        return part
-
-    RankStore.commit = damaging  # type: ignore[method-assign]
-    model = nn.Linear(40, 40)
-    result: dict[str, Any] = {}
-    if how == "dcp":
-        door = Door(base(), saver={"verify_saves": verify_saves})
-        for step in (1, 2, 3):
-            door.save({"weight": model.weight, f"own{rank}": model.bias}, step)
-            door.settle()
-        result = {"withdrawn": door.saver.stats.withdrawn, "verified": door.saver.stats.last_verified}
-        dist.barrier()
-        result |= {"left": list_versions(base()), "latest": door.latest()}
-        door.close()
-        return result
-    with Flashpoint(base(), deadline_s=60, verify_saves=verify_saves) as fp:
-        fp.track(model=model).resume()
-        for _ in (1, 2, 3):
-            fp.step()
-            fp.wait()
-        health = fp.health
-        result = {"saved": fp.last_saved, "saves": health.saves, "failures": health.failures}
-        result |= {"verified": fp.last_replicated, "degraded": health.degraded, "error": health.last_error}
-        result |= {"left": list_versions(base())}
-        dist.barrier()
-    return result

@@ -31,7 +31,6 @@ from ml_flashpoint.core.object_stages import StagedObject, TensorItem
 from ml_flashpoint.core.object_writer import ObjectWriter
 from ml_flashpoint.core.owning_process import OwningProcess
 from ml_flashpoint.core.persisting import Persisting
-from ml_flashpoint.core.read_back import checked_mode
 from ml_flashpoint.core.room import prepare_room
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.save_identity import Numbering, SaveIdentity, missing_ranks
@@ -64,8 +63,6 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         replication_manager, persisting: who makes copies, and who durable ones of what is verified; none by default.
         initial_buffer_size_bytes: expected bytes a rank; costs nothing until used, and larger states work.
         cache_staged_state_dict: keep layout and views between saves. The arenas stay in memory either way.
-        verify_saves: how each part is read back in the background once it is committed: one block, another one each
-            time (``sample``), ``all`` blocks, or ``none``. What is damaged is withdrawn on all ranks.
 
     Raises:
         InvalidArgumentError: ``initial_buffer_size_bytes`` is not positive.
@@ -82,15 +79,11 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         *,
         use_optimized_save: bool | None = None,
         cache_staged_state_dict: bool = True,
-        verify_saves: str = "sample",
         persisting: Persisting | None = None,
     ) -> None:
         super().__init__()
         unused = {"local_rank_getter": local_rank_getter, "global_barrier_func": global_barrier_func}
         ignored("DefaultMLFlashpointCheckpointSaver", **unused, use_optimized_save=use_optimized_save)
-        self._verify_saves = checked_mode(verify_saves)
-        # Called when a save that was committed turns out damaged; on a background thread.
-        self.on_withdrawn: Callable[[Save], None] = lambda save: None
         self._expected_bytes = checked_integer("initial_buffer_size_bytes", initial_buffer_size_bytes, 1)
         self._cache = cache_staged_state_dict
         self._objects = ckpt_obj_manager or CheckpointObjectManager()
@@ -106,8 +99,6 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
             Agreement(self._group),
             self._numbering,
             replication_manager,
-            verify=self._verify_saves,
-            on_withdrawn=lambda save: self.on_withdrawn(save),
             seal_deadline_s=seal_deadline_s,
             watch=self._watch,
             base=lambda: self._objects.store and self._objects.store.base,
@@ -294,8 +285,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         self._commits.go_on()
         if save.staged is not None and part.manifest is not None:
             self._writer.learn(save.staged, part.manifest.objects[0].size)
-        quick = not self._group.distributed and self._verify_saves != "all"
-        if quick and not self._commits.is_queue_thread():
+        if not self._group.distributed and not self._commits.is_queue_thread():
             # Nothing to wait for but the queue's thread: with its verdict, the next save finds a free arena.
             save.finished.wait(1.0)
         if len(self._saves_with_arenas()) < 2 and part.manifest is not None:

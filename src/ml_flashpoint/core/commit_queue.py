@@ -1,4 +1,4 @@
-"""What happens to a save after its commit here: read back, replicate, agree, advance; in the order of the saves.
+"""What happens to a save after its commit here: replicate, agree, advance; in the order of the saves.
 
 Owns the background thread of a saver and the rule by which older versions may go: a version is *verified* once
 every rank has committed it and every copy that the strategy asks for was acknowledged, which the ranks learn from
@@ -22,10 +22,9 @@ from ml_flashpoint import events
 from ml_flashpoint.checkpoint_object_manager.departed import sweep_departed
 from ml_flashpoint.checkpoint_object_manager.retained import NOTHING_GIVEN_UP
 from ml_flashpoint.core.persisting import UNKNOWN_STEP, Persisting
-from ml_flashpoint.core.read_back import read_back
 from ml_flashpoint.core.save import Save, SaveState
 from ml_flashpoint.core.save_identity import Numbering
-from ml_flashpoint.format.errors import DamagedError, DeadlineError, DigestMismatchError, FlashpointError
+from ml_flashpoint.format.errors import DeadlineError, FlashpointError
 from ml_flashpoint.format.failure_kinds import is_transient
 from ml_flashpoint.format.knobs import collective_deadline_s, transfer_deadline_s
 from ml_flashpoint.ranks.rank_group import Agreement, RankGroup
@@ -45,7 +44,6 @@ class CommitStats:
     last_verified: int | None = None
     committed: int = 0
     failed: int = 0
-    withdrawn: int = 0
     replicated_bytes: int = 0
     replication_failures: int = 0
     replication_error: str | None = None
@@ -63,8 +61,6 @@ class CommitQueue:
         agreement: how they do.
         numbering: where the saves' numbers come from.
         replication: who makes the copies, or None for none.
-        verify: how what was committed is read back before it counts: see `read_back`.
-        on_withdrawn: called when a save that was committed turns out damaged, on whatever rank; on the queue's thread.
         seal_deadline_s: seconds that a save may take to be committed once it is the oldest one.
         watch: called while that is waited for, and once more if it was in vain; may commit it (a save in another
             process) or fail it.
@@ -79,8 +75,6 @@ class CommitQueue:
         numbering: Numbering,
         replication: ReplicationManager | None,
         *,
-        verify: str = "none",
-        on_withdrawn: Callable[[Save], None] = lambda save: None,
         seal_deadline_s: Callable[[], float],
         watch: Callable[[Save], float | None],
         base: Callable[[], object] = lambda: None,
@@ -90,8 +84,6 @@ class CommitQueue:
         self._agreement = agreement
         self._numbering = numbering
         self._replication = replication
-        self._verify = verify
-        self._on_withdrawn = on_withdrawn
         self._seal_deadline_s = seal_deadline_s
         self._watch = watch
         self._base = base
@@ -220,8 +212,6 @@ class CommitQueue:
             case _Outcome.UNCERTAIN:
                 save.uncertain = True
                 self._uncertain.append(save)
-            case _Outcome.DAMAGED:
-                self._withdraw(save)
 
     def _tell(self, kind: type[events.Event], save: Save, **fields: Any) -> None:
         base = self._base() if save.version is None else save.version.parent
@@ -255,7 +245,7 @@ class CommitQueue:
                 self._tell(events.LoopHeld, save, seconds=save.held_s)
             # A recovery of this process may find it useless meanwhile, and its arena would be the next save's.
             with save.store.pinned(save.part) as held:
-                if held and self._read_back(save) and self._copy(save):
+                if held and self._copy(save):
                     save.replicate()
             if not held or save.part.doomed:
                 save.evict()
@@ -275,28 +265,6 @@ class CommitQueue:
                 self._watch(save)
                 return
             save.decided.wait(min(left, poll_s if poll_s is not None else left))
-
-    def _read_back(self, save: Save) -> bool:
-        assert save.part is not None
-        try:
-            read_back(save.part, self._verify, save.sequence)
-        except DigestMismatchError as error:
-            _log.error("a save that passed for good is damaged, and is withdrawn on all ranks: %s", error)
-            save.withdraw(error)
-            return False
-        return True
-
-    def _withdraw(self, save: Save) -> None:
-        """See to it that a save of which a part is damaged cannot be loaded: nothing of it stays on any rank."""
-        text = "the part of another rank was damaged when it was read back, so the version is withdrawn"
-        save.withdraw(DamagedError(text, step=save.step, rank=self._group.rank))
-        self.stats.withdrawn += 1
-        self._tell(events.VersionWithdrawn, save, error=str(save.error))
-        if save.store is not None:
-            for part in save.store.held():
-                if part.save_id == save.save_id:
-                    save.store.drop(part)
-        self._on_withdrawn(save)
 
     def _copy(self, save: Save) -> bool:
         """Have all copies made. Returns whether they are."""
@@ -340,10 +308,9 @@ class CommitQueue:
         return not came and left > _COPY_AGAIN_S
 
     def _agree(self, save: Save, ready: bool) -> _Outcome:
-        damaged = save.state is SaveState.WITHDRAWN
         if not self._group.distributed:
             self._note_due(save, ready and self._persisting is not None and self._persisting.wanted(save))
-            return _Outcome.DAMAGED if damaged else _Outcome.of(ready)
+            return _Outcome.of(ready)
         while True:
             try:
                 vote = self._vote(save, ready)
@@ -353,8 +320,6 @@ class CommitQueue:
                 log("ranks cannot agree on the save of step %s, older versions are kept: %s", save.step, error)
                 self.stats.agreement_error = str(error)
                 self._tell(events.AgreementFailed, save, error=str(error))
-                if damaged:
-                    return _Outcome.DAMAGED
                 # If this rank has not voted, it is certain that nothing is verified.
                 return _Outcome.UNCERTAIN if self._agreement.was_asked else _Outcome.NOT_VERIFIED
             self._clear_up(vote.verified)
@@ -363,10 +328,10 @@ class CommitQueue:
                     _log.warning("ranks agree on saves again from step %s on", save.step)
                     self.stats.agreement_error = None
                 self._note_due(save, vote.ready and vote.persist)
-                return _Outcome.of(vote.ready) if vote.intact else _Outcome.DAMAGED
+                return _Outcome.of(vote.ready)
             self._diverged(save, vote)
             if save.sequence < vote.newest or vote.oldest == vote.newest:
-                return _Outcome.DAMAGED if damaged else _Outcome.NOT_VERIFIED
+                return _Outcome.NOT_VERIFIED
 
     def _note_due(self, save: Save, due: bool) -> None:
         if due:
@@ -384,21 +349,19 @@ class CommitQueue:
         reported = self._agreement.minimum(
             (
                 *(int(ready), save.sequence, -save.sequence, low, negated),
-                *(-self._numbering.highest, -newest_ms, -self._verified, int(save.state is not SaveState.WITHDRAWN)),
+                *(-self._numbering.highest, -newest_ms, -self._verified),
                 -given_up_to,
                 *(int(would), persisted),
             )
         )
-        all_ready, oldest, newest, lowest, highest, used, latest_ms, verified, intact, given_up = reported[:-2]
+        all_ready, oldest, newest, lowest, highest, used, latest_ms, verified, given_up = reported[:-2]
         persist, persisted = reported[-2:]
         if save.store is not None:
             save.store.follow(-given_up)
         same_step = lowest in (_UNKNOWN, -highest)
         if persisting is not None:
             persisting.heard(persisted)
-        return _Vote(
-            *(bool(all_ready), oldest, -newest, same_step, -used, -latest_ms, -verified, bool(intact)), bool(persist)
-        )
+        return _Vote(*(bool(all_ready), oldest, -newest, same_step, -used, -latest_ms, -verified), bool(persist))
 
     def _clear_up(self, verified: int) -> None:
         """Finish the saves of which only other ranks could know, now that all have reported which one is verified."""
@@ -433,8 +396,6 @@ class _Outcome(enum.Enum):
     NOT_VERIFIED = enum.auto()
     UNCERTAIN = enum.auto()
     """Only others can know."""
-    DAMAGED = enum.auto()
-    """A part of it is, on some rank."""
 
     @classmethod
     def of(cls, ready: bool) -> _Outcome:
@@ -452,7 +413,6 @@ class _Vote:
         highest: highest number that a rank has used.
         newest_ms: see `SaveIdentity`.
         verified: number of the newest save that a rank knows to be verified.
-        intact: whether no rank has found its part damaged.
         persist: whether all ranks would persist this save.
     """
 
@@ -463,7 +423,6 @@ class _Vote:
     highest: int
     newest_ms: int
     verified: int
-    intact: bool
     persist: bool
 
     @property

@@ -51,7 +51,6 @@ class CheckpointEngine:
         base: absolute path of a folder on a tmpfs of this node that belongs to this job alone.
         replication: who holds copies of whose parts: a strategy, ``"pairwise"``, ``"ring"`` or ``"none"``. By default
             pairs of nodes, or nothing on a single node.
-        verify_saves: what is read back of each part in the background: ``"sample"``, ``"all"`` or ``"none"``.
         initial_buffer_size_bytes: expected bytes of a rank's part; costs nothing until used.
         discard_existing: remove every version that is there, on all nodes, before anything else. Those that are
             persisted stay.
@@ -85,7 +84,6 @@ class CheckpointEngine:
         base: str | os.PathLike[str],
         *,
         replication: ReplicationStrategy | str | None = None,
-        verify_saves: str = "sample",
         initial_buffer_size_bytes: int = DEFAULT_BUFFER_BYTES,
         discard_existing: bool = False,
         keep: int | Keep = 1,
@@ -122,7 +120,6 @@ class CheckpointEngine:
                 ckpt_obj_manager=self.objects,
                 replication_manager=self.replication,
                 initial_buffer_size_bytes=initial_buffer_size_bytes,
-                verify_saves=verify_saves,
                 persisting=self.persisting,
             )
             undo.callback(self.saver.close)

@@ -20,7 +20,6 @@ from operator import attrgetter
 from typing import Any, cast
 
 import torch
-import xxhash
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
@@ -35,7 +34,6 @@ from ml_flashpoint.core.save import Save
 from ml_flashpoint.format.errors import InvalidArgumentError, SaveError
 from ml_flashpoint.staging import cuda
 from ml_flashpoint.staging.late_device_copy import LateDeviceCopy
-from ml_flashpoint.staging.torch_dtypes import bytes_of
 
 _log = logging.getLogger(__name__)
 
@@ -50,8 +48,6 @@ class Overlap:
 
     Args:
         wanted: whether anything may be copied late.
-        verify: compare the content of everything that is copied late, before and after: for tests, and for loops under
-            suspicion. It takes as long as it takes to read the state twice.
 
     Attributes:
         active: whether anything is copied late, once there is something on a CUDA device.
@@ -60,11 +56,10 @@ class Overlap:
             this thread has the lock of a copy.
     """
 
-    def __init__(self, *, wanted: bool = True, verify: bool = False) -> None:
+    def __init__(self, *, wanted: bool = True) -> None:
         self.active = wanted
         self.on_waited: Callable[[float], None] = lambda seconds: None
         self.deferred: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._verify = verify
         self._thread = BackgroundThread("flashpoint-copies")
         self._optimizers: list[Optimizer] = []
         self._updates: list[Callable[[], Iterable[torch.Tensor]]] = []
@@ -284,7 +279,6 @@ class Overlap:
         """What raises a `SaveError` if one of these tensors has changed since now."""
         counting, number_of = (owners, int) if versions is not None else self._counting(tensors, owners)
         before = list(map(_version, counting)) if versions is None else None
-        contents = [_content(tensor) for _, tensor in tensors] if self._verify else []
 
         def check() -> None:
             counted = before if versions is None else list(versions())
@@ -294,8 +288,6 @@ class Overlap:
             if now != counted:
                 others = (number_of(i) for i, version in enumerate(counted) if now[i] != version)
                 changed = next((number for number in others if number is not None), None)
-            if changed is None:
-                changed = next((i for i, was in enumerate(contents) if _content(tensors[i][1]) != was), None)
             if changed is not None:
                 self.active = False
                 raise SaveError(
@@ -386,10 +378,3 @@ def _can_wait(tensor: torch.Tensor) -> bool:
     plain = tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda")
     lazy = tensor.is_conj() or tensor.is_neg()  # its bytes are not those of a copy
     return plain and not lazy and not tensor.is_inference() and tensor.numel() > 0
-
-
-def _content(tensor: torch.Tensor) -> int:
-    """A digest of a tensor."""
-    # Of a copy: torch never again resizes a storage that NumPy has seen.
-    content: Any = bytes_of(tensor.detach().to("cpu", copy=True).contiguous()).numpy()
-    return xxhash.xxh3_64_intdigest(content)

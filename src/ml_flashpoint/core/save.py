@@ -5,7 +5,7 @@ caller: the saver up to the commit, the commit queue from there on. Whoever come
 
     BEGUN ── STAGED ── FILLED ── COMMITTED ── REPLICATED ── VERIFIED
       └────────┴─────────┤           └─────────────┤
-                       FAILED             EVICTED, WITHDRAWN
+                       FAILED             EVICTED
 
 A save need not be staged, and one that another process fills is only seen to be committed. A save that other ranks
 could not commit stays what it is here.
@@ -39,15 +39,13 @@ class SaveState(enum.Enum):
     COMMITTED = "committed"
     """Its part is on this node, whole."""
     REPLICATED = "replicated"
-    """It was read back, and all copies that the strategy asks for are acknowledged."""
+    """All copies that the strategy asks for are acknowledged."""
     VERIFIED = "verified"
     """All ranks have replicated theirs: older versions may go."""
     FAILED = "failed"
     """Nothing of it is visible."""
     EVICTED = "evicted"
     """Its part was given up, unverified: a newer save needed its memory, or a recovery has found a newer version."""
-    WITHDRAWN = "withdrawn"
-    """A part of it, here or on another rank, was damaged when it was read back."""
 
 
 _S = SaveState
@@ -55,12 +53,11 @@ _NEXT: dict[SaveState, frozenset[SaveState]] = {
     _S.BEGUN: frozenset({_S.STAGED, _S.FILLED, _S.COMMITTED, _S.FAILED}),
     _S.STAGED: frozenset({_S.FILLED, _S.COMMITTED, _S.FAILED}),
     _S.FILLED: frozenset({_S.COMMITTED, _S.FAILED}),
-    _S.COMMITTED: frozenset({_S.REPLICATED, _S.EVICTED, _S.WITHDRAWN}),
-    _S.REPLICATED: frozenset({_S.VERIFIED, _S.EVICTED, _S.WITHDRAWN}),
+    _S.COMMITTED: frozenset({_S.REPLICATED, _S.EVICTED}),
+    _S.REPLICATED: frozenset({_S.VERIFIED, _S.EVICTED}),
     _S.VERIFIED: frozenset(),
     _S.FAILED: frozenset(),
     _S.EVICTED: frozenset(),
-    _S.WITHDRAWN: frozenset(),
 }
 
 
@@ -90,7 +87,7 @@ class Save:
         held_s: seconds that it held its loop, if its door knows them before it is committed, and nobody else tells.
         deserted: nobody will write it any more. Only a note: it is set wherever garbage is collected.
         part, store: what was committed, and where.
-        error: why it failed, or why what was committed is gone again.
+        error: why it failed.
         complete: whether all ranks have committed it, as far as this one knows; None if its door does not find out
             before it is verified.
         uncertain: other ranks may know that it is verified, and have pruned what is older.
@@ -236,7 +233,7 @@ class Save:
             return True
 
     def replicate(self) -> None:
-        """Its part was read back and copied."""
+        """All copies of its part are acknowledged."""
         self._enter(SaveState.REPLICATED)
 
     def verify(self) -> None:
@@ -246,11 +243,6 @@ class Save:
     def evict(self) -> bool:
         """Its part goes, for a newer save or version. Returns false where it must not."""
         return not self.uncertain and self._enter(SaveState.EVICTED)
-
-    def withdraw(self, error: BaseException) -> None:
-        """A part of it is damaged, here or on another rank. One that has failed here is what it is."""
-        self._enter(SaveState.WITHDRAWN)
-        self.error = self.error or error
 
     def _enter(self, state: SaveState) -> bool:
         with self._lock:

@@ -22,7 +22,6 @@ _WRITTEN_FOR = (
     events.ReplicationFailed,
     events.AgreementFailed,
     events.RanksMissing,
-    events.VersionWithdrawn,
     events.PartPersisted,
     events.PersistFailed,
     events.SteppedBack,

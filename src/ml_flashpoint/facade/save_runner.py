@@ -61,7 +61,6 @@ class _UnderWay:
     copies: Sequence[torch.Tensor] = ()
     error: Exception | None = None
     ended: ReentrantEvent = field(default_factory=ReentrantEvent)
-    withdrawn: BaseException | None = None
 
     @property
     def step(self) -> int:
@@ -109,7 +108,6 @@ class SaveRunner:
         self._held: CheckpointContainerId | None = None  # the version whose save has held the loop last
         self._failure: FlashpointError | None = None
         self._outcome = threading.Lock()
-        saver.on_withdrawn = self._withdraw
         self._aligned_after = -1
         self._beginning = False
         self.last_saved: int | None = None
@@ -307,9 +305,8 @@ class SaveRunner:
 
     def _take_note(self, under_way: _UnderWay, error: BaseException | None) -> None:
         try:
-            failure = error or under_way.withdrawn
-            if failure is not None:
-                self._fail(under_way.version, failure)
+            if error is not None:
+                self._fail(under_way.version, error)
                 return
             if self.failures_in_a_row:
                 _log.warning("saves work again from step %d on", under_way.step)
@@ -319,20 +316,6 @@ class SaveRunner:
             self.last_saved = under_way.step
         finally:
             under_way.ended.set()
-
-    def _withdraw(self, save: Save) -> None:
-        """Called on a background thread: a save that was committed is damaged."""
-        current, error = self._current, save.error
-        assert error is not None
-        with self._outcome:
-            if current is not None and current.step == save.step and not current.ended.is_set():
-                current.withdrawn = error
-                return
-            self.saves -= 1
-            if self.last_saved == save.step:
-                self.last_saved = self._saver.stats.last_verified
-            version = CheckpointContainerId.format_version_container(save.step or 0)
-            self._fail(CheckpointContainerId(f"/{version}"), error)
 
     def _fail(self, version: CheckpointContainerId, error: BaseException) -> None:
         failure = as_flashpoint_error(causes_of(error), step=version.step or 0, rank=self._saver.rank)

@@ -146,17 +146,6 @@ class RanksMissing(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VersionWithdrawn(Event):
-    """A part was damaged when it was read back, here or on another rank: the version is gone on all of them.
-
-    Attributes:
-        error: what was found.
-    """
-
-    error: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PartPersisted(Event):
     """This rank's part of a verified version is in the durable store.
 
@@ -260,7 +249,6 @@ KINDS: dict[str, type[Event]] = {
         VersionVerified,
         AgreementFailed,
         RanksMissing,
-        VersionWithdrawn,
         PartPersisted,
         VersionPersisted,
         PersistFailed,

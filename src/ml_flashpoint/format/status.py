@@ -25,7 +25,6 @@ from ml_flashpoint.format.events import (
     SaveFailed,
     SteppedBack,
     VersionVerified,
-    VersionWithdrawn,
     has_types_of,
 )
 from ml_flashpoint.format.private_folders import open_own
@@ -110,7 +109,7 @@ class RankStatus:
             case VersionVerified():
                 change = {"verified": event.step, "verified_s": event.time_s, "verified_after_s": event.seconds}
                 change["agreement_error"] = None
-            case SaveFailed() | VersionWithdrawn():
+            case SaveFailed():
                 change = {"failures": self.failures + 1, "error": event.error[:_MOST_OF_AN_ERROR]}
             case ReplicationFailed():
                 change = {"replication_error": event.error[:_MOST_OF_AN_ERROR]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,8 @@ from torch.utils.data import DataLoader
 
 from ml_flashpoint.adapter.lightning import FlashpointCallback, resume_path
 from ml_flashpoint.adapter.lightning.strategies import check_callbacks, is_sharded
-from ml_flashpoint.checkpoint_object_manager.arena import Arena
-from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
-from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.core.schedule import passes_multiple
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, LoadError
-from ml_flashpoint.format.manifest import Manifest
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -275,27 +271,6 @@ def test_what_lightning_can_restore_comes_back(tmpfs: Path, tmp_path: Path, made
     dense = [each.to_padded_tensor(0.0) if each.is_nested else each.to_dense() for each in (keeps.kept, made())]
     assert keeps.kept.layout is made().layout
     assert torch.equal(*dense)
-
-
-@pytest.mark.damages_on_purpose
-@pytest.mark.parametrize(("mode", "withdrawn"), [("all", True), ("none", False)])
-def test_saves_are_read_back_as_told(
-    tmpfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, withdrawn: bool
-) -> None:
-    commit = RankStore.commit
-
-    def damaging(store: RankStore, manifest: Manifest, arenas: Sequence[Arena]) -> HeldPart:
-        part = commit(store, manifest, arenas)
-        if manifest.step == 10:
-            arenas[0].buffer[manifest.objects[0].size - 1] ^= 1
-        return part
-
-    monkeypatch.setattr(RankStore, "commit", damaging)
-    ours = FlashpointCallback(tmpfs / "job", 2, verify_saves=mode)
-    fit(tmp_path, ours)
-    assert ours.flashpoint is not None
-    assert (ours.flashpoint.health.failures > 0) == withdrawn
-    assert (ours.flashpoint.last_saved == 10) != withdrawn
 
 
 def test_other_model_is_an_error_and_not_a_fresh_start(tmpfs: Path, tmp_path: Path) -> None:

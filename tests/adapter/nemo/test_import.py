@@ -36,7 +36,6 @@ def test_signatures_of_the_recipe() -> None:
         "always_save_context",
         "write_thread_count",
         "initial_write_buffer_size_bytes",
-        "verify_saves",  # ours, after those of the recipe
     ]
     assert parameters["initial_write_buffer_size_bytes"].default == 16 * 2**30
     parameters = inspect.signature(MLFlashpointCheckpointCallback).parameters

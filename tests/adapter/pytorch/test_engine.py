@@ -97,7 +97,6 @@ def test_what_may_be_unpickled_is_that_of_writer_and_reader(tmpfs: Path, process
         ({"replication": "both"}, "replication"),
         ({"replication": 2}, "replication"),
         ({"discard_existing": 1}, "discard_existing"),
-        ({"verify_saves": "some"}, "verify_saves"),
         ({"safe_globals": "x"}, "safe_globals"),
         ({"initial_buffer_size_bytes": 0}, "initial_buffer_size_bytes"),
     ],

@@ -29,7 +29,6 @@ from ml_flashpoint.core.arguments import (
     checked_seconds,
 )
 from ml_flashpoint.core.persist_options import persist_options
-from ml_flashpoint.core.read_back import checked_mode
 from ml_flashpoint.core.schedule import checked_every, checked_skip, passes_multiple
 from ml_flashpoint.facade.kept_versions import checked_wanted
 from ml_flashpoint.facade.notices import tell
@@ -66,7 +65,7 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         every_n_steps: steps between two saves.
         skip_every_n_steps: how often the standard checkpoint is saved, to leave those steps out; 0 leaves none out.
         enabled: False to do nothing at all.
-        replication, strict, safe_globals, deadline_s, discard_existing, verify_saves, on_world_size_change, overlap,
+        replication, strict, safe_globals, deadline_s, discard_existing, on_world_size_change, overlap,
             keep, persist, persist_every, persist_keep, persist_bytes_per_s: see `ml_flashpoint.Flashpoint`.
         grace_s: seconds at most that a trainer which ends after SIGTERM waits for the save under way, and for the
             newest version to be persisted.
@@ -87,7 +86,6 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         safe_globals: Sequence[SafeGlobal] = (),
         deadline_s: float | None = None,
         discard_existing: bool = False,
-        verify_saves: str = "sample",
         on_world_size_change: str = "raise",
         overlap: bool = False,
         keep: int | Keep = 1,
@@ -114,7 +112,6 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
             "strict": checked_bool("strict", strict),
             "safe_globals": checked_globals(safe_globals),
             "discard_existing": checked_bool("discard_existing", discard_existing),
-            "verify_saves": checked_mode(verify_saves),
             "on_world_size_change": checked_choice("on_world_size_change", on_world_size_change, "raise", "keep"),
             "overlap": checked_bool("overlap", overlap),
             "keep": checked_keep(keep),

@@ -20,7 +20,6 @@ from ml_flashpoint.adapter.nemo.checkpoint_io import (
 from ml_flashpoint.adapter.nemo.parts import EngineParts
 from ml_flashpoint.core.arguments import checked_base, checked_bool, checked_integer, checked_seconds, ignored
 from ml_flashpoint.core.persist_options import persist_options
-from ml_flashpoint.core.read_back import checked_mode
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.ranks.retention import Keep, checked_keep
@@ -36,7 +35,6 @@ def wrap_trainer_and_auto_resume_with_mlflashpoint(
     always_save_context: bool = False,
     write_thread_count: int = 1,
     initial_write_buffer_size_bytes: int = 16 << 30,
-    verify_saves: str = "sample",
     *,
     keep: int | Keep = 1,
     persist: str | None = None,
@@ -61,7 +59,7 @@ def wrap_trainer_and_auto_resume_with_mlflashpoint(
         write_thread_count: accepted for recipes that pass it. Staging is one copy, which one thread does at the speed
             of memory.
         initial_write_buffer_size_bytes: expected bytes a rank; costs nothing until used, and larger states work.
-        verify_saves, keep, persist, persist_every, persist_keep, persist_bytes_per_s: see `ml_flashpoint.Flashpoint`.
+        keep, persist, persist_every, persist_keep, persist_bytes_per_s: see `ml_flashpoint.Flashpoint`.
         grace_s: seconds at most that a trainer which ends after SIGTERM waits for the save under way, and for the
             newest version to be persisted.
         use_optimized_save, use_cached_ckpt_structure, use_fully_parallel_wrapper: accepted for recipes that pass them,
@@ -87,7 +85,6 @@ def wrap_trainer_and_auto_resume_with_mlflashpoint(
     checked_bool("always_save_context", always_save_context)
     options: dict[str, Any] = {
         "initial_buffer_size_bytes": initial_write_buffer_size_bytes,
-        "verify_saves": checked_mode(verify_saves),
         "keep": checked_keep(keep),
         "persist": persist_options(persist, persist_every, persist_keep, persist_bytes_per_s),
         "grace_s": checked_seconds("grace_s", grace_s),

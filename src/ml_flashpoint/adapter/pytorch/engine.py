@@ -43,7 +43,7 @@ class Engine(CheckpointEngine):
         handle_sigterm, grace_s: with ``persist``, SIGTERM is held up for so many seconds at most until saves under way
             are committed and copied and the newest version is persisted; then comes the handler that was there before.
             Only where this is constructed in the main thread.
-        base, replication, verify_saves, initial_buffer_size_bytes, discard_existing, keep: see
+        base, replication, initial_buffer_size_bytes, discard_existing, keep: see
             `core.engine.CheckpointEngine`, which also says what is raised.
     """
 
@@ -52,7 +52,6 @@ class Engine(CheckpointEngine):
         base: str | os.PathLike[str],
         *,
         replication: ReplicationStrategy | str | None = None,
-        verify_saves: str = "sample",
         initial_buffer_size_bytes: int = DEFAULT_BUFFER_BYTES,
         discard_existing: bool = False,
         safe_globals: Sequence[SafeGlobal] = (),
@@ -69,7 +68,6 @@ class Engine(CheckpointEngine):
         super().__init__(
             base,
             replication=replication,
-            verify_saves=verify_saves,
             initial_buffer_size_bytes=initial_buffer_size_bytes,
             discard_existing=discard_existing,
             keep=keep,

@@ -32,7 +32,6 @@ FAILURES: tuple[type[Event], ...] = (
     events.SaveFailed,
     events.ReplicationFailed,
     events.AgreementFailed,
-    events.VersionWithdrawn,
     events.PersistFailed,
     events.SteppedBack,
 )

@@ -42,7 +42,7 @@ _RUN_HERE: list[tuple[str, str]] = [
     ("flashpoint.md", "reshard=rest_of_epoch"),
     ("flashpoint.md", "fp.before_update()"),
     ("flashpoint.md", "fp.last_replicated"),
-    ("flashpoint.md", 'fp.pin("before lr drop")'),
+    ("flashpoint.md", "fp.versions()"),
     ("README.md", "open_version("),
     ("object-format.md", "open_version("),
     ("object-format.md", "safe_open("),
@@ -146,7 +146,7 @@ def test_small_blocks_of_a_flashpoint(names: dict[str, Any], tmpfs: Path) -> Non
     exec(block("flashpoint.md", "fp.last_replicated", tmpfs), names)
     fp.save(60)
     fp.wait()
-    exec(block("flashpoint.md", 'fp.pin("before lr drop")', tmpfs), names)
+    exec(block("flashpoint.md", "fp.versions()", tmpfs), names)
     assert fp.health.failures == 0
     assert fp.steps_done == 60
     fp.close()

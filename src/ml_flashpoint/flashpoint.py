@@ -280,7 +280,7 @@ class Flashpoint(KeptVersions, Readings):
 
     # ---- recovery -----------------------------------------------------------------------------------------
 
-    def resume(self, fallback: Callable[[], int | None] | None = None, *, step: int | str | None = None) -> int:
+    def resume(self, fallback: Callable[[], int | None] | None = None, *, step: int | None = None) -> int:
         """Restore the newest state that all ranks can load, or that of a step. Collective.
 
         Versions that turn out to be damaged are left for older ones; what cannot be read just now is tried again for
@@ -290,8 +290,8 @@ class Flashpoint(KeptVersions, Readings):
         Args:
             fallback: called on all ranks when memory has no version, or none that is sound; loads the state from
                 elsewhere and returns the number of steps done, or None for 0. Not together with ``step``.
-            step: load the version of this step, or of the pin with this label, or raise. What is newer is left: no
-                `resume` finds it again, except by its step, as long as it is there (until the next save, or pinned).
+            step: load the version of this step, or raise. Newer versions do not count any more: no `resume` finds
+                them again, and their memory is the next saves'.
 
         Returns:
             The number of steps done, which is where to go on; 0 if there is nothing to go on from. `step` counts on

@@ -32,7 +32,6 @@ def test_they_print_one_document(tmpfs: Path, tmp_path: Path, monkeypatch: pytes
             job.step()
             fp.step()
             assert fp.wait()
-        fp.pin("before")
     assert flush()
     monkeypatch.delenv("FLASHPOINT_EVENTS")
     with Flashpoint(base) as fp:

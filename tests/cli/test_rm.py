@@ -132,19 +132,6 @@ def test_a_save_that_was_cut_short_is_removed_before_a_job_begins_anew(tmpfs: Pa
     assert call_team(faults.load_as, tmpfs, 2, "none") == [None, None]
 
 
-def test_pins_go_with_the_last_version(base: Path) -> None:
-    with Flashpoint(base, keep=3, strict=True) as fp:
-        fp.track(value=Stored()).resume()
-        assert fp.pin("good") == 3
-    for step in (1, 2, 3):
-        assert remove(f"{base}@{step}", yes=True) == 0
-    with Flashpoint(base, strict=True) as fp:
-        assert fp.track(value=Stored(4)).resume() == 0
-        fp.save(1)
-        assert fp.wait()
-        assert fp.pin("good") == 1
-
-
 def test_what_is_not_ours_stays(base: Path, tmpfs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmpfs / "precious").mkdir()
     (tmpfs / "precious" / "data").write_text("all of it")

@@ -34,7 +34,7 @@ def queue_of(replicate: Callable[[HeldPart], None] = lambda part: None) -> Commi
     copies: Any = SimpleNamespace(
         initialized=True, copies_of=lambda rank: (1,), replicate=lambda part, cancelled: replicate(part)
     )
-    return CommitQueue(alone, alone, alone, copies, verify="all", seal_deadline_s=lambda: 10.0, watch=lambda save: None)
+    return CommitQueue(alone, alone, alone, copies, seal_deadline_s=lambda: 10.0, watch=lambda save: None)
 
 
 def committed(store: RankStore, step: int) -> Save:

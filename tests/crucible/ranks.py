@@ -145,7 +145,7 @@ class FacadeDoor(Door):
 
     def kept(self) -> list[int]:
         assert self.fp is not None
-        return [version.step for version in self.fp.versions() if not version.abandoned]
+        return [version.step for version in self.fp.versions()]
 
     def go_back(self, step: int) -> None:
         assert self._load(step) == step

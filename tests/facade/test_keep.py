@@ -1,13 +1,10 @@
-"""`keep=`, pins and going back in one process."""
+"""`keep=` and going back in one process."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -16,14 +13,12 @@ import pytest
 import torch
 
 from ml_flashpoint import Flashpoint, Keep
-from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.cli.ls import list_versions
 from ml_flashpoint.core.engine import CheckpointEngine
 from ml_flashpoint.core.open_version import open_version
 from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, LoadError, SaveError, UnaskedVersionsError
-from ml_flashpoint.format.retention_record import RECORD, Pin, RetentionRecord, read_record, write_record
+from ml_flashpoint.format.lineage import RECORD
 from tests.support.processes import REPOSITORY
-from tests.support.stepwise import Operation
 from tests.workers.kept_versions import State, content, shown
 
 
@@ -50,6 +45,8 @@ def test_the_newest_and_milestones_are_kept_and_each_is_loaded(base: Path) -> No
         assert (fp.steps_done, state.checked()) == (0, [0, 17, 0]), "nothing has changed"
         assert (fp.resume(step=10), state.checked(), fp.last_saved) == (10, [0, 10, 0], 10)
         assert (fp.resume(), state.checked()) == (10, [0, 10, 0])
+        with pytest.raises(LoadError, match=r"no version of step 17 .* there are steps 10"):
+            fp.resume(step=17)
         save(fp, state, 11, 12, attempt=1)
         assert shown(fp.versions()) == [(12,), (11,), (10,)]
         assert (fp.resume(), state.checked()) == (12, [0, 12, 1])
@@ -79,159 +76,7 @@ def test_the_documented_lines(base: Path, capsys: pytest.CaptureFixture[str]) ->
         save(fp, state, 60, 61)
         exec(use, {"fp": fp})
         assert fp.steps_done == 60
-        assert [each.step for each in fp.versions() if each.labels] == [61]
-    assert "61 ('before lr drop',) True" in capsys.readouterr().out
-
-
-def test_pins_survive_restarts_and_are_kept_for_as_long(base: Path) -> None:
-    state = State(3000)
-    with opened(base, state) as fp:
-        fp.resume()
-        save(fp, state, 1)
-        assert fp.pin("before lr drop") == 1
-        save(fp, state, 2, 3)
-        assert (fp.pin("also"), fp.pin("again")) == (3, 3)
-        with pytest.raises(InvalidArgumentError, match="is taken"):
-            fp.pin("also")
-    with opened(base, state) as fp:
-        fp.resume()
-        save(fp, state, 4, 5)
-        assert shown(fp.versions()) == [(5,), (3, "also", "again"), (1, "before lr drop")]
-        fp.unpin("also")
-        save(fp, state, 6)
-        assert shown(fp.versions()) == [(6,), (3, "again"), (1, "before lr drop")]
-        fp.unpin("again")
-        assert shown(fp.versions()) == [(6,), (1, "before lr drop")], "at once: its memory may be wanted"
-        with pytest.raises(InvalidArgumentError, match=r"there are \['before lr drop'\]"):
-            fp.unpin("again")
-        assert (fp.resume(step="before lr drop"), state.checked()) == (1, [0, 1, 0])
-    with opened(base, state, discard_existing=True) as fp:
-        assert fp.resume() == 0
-        assert fp.versions() == []
-        assert not (base / ".flashpoint" / RECORD).exists()
-
-
-def test_pins_hold_before_anybody_has_looked(base: Path) -> None:
-    """A program may load a version by its path, as DCP does, and go on."""
-    state = State(3000)
-    with opened(base, state) as fp:
-        fp.resume()
-        save(fp, state, 1)
-        fp.pin("one")
-        save(fp, state, 2)
-    with opened(base, state) as fp:
-        version = fp._engine.version(2)
-        fp._engine.loader.read_manifest(version, 0)
-        fp._engine.unasked = False
-        save(fp, state, 3, 4)
-        assert shown(fp.versions()) == [(4,), (1, "one")]
-
-
-def test_a_damaged_record_is_not_believed_and_nothing_else_is_lost(
-    base: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    state = State(3000)
-    with opened(base, state, keep=2) as fp:
-        fp.resume()
-        save(fp, state, 1)
-        fp.pin("one")
-        save(fp, state, 2, 3)
-    record = base / ".flashpoint" / RECORD
-    record.write_bytes(record.read_bytes().replace(b'"one"', b'"eno"'))
-    with opened(base, state, keep=2) as fp, caplog.at_level(logging.ERROR):
-        assert fp.resume() == 3
-        assert "what was pinned" in caplog.text
-        save(fp, state, 4)
-        assert shown(fp.versions()) == [(4,), (3,)]
-        assert fp.pin("one") == 4
-
-
-def test_what_readers_from_outside_take_for_the_newest_is_what_a_crash_goes_back_to(base: Path) -> None:
-    state = State(3000)
-    with opened(base, state, keep=3) as fp:
-        fp.resume()
-        save(fp, state, 5, 6, 7)
-        fp.pin("seven")
-        fp.resume(step=5)
-        with open_version(base) as version:
-            assert version.step == 5
-        with open_version(base, 7) as version:
-            assert version.step == 7
-        save(fp, state, 6, attempt=1)
-        with open_version(base) as version:
-            assert version.step == 6
-
-
-def test_a_step_that_was_saved_again_is_read_by_its_path_as_it_was_saved_last(base: Path) -> None:
-    """Beside the save of that step that was gone back to."""
-    with CheckpointEngine(base, keep=3) as engine:
-
-        def save(step: int, attempt: int) -> None:
-            engine.saver.save(engine.version(step), [("values", content(0, step, attempt, 3000))])
-            assert engine.saver.wait(30)
-
-        def attempt_of(step: int) -> int:
-            version = engine.version(step)
-            manifest = engine.loader.read_manifest(version, 0)
-            values = engine.loader.open_object(version, manifest, manifest.objects[0]).tensor("values")
-            found = [attempt for attempt in range(3) if torch.equal(values, content(0, step, attempt, 3000))]
-            engine.loader.release()
-            return found[0]
-
-        engine.latest()
-        save(1, 0)
-        save(2, 0)
-        engine.pin("two")
-        engine.go_back(1)
-        save(1, 1)
-        assert attempt_of(1) == 1
-        assert [each.step for each in engine.versions()] == [1, 2, 1]
-        save(2, 1)
-        engine.go_back("two")
-        assert attempt_of(2) == 0
-        save(2, 2)
-        assert attempt_of(2) == 2
-        engine.go_back(2)
-        assert attempt_of(2) == 2
-
-
-def test_ls_shows_pins_and_what_was_gone_back_from(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    state = State(3000)
-    with opened(base, state, keep=3) as fp:
-        fp.resume()
-        save(fp, state, 5, 6, 7)
-        fp.pin("seven")
-        fp.pin("[red]")
-        fp.resume(step=5)
-    assert list_versions(str(base), as_json=True) == 0
-    found = json.loads(capsys.readouterr().out)["versions"]
-    assert [(each["step"], each["pins"], each["abandoned"]) for each in found] == [
-        (7, ["seven", "[red]"], True),
-        (6, [], True),
-        (5, [], False),
-    ]
-    list_versions(str(base))
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1].endswith(" pins='seven', '[red]' abandoned=yes")
-    assert "abandoned" not in lines[3]
-
-
-def test_a_save_that_pins_leave_no_room_for_says_so_and_works_when_they_are_gone(small_tmpfs: Path) -> None:
-    state = State(64 << 10)
-    with opened(small_tmpfs / "job", state, keep=2) as fp:
-        fp.resume()
-        save(fp, state, 1)
-        fp.pin("one")
-        state.values = State(232 << 10).values  # 1.8 MiB
-        save(fp, state, 2, 3, 4)
-        failures = fp.health.failures
-        assert failures >= 2
-        assert "unpin some of ['one']" in str(fp.health.last_error)
-        assert shown(fp.versions())[-1] == (1, "one")
-        fp.unpin("one")
-        save(fp, state, 5, 6, 7)
-        assert fp.health.failures == failures
-        assert (fp.resume(), state.checked()) == (7, [0, 7, 0])
+    assert "61 True" in capsys.readouterr().out
 
 
 def test_going_back_that_cannot_be_recorded_saves_nothing_until_resume(
@@ -242,7 +87,7 @@ def test_going_back_that_cannot_be_recorded_saves_nothing_until_resume(
         fp.resume()
         save(fp, state, 1, 2, 3)
         with monkeypatch.context() as patched:
-            patched.setattr("ml_flashpoint.core.retention.write_record", Mock(side_effect=SaveError("no")))
+            patched.setattr("ml_flashpoint.core.retention.write_lineage", Mock(side_effect=SaveError("no")))
             with pytest.raises(SaveError, match="no"):
                 fp.resume(step=1)
         with pytest.raises(UnaskedVersionsError):  # the state is that of step 1
@@ -250,21 +95,6 @@ def test_going_back_that_cannot_be_recorded_saves_nothing_until_resume(
         assert (fp.resume(), state.checked()) == (3, [0, 3, 0])
         save(fp, state, 4)
         assert (fp.resume(), state.checked()) == (4, [0, 4, 0])
-
-
-def test_pins_can_be_taken_back_where_there_is_no_room_at_all(small_tmpfs: Path) -> None:
-    state = State(64 << 10)
-    with opened(small_tmpfs / "job", state) as fp:
-        fp.resume()
-        save(fp, state, 1)
-        fp.pin("one")
-        save(fp, state, 2)
-        with contextlib.suppress(OSError), open(small_tmpfs / "other", "wb", buffering=0) as file:
-            while True:
-                file.write(bytes(4096))
-        fp.unpin("one")
-        assert shown(fp.versions()) == [(2,)]
-        (small_tmpfs / "other").unlink()
 
 
 def test_what_is_kept_gives_way_before_a_save_fails(small_tmpfs: Path) -> None:
@@ -303,101 +133,83 @@ def test_no_rule(base: Path, keep: Any) -> None:
     assert not base.exists()
 
 
-def test_no_step_and_no_label(base: Path) -> None:
+def test_what_was_gone_back_from_is_nowhere_taken_for_the_newest(
+    base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = State(3000)
+    with opened(base, state, keep=3) as fp:
+        fp.resume()
+        save(fp, state, 5, 6, 7)
+        fp.resume(step=5)
+        with open_version(base) as version:
+            assert version.step == 5
+        with open_version(base, 7) as version:
+            assert version.step == 7
+        assert list_versions(str(base), as_json=True) == 0
+        found = json.loads(capsys.readouterr().out)["versions"]
+        assert [(each["step"], each["abandoned"]) for each in found] == [(7, True), (6, True), (5, False)]
+        list_versions(str(base))
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.endswith(" abandoned=yes") for line in lines[1:]] == [True, True, False]
+        save(fp, state, 6, attempt=1)
+        with open_version(base) as version:
+            assert version.step == 6
+
+
+def test_a_step_that_was_saved_again_is_read_by_its_path_as_it_was_saved_last(base: Path) -> None:
+    with CheckpointEngine(base, keep=3) as engine:
+
+        def save(step: int, attempt: int) -> None:
+            engine.saver.save(engine.version(step), [("values", content(0, step, attempt, 3000))])
+            assert engine.saver.wait(30)
+
+        def attempt_of(step: int) -> int:
+            version = engine.version(step)
+            manifest = engine.loader.read_manifest(version, 0)
+            values = engine.loader.open_object(version, manifest, manifest.objects[0]).tensor("values")
+            found = [attempt for attempt in range(3) if torch.equal(values, content(0, step, attempt, 3000))]
+            engine.loader.release()
+            return found[0]
+
+        engine.latest()
+        save(1, 0)
+        save(2, 0)
+        engine.go_back(1)
+        save(1, 1)
+        assert attempt_of(1) == 1
+        assert [each.step for each in engine.versions()] == [1, 1]
+        save(2, 1)
+        engine.go_back(1)
+        assert attempt_of(1) == 1
+        save(2, 2)
+        assert attempt_of(2) == 2
+
+
+def test_a_damaged_lineage_is_not_believed_and_nothing_else_is_lost(
+    base: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = State(3000)
+    with opened(base, state, keep=2) as fp:
+        fp.resume()
+        save(fp, state, 1, 2)
+        fp.resume(step=1)
+        save(fp, state, 2, 3, attempt=1)
+    record = base / ".flashpoint" / RECORD
+    record.write_bytes(record.read_bytes()[:-1])
+    with opened(base, state, keep=2) as fp, caplog.at_level(logging.ERROR):
+        assert (fp.resume(), state.checked()) == (3, [0, 3, 1])
+        assert "the lineage is not used" in caplog.text
+        save(fp, state, 4)
+        assert shown(fp.versions()) == [(4,), (3,)]
+
+
+def test_no_step(base: Path) -> None:
     state = State(10)
     with opened(base, state) as fp:
-        for step in (-1, True, 1.0):
+        for step in (-1, True, 1.0, "one"):
             with pytest.raises(InvalidArgumentError, match="step"):
                 fp.resume(step=step)  # type: ignore[arg-type]
         with pytest.raises(InvalidArgumentError, match="fallback"):
             fp.resume(lambda: 3, step=1)
         with pytest.raises(LoadError, match="there are none"):
             fp.resume(step=1)
-        with pytest.raises(LoadError, match="there are none"):
-            fp.pin("nothing")
-        with pytest.raises(InvalidArgumentError, match="label"):
-            fp.pin("a\nb")
-
-
-@pytest.mark.slow
-def test_a_crash_at_any_step_of_unpinning_leaves_a_pin_or_none(tmpfs: Path) -> None:
-    state = State(3000)
-    original = tmpfs / "original" / "job"
-    with opened(original, state) as fp:
-        fp.resume()
-        save(fp, state, 1)
-        fp.pin("one")
-        save(fp, state, 2)
-    found = set()
-    for killed_at in range(30):
-        folder = tmpfs / f"case-{killed_at}"
-        copy_job(original, folder / "job")
-        store = RankStore(folder / "job", 0)
-        record = store.retained.record
-        store.retain([], record)
-        store.advance(store.held()[-1].save_id)
-        assert len(store.held()) == 2
-
-        def unpin(store: RankStore = store, record: RetentionRecord = record) -> None:
-            write_record(store.base / ".flashpoint", record.with_pins(()))
-            store.note_pins(record.with_pins(()))
-
-        operation = Operation(unpin)
-        for _ in range(killed_at):
-            operation.step()
-        finished = operation.done
-        if not finished:
-            operation.kill()
-        store.close()
-        with opened(folder / "job", state) as fp:
-            assert (fp.resume(), state.checked()) == (2, [0, 2, 0])
-            versions = shown(fp.versions())
-            found.add(str(versions))
-            assert versions in ([(2,), (1, "one")], [(2,), (1,)], [(2,)])
-            save(fp, state, 3)
-            after = shown(fp.versions())
-            assert after == ([(3,), (1, "one")] if versions[-1] == (1, "one") else [(3,)])
-            assert (fp.resume(), state.checked()) == (3, [0, 3, 0])
-        shutil.rmtree(folder)
-        if finished:
-            break
-    else:
-        raise AssertionError("it never ended")
-    assert len(found) == 3, "before, between and after"
-
-
-def copy_job(source: Path, target: Path) -> None:
-    """With hard links between what is linked there."""
-    seen: dict[int, Path] = {}
-    for path in sorted(source.rglob("*")):
-        new = target / path.relative_to(source)
-        if path.is_dir():
-            new.mkdir(parents=True, exist_ok=True, mode=0o700)
-        elif (inode := os.stat(path).st_ino) in seen:
-            os.link(seen[inode], new)
-        else:
-            shutil.copy2(path, new)
-            seen[inode] = new
-    for folder in (target.parent, target, *(each for each in target.rglob("*") if each.is_dir())):
-        os.chmod(folder, 0o700)
-
-
-def test_pins_that_a_crash_has_left_on_one_of_two_nodes(base: Path) -> None:
-    """The record with the highest revision counts; here those of two nodes are merged by hand."""
-    state = State(3000)
-    with opened(base, state) as fp:
-        fp.resume()
-        save(fp, state, 1)
-        fp.pin("one")
-        save(fp, state, 2)
-        version = fp.versions()[0]
-    folder = base / ".flashpoint"
-    record = read_record(folder)
-    with contextlib.suppress(FileNotFoundError):
-        (folder / RECORD).unlink()
-    write_record(folder, record.with_pins((*record.pins, Pin("lost", "step-9_ckpt", version.save_id + "9"))))
-    with opened(base, state) as fp:
-        fp.resume()
-        assert shown(fp.versions()) == [(2,), (1, "one")]
-        with pytest.raises(InvalidArgumentError, match=r"there are \['one'\]"):
-            fp.unpin("lost")

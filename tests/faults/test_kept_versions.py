@@ -42,32 +42,18 @@ def test_every_kept_version_survives_the_loss_of_either_node(tmpfs: Path) -> Non
     assert job(tmpfs, ("resume",), ("save", range(1, 6), 0), ("versions",)) == [(0, [0, 0]), [(5,), (4,), (3,)]]
     shutil.rmtree(tmpfs / "node-0")
     said = job(tmpfs, ("resume",), ("versions",), ("resume", 3), ("versions",))
-    assert said == [(5, [5, 0]), [(5,), (4,), (3,)], (3, [3, 0]), [(5, "left"), (4, "left"), (3,)]]
+    assert said == [(5, [5, 0]), [(5,), (4,), (3,)], (3, [3, 0]), [(3,)]]
     shutil.rmtree(tmpfs / "node-1")  # the lost node has had them all again
-    said = job(tmpfs, ("resume",), ("resume", 5), ("versions",), ("resume", 4), ("save", [5], 1), ("versions",))
-    assert said[:2] == [(3, [3, 0]), (5, [5, 0])]
-    assert said[3:] == [(4, [4, 0]), [(5,), (4,), (3,)]]
+    said = job(tmpfs, ("resume",), ("resume", 5), ("save", [4, 5], 1), ("versions",))
+    assert said[0] == (3, [3, 0])
+    assert said[1].startswith("LoadError: no version of step 5")
+    assert said[2:] == [[(5,), (4,), (3,)]]
     assert job(tmpfs, ("resume",), ("resume", 3)) == [(5, [5, 1]), (3, [3, 0])]
-
-
-def test_a_pin_survives_restarts_and_nodes(tmpfs: Path) -> None:
-    pin: tuple[Command, ...] = (("resume",), ("save", [1, 2], 0), ("pin", "here"), ("save", [3, 4], 0), ("versions",))
-    assert job(tmpfs, *pin, keep=1) == [(0, [0, 0]), 2, [(4,), (2, "here")]]
-    shutil.rmtree(tmpfs / "node-1")
-    look: tuple[Command, ...] = (("resume",), ("save", [5], 0), ("versions",))
-    assert job(tmpfs, *look, keep=1) == [(4, [4, 0]), [(5,), (2, "here")]]
-    shutil.rmtree(tmpfs / "node-0")
-    said = job(tmpfs, ("resume",), ("resume", "here"), ("save", [3], 1), ("unpin", "here"), ("versions",), keep=1)
-    assert said == [(5, [5, 0]), (2, [2, 0]), None, [(3,)]]
-    assert job(tmpfs, ("resume",), ("pin", "here", 2), keep=1) == [
-        (3, [3, 1]),
-        "LoadError: no version of step 2 is verified, to be pinned; there are steps 3",
-    ]
 
 
 def test_going_back_is_not_undone_by_a_crash(tmpfs: Path) -> None:
     """The job is killed before it has saved anything after it."""
-    script: tuple[Command, ...] = (("resume",), ("save", range(1, 5), 0), ("pin", "end"), ("resume", 3), ("hang",))
+    script: tuple[Command, ...] = (("resume",), ("save", range(1, 5), 0), ("resume", 3), ("hang",))
     with Team(play, tmpfs, 2, script, 3) as team:
         for rank in range(2):
             team[rank].next_report("hangs")
@@ -75,17 +61,21 @@ def test_going_back_is_not_undone_by_a_crash(tmpfs: Path) -> None:
             team[rank].kill()
     shutil.rmtree(tmpfs / "node-0")
     said = job(tmpfs, ("resume",), ("versions",), ("save", [4], 1), ("versions",))
-    assert said == [
-        (3, [3, 0]),
-        [(4, "end", "left"), (3,), (2,)],
-        [(4,), (4, "end", "left"), (3,), (2,)],
-    ]
-    assert job(tmpfs, ("resume",), ("resume", 4), ("resume", "end"), ("resume",)) == [
-        (4, [4, 1]),
-        (4, [4, 1]),
-        (4, [4, 0]),
-        (4, [4, 0]),
-    ]
+    assert said == [(3, [3, 0]), [(3,), (2,)], [(4,), (3,), (2,)]]
+    assert job(tmpfs, ("resume",), ("resume", 4)) == [(4, [4, 1])] * 2
+
+
+def test_a_node_that_was_away_brings_nothing_back_that_was_gone_back_from(tmpfs: Path) -> None:
+    """Neither while nothing was saved since, nor later, although it has all parts of what is newer."""
+    job(tmpfs, ("resume",), ("save", range(1, 5), 0))
+    away = tmpfs / "away"
+    shutil.move(tmpfs / "node-1", away)
+    assert job(tmpfs, ("resume", 3))[0] == (3, [3, 0])
+    shutil.rmtree(tmpfs / "node-1")
+    shutil.move(away, tmpfs / "node-1")
+    assert job(tmpfs, ("resume",), ("versions",))[0] == (3, [3, 0])
+    shutil.rmtree(tmpfs / "node-0")  # the other one has learned of it
+    assert job(tmpfs, ("resume",), ("save", [4], 1), ("versions",)) == [(3, [3, 0]), [(4,), (3,), (2,)]]
 
 
 def test_what_was_gone_back_from_is_not_resumed_from_although_it_is_persisted(
@@ -115,30 +105,30 @@ def test_a_version_that_lost_a_part_is_not_there_any_more(tmpfs: Path) -> None:
 
 
 def test_another_number_of_ranks_goes_back_to_what_the_others_saved(tmpfs: Path) -> None:
-    job(tmpfs, ("resume",), ("save", range(1, 5), 0), ("pin", "two", 2), ranks=3, placement=[0, 0, 1])
+    job(tmpfs, ("resume",), ("save", range(1, 5), 0), ranks=3, placement=[0, 0, 1])
     script: tuple[Command, ...] = (
         ("resume",),
         ("versions",),
         ("resume", 3),
         ("save", [4], 1),
         ("versions",),
-        ("resume", "two"),
+        ("resume", 2),
     )
     results = call_team(play, tmpfs, 2, script, 3, 5000, "keep")
     assert results[0] == results[1]
     assert results[0] == [
         (4, [4, 0]),
-        [(4,), (3,), (2, "two")],
+        [(4,), (3,), (2,)],
         (3, [3, 0]),
-        [(4,), (3,), (2, "two")],
+        [(4,), (3,), (2,)],
         (2, [2, 0]),
     ]
-    assert job(tmpfs, ("resume",), ("resume", 4), ranks=3, placement=[0, 0, 1])[0] == (2, [2, 0])
+    assert job(tmpfs, ("resume",), ranks=3, placement=[0, 0, 1])[0] == (2, [2, 0])
 
 
-def test_milestones_pins_and_going_back_by_the_engine(tmpfs: Path) -> None:
+def test_milestones_and_going_back_by_the_engine(tmpfs: Path) -> None:
     said = call_team(play_engine, tmpfs, 2, list(range(1, 10)), 8)
-    assert said == [[[(9,), (8,), (4, "first")], 8, 8]] * 2
+    assert said == [[[(9,), (8,), (4,)], 8, 8]] * 2
 
 
 # ---- little room ---------------------------------------------------------------------------------------------
@@ -168,16 +158,3 @@ def test_where_one_node_is_short_of_room_the_others_let_the_same_go(tmp_path: Pa
         (_, versions) = job(tmp_path, ("resume",), ("versions",), count=COUNT)
         for version in versions:
             assert job(tmp_path, ("resume", version[0]), count=COUNT) == [(version[0], [version[0], 0])]
-
-
-def test_a_pin_that_there_is_no_room_for_is_refused_and_no_save_fails(tmp_path: Path) -> None:
-    script: tuple[Command, ...] = (
-        ("resume",),
-        *(("save", [1], 0), ("pin", "one"), ("save", [2], 0), ("pin", "two"), ("save", [3, 4], 0)),
-        *(("health",), ("versions",), ("fill", 4096), ("save", [5], 0), ("health",), ("versions",), ("empty",)),
-    )
-    with small_nodes(tmp_path, 4 << 20, 4 << 20):
-        for said in call_team(play, tmp_path, 2, script, 4, COUNT):
-            assert said[1] == 1
-            assert said[2].startswith("CapacityError: checkpoints of 1 rank(s)")
-            assert said[3:] == [(0, True), [(4,), (1, "one")], (0, True), [(5,), (1, "one")]]

@@ -19,9 +19,8 @@ def saves(steps: list[int]) -> list[VerifiedSave]:
     return [VerifiedSave(f"a{index:04d}", step, index) for index, step in enumerate(steps)]
 
 
-def steps_kept(steps: list[int], keep: Keep, pinned: set[int] = frozenset()) -> list[int]:  # type: ignore[assignment]
-    line = saves(steps)
-    return [each.step for each in kept(line, keep, {line[index].save_id for index in pinned})]
+def steps_kept(steps: list[int], keep: Keep) -> list[int]:
+    return [each.step for each in kept(saves(steps), keep)]
 
 
 def test_examples() -> None:
@@ -31,35 +30,28 @@ def test_examples() -> None:
     assert steps_kept(steps, Keep(newest=2, every_n_steps=5)) == [10, 11, 12]
     assert steps_kept(steps, Keep(newest=2, every_n_steps=5, milestones=2)) == [5, 10, 11, 12]
     assert steps_kept(steps, Keep(newest=3, every_n_steps=5)) == [5, 10, 11, 12]
-    assert steps_kept(steps, Keep(), {0, 4}) == [1, 5, 12]
-    assert steps_kept(steps, Keep(every_n_steps=4), {3, 7}) == [4, 8, 12]
+    assert steps_kept(steps, Keep(every_n_steps=4)) == [8, 12]
 
 
-@given(steps_of_saves, rules, st.sets(st.integers(0, 24)))
-def test_what_stays(steps: list[int], keep: Keep, chosen: set[int]) -> None:
+@given(steps_of_saves, rules)
+def test_what_stays(steps: list[int], keep: Keep) -> None:
     line = saves(steps)
-    pinned = {line[index].save_id for index in chosen if index < len(line)}
-    stay = kept(line, keep, pinned)
+    stay = kept(line, keep)
     assert stay == sorted(stay)
     assert line[-1] in stay
     assert set(line[-keep.newest :]) <= set(stay)
-    assert {each for each in line if each.save_id in pinned} <= set(stay)
-    beside = [each for each in stay[:-1] if each.save_id not in pinned]
-    assert len(beside) <= keep.beside_newest, "more than the capacity is computed for"
-    assert kept(stay, keep, pinned) == stay
+    assert len(stay) - 1 <= keep.beside_newest, "more than the capacity is computed for"
+    assert kept(stay, keep) == stay
 
 
-@given(steps_of_saves, rules, st.sets(st.integers(0, 24)))
-def test_dropping_as_saves_come_ends_with_what_the_rule_says_of_all(
-    steps: list[int], keep: Keep, chosen: set[int]
-) -> None:
+@given(steps_of_saves, rules)
+def test_dropping_as_saves_come_ends_with_what_the_rule_says_of_all(steps: list[int], keep: Keep) -> None:
     """So ranks that drop at different times, and a restart that sees all of them, come to the same."""
     line = saves(steps)
-    pinned = {line[index].save_id for index in chosen if index < len(line)}
     stay: list[VerifiedSave] = []
     for each in line:
-        stay = kept([*stay, each], keep, pinned)
-    assert stay == kept(line, keep, pinned)
+        stay = kept([*stay, each], keep)
+    assert stay == kept(line, keep)
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 2.0, "3", None, [1]])

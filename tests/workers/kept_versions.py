@@ -1,4 +1,4 @@
-"""Ranks that keep, pin and go back to versions, as a script says; for `tests.support.forked`.
+"""Ranks that keep and go back to versions, as a script says; for `tests.support.forked`.
 
 Owns what one rank does. Its state is its own, a function of rank, step and attempt, so that whatever is loaded can be
 compared with what was saved, bit for bit.
@@ -52,9 +52,8 @@ class State:
 
 
 def shown(versions: Sequence[Any]) -> list[Any]:
-    """Step, labels, and marks, of each version."""
-    marks = [("" if each.verified else "unverified ") + ("left" if each.abandoned else "") for each in versions]
-    return [(each.step, *each.labels, *mark.split()) for each, mark in zip(versions, marks, strict=True)]
+    """Step, and whether it is unverified, of each version."""
+    return [(each.step, *(() if each.verified else ("unverified",))) for each in versions]
 
 
 def play(
@@ -84,8 +83,6 @@ def play(
                             fp.wait()
                     case "versions":
                         said.append(shown(fp.versions()))
-                    case "pin" | "unpin":
-                        said.append(getattr(fp, name)(*arguments))
                     case "arenas":
                         folder = os.path.join(base, ".flashpoint", f"rank-{rank:05d}")
                         said.append(sum(each.startswith("arena-") for each in os.listdir(folder)))
@@ -118,8 +115,8 @@ def play_alone(report: Report, base: str, script: Sequence[Command], *arguments:
     return play(report, 0, script, *arguments)
 
 
-def play_engine(report: Report, rank: int, steps: Sequence[int], back: int | str) -> list[Any]:
-    """The same for whoever uses the engine itself: saves, pins, goes back, restarts, and looks."""
+def play_engine(report: Report, rank: int, steps: Sequence[int], back: int) -> list[Any]:
+    """The same for whoever uses the engine itself: saves, goes back, restarts, and looks."""
     said: list[Any] = []
     for life in range(2):
         with CheckpointEngine(os.environ["FLASHPOINT_TEST_BASE"], keep=Keep(newest=2, every_n_steps=4)) as engine:
@@ -128,7 +125,6 @@ def play_engine(report: Report, rank: int, steps: Sequence[int], back: int | str
                     tensors = [("values", content(rank, step, 0, 5000))]
                     engine.saver.save(engine.version(step), tensors)
                     assert engine.saver.wait(30)
-                engine.pin("first", min(each.step for each in engine.versions()))
                 said.append(shown(engine.versions()))
                 version = engine.go_back(back)
             else:

@@ -335,8 +335,7 @@ class RankStore(RetainingStore):
         """Drop the parts that :meth:`drop_before_next_save` has named, and what readers have let go of."""
         with self._lock:
             for part in self._useless:
-                if not self.retained.is_beside(part.save_id):  # it may be pinned since
-                    self.drop(part)
+                self.drop(part)
             self._useless.clear()
             self._retire_doomed()
 
@@ -381,7 +380,7 @@ class RankStore(RetainingStore):
     def _inherit(self) -> None:
         """Take over what an earlier process of this rank left: committed parts stay, the rest is swept."""
         sweep_folder(self.directory, lambda name: is_arena(Path(name)) or name in (LOCK, AT_WORK, RESERVE, STATUS))
-        self._read_pins()
+        self._read_lineage()
         with self._keeping_saving_processes_out() as alone:
             arenas = {arena.inode: arena for arena in self.arenas.open_left(alone=alone)}
             for part in inherit_parts(self.base, arenas):

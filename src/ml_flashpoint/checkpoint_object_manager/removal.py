@@ -26,9 +26,9 @@ from ml_flashpoint.checkpoint_object_manager.version_files import (
 )
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import JobInUseError, ObjectNotFoundError, SaveError
+from ml_flashpoint.format.lineage import remove_lineage
 from ml_flashpoint.format.manifest import parse_manifest_name, parse_object_name
 from ml_flashpoint.format.private_folders import check_folder, check_way, open_folder, open_own
-from ml_flashpoint.format.retention_record import remove_record
 
 _ARENA: Final = "arena-"
 
@@ -83,7 +83,7 @@ def remove_from_base(base: Path, step: int | None = None) -> Removed:
                 _remove_arenas(ranks, gone, removed)
                 if not holds_parts(root):
                     forget_complete(root)
-                    remove_record(root / PRIVATE_DIR)
+                    remove_lineage(root / PRIVATE_DIR)
                 return removed
             _remove_private(root, ranks, removed)
         with contextlib.suppress(OSError):

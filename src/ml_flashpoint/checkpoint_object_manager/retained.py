@@ -1,6 +1,6 @@
 """What a store keeps beside the newest verified version, and what of it gives way first.
 
-Owns what this rank knows of that: the line of verified saves that training goes along, and the record of pins. It drops
+Owns what this rank knows of that: the verified saves that training goes along, and the lineage. It drops
 nothing itself: the store asks it what may go. Not thread-safe: the store's lock guards it.
 """
 
@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable
 
-from ml_flashpoint.format.errors import CapacityError, FlashpointError
-from ml_flashpoint.format.retention_record import RetentionRecord
+from ml_flashpoint.format.lineage import Lineage
 from ml_flashpoint.ranks.retention import Keep, VerifiedSave, kept
 
 _log = logging.getLogger(__name__)
@@ -24,7 +23,7 @@ class Retained:
 
     Attributes:
         keep: the rule.
-        record: pins, and what was gone back from.
+        lineage: which saves count.
         given_up_to: age of the newest version that gave way on this rank for want of room. Other ranks learn of it, and
             let all up to it go, since it cannot be loaded any more.
         gave_way: how many gave way on this rank.
@@ -32,7 +31,7 @@ class Retained:
 
     def __init__(self) -> None:
         self.keep = Keep()
-        self.record = RetentionRecord()
+        self.lineage = Lineage()
         self.given_up_to = NOTHING_GIVEN_UP
         self.gave_way = 0
         self._line: list[VerifiedSave] = []
@@ -44,12 +43,12 @@ class Retained:
 
     @property
     def line(self) -> tuple[VerifiedSave, ...]:
-        """The verified saves that are retained, oldest first, but for those that were left behind and are pinned."""
+        """The verified saves that are retained, oldest first."""
         return tuple(self._line)
 
     def keeps(self, save_id: str) -> bool:
         """Whether a version stays although a newer one is verified."""
-        return any(each.save_id == save_id for each in self._line) or save_id in self.record.pinned
+        return any(each.save_id == save_id for each in self._line)
 
     def is_beside(self, save_id: str) -> bool:
         """Whether a version is one that is kept beside the newest verified one."""
@@ -59,33 +58,24 @@ class Retained:
     def verify(self, save: VerifiedSave) -> bool:
         """Take note that a save is verified. Returns whether older ones may go therefore: not where the job has gone
         back behind it meanwhile."""
-        if self.record.is_abandoned(save.save_id):
+        if not self.lineage.counts(save.save_id):
             return False
-        self._line = sorted({*(each for each in self._line if each.save_id != save.save_id), save})
-        self._follow_rule()
+        line = sorted({*(each for each in self._line if each.save_id != save.save_id), save})
+        self._line = kept(line, self.keep)
         return True
 
     def follow(self, given_up_to: int) -> bool:
         """Let go of what another rank has given up; whether there was anything."""
-        pinned, before = self.record.pinned, len(self._line)
-        self._line = [e for e in self._line if e.age > given_up_to or e.save_id in pinned or e is self._line[-1]]
+        before = len(self._line)
+        self._line = [each for each in self._line if each.age > given_up_to or each is self._line[-1]]
         return len(self._line) < before
 
-    def restore(self, line: Iterable[VerifiedSave], record: RetentionRecord) -> None:
+    def restore(self, line: Iterable[VerifiedSave], lineage: Lineage) -> None:
         """Go on from the newest of these saves, oldest first."""
-        self._line, self.record, self.given_up_to = list(line), record, NOTHING_GIVEN_UP
-        self._follow_rule()
-
-    def note(self, record: RetentionRecord) -> None:
-        """Pins have changed."""
-        self.record = record
-        self._follow_rule()
-
-    def _follow_rule(self) -> None:
-        self._line = kept(self._line, self.keep, self.record.pinned)
+        self._line, self.lineage, self.given_up_to = kept(list(line), self.keep), lineage, NOTHING_GIVEN_UP
 
     def give_up_oldest(self, held: Collection[str]) -> list[str]:
-        """Let the oldest version go that is kept beside the newest and not pinned, for want of room.
+        """Let the oldest version go that is kept beside the newest, for want of room.
 
         Args:
             held: saves of which there is something here, so that it makes room.
@@ -93,8 +83,7 @@ class Retained:
         Returns:
             Save ids of what may be dropped; none if nothing gives way any more.
         """
-        pinned = self.record.pinned
-        free = [each for each in self._line[:-1] if each.save_id not in pinned]
+        free = self._line[:-1]
         last = next((index for index, each in enumerate(free) if each.save_id in held), None)
         if last is None:
             return []
@@ -106,10 +95,3 @@ class Retained:
             text = "no room to keep step %s any longer beside the newest version (%d gave way so far); see keep="
             _log.warning(text, ", ".join(str(each.step) for each in gone), self.gave_way)
         return [each.save_id for each in gone]
-
-    def explain(self, error: FlashpointError) -> FlashpointError:
-        """Say in an error for want of room that pinned versions take some: they never give way."""
-        if self.record.pins and isinstance(error, CapacityError):
-            why = f"pinned versions are never given up: unpin some of {sorted(self.record.labels)}"
-            error.hint = why if error.hint is None else f"{error.hint}; {why}"
-        return error

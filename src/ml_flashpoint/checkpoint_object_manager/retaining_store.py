@@ -20,7 +20,7 @@ from ml_flashpoint.checkpoint_object_manager.reserve import keep_reserve
 from ml_flashpoint.checkpoint_object_manager.retained import Retained
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import FlashpointError
-from ml_flashpoint.format.retention_record import RetentionRecord, read_record
+from ml_flashpoint.format.lineage import Lineage, read_lineage
 from ml_flashpoint.ranks.recovery import superseded
 from ml_flashpoint.ranks.retention import VerifiedSave
 
@@ -57,12 +57,12 @@ class RetainingStore(ABC):
         """Parts of one save in this store, own and copies."""
         return [part for part in self.held() if part.save_id == save_id]
 
-    def _read_pins(self) -> None:
-        """What this node knows of pins holds until ranks have come together: nothing is to go before."""
+    def _read_lineage(self) -> None:
+        """Go by what this node knows of the lineage until ranks have come together."""
         try:
-            self.retained.record = read_record(self.base / PRIVATE_DIR)
+            self.retained.lineage = read_lineage(self.base / PRIVATE_DIR)
         except (FlashpointError, OSError) as error:
-            _log.error("this node does not know any more what was pinned: %s", error)
+            _log.error("this node does not know any more what the job has gone back from: %s", error)
 
     def advance(self, save_id: str, *, step: int | None = None, age: int = 0) -> None:
         """Drop every part older than ``save_id``, which is verified on every rank and copy, but for what is retained.
@@ -94,11 +94,9 @@ class RetainingStore(ABC):
                 self.drop(part)
 
     def bytes_to_use(self) -> int:
-        """Bytes of all arenas that saves and copies use in turn: all but those of pinned versions."""
+        """Bytes of all arenas that saves and copies use in turn."""
         with self._lock:
-            pinned = [part for part in self._parts.values() if part.save_id in self.retained.record.pinned]
-            fixed = sum(arena.size for part in pinned for arena in part.arenas)
-            return sum(self.arenas.resident_bytes()) - fixed
+            return sum(self.arenas.resident_bytes())
 
     def counts(self, save_id: str, rank: int) -> bool:
         """Whether a part is here, and not one that is kept beside the newest verified version, as far as room goes, or
@@ -112,7 +110,7 @@ class RetainingStore(ABC):
         return {arena for part in beside for arena in part.arenas}
 
     def give_up_kept(self) -> bool:
-        """For want of room: drop the oldest version that is kept beside the newest verified one and not pinned, own
+        """For want of room: drop the oldest version that is kept beside the newest verified one, own
         part and copies. Returns whether there was one."""
         with self._lock:
             gone = self.retained.give_up_oldest({save_id for save_id, _ in self._parts})
@@ -127,22 +125,10 @@ class RetainingStore(ABC):
             if self.retained.follow(given_up_to) and self.retained.newest is not None:
                 self.prune(self.retained.newest.save_id)
 
-    def retain(self, line: Iterable[VerifiedSave], record: RetentionRecord) -> None:
+    def retain(self, line: Iterable[VerifiedSave], lineage: Lineage) -> None:
         """Go on from the newest of these saves; see `Retained.restore`. Nothing is dropped yet."""
         with self._lock:
-            self.retained.restore(line, record)
-
-    def note_pins(self, record: RetentionRecord) -> None:
-        """Pins have changed: drop what was pinned and is not kept for another reason."""
-        with self._lock:
-            before = self.retained.record.pinned
-            self.retained.note(record)
-            newest = self.retained.newest
-            for save_id in before - record.pinned:
-                behind = newest is not None and superseded(save_id, newest.save_id)
-                if not self.retained.keeps(save_id) and (behind or record.is_abandoned(save_id)):
-                    for part in self.held_of(save_id):
-                        self.drop(part)
+            self.retained.restore(line, lineage)
 
     def _prepare_next(self) -> None:
         """Have an arena for the next save beside what is kept, so that it need not make one, or some of that go."""

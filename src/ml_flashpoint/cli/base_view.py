@@ -26,6 +26,7 @@ from typing import Any
 
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import FlashpointError, ManifestError, ObjectNotFoundError
+from ml_flashpoint.format.lineage import Lineage, read_lineage
 from ml_flashpoint.format.manifest import (
     Manifest,
     manifest_name,
@@ -33,7 +34,6 @@ from ml_flashpoint.format.manifest import (
     parse_object_name,
     read_manifest,
 )
-from ml_flashpoint.format.retention_record import RetentionRecord, read_record
 
 # `checkpoint_object_manager.rank_store` says so too; importing it would import torch.
 PRIVATE_DIR = ".flashpoint"
@@ -114,7 +114,6 @@ class VersionView:
         state: see `State`.
         parts: parts on this node, by rank.
         writing: ranks of this node whose parts are not committed.
-        pins: labels of its pins.
         abandoned: whether the job has gone back behind it, so that it is not the newest whatever its step.
     """
 
@@ -125,7 +124,6 @@ class VersionView:
     state: State
     parts: tuple[PartView, ...]
     writing: tuple[int, ...]
-    pins: tuple[str, ...] = ()
     abandoned: bool = False
 
     @property
@@ -242,7 +240,7 @@ def _read_base(base: Path) -> BaseView:
             saves.setdefault((owner[1], path_of_object.parent.name), [])
     return BaseView(
         base=base,
-        versions=tuple(_judge(saves, private, _read_record(base / PRIVATE_DIR))),
+        versions=tuple(_judge(saves, private, _read_lineage(base / PRIVATE_DIR))),
         live={rank: pid for rank, (pid, _) in sorted(private.live.items())},
         resident_bytes=sum(resident.values()),
         leftovers=tuple(sorted(str(path_of_object) for path_of_object in loose)),
@@ -406,15 +404,15 @@ def _lock_holder(path: Path) -> tuple[int, int] | None:
         os.close(descriptor)
 
 
-def _read_record(private: Path) -> RetentionRecord:
+def _read_lineage(private: Path) -> Lineage:
     try:
-        return read_record(private)
+        return read_lineage(private)
     except FlashpointError:  # nothing depends on it here; the job says that it is damaged
-        return RetentionRecord()
+        return Lineage()
 
 
 def _judge(
-    saves: Mapping[tuple[str, str], list[_FoundPart]], private: _Private, record: RetentionRecord
+    saves: Mapping[tuple[str, str], list[_FoundPart]], private: _Private, lineage: Lineage
 ) -> Iterator[VersionView]:
     """The saves, newest first, with their states."""
     own: dict[tuple[str, str], set[int]] = {}
@@ -456,8 +454,7 @@ def _judge(
                 for p in sorted(parts, key=lambda p: p.rank)
             ),
             writing=tuple(sorted(writing)),
-            pins=record.labels_of(save[0]),
-            abandoned=record.is_abandoned(save[0]),
+            abandoned=not lineage.counts(save[0]),
         )
 
 

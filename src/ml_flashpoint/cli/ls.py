@@ -71,7 +71,6 @@ def _version_to_json(version: VersionView) -> dict[str, Any]:
         "copied_ranks": list(version.copied_ranks),
         "writing_ranks": list(version.writing),
         "bytes": version.bytes,
-        "pins": list(version.pins),
         "abandoned": version.abandoned,
         "parts": [_part_to_json(part) for part in version.parts],
         "problems": [problem.to_json() for problem in version.problems],
@@ -101,7 +100,7 @@ def _print_lines(view: BaseView) -> None:
             f"{version.version} step={version.step} state={version.state.value} own={format_ranks(version.own_ranks)}"
             f" copies={format_ranks(version.copied_ranks)} writing={format_ranks(version.writing)}"
             f" world={_world(version)} complete={'yes' if version.complete else 'no'} bytes={version.bytes}"
-            f" save_id={version.save_id}{_marks(version, ' pins={}', ' abandoned=yes')}"
+            f" save_id={version.save_id}{' abandoned=yes' if version.abandoned else ''}"
         )
     for problem in view.problems:
         print(f"damaged: {problem.path}: {problem.message}")
@@ -124,7 +123,7 @@ def _print_table(view: BaseView) -> None:
                 _world(version),
                 "yes" if version.complete else "no",
                 format_bytes(version.bytes),
-                escape(version.save_id + _marks(version, "\npinned: {}", "\ngone back from")),
+                escape(version.save_id + ("\ngone back from" if version.abandoned else "")),
             )
         console.print(table)
     for problem in view.problems:
@@ -138,11 +137,6 @@ def _summary(view: BaseView) -> str:
     versions = "no versions" if not count else f"{count} version{'s' if count > 1 else ''}"
     job = f"ranks {format_ranks(view.live)} are running here" if view.live else "no rank is running here"
     return f"{view.base}: {versions}, {format_bytes(view.resident_bytes)} of memory, {job}"
-
-
-def _marks(version: VersionView, pins: str, abandoned: str) -> str:
-    labels = ", ".join(map(repr, version.pins))
-    return (pins.format(labels) if labels else "") + (abandoned if version.abandoned else "")
 
 
 def _world(version: VersionView) -> str:

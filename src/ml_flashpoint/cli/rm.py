@@ -73,7 +73,6 @@ def _described(view: BaseView, step: int | None) -> str:
     lines = [f"{view.base}: {'all of it, ' + format_bytes(view.resident_bytes) if step is None else f'step {step}'}"]
     for version in view.versions:
         if step in (None, version.step):
-            pins = f", pinned: {', '.join(version.pins)}" if version.pins else ""
             whole = "whole" if version.complete else "not whole on this node"
-            lines.append(f"  {version.version}: {format_bytes(version.bytes)}, {whole}{pins}")
+            lines.append(f"  {version.version}: {format_bytes(version.bytes)}, {whole}")
     return "\n".join(lines)

@@ -29,7 +29,6 @@ from ml_flashpoint.core.part_reader import (
 )
 from ml_flashpoint.core.part_source import PartSource
 from ml_flashpoint.core.recovery_run import RecoveryRun
-from ml_flashpoint.core.retaining import shown_versions
 from ml_flashpoint.core.sidecars import restore_sidecars
 from ml_flashpoint.core.unloadable import why_nothing
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
@@ -41,8 +40,8 @@ from ml_flashpoint.format.errors import (
 )
 from ml_flashpoint.format.failure_kinds import retrying
 from ml_flashpoint.format.knobs import recovery_deadline_s
+from ml_flashpoint.format.lineage import Lineage
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
-from ml_flashpoint.format.retention_record import RetentionRecord
 from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.ranks.recovery import (
     CompleteVersion,
@@ -87,7 +86,7 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
         self._source = PartSource(replication_manager)
         self._rank_getter = global_rank_getter
         self._recovered: CompleteVersion | None = None
-        self._record = RetentionRecord()
+        self._lineage = Lineage()
         self._line_then: set[str] = set()  # what was verified by then: a later save of that step is another version
         self._verified: set[tuple[str, str, str]] = set()
         self._discarded: set[tuple[str, str]] = set()
@@ -119,8 +118,7 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
         if self._recovered is not None:
             return CheckpointContainerId.create_child(base, self._recovered.version)
         group = rank_group()
-        abandoned = sorted({each.step for each in run.complete if run.record.is_abandoned(each.save_id)})
-        why = why_nothing(run.reports, run.given_up, self._discarded, abandoned, world_size=group.world_size)
+        why = why_nothing(run.reports, run.given_up, self._discarded, run.lineage, world_size=group.world_size)
         if why is not None:
             why.rank, why.node, why.path = group.rank, group.node, str(base)
             raise why
@@ -128,7 +126,7 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
             _log.warning("starting anew: the first save of this job was cut short, and no other was ever complete")
         return None
 
-    def _recover(self, base: CheckpointContainerId, wanted: int | str | None) -> RecoveryRun:
+    def _recover(self, base: CheckpointContainerId, wanted: int | None) -> RecoveryRun:
         group = rank_group()
         rank = self._rank_getter() if self._rank_getter is not None else group.rank
         store = open_together(self._objects, base, rank, group)
@@ -143,10 +141,10 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
             wanted=wanted,
         )
         self._note(run.run(), store)
-        self._record = run.record
+        self._lineage = run.lineage
         self.last_recovery = run.report()
         found = [part.save_id for report in run.reports for part in report.inventory.parts]
-        group.renew_run(max((*found, *run.record.bounds), default=None))
+        group.renew_run(max((*found, run.lineage.newest)) or None)
         return run
 
     def _note(self, recovered: CompleteVersion | None, store: RankStore) -> None:
@@ -155,12 +153,12 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
         if recovered is not None:
             self._line_then.add(recovered.save_id)
 
-    def get_checkpoint(self, base: CheckpointContainerId, wanted: int | str) -> CheckpointContainerId:
+    def get_checkpoint(self, base: CheckpointContainerId, wanted: int) -> CheckpointContainerId:
         """Collective: bring one version here, verify it, vote. What is newer stays the newest, until
         `Retention.leave_newer`.
 
         Args:
-            wanted: a step, or the label of a pin; of several saves of a step, the newest that was not gone back from.
+            wanted: a step; of several saves of it, the newest.
 
         Raises:
             LoadError: there is no such version, or it cannot be loaded. On all ranks.
@@ -169,13 +167,13 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
         run = self._recover(base, wanted)
         if self._recovered is not None:
             return CheckpointContainerId.create_child(base, self._recovered.version)
-        what = f"step {wanted}" if isinstance(wanted, int) else f"the pin {wanted!r}"
         reasons = [f"{version}: {why}" for (version, _), why in run.given_up.items()]
-        there = shown_versions([(each.step, run.record.labels_of(each.save_id)) for each in run.complete])
+        steps = ", ".join(str(each.step) for each in run.complete)
+        there = f"steps {steps}" if steps else "none"
         raise LoadError(
-            f"the version of {what} cannot be loaded: {'; '.join(reasons)}"
+            f"the version of step {wanted} cannot be loaded: {'; '.join(reasons)}"
             if reasons
-            else f"no version of {what} is held by this job; there are {there}",
+            else f"no version of step {wanted} is held by this job; there are {there}",
             rank=rank_group().rank,
             path=str(base),
         )
@@ -185,9 +183,10 @@ class DefaultMLFlashpointCheckpointLoader(MLFlashpointCheckpointLoader):
         """Where parts come from that are elsewhere."""
         return self._source
 
-    def is_abandoned(self, save_id: str) -> bool:
-        """Whether this job had gone back from a save when it was last recovered, as far as any node remembers."""
-        return self._record.is_abandoned(save_id)
+    @property
+    def lineage(self) -> Lineage:
+        """The lineage of this job when it was last recovered, as all nodes together knew it."""
+        return self._lineage
 
     def saved_since(self, version: CheckpointContainerId) -> bool:
         """Whether a save of a step was verified here since the last recovery, which then is another version."""

@@ -379,7 +379,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
             finished = self._commits.finished_count
             left = give_up - time.monotonic()
             if left <= 0 or not preceded:
-                raise store.retained.explain(error)
+                raise error
             self._commits.wait_for_change(
                 lambda seen=finished: self._commits.finished_count > seen,  # type: ignore[misc]
                 min(left, DESERTED_POLL_S),

@@ -17,8 +17,8 @@ from ml_flashpoint.checkpoint_object_manager.departed import sweep_departed
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.checkpoint_object_manager.version_files import list_versions, remove_version_folder
 from ml_flashpoint.format.errors import SaveError
+from ml_flashpoint.format.lineage import remove_lineage
 from ml_flashpoint.format.manifest import parse_manifest_name, parse_object_name
-from ml_flashpoint.format.retention_record import RetentionRecord, remove_record
 from ml_flashpoint.ranks.rank_group import RankGroup
 
 _log = logging.getLogger(__name__)
@@ -36,7 +36,6 @@ def discard_versions(store: RankStore, group: RankGroup) -> None:
 
     def drop_mine() -> list[str]:
         found = sorted(list_versions(store.base))
-        store.note_pins(RetentionRecord())
         for part in store.held():
             store.drop(part)
         return found
@@ -50,7 +49,7 @@ def discard_versions(store: RankStore, group: RankGroup) -> None:
         for version in list_versions(store.base):
             _remove_version(store.base / version)
         forget_complete(store.base)
-        remove_record(store.base / PRIVATE_DIR)
+        remove_lineage(store.base / PRIVATE_DIR)
 
     # One after the other, else a rank's own parts might be swept from under it.
     found = _together(group, store.base, drop_mine)

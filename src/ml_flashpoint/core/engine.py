@@ -69,7 +69,7 @@ class CheckpointEngine:
         store: what this rank keeps of the base container, its own parts and copies of others.
         objects: gives a process its one store in each base container.
         replication: makes copies, and reaches the peers that hold some.
-        retention: pins, which versions there are, and going back to one.
+        retention: which versions there are, and going back to one.
         unasked: whether some node had versions of an earlier run when it was opened that nobody has asked about since.
             Set it to False when the program goes on from elsewhere, and knows of them.
 
@@ -169,24 +169,16 @@ class CheckpointEngine:
         """What this job holds and can go back to, newest save first. Collective."""
         return self.retention.versions()
 
-    def pin(self, label: str, step: int | None = None) -> int:
-        """Keep a version, by default the newest, until it is unpinned. Collective; see `Retention.pin`."""
-        return self.retention.pin(label, step)
-
-    def unpin(self, label: str) -> None:
-        """Undo :meth:`pin`. Collective; see `Retention.unpin`."""
-        self.retention.unpin(label)
-
-    def go_back(self, to: int | str) -> CheckpointContainerId:
+    def go_back(self, to: int) -> CheckpointContainerId:
         """Bring one version here, verified, to be loaded, and leave all newer ones: :meth:`latest` gives it, too, until
         the next save. Collective.
 
         Args:
-            to: its step, or the label of a pin.
+            to: its step.
 
         Raises:
-            LoadError: there is no such version, or it cannot be loaded. All is as it was then, as after the others.
-            DeadlineError: a save is still under way.
+            LoadError: there is no such version, or it cannot be loaded. Nothing has changed then.
+            DeadlineError: a save is still under way. Nothing has changed then.
             SaveError: it cannot be recorded on some node.
         """
         version = self.bring(to)
@@ -194,7 +186,7 @@ class CheckpointEngine:
         self.go_on_from(version.step or 0)
         return version
 
-    def bring(self, wanted: int | str) -> CheckpointContainerId:
+    def bring(self, wanted: int) -> CheckpointContainerId:
         """The first half of :meth:`go_back`: what is newer stays the newest."""
         self.retention.settle()
         self.loader.reconsider()

@@ -17,8 +17,8 @@ from ml_flashpoint.core.part_reader import read_local_manifests
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import FlashpointError, MissingPartsError, ObjectNotFoundError, UnreadableError
 from ml_flashpoint.format.failure_kinds import is_transient
+from ml_flashpoint.format.lineage import Lineage, merged, read_lineage
 from ml_flashpoint.format.manifest import Manifest
-from ml_flashpoint.format.retention_record import RetentionRecord, newest_record, read_record
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,14 @@ def gathered_saves(bases: Sequence[Path], step: int | None = None) -> list[Gathe
             save.setdefault(manifest.rank, []).append((base, manifest))
     if problems := [each for each in problems if is_transient(each) or not found]:
         raise problems[0]
-    record = RetentionRecord() if step is not None else _record(bases)
+    lineage = Lineage() if step is not None else _lineage(bases)
     saves = [
         GatheredSave(
             CheckpointContainerId.format_version_container(of), of, save_id, world_size,
             {rank: tuple(each) for rank, each in holders.items()},
         )
         for (save_id, of, world_size), holders in sorted(found.items(), key=lambda item: item[0], reverse=True)
-        if not record.is_abandoned(save_id)
+        if lineage.counts(save_id)
     ]  # fmt: skip
     if not saves:
         wanted = "version" if step is None else f"version of step {step}"
@@ -113,9 +113,9 @@ def _manifests(base: Path, step: int | None, problems: list[FlashpointError]) ->
     return found
 
 
-def _record(bases: Sequence[Path]) -> RetentionRecord:
-    records = []
+def _lineage(bases: Sequence[Path]) -> Lineage:
+    found = []
     for base in bases:
         with contextlib.suppress(FlashpointError):  # the job says so
-            records.append(read_record(base / PRIVATE_DIR))
-    return newest_record(records)
+            found.append(read_lineage(base / PRIVATE_DIR))
+    return merged(found)

@@ -23,8 +23,8 @@ from ml_flashpoint.format.errors import (
     UnreadableError,
 )
 from ml_flashpoint.format.failure_kinds import as_ours, is_transient, pauses
+from ml_flashpoint.format.lineage import Lineage, lineage_from_json, lineage_to_json, read_lineage
 from ml_flashpoint.format.manifest import Manifest, manifest_name
-from ml_flashpoint.format.retention_record import RetentionRecord, read_record
 from ml_flashpoint.ranks.rank_group import RankGroup
 from ml_flashpoint.ranks.recovery import NodeInventory, PartRecord
 
@@ -59,14 +59,14 @@ class NodeReport:
         unread: the others.
         was_complete: whether a version of this job was once complete on all ranks, as far as this node knows.
         savers: ranks that have saved on this node, or held copies here, in this run or an earlier one.
-        record: what is pinned and what was gone back from, as far as this node knows.
+        lineage: which saves count, as far as this node knows.
     """
 
     inventory: NodeInventory
     unread: tuple[Unread, ...] = ()
     was_complete: bool = False
     savers: frozenset[int] = frozenset()
-    record: RetentionRecord = field(default_factory=RetentionRecord)
+    lineage: Lineage = field(default_factory=Lineage)
 
     def to_json(self) -> bytes:
         """To be read by `from_json`."""
@@ -75,7 +75,7 @@ class NodeReport:
             "unread": [[u.version, u.why, u.transient] for u in self.unread],
             "was_complete": self.was_complete,
             "savers": sorted(self.savers),
-            "record": self.record.to_json(),
+            "lineage": lineage_to_json(self.lineage),
         }
         return json.dumps(document).encode()
 
@@ -95,7 +95,7 @@ class NodeReport:
                 ),
                 bool(document["was_complete"]),
                 frozenset(int(rank) for rank in document["savers"]),
-                RetentionRecord.from_json(document["record"]),
+                lineage_from_json(document["lineage"]),
             )
         except (*_NOT_ONE, DamagedError) as error:
             raise ProtocolError(f"a node's report is not one: {error}") from None
@@ -122,16 +122,16 @@ def read_node(base: Path, node: str, until: float) -> NodeReport:
     except Exception as error:
         unread.append(Unread("", f"{type(error).__name__}: {error}"[:_MAX_TEXT], True))
     return NodeReport(
-        NodeInventory(node, tuple(parts)), tuple(unread[:_MAX_UNREAD]), complete, savers, _record_of(base)
+        NodeInventory(node, tuple(parts)), tuple(unread[:_MAX_UNREAD]), complete, savers, _lineage_of(base)
     )
 
 
-def _record_of(base: Path) -> RetentionRecord:
+def _lineage_of(base: Path) -> Lineage:
     try:
-        return read_record(base / PRIVATE_DIR)
+        return read_lineage(base / PRIVATE_DIR)
     except (FlashpointError, OSError) as error:
-        _log.error("what this node knows of pins is not used: %s", error)
-        return RetentionRecord()
+        _log.error("what this node knows of the lineage is not used: %s", error)
+        return Lineage()
 
 
 def gather_reports(base: Path, group: RankGroup, until: float) -> list[NodeReport]:

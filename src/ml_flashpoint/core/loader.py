@@ -55,8 +55,8 @@ class MLFlashpointCheckpointLoader(ABC):
             NothingLoadableError: there are some, and none can be loaded.
         """
 
-    def get_checkpoint(self, base: CheckpointContainerId, wanted: int | str) -> CheckpointContainerId:
-        """Collective: the version of a step, or of a pin, made loadable here.
+    def get_checkpoint(self, base: CheckpointContainerId, wanted: int) -> CheckpointContainerId:
+        """Collective: the version of a step, made loadable here.
 
         Raises:
             LoadError: there is no such version, or it cannot be loaded.

@@ -144,7 +144,7 @@ class PersistedLoader(MLFlashpointCheckpointLoader):
             _log.warning("memory is gone on from, without knowing whether there is something newer: %s", why)
         return version
 
-    def get_checkpoint(self, base: CheckpointContainerId, wanted: int | str) -> CheckpointContainerId:
+    def get_checkpoint(self, base: CheckpointContainerId, wanted: int) -> CheckpointContainerId:
         """See the base class. Only of what is in memory."""
         self._choose(None, "memory")
         try:
@@ -206,7 +206,7 @@ class PersistedLoader(MLFlashpointCheckpointLoader):
             if version.save_id in self._unusable:
                 reasons.append(f"{version.name} ({self._unusable[version.save_id]})")
                 continue
-            if self._memory.is_abandoned(version.save_id):
+            if not self._memory.lineage.counts(version.save_id):
                 if here is None:  # all that there is may be what was gone back from: no reason to start from nothing
                     reasons.append(f"{version.name} (the job has gone back from it)")
                 continue

@@ -23,11 +23,11 @@ from ml_flashpoint.core.inventory import NodeReport, gather_reports
 from ml_flashpoint.core.loader import RecoveryReport
 from ml_flashpoint.core.part_reader import find_local_manifest, open_local
 from ml_flashpoint.core.part_source import Failures, PartSource
-from ml_flashpoint.core.retaining import protect, retained_line, spread, without_lost
+from ml_flashpoint.core.retaining import protect, retained_line, spread
 from ml_flashpoint.format.errors import FlashpointError, ObjectNotFoundError
 from ml_flashpoint.format.failure_kinds import as_ours, is_damage, retrying
 from ml_flashpoint.format.knobs import recovery_deadline_s
-from ml_flashpoint.format.retention_record import RetentionRecord, newest_record
+from ml_flashpoint.format.lineage import merged
 from ml_flashpoint.ranks.rank_group import RankGroup
 from ml_flashpoint.ranks.recovery import (
     CompleteVersion,
@@ -59,15 +59,15 @@ class RecoveryRun:
         verified: what need not be verified again; grows.
         discarded: versions (name, save id) that are not wanted.
         finish: called on one rank of each node with the version, once its parts are in their places; may raise.
-        wanted: a step, or the label of a pin: the newest save of it is recovered, or nothing. By default the newest
-            version that was not gone back from, beside which others are kept.
+        wanted: a step: the newest save of it is recovered, or nothing. By default the newest version, beside which
+            others are kept.
 
     Attributes:
         plan: the one that all ranks have carried out; None if there was none.
         reports: what the nodes have, as of the last look.
         given_up: why versions could not be recovered, by name and save id.
-        complete: versions of which every part was there, newest first, those that were gone back from included.
-        record: what was pinned and gone back from.
+        complete: versions of the lineage of which every part was there, newest first.
+        lineage: which saves count, as all nodes together know.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class RecoveryRun:
         verified: Verified,
         discarded: Collection[tuple[str, str]],
         finish: Callable[[CompleteVersion], None],
-        wanted: int | str | None = None,
+        wanted: int | None = None,
     ) -> None:
         self._store = store
         self._group = group
@@ -98,7 +98,7 @@ class RecoveryRun:
         self.reports: list[NodeReport] = []
         self.given_up: dict[tuple[str, str], str] = {}
         self.complete: list[CompleteVersion] = []
-        self.record = store.retained.record
+        self.lineage = store.retained.lineage
 
     def run(self) -> CompleteVersion | None:
         """Carry out one plan after the other, until one succeeds on all ranks or there is none. Collective.
@@ -111,7 +111,7 @@ class RecoveryRun:
         while True:
             began = time.monotonic()
             self.reports = gather_reports(store.base, group, self._until)
-            self.record = newest_record(report.record for report in self.reports)
+            self.lineage = merged(report.lineage for report in self.reports)
             inventories = [report.inventory for report in self.reports]
             gathered = time.monotonic()
             plan = plan_recovery(
@@ -134,8 +134,8 @@ class RecoveryRun:
             # First, so that there is room for what is fetched; after the look, which shows who has saved where.
             take_over_departed(store, group.topology.ranks_of(group.node), group.gather)
             if self._wanted is None:  # so that what is kept can give way for what is fetched
-                line = retained_line(self.complete, self.record, plan.version.save_id, store.retained.keep)
-                store.retain(line, self.record)
+                line = retained_line(self.complete, self.lineage, plan.version.save_id, store.retained.keep)
+                store.retain(line, self.lineage)
             share = self._carry_out(plan)
             self._fetched += share.count
             done, protected = self._vote(plan, share)
@@ -164,13 +164,14 @@ class RecoveryRun:
         events.emit(kind, self._group, self._store.base, version.step, **fields)
 
     def _unwanted(self, inventories: Sequence[NodeInventory]) -> set[tuple[str, str]]:
-        """Versions that are not to be recovered, whatever else there is: those that were gone back from; or all but
-        the one that is asked for."""
-        complete = self.complete = complete_versions(inventories, damaged=self._damaged)
+        """Return versions that are not to be recovered, whatever else there is: those that were gone back from; or all
+        but the one that is asked for."""
+        complete = complete_versions(inventories, damaged=self._damaged)
+        self.complete = [each for each in complete if self.lineage.counts(each.save_id)]
         if self._wanted is None:
-            return {(each.version, each.save_id) for each in complete if self.record.is_abandoned(each.save_id)}
+            return {(each.version, each.save_id) for each in complete if not self.lineage.counts(each.save_id)}
         if self._target is None:
-            self._target = find_version(complete, self.record, self._wanted)
+            self._target = next((each for each in self.complete if each.step == self._wanted), None)
         return {(each.version, each.save_id) for each in complete if each.save_id != self._save_id_wanted}
 
     @property
@@ -184,15 +185,12 @@ class RecoveryRun:
             sure: whether the version is what all that is older may go for.
         """
         store, group = self._store, self._group
-        if not any(each.transient for report in self.reports for each in report.unread):
-            self.record = without_lost(self.record, self.complete)
-        spread(self.record, self.reports, store, group)
-        store.note_pins(self.record)
+        spread(self.lineage, self.reports, store, group)
         kept = [each for each in self.complete if store.retained.is_beside(each.save_id)]
         self._fetched += protect(kept, store, group, self._source, inventories, self._damaged)
         # Not at once: what is loaded now may turn out unusable, and be discarded for an older version.
         useless = _useless(store, version, inventories, group.run_id, self._due_here()) if sure else []
-        abandoned = [part for part in store.held() if self.record.is_abandoned(part.save_id)]
+        abandoned = [part for part in store.held() if not self.lineage.counts(part.save_id)]
         store.drop_before_next_save(
             part for part in [*useless, *abandoned] if not store.retained.is_beside(part.save_id)
         )
@@ -359,17 +357,6 @@ class _Share:
     damage: list[Damage] = field(default_factory=list)
     error: FlashpointError | None = None
     protected: bool = True
-
-
-def find_version(
-    complete: Sequence[CompleteVersion], record: RetentionRecord, wanted: int | str
-) -> CompleteVersion | None:
-    """The version of a step, or with a label. Of several saves of a step, the newest that was not gone back from."""
-    if isinstance(wanted, str):
-        pin = record.labels.get(wanted)
-        return next((each for each in complete if pin is not None and each.save_id == pin.save_id), None)
-    of_step = [each for each in complete if each.step == wanted]
-    return min(of_step, key=lambda each: record.is_abandoned(each.save_id), default=None)
 
 
 def _useless(

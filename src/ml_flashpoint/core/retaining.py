@@ -7,7 +7,7 @@ there is room. Nothing here fails a recovery: what cannot be had is kept with wh
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR
 from ml_flashpoint.checkpoint_object_manager.budget import Budget
@@ -16,7 +16,7 @@ from ml_flashpoint.core.inventory import NodeReport
 from ml_flashpoint.core.part_source import PartSource
 from ml_flashpoint.format.errors import CapacityError, FlashpointError
 from ml_flashpoint.format.failure_kinds import as_ours
-from ml_flashpoint.format.retention_record import RetentionRecord, write_record
+from ml_flashpoint.format.lineage import Lineage, write_lineage
 from ml_flashpoint.ranks.rank_group import RankGroup
 from ml_flashpoint.ranks.recovery import CompleteVersion, NodeInventory, plan_recovery
 from ml_flashpoint.ranks.retention import Keep, VerifiedSave, kept
@@ -24,38 +24,27 @@ from ml_flashpoint.ranks.retention import Keep, VerifiedSave, kept
 _log = logging.getLogger(__name__)
 
 
-def retained_line(
-    complete: Sequence[CompleteVersion], record: RetentionRecord, newest: str, keep: Keep
-) -> list[VerifiedSave]:
-    """The saves that are kept up to the one with the id ``newest``, oldest first. The same on all ranks.
+def retained_line(complete: Sequence[CompleteVersion], lineage: Lineage, newest: str, keep: Keep) -> list[VerifiedSave]:
+    """Return the saves that are kept up to the one with the id ``newest``, oldest first. The same on all ranks.
 
     Args:
         complete: versions of which every part is somewhere, newest first.
     """
-    along = [each for each in complete if each.save_id <= newest and not record.is_abandoned(each.save_id)]
+    along = [each for each in complete if each.save_id <= newest and lineage.counts(each.save_id)]
     # Below all saves of this run, whose numbers are positive.
     line = [VerifiedSave(each.save_id, each.step, -1 - index) for index, each in enumerate(along)]
-    return kept(line[::-1], keep, record.pinned)
+    return kept(line[::-1], keep)
 
 
-def without_lost(record: RetentionRecord, complete: Sequence[CompleteVersion]) -> RetentionRecord:
-    """The record without pins of versions of which a part is nowhere any more. The same on all ranks."""
-    there = {each.save_id for each in complete}
-    lost = [pin for pin in record.pins if pin.save_id not in there]
-    for pin in lost:
-        _log.error("%s, pinned as %r, is lost: no node of this job has all of it", pin.version, pin.label)
-    return record.with_pins(pin for pin in record.pins if pin not in lost) if lost else record
-
-
-def spread(record: RetentionRecord, reports: Sequence[NodeReport], store: RankStore, group: RankGroup) -> None:
-    """Have a record on this node, if it is not there: a node may be new, or a crash may have left it behind."""
-    mine = next((report.record for report in reports if report.inventory.node == group.node), None)
-    if not group.is_node_leader or mine == record:
+def spread(lineage: Lineage, reports: Sequence[NodeReport], store: RankStore, group: RankGroup) -> None:
+    """Write the lineage on this node, if it differs there: a node may be new, or have been away."""
+    mine = next((report.lineage for report in reports if report.inventory.node == group.node), None)
+    if not group.is_node_leader or mine == lineage:
         return
     try:
-        write_record(store.base / PRIVATE_DIR, record)
+        write_lineage(store.base / PRIVATE_DIR, lineage)
     except FlashpointError as error:
-        _log.error("what is pinned would not survive the loss of other nodes: %s", error)
+        _log.error("what the job has gone back from is not recorded on %s: %s", group.node, error)
 
 
 def protect(
@@ -106,9 +95,3 @@ def protect(
                 return fetched
             fetched += manifest.total_size
     return fetched
-
-
-def shown_versions(versions: Iterable[tuple[int, Sequence[str]]]) -> str:
-    """Steps, with the labels of what is pinned, in words."""
-    shown = [f"{step} ({', '.join(map(repr, labels))})" if labels else str(step) for step, labels in versions]
-    return f"steps {', '.join(shown)}" if shown else "none"

@@ -27,8 +27,6 @@ def check_capacity(
     expected_bytes: int,
     store: RankStore,
     replication: ReplicationManager,
-    *,
-    kept: int = 0,
 ) -> None:
     """Check that every node has room for what its ranks will save, and for the copies that they will hold. Collective.
 
@@ -36,7 +34,6 @@ def check_capacity(
 
     Args:
         expected_bytes: bytes that this rank saves.
-        kept: versions that must have room beside the newest one and those that are pinned.
 
     Raises:
         CapacityError: one has not.
@@ -54,7 +51,7 @@ def check_capacity(
             ranks_on_node=len(here),
             held_bytes=sum(gathered[rank][1] for rank in here),
         )
-        _check(store, with_room_for, kept, tell=ranks.is_node_leader)
+        _check(store, with_room_for, tell=ranks.is_node_leader)
 
     ranks.together(check, CapacityError("another node has too little room; its log says how much", rank=ranks.rank))
 
@@ -76,13 +73,10 @@ def prepare_room(store: RankStore, ranks: RankGroup, size: int, copies: int) -> 
     store.arenas.budget = Budget(store.directory, neighbours, copies)
 
 
-def _check(store: RankStore, with_room_for: Callable[..., None], kept: int = 0, *, tell: bool) -> None:
+def _check(store: RankStore, with_room_for: Callable[..., None], *, tell: bool) -> None:
     """Raise if there is no room for what must be; say so if there is none for what is kept beside that."""
-    try:
-        with_room_for(kept=kept)
-    except CapacityError as error:
-        raise store.retained.explain(error) from None
-    beside = max(kept, store.retained.keep.beside_newest)
+    with_room_for(kept=0)
+    beside = store.retained.keep.beside_newest
     try:
         with_room_for(kept=beside)
     except CapacityError as error:

@@ -18,8 +18,8 @@ from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR
 from ml_flashpoint.checkpoint_object_manager.version_files import list_versions
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import DivergedError, FlashpointError
+from ml_flashpoint.format.lineage import read_lineage
 from ml_flashpoint.format.manifest import parse_manifest_name
-from ml_flashpoint.format.retention_record import read_record
 from ml_flashpoint.ranks.rank_group import RankGroup
 from ml_flashpoint.ranks.roll_call import Late
 
@@ -85,7 +85,7 @@ def later_than(identity: SaveIdentity, newest_ms: int) -> SaveIdentity:
 def newest_of_other_runs(base: Path, run_id: str) -> int:
     """The time in the newest save id in a base container that does not sort before this run's, in milliseconds since
     the epoch; -1 if there is none. A clock that was set back leaves such save ids behind."""
-    save_ids = [*_bounds(base)]
+    save_ids = [_newest_run(base)]
     for version in list_versions(base):
         try:
             names = os.listdir(base / version)
@@ -101,11 +101,11 @@ def newest_of_other_runs(base: Path, run_id: str) -> int:
     return newest
 
 
-def _bounds(base: Path) -> tuple[str, ...]:
+def _newest_run(base: Path) -> str:
     try:
-        return read_record(base / PRIVATE_DIR).bounds
+        return read_lineage(base / PRIVATE_DIR).newest
     except FlashpointError:  # it is not believed by anybody
-        return ()
+        return ""
 
 
 def _diverged(who: str, highest_step: int) -> DivergedError:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from ml_flashpoint.core.inventory import NodeReport
 from ml_flashpoint.format.errors import NothingLoadableError
+from ml_flashpoint.format.lineage import Lineage
 from ml_flashpoint.ranks.recovery import complete_versions
 
 _MOST_SHOWN = 8
@@ -26,7 +27,7 @@ def why_nothing(
     reports: Sequence[NodeReport],
     given_up: Mapping[tuple[str, str], str],
     discarded: Collection[tuple[str, str]],
-    abandoned: Collection[int] = (),
+    lineage: Lineage,
     *,
     world_size: int,
 ) -> NothingLoadableError | None:
@@ -36,7 +37,7 @@ def why_nothing(
         reports: of every node that has ranks. All of them answered.
         given_up: versions (name, save id) that could not be fetched or verified, and why.
         discarded: versions that the caller did not want any more.
-        abandoned: steps of versions that are there, and were gone back from.
+        lineage: which saves count: those that were gone back from are none that can be loaded.
         world_size: number of ranks now.
 
     Returns:
@@ -44,7 +45,8 @@ def why_nothing(
         discarded was ever complete.
     """
     reasons = [f"{version} ({why})" for (version, _), why in given_up.items()]
-    reasons += [f"step {step} (was gone back from; resume(step={step}) takes it)" for step in abandoned]
+    complete = complete_versions(report.inventory for report in reports)
+    reasons += [f"{each.version} (was gone back from)" for each in complete if not lineage.counts(each.save_id)]
     reasons += [
         f"{unread.version or 'the versions'} on {report.inventory.node} ({unread.why})"
         for report in reports

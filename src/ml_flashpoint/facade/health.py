@@ -28,7 +28,7 @@ class Health:
         blocked_total_s: the same, of all saves.
         committed_s: seconds from the begin of the latest successful save until it was committed on all ranks.
         bytes: bytes of this rank's part of its newest version.
-        gave_way: versions kept beside the newest one that gave way on this rank for want of room. Pinned ones never do.
+        gave_way: versions kept beside the newest one that gave way on this rank for want of room.
         degraded: whether something needs attention: the latest save failed or hangs, copies are missing, ranks do
             not agree, or versions are not persisted although they should be.
         persisted: step of the newest version that is persisted, as far as this rank has heard; None if there is none.

@@ -1,4 +1,4 @@
-"""What a façade's user does with older versions: list them, pin them, load one of them.
+"""What a façade's user does with older versions: list them, load one of them.
 
 Owns these calls, in the words of a training loop. What they do on all ranks is `core.retention`'s; which versions stay
 by themselves is `ranks.retention`'s rule.
@@ -15,7 +15,6 @@ from ml_flashpoint.facade.state_loader import LoadOutcome, StateLoader
 from ml_flashpoint.facade.tracked_state import TrackedState
 from ml_flashpoint.format.checkpoint_id_types import MAX_STEP
 from ml_flashpoint.format.errors import DeadlineError, InvalidArgumentError
-from ml_flashpoint.format.retention_record import checked_label
 
 
 class KeptVersions:
@@ -38,42 +37,6 @@ class KeptVersions:
         self._check_open()
         return self._engine.versions()
 
-    def pin(self, label: str, step: int | None = None) -> int:
-        """Keep a version until `unpin`, over restarts, too, whatever ``keep`` says. Collective; waits for the save
-        under way to be verified.
-
-        A pinned version never gives way. Where memory is short, saves fail instead, and say so.
-
-        Args:
-            label: a name for it, such as ``"before lr drop"``.
-            step: which version; by default the newest.
-
-        Returns:
-            The step of the version.
-
-        Raises:
-            InvalidArgumentError: the label is taken, or none.
-            LoadError: there is no such version that is verified; names those that there are.
-            CapacityError: there is no room for a version more.
-            FlashpointError: ranks lost each other, or it cannot be recorded on some node; nothing is pinned then.
-        """
-        self._check_open()
-        checked_label(label)
-        if step is not None:
-            checked_integer("step", step, 0, MAX_STEP)
-        self._settle()
-        return self._engine.pin(label, step)
-
-    def unpin(self, label: str) -> None:
-        """Let a pinned version go, unless ``keep`` keeps it. Collective.
-
-        Raises:
-            InvalidArgumentError: there is no such pin; names those that there are.
-            FlashpointError: it cannot be recorded on some node; it is pinned then.
-        """
-        self._check_open()
-        self._engine.unpin(label)
-
     def _settle(self) -> None:
         """Wait until the save under way has ended on all ranks.
 
@@ -89,8 +52,8 @@ class KeptVersions:
 
         ranks.together(settle, DeadlineError("a save of another rank is still under way", rank=ranks.rank))
 
-    def _load(self, wanted: int | str | None) -> LoadOutcome:
-        """Load the newest version, or the one of a step or a pin, which is then the newest."""
+    def _load(self, wanted: int | None) -> LoadOutcome:
+        """Load the newest version, or the one of a step, which is then the newest."""
         rank = self._engine.ranks.rank
         if wanted is not None:
             self._settle()
@@ -117,10 +80,8 @@ class KeptVersions:
         return outcome
 
 
-def checked_wanted(step: int | str | None, fallback: object) -> int | str | None:
-    """What `resume` is to load: a step, the label of a pin, or None for the newest version."""
+def checked_wanted(step: int | None, fallback: object) -> int | None:
+    """Return the step that `resume` is to load, or None for the newest version."""
     if step is not None and fallback is not None:
         raise InvalidArgumentError("cannot go with a step: that is loaded, or nothing", argument="fallback", value=step)
-    if isinstance(step, str):
-        return checked_label(step)
     return None if step is None else checked_integer("step", step, 0, MAX_STEP)

@@ -161,13 +161,13 @@ class StateLoader:
         self._safe_globals = safe_globals
         self._keep = on_world_size_change == "keep"
 
-    def load(self, base: CheckpointContainerId, wanted: int | str | None = None) -> LoadOutcome:
+    def load(self, base: CheckpointContainerId, wanted: int | None = None) -> LoadOutcome:
         """Load the newest version of a base container that all ranks can load. Collective.
 
         What failed in an earlier call is tried again.
 
         Args:
-            wanted: the step of a version, or the label of a pin, to load that one or none.
+            wanted: the step of a version, to load that one or none.
 
         Raises:
             LoadError: there is no such version.
@@ -189,7 +189,7 @@ class StateLoader:
         return outcome
 
     def _next_version(
-        self, base: CheckpointContainerId, wanted: int | str | None, outcome: LoadOutcome
+        self, base: CheckpointContainerId, wanted: int | None, outcome: LoadOutcome
     ) -> CheckpointContainerId | None:
         version = None
         try:

@@ -1,12 +1,12 @@
 """Which versions stay in memory beside the newest verified one: the rule, as a pure function.
 
-Owns what ranks decide alike from what all of them know: which saves were verified, in which order, and what is pinned.
+Owns what ranks decide alike from what all of them know: which saves were verified, in which order.
 How much room that takes, and what gives way where there is none, is the store's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ml_flashpoint.format.errors import InvalidArgumentError
@@ -39,7 +39,7 @@ class Keep:
 
     @property
     def beside_newest(self) -> int:
-        """Versions at most that are kept beside the newest verified one, but for those that are pinned."""
+        """Versions at most that are kept beside the newest verified one."""
         return self.newest - 1 + (self.milestones if self.every_n_steps is not None else 0)
 
 
@@ -73,12 +73,11 @@ class VerifiedSave:
     age: int = 0
 
 
-def kept(line: Sequence[VerifiedSave], keep: Keep, pinned: Collection[str] = ()) -> list[VerifiedSave]:
+def kept(line: Sequence[VerifiedSave], keep: Keep) -> list[VerifiedSave]:
     """Those of some verified saves that stay.
 
     Args:
         line: oldest first. The last one, which a crash goes back to, always stays.
-        pinned: save ids that stay, too; they do not take the place of a milestone.
 
     Returns:
         What stays, oldest first.
@@ -86,10 +85,8 @@ def kept(line: Sequence[VerifiedSave], keep: Keep, pinned: Collection[str] = ())
     older, newest = line[: -keep.newest], line[-keep.newest :]
     milestones: list[VerifiedSave] = []
     if keep.every_n_steps is not None:
-        milestones = [each for each in older if each.step % keep.every_n_steps == 0 and each.save_id not in pinned]
-        milestones = milestones[-keep.milestones :]
-    stay = {each.save_id for each in milestones} | frozenset(pinned)
-    return [*(each for each in older if each.save_id in stay), *newest]
+        milestones = [each for each in older if each.step % keep.every_n_steps == 0][-keep.milestones :]
+    return [*milestones, *newest]
 
 
 def _check(argument: str, value: object, most: int) -> None:

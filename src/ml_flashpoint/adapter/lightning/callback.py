@@ -253,7 +253,7 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
 
 
 def resume_path(
-    trainer: Trainer, fallback: str | os.PathLike[str] | None = None, *, step: int | str | None = None
+    trainer: Trainer, fallback: str | os.PathLike[str] | None = None, *, step: int | None = None
 ) -> str | os.PathLike[str] | None:
     """What to go on from, for ``trainer.fit(model, ckpt_path=...)``. Collective, before `fit`.
 
@@ -261,8 +261,8 @@ def resume_path(
         trainer: has a `FlashpointCallback`.
         fallback: what to return when there is no version, in memory or persisted: a path, ``"last"`` and the like, or
             None to start anew. Not together with ``step``.
-        step: the version of this step, or of the pin with this label, or an error: see `Flashpoint.resume`. What is
-            newer is left once it is loaded.
+        step: the version of this step, or an error: see `Flashpoint.resume`. What is newer does not count any more once
+            it is loaded.
 
     Returns:
         The path of the newest version that all ranks can load, which has been fetched and verified; or the fallback.

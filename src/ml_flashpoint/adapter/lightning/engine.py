@@ -53,7 +53,7 @@ class TrainerFlashpoint(Flashpoint):
         self._generators: dict[str, Any] | None = None
         self._besides: dict[str, Any] = {}
         self._trainer: Trainer | None = None
-        self._wanted: int | str | None = None
+        self._wanted: int | None = None
         self._hparams_left_out = False
         super().__init__(base, handle_sigterm=False, **options)
 
@@ -148,8 +148,8 @@ class TrainerFlashpoint(Flashpoint):
         self._wanted = None
         return self._engine.latest()
 
-    def bring(self, wanted: int | str) -> CheckpointContainerId:
-        """The version of a step, or of a pin, fetched and verified, for :meth:`load`. Collective.
+    def bring(self, wanted: int) -> CheckpointContainerId:
+        """The version of a step, fetched and verified, for :meth:`load`. Collective.
 
         Raises:
             LoadError: there is no such version, or it cannot be loaded.

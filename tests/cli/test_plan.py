@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -225,8 +224,8 @@ def test_the_plot_in_characters() -> None:
 @pytest.mark.parametrize(
     "extreme", [["--mtbf-hours", "0.0001"], ["--storage-gbs", "0.0001"], ["--step-seconds", "1e9"]]
 )
-def test_extremes_are_drawn(extreme: list[str], tmp_path: Path) -> None:
-    code, text = _run(*ISSUE, *extreme, "--plot", str(tmp_path / "plot.svg"), "--json")
+def test_extremes_are_drawn(extreme: list[str]) -> None:
+    code, text = _run(*ISSUE, *extreme, "--json")
     assert code == 0
     assert all(each["interval_s_and_goodput"] for each in json.loads(text)["curves"])
     told = [
@@ -234,22 +233,6 @@ def test_extremes_are_drawn(extreme: list[str], tmp_path: Path) -> None:
         for each in json.loads(text)["curves"]
     ]
     assert text_plot(told, str)
-
-
-def test_the_plot_as_a_file(tmp_path: Path) -> None:
-    target = tmp_path / "plot.svg"
-    assert _run(*ISSUE, "--plot", str(target))[0] == 0
-    drawn = ElementTree.fromstring(target.read_text(encoding="utf-8"))
-    assert drawn.tag == "{http://www.w3.org/2000/svg}svg"
-    texts = [each.text or "" for each in drawn.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"storage, the loop waits", "storage, in the background", "memory and peers"} <= set(texts)
-    assert len(list(drawn.iter("{http://www.w3.org/2000/svg}path"))) == 3
-    titles = [each.text or "" for each in drawn.iter("{http://www.w3.org/2000/svg}title")]
-    assert any(re.match(r"memory and peers: 9\d\.\d\d % with a save every", title) for title in titles)
-    assert [path.name for path in tmp_path.iterdir()] == ["plot.svg"]
-    code, text = _run(*ISSUE, "--plot", str(tmp_path / "no" / "plot.svg"), "--json")
-    assert code == 2
-    assert "--plot" in json.loads(text)["error"]
 
 
 def test_it_needs_no_torch() -> None:

@@ -149,14 +149,14 @@ def report(
     output: Annotated[str, typer.Option("--output", "-o", help="The page to write.")] = "report.html",
     json: Json = False,
 ) -> None:
-    """Make one page of a job's events: time held, lag, recoveries, failures; for any browser, and to send around.
+    """Make one page of a job's events: steps, time held, lag, recoveries, failures; for any browser.
 
-    The page loads nothing and runs nothing. Give the files of all ranks, also of several lives of the job. Lines that
-    are no events are left out and counted.
+    The page is one file and loads nothing. Give the files of all ranks, also of several lives of the job. Lines that
+    are no events are left out and counted. Needs plotly (the extra `report`), but not with --json.
 
     Exit code: 0, 2 if there is no event to read or the page cannot be written.
     """
-    from ml_flashpoint.cli.report.command import report as make_report
+    from ml_flashpoint.cli.report import make_report
 
     raise typer.Exit(make_report(events, to=output, as_json=json))
 

@@ -10,11 +10,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -25,7 +23,7 @@ from ml_flashpoint.checkpoint_object_manager.budget import MOST_OWN_VERSIONS
 from ml_flashpoint.checkpoint_object_manager.capacity import OWN_VERSIONS, needed_bytes
 from ml_flashpoint.cli import output
 from ml_flashpoint.cli.base_view import format_bytes
-from ml_flashpoint.cli.plan_plot import Curve, curve, svg_plot, text_plot
+from ml_flashpoint.cli.plan_plot import Curve, curve, text_plot
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.format.manifest import MAX_WORLD_SIZE
 from ml_flashpoint.ranks.goodput import best_interval_s, goodput
@@ -208,18 +206,12 @@ def curves_of(job: Job, ways: Sequence[Way]) -> list[Curve]:
     ]
 
 
-def plan(job: Job, *, plot: str | None = None, as_json: bool = False) -> int:
-    """Show it; returns the exit code of the command.
-
-    Args:
-        plot: an SVG file to write.
-    """
+def plan(job: Job, *, as_json: bool = False) -> int:
+    """Show the plan of a job. Return the exit code of the command."""
     try:
         memory = memory_of(job, _checked(job))
         ways = ways_of(job, memory)
         curves = curves_of(job, ways)
-        if plot is not None:
-            output.write_file(Path(os.path.abspath(plot)), svg_plot(curves, _title(job), _time), "--plot")
     except InvalidArgumentError as error:
         return output.fail(error, as_json=as_json)
     if as_json:

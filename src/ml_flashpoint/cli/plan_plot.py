@@ -1,7 +1,6 @@
-"""Goodput over the interval between saves, as `flashpoint plan` draws it: in a terminal, and as an SVG file.
+"""Goodput over the interval between saves, as `flashpoint plan` draws it in a terminal.
 
-Owns which intervals are drawn, and the two drawings. How ways of checkpointing come about is `cli.plan`'s, and charts
-are `cli.report.charts`'.
+Owns which intervals are drawn, and the drawing. `cli.plan` knows the ways of checkpointing.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ml_flashpoint.cli.report.charts import Point, Series, svg_file
+Point = tuple[float, float]
 
 _POINTS: Final = 60
 _ROWS: Final = 20  # of 5 % each
@@ -67,23 +66,3 @@ def text_plot(curves: Sequence[Curve], show_x: Callable[[float], str]) -> str:
     axis = "".join(f"{tick:<{_POINTS // 3 - 3}}" for tick in ticks[:3]) + ticks[3]
     keys = [f"{letter} {each.name}" for letter, each in zip(_LETTERS, curves, strict=False)]
     return "\n".join([*lines, f"{'':>6} └{'─' * _POINTS}", f"{'':>8}{axis}", f"{'':>8}{', '.join(keys)}"])
-
-
-def svg_plot(curves: Sequence[Curve], title: str, show_x: Callable[[float], str]) -> str:
-    """The curves as a file of its own, intervals in their logarithms."""
-    series = [
-        Series(each.name, [(math.log(x), 100 * y) for x, y in each.points], style)
-        for each, style in zip(curves, "bac", strict=True)
-    ]
-    marks = [(math.log(each.best[0]), style, _best(each, show_x)) for each, style in zip(curves, "bac", strict=True)]
-    return svg_file(
-        series,
-        label=f"Goodput over the interval between saves: {title}",
-        show_x=lambda x: show_x(math.exp(x)),
-        show_y=lambda y: f"{y:.0f} %",
-        marks=marks,
-    )
-
-
-def _best(each: Curve, show_x: Callable[[float], str]) -> str:
-    return f"{each.name}: {100 * each.best[1]:.2f} % with a save every {show_x(each.best[0])}"

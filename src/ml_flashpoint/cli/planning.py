@@ -9,11 +9,23 @@ import typer
 from ml_flashpoint.cli.app import Json, app
 
 _PANEL = "Before a job runs"
+_UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+def _count(text: str) -> float:
+    """Return a number that may end with a unit, as in 70B."""
+    unit = _UNITS.get(text[-1:].upper())
+    try:
+        return float(text) if unit is None else float(text[:-1]) * unit
+    except ValueError:
+        raise typer.BadParameter(f"must be a number such as 70B or 70e9, got {text!r}") from None
 
 
 @app.command(rich_help_panel=_PANEL)
 def plan(
-    params: Annotated[float, typer.Option(help="Parameters of the model: 70e9.")],
+    params: Annotated[
+        float, typer.Option(parser=_count, metavar="COUNT", help="Parameters of the model: 70B, or 70e9.")
+    ],
     nodes: Annotated[int, typer.Option(min=1, max=65536, help="Nodes of the job.")],
     ranks: Annotated[int, typer.Option(min=1, max=1024, help="Ranks on each node.")] = 8,
     optimizer: Annotated[str, typer.Option(help="adam, adamw, lion, momentum, muon or sgd.")] = "adam",
@@ -27,9 +39,6 @@ def plan(
     copy_gbs: Annotated[float, typer.Option(help="GB/s of a rank from its device into memory.")] = 10.0,
     network_gbs: Annotated[float, typer.Option(help="GB/s of a node to its peers.")] = 10.0,
     storage_gbs: Annotated[float, typer.Option(help="GB/s of durable storage, for the whole job.")] = 20.0,
-    plot: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write goodput over the interval as an SVG file.")
-    ] = None,
     json: Json = False,
 ) -> None:
     """Tell what a job will need and gain: memory of each node, the mount, how often to save, goodput with and without.
@@ -65,7 +74,7 @@ def plan(
         network_gbs=network_gbs,
         storage_gbs=storage_gbs,
     )
-    raise typer.Exit(show_plan(job, plot=plot, as_json=json))
+    raise typer.Exit(show_plan(job, as_json=json))
 
 
 @app.command(rich_help_panel=_PANEL)

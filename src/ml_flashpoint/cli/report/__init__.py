@@ -1,1 +1,0 @@
-"""`flashpoint report`: what events tell of a job, as one page."""

@@ -1,0 +1,104 @@
+"""Bytes that this node has left: of a filesystem, of memory, and of the control groups around this process.
+
+A tmpfs refuses at its limit. Beyond the limit of a control group the kernel refuses nothing and kills.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+_TMPFS, _RAMFS = 0x01021994, 0x858458F6
+_libc = ctypes.CDLL(None)
+
+
+def available_bytes(path: Path, *, root: Path = Path("/")) -> int:
+    """Return the bytes that may still be taken on the filesystem of a path.
+
+    Args:
+        path: need not exist; its nearest parent that does counts.
+        root: folder that holds the ``proc`` and ``sys`` of the control groups.
+    """
+    while not path.exists():
+        path = path.parent
+    stats = os.statvfs(path)
+    free = stats.f_bavail * stats.f_frsize
+    if not is_memory(path):
+        return free
+    if stats.f_blocks == 0:  # a tmpfs without a limit has no size
+        free = psutil.virtual_memory().total
+    limits = [left for group, files in _groups(root) if (left := _left_in(group, files)) is not None]
+    return min(free, int(psutil.virtual_memory().available), *limits)
+
+
+def is_memory(path: Path) -> bool:
+    """Return True if files at a path that exists take the memory of the machine."""
+    found = ctypes.create_string_buffer(512)  # a struct statfs, larger than any; its first field is the kind
+    if _libc.statfs(os.fsencode(path), found) != 0:
+        return False
+    return ctypes.c_long.from_buffer(found).value & 0xFFFFFFFF in (_TMPFS, _RAMFS)
+
+
+class _Files(NamedTuple):
+    """Names of a control group's files, in one of the two versions of control groups."""
+
+    limits: tuple[str, ...]
+    usage: str
+    cached: tuple[str, ...]
+
+
+_V2 = _Files(("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file"))
+_V1 = _Files(("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+_UNLIMITED = 1 << 60  # version 1 writes a number for it, which depends on the size of pages
+
+
+def _left_in(group: Path, files: _Files) -> int | None:
+    """Return the bytes that a group may still take; None without a limit. Cached files are free, those on tmpfs not."""
+    try:
+        limits = [int(text) for name in files.limits if (text := _read(group / name)) not in ("", "max")]
+        if min(limits, default=_UNLIMITED) >= _UNLIMITED:
+            return None
+        counts = dict(line.split(maxsplit=1) for line in _read(group / "memory.stat").splitlines())
+        cached = sum(int(counts.get(name, 0)) for name in files.cached)
+        return max(0, min(limits) - int(_read(group / files.usage)) + cached)
+    except ValueError:  # a kernel that writes something else
+        return None
+
+
+def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
+    """Yield the groups that this process is in, and those around them that can be seen from here."""
+    member: dict[str, str] = {}  # controller, "" for version 2 -> path
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if path:
+            member.update(dict.fromkeys(controllers.split(","), path))
+    for line in _read(root / "proc/self/mountinfo").splitlines():
+        mount, _, kind = line.partition(" - ")
+        fields, kinds = mount.split(), kind.split()
+        if len(fields) < 5 or not kinds:
+            continue
+        is_v2 = kinds[0] == "cgroup2"
+        path = member.get("" if is_v2 else "memory", "")
+        if not path or not (is_v2 or (kinds[0] == "cgroup" and "memory" in kinds[-1].split(","))):
+            continue
+        top = root / fields[4].lstrip("/")
+        inside = os.path.relpath(path, fields[3])
+        # A container may see its own group as the top, under a name that only means something outside.
+        group = top if inside.startswith("..") else top / inside
+        while True:
+            yield group, _V2 if is_v2 else _V1
+            if group == top:
+                break
+            group = group.parent
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,417 @@
+"""A base container on one node: a directory on tmpfs that belongs to one job, and a store of versions.
+
+::
+
+    <base>/.flashpoint/job                            locked by all processes of the job; see `memory.lock`
+    <base>/.flashpoint/runs/00000007.begun            the record of run 7; see `memory.lineage`
+    <base>/.flashpoint/slots/00008-00003/0, 1, ...    slots for the parts of rank 3 of 8
+    <base>/step-40_ckpt/rank-00003-00000007.safetensors    hard link to a slot
+    <base>/step-40_ckpt/rank-00003-00000007.manifest       the commit record
+
+A part appears with its manifest, which comes last and goes first, so that no instant shows a part without its bytes. A
+node has at most one part of a rank and a save. Folders have mode 0700 and files 0600; symbolic links are refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from ml_flashpoint.format.errors import (
+    CapacityError,
+    DamagedError,
+    ManifestError,
+    PrunedError,
+    SaveError,
+    UnreadableError,
+    UnsafePathError,
+)
+from ml_flashpoint.format.manifest import (
+    Manifest,
+    manifest_name,
+    object_name,
+    parse_manifest_name,
+    parse_object_name,
+    read_manifest,
+    write_manifest,
+)
+from ml_flashpoint.format.private_folders import make_tree, open_folder, open_own
+from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.memory.capacity import is_memory
+from ml_flashpoint.memory.lock import JOB, PRIVATE, JobLock
+from ml_flashpoint.memory.slot import PAGE, TEMPORARY, Slot
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_log = logging.getLogger(__name__)
+
+SLOTS: Final = "slots"
+RUNS: Final = "runs"
+_OWNER = re.compile(r"(\d{5,8})-(\d{5,8})")
+_NUMBER = re.compile(r"\d{1,18}")
+_TRIES = 8
+_LOCK_S, _PAUSE_S = 5.0, 0.001
+
+
+class Owner(NamedTuple):
+    """Rank whose parts some slots are for, and the number of ranks of its job."""
+
+    world_size: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """A committed part that is open for reading, and whose slot is not reused meanwhile.
+
+    Attributes:
+        manifest: its manifest.
+        buffer: the bytes of its object that count. Writing to them does not reach the file.
+    """
+
+    manifest: Manifest
+    buffer: memoryview
+
+
+class BaseContainer:
+    """The versions and slots in one base container on this node. Thread-safe; processes share it.
+
+    Args:
+        base: base container; made if it is missing.
+        lock: of the job, where one has the base container open. Every commit checks that it still has.
+
+    Raises:
+        UnsafePathError: others could have planted the base container, or may write to it.
+        FlashpointError: it cannot be made.
+    """
+
+    def __init__(self, base: Path, lock: JobLock | None = None) -> None:
+        self.base = base
+        self.private = base / PRIVATE
+        self._lock = lock
+        make_tree(base, self.private / SLOTS)
+        make_tree(base, self.private / RUNS)
+        if not is_memory(base):
+            _log.warning("%s is not on tmpfs: checkpoints work, at the speed of that filesystem", base)
+
+    # ---- reading -------------------------------------------------------------------------------------------
+
+    def list_versions(self) -> dict[SaveId, frozenset[int]]:
+        """Return the saves that have committed parts here, and the ranks of those parts.
+
+        Raises:
+            UnreadableError: that cannot be known just now.
+        """
+        return {save: frozenset(ranks) for save, ranks in self._listed(parse_manifest_name).items()}
+
+    def _listed(self, parse: Callable[[str], tuple[int, str] | None]) -> dict[SaveId, dict[int, os.DirEntry[str]]]:
+        """Return the files of parts that a function knows by name."""
+        found: dict[SaveId, dict[int, os.DirEntry[str]]] = {}
+        try:
+            for folder in os.scandir(self.base):
+                if SaveId.parse(folder.name, "00000000") is None or not folder.is_dir(follow_symlinks=False):
+                    continue
+                with contextlib.suppress(FileNotFoundError):  # the last part in it was removed meanwhile
+                    for entry in os.scandir(folder.path):
+                        owner = parse(entry.name)
+                        save = None if owner is None else SaveId.parse(folder.name, owner[1])
+                        if owner is not None and save is not None:
+                            found.setdefault(save, {})[owner[0]] = entry
+        except OSError as error:
+            raise UnreadableError(f"cannot list the versions: {error.strerror}", path=self.base) from error
+        return found
+
+    def read_manifest(self, save: SaveId, rank: int) -> Manifest:
+        """Return the manifest of a part.
+
+        Raises:
+            ObjectNotFoundError: there is no such part.
+            ManifestError: it is damaged.
+            UnreadableError: it cannot be read just now.
+        """
+        manifest = read_manifest(self._folder(save) / manifest_name(rank, save.text))
+        if [record.name for record in manifest.objects] != [object_name(rank, save.text)]:
+            raise ManifestError("a part must have one object, named after it", path=self._folder(save), rank=rank)
+        return manifest
+
+    @contextlib.contextmanager
+    def open_part(self, save: SaveId, rank: int) -> Iterator[Part]:
+        """Read a part. Its slot is not reused before the block is left.
+
+        Raises:
+            ObjectNotFoundError: there is no such part.
+            PrunedError: the part went while it was being opened.
+            DamagedError: the object is not of the size in the manifest.
+            UnreadableError: it cannot be read just now.
+        """
+        manifest = self.read_manifest(save, rank)
+        record = manifest.objects[0]
+        path = self._folder(save) / record.name
+        try:
+            descriptor = open_own(path, os.O_RDONLY)
+        except FileNotFoundError as error:
+            raise self._gone(save, rank, path) from error
+        except OSError as error:
+            raise UnreadableError(f"cannot open the object: {error.strerror}", path=path) from error
+        try:
+            _lock_shared(descriptor, path)
+            # Only now: an owner that wants the slot removes the manifest while it keeps readers out.
+            if not os.path.lexists(self._folder(save) / manifest_name(rank, save.text)):
+                raise self._gone(save, rank, path)
+            if os.fstat(descriptor).st_size != record.file_size:
+                raise DamagedError(f"the object does not have {record.file_size} bytes", path=path)
+            with _mapped(descriptor, record.size, path) as buffer:
+                yield Part(manifest, buffer)
+        finally:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may share the descriptor
+            os.close(descriptor)
+
+    def read_into(self, save: SaveId, rank: int, begin: int, into: memoryview) -> None:
+        """Fill a buffer with the bytes of a part's object from offset ``begin`` on. Raises as `open_part` does."""
+        with self.open_part(save, rank) as part:
+            if begin + into.nbytes > len(part.buffer):
+                raise DamagedError(f"the object ends before byte {begin + into.nbytes}", step=save.step, rank=rank)
+            into[:] = part.buffer[begin : begin + into.nbytes]
+
+    def _gone(self, save: SaveId, rank: int, path: Path) -> PrunedError:
+        return PrunedError("the part was removed while it was being opened", step=save.step, rank=rank, path=path)
+
+    def _folder(self, save: SaveId) -> Path:
+        return self.base / save.version
+
+    # ---- writing -------------------------------------------------------------------------------------------
+
+    def commit(self, slot: Slot, manifest: Manifest) -> None:
+        """Make the object in a slot a part of a version: link the file under the object's name, write the manifest.
+
+        Raises:
+            JobInUseError: the base container was removed while the job had it open.
+            SaveError, CapacityError: the filesystem refuses. Nothing of the part is left then.
+        """
+        if self._lock is not None:
+            self._lock.check()
+        save, rank = SaveId.of(manifest), manifest.rank
+        if save is None or [each.name for each in manifest.objects] != [object_name(rank, save.text)]:
+            raise SaveError("a part must have one object, named after it", step=manifest.step, rank=rank)
+        folder = self._folder(save)
+        try:
+            for tries_left in reversed(range(_TRIES)):
+                try:
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(folder, 0o700)
+                    os.close(open_folder(folder))
+                    _link(slot.path, folder / manifest.objects[0].name)
+                    break
+                except FileNotFoundError:  # another rank has removed the folder, seen empty
+                    if not tries_left:
+                        raise
+            write_manifest(folder, manifest)
+        except UnsafePathError as error:  # nothing in there is touched
+            raise SaveError(f"cannot commit: {error.message}", step=save.step, rank=rank, path=folder) from error
+        except BaseException as error:
+            with contextlib.suppress(OSError):  # the first error says more
+                self.remove_part(save, rank)
+            if not isinstance(error, OSError):
+                raise
+            kind = CapacityError if error.errno in (errno.ENOSPC, errno.EDQUOT) else SaveError
+            raise kind(f"cannot commit: {error.strerror}", step=save.step, rank=rank, path=folder) from error
+
+    def write_part(self, manifest: Manifest, chunks: Iterable[Buffer]) -> None:
+        """Write a part that comes from another store. Nothing of it is left if this raises.
+
+        Args:
+            manifest: with one object.
+            chunks: all ``file_size`` bytes of the object, in order.
+
+        Raises:
+            CapacityError: there is no room.
+            SaveError: the part cannot be written, or the chunks have another size.
+        """
+        size = manifest.objects[0].file_size
+        folder = self.slot_folder(Owner(manifest.world_size, manifest.rank))
+        slot = Slot.make(self.free_path(folder), size)
+        try:
+            at = 0
+            for chunk in chunks:
+                with memoryview(chunk) as view, view.cast("B") as octets:
+                    if at + octets.nbytes <= size:
+                        slot.buffer[at : at + octets.nbytes] = octets
+                    at += octets.nbytes
+            if at != size or slot.size != size:
+                raise SaveError(f"the object has {at} bytes, not {size}", step=manifest.step, rank=manifest.rank)
+            self.commit(slot, manifest)
+        except BaseException:
+            slot.remove()
+            raise
+        slot.close()
+
+    def remove_part(self, save: SaveId, rank: int) -> None:
+        """Remove a part, its manifest first, and the folder of its version after the last part. The slot stays."""
+        folder = self._folder(save)
+        for name in (manifest_name(rank, save.text), object_name(rank, save.text)):
+            (folder / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+    def reclaim(self, slot: Slot, rank: int) -> bool:
+        """Take back a slot of a rank's parts, with the part that it holds. Return False if somebody reads it."""
+        if not slot.lock():
+            return False
+        try:
+            if slot.save is not None:
+                (self._folder(slot.save) / manifest_name(rank, slot.save.text)).unlink(missing_ok=True)
+        finally:
+            slot.unlock()
+        if slot.save is not None:
+            self.remove_part(slot.save, rank)
+        return True
+
+    def remove(self, save: SaveId) -> None:
+        """Remove all parts of a save, and their memory. For a base container that no job has open: see `locked_out`."""
+        gone = {entry.inode(): rank for rank, entry in self._listed(parse_object_name).get(save, {}).items()}
+        for rank in self.list_versions().get(save, frozenset()) | frozenset(gone.values()):
+            self.remove_part(save, rank)
+        for path in self.slot_paths():
+            if path.stat().st_ino in gone:
+                path.unlink()
+
+    # ---- slots ---------------------------------------------------------------------------------------------
+
+    def slot_folder(self, owner: Owner) -> Path:
+        """Return the folder of the slots for an owner, which is made if it is missing."""
+        folder = self.private / SLOTS / f"{owner.world_size:05d}-{owner.rank:05d}"
+        make_tree(self.base, folder)
+        return folder
+
+    def slot_owners(self) -> frozenset[Owner]:
+        """Return the owners that have a folder for their slots."""
+        found = filter(None, map(_OWNER.fullmatch, os.listdir(self.private / SLOTS)))
+        return frozenset(Owner(int(match[1]), int(match[2])) for match in found)
+
+    def slot_paths(self, owner: Owner | None = None) -> list[Path]:
+        """Return the slots of one owner, or of all, by number."""
+        found: list[Path] = []
+        for each in self.slot_owners() if owner is None else [owner]:
+            folder = self.private / SLOTS / f"{each.world_size:05d}-{each.rank:05d}"
+            with contextlib.suppress(FileNotFoundError):
+                found += sorted((folder / name for name in os.listdir(folder) if _NUMBER.fullmatch(name)), key=_number)
+        return found
+
+    def free_path(self, folder: Path) -> Path:
+        """Return a path for one more slot in a folder."""
+        names = [name for name in os.listdir(folder) if _NUMBER.fullmatch(name)]
+        return folder / str(1 + max(map(int, names), default=-1))
+
+    def committed(self) -> dict[int, tuple[SaveId, int]]:
+        """Return the saves and ranks of the committed parts, by the inodes of the slots that they lie in."""
+        objects = self._listed(parse_object_name)
+        return {
+            objects[save][rank].inode(): (save, rank)
+            for save, ranks in self.list_versions().items()
+            for rank in ranks
+            if rank in objects.get(save, {})
+        }
+
+    # ---- what dead processes left -------------------------------------------------------------------------
+
+    def clean(self) -> None:
+        """Remove what a crash has cut short: temporary files, objects or manifests without the other, empty folders.
+
+        One process of a node calls this while no process of the job commits.
+        """
+        objects, manifests = self._listed(parse_object_name), self._listed(parse_manifest_name)
+        for save in objects.keys() | manifests.keys():
+            for rank in objects.get(save, {}).keys() ^ manifests.get(save, {}).keys():
+                _log.warning("removing what is left of the part of rank %d of %s", rank, save)
+                self.remove_part(save, rank)
+        slots = self.private / SLOTS
+        folders = [slots, self.private / RUNS, *(Path(each) for each in os.scandir(slots) if each.is_dir())]
+        for folder in [*folders, *(self.base / save.version for save in objects.keys() | manifests.keys())]:
+            with contextlib.suppress(FileNotFoundError):
+                for name in os.listdir(folder):
+                    if name.endswith(TEMPORARY):
+                        (folder / name).unlink(missing_ok=True)
+        for entry in list(os.scandir(self.base)):
+            if SaveId.parse(entry.name, "00000000") is not None and entry.is_dir(follow_symlinks=False):
+                with contextlib.suppress(OSError):
+                    os.rmdir(entry.path)
+        for path in self.slot_paths():
+            if (size := path.stat().st_size) == 0 or size % PAGE:
+                _log.warning("removing %s, which is no slot: it has %d bytes", path, size)
+                path.unlink(missing_ok=True)
+
+    def remove_all(self) -> list[str]:
+        """Remove all versions and slots, and the base container if nothing else is in it. Return what is left in it.
+
+        For a base container that no job has open; see `locked_out`.
+        """
+        for save in set(self.list_versions()) | set(self._listed(parse_object_name)):
+            self.remove(save)
+        self.clean()
+        for path in self.slot_paths():
+            path.unlink()
+        for folder in [*(self.private / SLOTS).iterdir(), self.private / SLOTS, self.private / RUNS]:
+            for path in folder.iterdir() if folder.name == RUNS else ():
+                path.unlink()
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        (self.private / JOB).unlink(missing_ok=True)  # last: who waits for the lock sees then that the file is another
+        for folder in (self.private, self.base):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        return sorted(os.listdir(self.base)) if self.base.exists() else []
+
+
+def _number(path: Path) -> int:
+    return int(path.name)
+
+
+def _link(path: Path, link: Path) -> None:
+    try:
+        os.link(path, link)
+    except FileExistsError:  # an object without a manifest, or that is being committed again
+        spare = link.with_name(f".{link.name}.{secrets.token_hex(4)}{TEMPORARY}")
+        os.link(path, spare)
+        os.replace(spare, link)
+        spare.unlink(missing_ok=True)  # still there if both were links to one file
+
+
+def _lock_shared(descriptor: int, path: Path) -> None:
+    give_up = time.monotonic() + _LOCK_S
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:  # the owner looks whether anybody reads it, for some microseconds
+            if time.monotonic() > give_up:
+                raise UnreadableError(f"its owner has had the slot locked for {_LOCK_S} s", path=path) from None
+            time.sleep(_PAUSE_S)
+
+
+@contextlib.contextmanager
+def _mapped(descriptor: int, size: int, path: Path) -> Iterator[memoryview]:
+    if not size:
+        yield memoryview(b"")
+        return
+    try:
+        mapping = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)  # not read-only: torch warns of that
+    except (OSError, ValueError) as error:
+        raise UnreadableError(f"cannot map the object: {error}", path=path) from error
+    view = memoryview(mapping)
+    try:
+        yield view
+    finally:
+        with contextlib.suppress(BufferError):  # views that the caller has kept keep the mapping
+            view.release()
+            mapping.close()

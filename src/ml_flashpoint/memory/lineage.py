@@ -1,0 +1,146 @@
+"""Records of runs: which saves of which runs exist.
+
+A run number is chosen once, when the ranks open a base container or go back in one. Each node has the record of each
+run: its lineage, which are the runs that it goes on from and the last step of each that counts. All nodes write the
+record. After a barrier all mark the run as begun. A save that is not in the lineage of the newest begun run does not
+exist. A file is one line, ``MLFLASHPOINT-RUN 1 <xxh3_128 of the rest>``, then JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import xxhash
+
+from ml_flashpoint.format.errors import CapacityError, DamagedError, SaveError, UnreadableError
+from ml_flashpoint.format.private_folders import open_own
+from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.memory.container import RUNS, BaseContainer
+
+_NAME = re.compile(r"(\d{8,18})\.(written|begun)")
+_MAGIC = b"MLFLASHPOINT-RUN 1 "
+_MOST = 1 << 20
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The record of a run.
+
+    Attributes:
+        run: number of the run, from 1.
+        lineage: earlier runs that it goes on from, and the last step of each that counts.
+        begun: True once all nodes have the record.
+    """
+
+    run: int
+    lineage: Mapping[int, int] = field(default_factory=dict)
+    begun: bool = False
+
+    def has(self, save: SaveId) -> bool:
+        """Return True if a save is of this run, or counts in it."""
+        return save.run == self.run or save.step <= self.lineage.get(save.run, -1)
+
+
+def newest_begun(records: Iterable[RunRecord]) -> RunRecord | None:
+    """Return the record by which saves exist, of those that all nodes have; None if no run has begun."""
+    return max((each for each in records if each.begun), key=lambda each: each.run, default=None)
+
+
+def next_run(records: Iterable[RunRecord], found: Iterable[SaveId], chosen: SaveId | None) -> RunRecord:
+    """Return the record of a new run.
+
+    Args:
+        records: of all nodes.
+        found: all saves that any node or durable tier has parts of, whether they exist or not.
+        chosen: the save that the run goes on from; None if it begins from nothing.
+    """
+    known = list(records)
+    run = 1 + max([each.run for each in known] + [save.run for save in found], default=0)
+    if chosen is None:
+        return RunRecord(run)
+    past = newest_begun(known)
+    earlier = {at: step for at, step in (past.lineage if past else {}).items() if at < chosen.run}
+    return RunRecord(run, {**earlier, chosen.run: chosen.step})
+
+
+def read_records(container: BaseContainer) -> list[RunRecord]:
+    """Return the records on this node, by run.
+
+    Raises:
+        DamagedError: a record is not as it was written.
+        UnreadableError: a record cannot be read just now.
+    """
+    found: dict[int, RunRecord] = {}
+    folder = container.private / RUNS
+    for name in sorted(os.listdir(folder), reverse=True):  # "written" before "begun", which counts
+        if match := _NAME.fullmatch(name):
+            with contextlib.suppress(FileNotFoundError):
+                record = _read(folder / name, int(match[1]), begun=match[2] == "begun")
+                found[record.run] = record
+    return [found[run] for run in sorted(found)]
+
+
+def write_record(container: BaseContainer, record: RunRecord) -> None:
+    """Write the record of a run that has not begun.
+
+    Raises:
+        CapacityError: the filesystem is full.
+        SaveError: it cannot be written for another reason.
+    """
+    body = json.dumps({"run": record.run, "lineage": sorted(record.lineage.items())}).encode()
+    path = container.private / RUNS / f"{record.run:08d}.written"
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(open_own(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+            file.write(_MAGIC + xxhash.xxh3_128_hexdigest(body).encode() + b"\n" + body)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        kind = CapacityError if error.errno in (errno.ENOSPC, errno.EDQUOT) else SaveError
+        raise kind(f"cannot write the record of run {record.run}: {error.strerror}", path=path) from error
+
+
+def mark_begun(container: BaseContainer, run: int) -> None:
+    """Mark a run as begun, once all nodes have its record, and remove the records of earlier runs. Takes no memory.
+
+    Raises:
+        SaveError: there is no record of the run on this node.
+    """
+    folder = container.private / RUNS
+    begun = folder / f"{run:08d}.begun"
+    try:
+        os.rename(folder / f"{run:08d}.written", begun)
+    except OSError as error:
+        if not begun.exists():
+            raise SaveError(f"cannot mark run {run} as begun: {error.strerror}", path=begun) from error
+    for name in os.listdir(folder):
+        if (match := _NAME.fullmatch(name)) and int(match[1]) < run:
+            (folder / name).unlink(missing_ok=True)
+
+
+def _read(path: Path, run: int, *, begun: bool) -> RunRecord:
+    try:
+        with open(open_own(path, os.O_RDONLY), "rb") as file:
+            first, _, body = file.read(_MOST).partition(b"\n")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UnreadableError(f"cannot read the record of a run: {error.strerror}", path=path) from error
+    hint = "if another node has the record of this run, remove this one"
+    if first != _MAGIC + xxhash.xxh3_128_hexdigest(body).encode():
+        raise DamagedError("the record of a run is not as it was written", path=path, hint=hint)
+    try:
+        content = json.loads(body)
+        record = RunRecord(content["run"], {int(at): int(step) for at, step in content["lineage"]}, begun)
+    except (ValueError, TypeError, KeyError) as error:
+        raise DamagedError(f"the record of a run is not valid: {error}", path=path, hint=hint) from error
+    if record.run != run:
+        raise DamagedError(f"the record is of run {record.run}, unlike its name", path=path, hint=hint)
+    return record

@@ -1,0 +1,405 @@
+"""The slots for the parts of one rank on one node: which one a save takes, and when one is made.
+
+The rank's own process has the pool of its parts; on each other node, the rank's holder has the pool of its copies. A
+pool has ``keep + 1`` slots. Retained are the saves that the newest verdict lists, and the round's save. A slot that
+holds anything else, and is neither written nor read, is free. `choose` decides that, and knows no files.
+
+All slots of a pool have one size: the largest that a save of the rank has needed, with a little headroom so that a
+growing header does not need a larger one. So the copies fit into slots of one size, too. Slots that nobody on this node
+has a pool for (another number of ranks left them, or a rank that is elsewhere now) are taken over before one is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol, TypeVar
+
+from ml_flashpoint.format.errors import CapacityError, FlashpointError
+from ml_flashpoint.format.failure_kinds import is_shortage
+from ml_flashpoint.format.manifest import Manifest
+from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.memory.capacity import available_bytes
+from ml_flashpoint.memory.container import BaseContainer, Owner
+from ml_flashpoint.memory.slot import PAGE, TEMPORARY, Slot, State, round_up
+
+_log = logging.getLogger(__name__)
+
+_ROOM: Final = 256 << 10
+"""Bytes to leave for manifests and folders: a slot that takes the last page could never be committed."""
+_GRAIN: Final = 64 << 10
+
+
+def slot_size(needed: int) -> int:
+    """Return the size of a slot for an object of ``needed`` bytes that may grow a little: by a 64th, at most 64 MiB."""
+    size = max(1, needed + min(needed >> 6, 64 << 20))
+    return round_up(size, _GRAIN if size >= _GRAIN else PAGE)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRequest:
+    """Terms on which a save may take a slot.
+
+    Attributes:
+        save: the save.
+        retained: saves whose slots must not be taken.
+        of_round: True for the round's save, a copy, and a part that recovery fetches. Any other save must not take the
+            newest committed part.
+        spare: free slots that must be left, for a round's save that is still to come.
+        may_grow: True if the pool may have more than ``keep + 1`` slots.
+    """
+
+    save: SaveId
+    retained: Collection[SaveId]
+    of_round: bool = True
+    spare: int = 0
+    may_grow: bool = False
+
+
+class SlotView(Protocol):
+    """What `choose` looks at in a slot."""
+
+    @property
+    def state(self) -> State:
+        """Its state."""
+        ...
+
+    @property
+    def save(self) -> SaveId | None:
+        """The save that it holds a part of; None if it is empty."""
+        ...
+
+    @property
+    def used(self) -> int:
+        """When it was last taken."""
+        ...
+
+
+_V = TypeVar("_V", bound=SlotView)
+
+
+class New:
+    """The choice to make one more slot."""
+
+
+def choose(slots: Sequence[_V], request: SlotRequest, locked: Collection[_V], *, may_make: bool) -> _V | New | None:
+    """Return the slot that a save takes: a free one, unused longest, or a new one; None if it gets none.
+
+    Args:
+        slots: all slots of the pool.
+        request: the terms.
+        locked: slots that somebody reads, or that cannot be had for another reason.
+        may_make: True if the pool may have one slot more, and there is room for it.
+    """
+    committed = [slot.save for slot in slots if slot.state is State.COMMITTED and slot.save is not None]
+    free = [
+        slot
+        for slot in slots
+        if slot not in locked
+        and (slot.state is State.EMPTY or (slot.state is State.COMMITTED and slot.save not in request.retained))
+    ]
+    if len(free) + may_make <= request.spare:
+        return None
+    if not request.of_round:
+        newest = max(committed, default=None)
+        free = [slot for slot in free if slot.state is State.EMPTY or slot.save != newest]
+    if may_make and all(slot.state is not State.EMPTY for slot in free):
+        return New()
+    return min(free, key=lambda slot: (slot.state is not State.EMPTY, slot.used), default=None)
+
+
+def slot_limit(keep: int, *, may_grow: bool, extra: int) -> int:
+    """Return the most slots that a pool may have: ``keep + 1``, and ``extra`` more once as many saves are verified."""
+    return keep + 1 + (extra if may_grow else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """A slot that nobody on this node has a pool for."""
+
+    path: Path
+    owner: Owner
+    size: int
+    save: SaveId | None
+
+
+class Pool:
+    """The slots for the parts of one rank. Thread-safe. One process of a node has it. It is opened while no rank saves.
+
+    Args:
+        container: base container.
+        owner: the rank, and the number of ranks.
+        keep: verified saves that are retained.
+        owners: all whose parts or copies the processes of this node keep. Slots for others are left over: they are
+            taken over or removed.
+        extra: slots that the pool may have beyond ``keep + 1``: 0 for copies, 2 for the rank's own parts, 3 if they are
+            persisted.
+
+    Raises:
+        OSError: the system is short of something just now.
+    """
+
+    def __init__(
+        self, container: BaseContainer, owner: Owner, *, keep: int, owners: Collection[Owner], extra: int = 0
+    ) -> None:
+        self.container = container
+        self.owner = owner
+        self.keep = keep
+        self.extra = extra
+        self._owners = frozenset({owner, *owners})
+        self._folder = container.slot_folder(owner)
+        self._lock = threading.Lock()
+        self._making = 0  # slots that threads make just now
+        self._slots = self._inherited()
+        self._size = max((slot.size for slot in self._slots), default=0)
+        self._used = itertools.count(1)
+        self._numbers = itertools.count(1 + max((int(slot.path.name) for slot in self._slots), default=-1))
+
+    def _inherited(self) -> list[Slot]:
+        committed, slots = self.container.committed(), []
+        for path in self.container.slot_paths(self.owner):
+            try:
+                slot = Slot.open(path)
+            except (FlashpointError, OSError) as error:
+                if is_shortage(error):
+                    raise
+                _log.warning("removing a slot that cannot be used: %s", error)
+                path.unlink(missing_ok=True)
+                continue
+            slot.prepare()
+            slot.save, _ = committed.get(os.stat(path).st_ino, (None, 0))
+            slot.state = State.EMPTY if slot.save is None else State.COMMITTED
+            slots.append(slot)
+        return sorted(slots, key=lambda slot: slot.save or SaveId(0, 0))  # none was used: the oldest save goes first
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """All slots."""
+        with self._lock:
+            return tuple(self._slots)
+
+    def slot_of(self, save: SaveId) -> Slot | None:
+        """Return the slot that holds the part of a save, or is being filled with it."""
+        with self._lock:
+            return next((slot for slot in self._slots if slot.save == save), None)
+
+    # ---- taking --------------------------------------------------------------------------------------------
+
+    def take(self, size: int, request: SlotRequest, *, exact: bool = False) -> Slot | None:
+        """Return a slot to write, in `State.WRITING`, or None if there is none now. End it by `commit` or `free`.
+
+        Slow only where a slot is made: the first ``keep + 1`` times, and where saves have grown.
+
+        Args:
+            size: bytes of the object.
+            request: the terms.
+            exact: the slot has just this size: for a copy, or a part that recovery fetches.
+
+        Raises:
+            SaveError: the system refuses to make a file.
+        """
+        unfit: list[Slot] = []
+        can_make = True
+        while True:
+            with self._lock:
+                wanted = self._wanted(size, exact=exact)
+                chosen = self._choose(request, wanted, unfit, can_make=can_make)
+                if chosen is None:
+                    return None
+                if isinstance(chosen, New):
+                    self._making += 1
+                elif self.container.reclaim(chosen, self.owner.rank):
+                    chosen.state, chosen.save, chosen.used = State.WRITING, request.save, next(self._used)
+                else:
+                    continue  # a reader was faster
+            if isinstance(chosen, New):
+                made = self._make(wanted, request)
+                can_make = False
+            else:
+                made = self._fitting(chosen, wanted, request, size=None if exact else size)
+                unfit.append(chosen)
+            if made is not None:
+                return made
+
+    def _wanted(self, size: int, *, exact: bool) -> int:
+        if exact:
+            return round_up(size, PAGE)
+        if size > self._size:
+            self._size = slot_size(size)
+        return self._size
+
+    def _choose(self, request: SlotRequest, wanted: int, unfit: Sequence[Slot], *, can_make: bool) -> Slot | New | None:
+        most = slot_limit(self.keep, may_grow=request.may_grow, extra=self.extra)
+        count = len(self._slots) + self._making
+        may_make = can_make and count < most and self._may_make(wanted, request.retained, spare=count > self.keep)
+        locked = list(unfit)
+        for slot in self._slots:
+            if slot.state is not State.WRITING and slot.save not in request.retained and slot not in locked:
+                if slot.lock():
+                    slot.unlock()
+                else:
+                    locked.append(slot)
+        return choose(self._slots, request, locked, may_make=may_make)
+
+    def commit(self, slot: Slot, manifest: Manifest) -> None:
+        """Commit the part in a slot that was taken. Where that fails, the slot is free.
+
+        Raises:
+            JobInUseError, SaveError, CapacityError: see `BaseContainer.commit`.
+        """
+        try:
+            self.container.commit(slot, manifest)
+        except BaseException:
+            self.free(slot)
+            raise
+        with self._lock:
+            for other in self._slots:  # a damaged part that was fetched again
+                if other is not slot and other.save == slot.save:
+                    other.state, other.save = State.EMPTY, None
+            slot.state = State.COMMITTED
+
+    def free(self, slot: Slot) -> None:
+        """Return a slot that was taken and will not be committed. Nothing happens if it was."""
+        with self._lock:
+            if slot.state is State.WRITING:
+                slot.state, slot.save = State.EMPTY, None
+
+    # ---- making --------------------------------------------------------------------------------------------
+
+    def prepare(self, size: int) -> bool:
+        """Make one slot ahead of the save that needs it, up to ``keep + 1``. Return True if one was made.
+
+        For a thread beside the training thread, once the size of the rank's saves is known.
+        """
+        with self._lock:
+            wanted = self._wanted(size, exact=False)
+            if len(self._slots) + self._making > self.keep or not self._may_make(wanted, (), spare=False):
+                return False
+            self._making += 1
+        slot = self._make(wanted, SlotRequest(SaveId(0, 0), retained=()))
+        if slot is not None:
+            self.free(slot)
+        return slot is not None
+
+    def _may_make(self, size: int, retained: Collection[SaveId], *, spare: bool) -> bool:
+        """Return True if there is room for one slot more. A spare one must leave as much for the program."""
+        left = sum(each.size for each in self._left() if each.save not in retained)
+        return self._available() + left >= size * (2 if spare else 1)
+
+    def _available(self) -> int:
+        return available_bytes(self._folder) - _ROOM
+
+    def _make(self, size: int, request: SlotRequest) -> Slot | None:
+        """Make a slot, or take one over, in `State.WRITING`; None if there is no room after all."""
+        slot = None
+        try:
+            slot = self._taken_over(size, request)
+            if slot is None:
+                for left in self._left():
+                    if self._available() >= size:
+                        break
+                    self._remove_left(left, request.retained)
+                path = self._folder / str(next(self._numbers))
+                slot = Slot.make(path, size, go_on=lambda still: self._available() >= still)
+        except CapacityError as error:
+            _log.warning("no slot was made: %s", error)
+        finally:
+            with self._lock:
+                self._making -= 1
+                if slot is not None:
+                    slot.state, slot.save, slot.used = State.WRITING, request.save, next(self._used)
+                    self._slots.append(slot)
+                    self._size = max(self._size, slot.size)
+        return slot
+
+    def _fitting(self, slot: Slot, wanted: int, request: SlotRequest, *, size: int | None) -> Slot | None:
+        """Return a slot of the wanted size in place of one that was taken; None, with that free, if there is no room.
+
+        Args:
+            size: bytes that are enough where there is no room for more; None if only the wanted size will do.
+        """
+        if slot.size == wanted:
+            return slot
+        if self._available() + slot.size < wanted:
+            if size is not None and slot.size >= size:
+                return slot
+            self.free(slot)
+            return None
+        with self._lock:
+            self._slots.remove(slot)
+            self._making += 1
+        slot.remove()  # first: the larger one may need its memory
+        return self._make(wanted, request)
+
+    # ---- slots that are left over -------------------------------------------------------------------------
+
+    def _left(self) -> list[_Left]:
+        owners = self.container.slot_owners() - self._owners
+        paths = [(path, owner) for owner in sorted(owners) for path in self.container.slot_paths(owner)]
+        committed = self.container.committed() if paths else {}
+        found = []
+        for path, owner in paths:
+            with contextlib.suppress(FileNotFoundError):  # another rank of this node was faster
+                status = os.stat(path)
+                save, _ = committed.get(status.st_ino, (None, 0))
+                found.append(_Left(path, owner, status.st_size, save))
+        return found
+
+    def _taken_over(self, size: int, request: SlotRequest) -> Slot | None:
+        for left in self._left():
+            # The first slot of a pool may be somewhat larger: all others are made as large then.
+            most = size if self._slots else size * 5 // 4
+            if left.save not in request.retained and size <= left.size <= most:
+                slot = self._claimed(left, self._folder / str(next(self._numbers)))
+                if slot is not None:
+                    slot.prepare()
+                    return slot
+        return None
+
+    def _claimed(self, left: _Left, path: Path) -> Slot | None:
+        """Move a slot that is left over to a path of this pool; None if it is read, or another rank was faster."""
+        try:
+            slot = Slot.open(left.path)
+        except (FlashpointError, OSError):
+            return None
+        slot.save = left.save
+        try:
+            if self.container.reclaim(slot, left.owner.rank):
+                os.rename(left.path, path)
+                slot.path, slot.save = path, None
+                return slot
+        except FileNotFoundError:
+            pass
+        slot.close()
+        return None
+
+    def _remove_left(self, left: _Left, retained: Collection[SaveId]) -> int:
+        if left.save in retained:
+            return 0
+        # Under another name first: what is removed must not be what another rank takes over.
+        slot = self._claimed(left, self._folder / f"{next(self._numbers)}{TEMPORARY}")
+        if slot is None:
+            return 0
+        slot.remove()
+        with contextlib.suppress(OSError):
+            left.path.parent.rmdir()
+        return left.size
+
+    def remove_left(self, retained: Collection[SaveId]) -> int:
+        """Remove the slots on this node that nobody has a pool for, but those with retained saves. Return their bytes.
+
+        Slow: it frees memory. For the board's thread, after a verdict.
+        """
+        return sum(self._remove_left(left, retained) for left in self._left())
+
+    def close(self) -> None:
+        """Unmap all slots. The files stay."""
+        with self._lock:
+            for slot in self._slots:
+                slot.close()

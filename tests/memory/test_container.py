@@ -1,0 +1,213 @@
+"""A base container is a store of versions, private, and clean after crashes."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from ml_flashpoint.format.errors import (
+    CapacityError,
+    DamagedError,
+    JobInUseError,
+    ManifestError,
+    ObjectNotFoundError,
+    SaveError,
+    UnsafePathError,
+)
+from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.memory.container import BaseContainer, Owner
+from ml_flashpoint.memory.lock import JobLock, locked_out
+from ml_flashpoint.memory.pool import Pool, SlotRequest
+from ml_flashpoint.memory.slot import PAGE, Slot
+from tests.memory.support import commit, fill, fill_up, layout_of, slot_files, value_in, value_of
+from tests.support.forked import Child, Report
+
+SAVE = SaveId(7, 40)
+SIZE = layout_of().size
+
+
+def pool_of(container: BaseContainer, rank: int = 0) -> Pool:
+    return Pool(container, Owner(4, rank), keep=1, owners=[Owner(4, each) for each in range(4)])
+
+
+def with_part(base: Path, save: SaveId = SAVE, rank: int = 0) -> BaseContainer:
+    container = BaseContainer(base)
+    pool = pool_of(container, rank)
+    slot = pool.take(SIZE, SlotRequest(save, ()))
+    assert slot is not None
+    commit(pool, slot, save)
+    pool.close()
+    return container
+
+
+def test_everything_is_private_and_where_it_is_said_to_be(tmpfs: Path) -> None:
+    os.umask(0)
+    with_part(tmpfs / "job")
+    found = {str(path.relative_to(tmpfs / "job")): stat.S_IMODE(path.stat().st_mode) for path in tmpfs.rglob("*")}
+    assert found.pop(".") == 0o700
+    assert found == {
+        ".flashpoint": 0o700,
+        ".flashpoint/runs": 0o700,
+        ".flashpoint/slots": 0o700,
+        ".flashpoint/slots/00004-00000": 0o700,
+        ".flashpoint/slots/00004-00000/0": 0o600,
+        "step-40_ckpt": 0o700,
+        "step-40_ckpt/rank-00000-00000007.manifest": 0o600,
+        "step-40_ckpt/rank-00000-00000007.safetensors": 0o600,
+    }
+
+
+@pytest.mark.damages_on_purpose  # files that are no parts
+def test_versions_manifests_and_byte_ranges_are_read(tmpfs: Path) -> None:
+    container = with_part(tmpfs)
+    with_part(tmpfs, SAVE, 2)
+    with_part(tmpfs, SaveId(8, 40), 0)
+    (tmpfs / "step-50_ckpt").symlink_to(tmpfs / "step-40_ckpt")
+    (tmpfs / "step-40_ckpt" / "rank-00000-abc.manifest").write_bytes(b"of an earlier format")
+    assert container.list_versions() == {(7, 40): {0, 2}, (8, 40): {0}}
+    manifest = container.read_manifest(SAVE, 2)
+    assert (manifest.rank, manifest.step, SaveId.of(manifest)) == (2, 40, SAVE)
+    into = memoryview(bytearray(8))
+    container.read_into(SAVE, 2, layout_of().by_key["w"].begin, into)
+    assert set(into.cast("f")) == {value_of(SAVE, 2)}
+    with pytest.raises(DamagedError, match="ends before"):
+        container.read_into(SAVE, 2, SIZE - 4, into)
+    with pytest.raises(ObjectNotFoundError):
+        container.read_manifest(SAVE, 1)
+    with pytest.raises(ObjectNotFoundError), container.open_part(SaveId(7, 41), 0):
+        pass
+
+
+def test_a_part_goes_from_one_base_container_to_another(tmpfs: Path) -> None:
+    one, other = with_part(tmpfs / "one"), BaseContainer(tmpfs / "other")
+    manifest = one.read_manifest(SAVE, 0)
+    with one.open_part(SAVE, 0):
+        content = (tmpfs / "one/step-40_ckpt" / manifest.objects[0].name).read_bytes()
+    with pytest.raises(SaveError, match="bytes, not"):
+        other.write_part(manifest, [content[:PAGE]])
+    with pytest.raises(SaveError, match="bytes, not"):
+        other.write_part(manifest, [content, b"x"])
+    assert slot_files(tmpfs / "other") == []
+    other.write_part(manifest, [content[:PAGE], memoryview(content)[PAGE:]])
+    assert other.read_manifest(SAVE, 0) == manifest
+    assert value_in(other, SAVE) == value_of(SAVE)
+    assert pool_of(other).slot_of(SAVE) is not None
+
+
+@pytest.mark.damages_on_purpose
+def test_damaged_parts_are_refused(tmpfs: Path) -> None:
+    container = with_part(tmpfs)
+    path = next((tmpfs / "step-40_ckpt").glob("*.safetensors"))
+    os.truncate(path, PAGE)
+    with pytest.raises(DamagedError), container.open_part(SAVE, 0):
+        pass
+    next((tmpfs / "step-40_ckpt").glob("*.manifest")).write_bytes(b"MLFLASHPOINT-MANIFEST 9 ")
+    with pytest.raises(ManifestError):
+        container.read_manifest(SAVE, 0)
+
+
+def test_a_full_tmpfs_fails_the_commit_and_leaves_no_part(small_tmpfs: Path) -> None:
+    container = BaseContainer(small_tmpfs)
+    pool = pool_of(container)
+    slot = pool.take(SIZE, SlotRequest(SAVE, ()))
+    assert slot is not None
+    others = fill_up(small_tmpfs)
+    with pytest.raises(CapacityError):
+        commit(pool, slot, SAVE)
+    assert container.list_versions() == {}
+    assert not (small_tmpfs / SAVE.version).exists()
+    others.unlink()
+    slot = pool.take(SIZE, SlotRequest(SAVE, ()))
+    assert slot is not None
+    commit(pool, slot, SAVE)
+    pool.close()
+
+
+def test_planted_links_and_folders_are_refused(tmpfs: Path) -> None:
+    elsewhere = tmpfs / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    container = BaseContainer(tmpfs / "job")
+    pool = pool_of(container)
+    slot = pool.take(SIZE, SlotRequest(SAVE, ()))
+    assert slot is not None
+    (tmpfs / "job" / SAVE.version).symlink_to(elsewhere)
+    with pytest.raises(SaveError, match="cannot be used as a folder"):
+        commit(pool, slot, SAVE)
+    assert os.listdir(elsewhere) == []
+    pool.close()
+    (tmpfs / "linked").symlink_to(elsewhere)
+    BaseContainer(tmpfs / "linked")  # a link of this user's own leads where it says
+    (tmpfs / "open").mkdir()
+    (tmpfs / "open").chmod(0o777)
+    with pytest.raises(UnsafePathError):
+        BaseContainer(tmpfs / "open")
+    (tmpfs / "bad").mkdir(mode=0o700)
+    (tmpfs / "bad" / ".flashpoint").symlink_to(elsewhere)
+    with pytest.raises(UnsafePathError):
+        BaseContainer(tmpfs / "bad")
+
+
+def test_what_a_crash_has_cut_short_is_cleaned_up(tmpfs: Path) -> None:
+    container = with_part(tmpfs)
+    folder, slots = tmpfs / SAVE.version, tmpfs / ".flashpoint/slots/00004-00000"
+    Slot.make(slots / "3", 16 * PAGE).close()
+    os.link(slots / "3", folder / "rank-00001-00000007.safetensors")  # killed before the manifest
+    (folder / ".rank-00001-00000007.manifest.77-abc.tmp").write_bytes(b"half")
+    (slots / "4.tmp").write_bytes(b"half")
+    (slots / "5").touch()
+    (tmpfs / "step-41_ckpt").mkdir()
+    (tmpfs / "step-42_ckpt").mkdir()
+    (tmpfs / "step-42_ckpt" / "mine.txt").write_bytes(b"a user's")
+    container.clean()
+    assert sorted(os.listdir(folder)) == ["rank-00000-00000007.manifest", "rank-00000-00000007.safetensors"]
+    assert sorted(os.listdir(slots)) == ["0", "3"]
+    assert not (tmpfs / "step-41_ckpt").exists()
+    assert (tmpfs / "step-42_ckpt" / "mine.txt").exists()
+    assert container.list_versions() == {SAVE: {0}}
+    assert [slot.save for slot in pool_of(container).slots] == [None, SAVE]
+
+
+def test_versions_and_all_are_removed(tmpfs: Path) -> None:
+    container = with_part(tmpfs / "job")
+    with_part(tmpfs / "job", SAVE, 1)
+    with_part(tmpfs / "job", SaveId(7, 41), 1)
+    with locked_out(tmpfs / "job"):
+        container.remove(SAVE)
+        assert container.list_versions() == {(7, 41): {1}}
+        assert slot_files(tmpfs / "job") == ["00004-00001/1"]
+        (tmpfs / "job" / "mine.txt").write_bytes(b"a user's")
+        assert container.remove_all() == ["mine.txt"]
+        (tmpfs / "job" / "mine.txt").unlink()
+        assert BaseContainer(tmpfs / "job").remove_all() == []
+    assert not (tmpfs / "job").exists()
+
+
+def test_a_job_whose_base_container_was_removed_commits_into_no_other(tmpfs: Path) -> None:
+    base = tmpfs / "job"
+    lock = JobLock(base, "job-1", 0)
+    container = BaseContainer(base, lock)
+    pool = pool_of(container)
+    slot = pool.take(SIZE, SlotRequest(SAVE, ()))
+    assert slot is not None
+    base.rename(tmpfs / "old")
+    with pytest.raises(JobInUseError, match="removed while the job had it open"):
+        commit(pool, slot, SAVE)
+    with Child(open_base, str(base)) as other:
+        other.next_report("open")
+        slot = pool.slots[0]
+        with pytest.raises(JobInUseError):
+            pool.commit(slot, fill(slot, SAVE))
+        assert BaseContainer(base).list_versions() == {}
+        other.say("end")
+    pool.close()
+    lock.release()
+
+
+def open_base(report: Report, base: str) -> None:
+    lock = JobLock(Path(base), "job-2", 0)
+    report("open")
+    report.listen()
+    lock.release()

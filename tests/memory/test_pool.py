@@ -1,0 +1,319 @@
+"""Pools hand out free slots of real files, and nothing that is retained or read."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ml_flashpoint.format.errors import ObjectNotFoundError, PrunedError, SaveError
+from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.memory.container import BaseContainer, Owner
+from ml_flashpoint.memory.pool import Pool, SlotRequest, slot_size
+from ml_flashpoint.memory.slot import PAGE, Slot, State
+from tests.memory.support import commit, fill, layout_of, slot_files, value_in, value_of
+from tests.support.forked import Child, Report
+from tests.support.tmpfs import SMALL_TMPFS_BYTES
+
+ME = Owner(4, 0)
+SIZE = layout_of().size
+
+
+def opened(base: Path, owner: Owner = ME, **options: object) -> Pool:
+    return Pool(BaseContainer(base), owner, **{"keep": 1, "owners": (), **options})  # type: ignore[arg-type]
+
+
+def request(step: int, *retained: int, of_round: bool = True, spare: int = 0, may_grow: bool = False) -> SlotRequest:
+    return SlotRequest(SaveId(1, step), [SaveId(1, each) for each in retained], of_round, spare, may_grow)
+
+
+def save(pool: Pool, step: int, *retained: int, **terms: bool) -> Slot | None:
+    slot = pool.take(SIZE, request(step, *retained, **terms))
+    if slot is not None:
+        commit(pool, slot, SaveId(1, step))
+    return slot
+
+
+def test_slots_are_made_once_and_then_taken_in_turn(tmpfs: Path) -> None:
+    pool = opened(tmpfs)
+    slots = [save(pool, step, step - 1) for step in range(1, 6)]
+    assert slots == [slots[0], slots[1], slots[0], slots[1], slots[0]]
+    assert sorted(pool.container.list_versions()) == [(1, 4), (1, 5)]
+    assert slot_files(tmpfs) == ["00004-00000/0", "00004-00000/1"]
+    assert value_in(pool.container, SaveId(1, 4)) == value_of(SaveId(1, 4))
+    pool.close()
+
+
+def test_what_is_retained_is_written_or_newest_is_not_taken(tmpfs: Path) -> None:
+    pool = opened(tmpfs)
+    save(pool, 1)
+    assert pool.take(SIZE, request(2, 1, of_round=False, spare=1)) is None, "the last slot is for the round's save"
+    writing = pool.take(SIZE, request(2, 1))
+    assert writing is not None
+    assert pool.take(SIZE, request(3, 1)) is None
+    pool.free(writing)
+    assert pool.slot_of(SaveId(1, 2)) is None
+    save(pool, 3, 1)
+    assert pool.take(SIZE, request(4, 1, of_round=False)) is None, "step 3 is the newest committed part"
+    assert save(pool, 4, 1) is writing, "the round's save takes it"
+    pool.close()
+
+
+def test_more_slots_are_made_once_saves_are_verified(tmpfs: Path) -> None:
+    pool = opened(tmpfs, extra=2)
+    for step in range(1, 5):
+        save(pool, step, step - 1, may_grow=step > 2)
+    assert len(pool.slots) == 4
+    save(pool, 5, 4, may_grow=True)
+    assert len(pool.slots) == 4
+    pool.close()
+
+
+def test_a_part_that_fails_to_commit_leaves_a_free_slot(tmpfs: Path) -> None:
+    pool = opened(tmpfs)
+    slot = pool.take(SIZE, request(1))
+    assert slot is not None
+    (tmpfs / "step-1_ckpt").write_bytes(b"")
+    with pytest.raises(SaveError):
+        commit(pool, slot, SaveId(1, 1))
+    assert (slot.state, slot.save) == (State.EMPTY, None)
+    assert save(pool, 2) is slot
+    pool.close()
+
+
+# ---- readers ----------------------------------------------------------------------------------------------------
+
+
+def read(report: Report, base: str, step: int) -> float:
+    container = BaseContainer(Path(base))
+    with container.open_part(SaveId(1, step), 0) as part:
+        report("locked")
+        report.listen()
+        begin = layout_of().by_key["w"].begin
+        return float(memoryview(part.buffer[begin : begin + 4]).cast("f")[0])
+
+
+def test_a_frozen_reader_costs_one_slot_and_reads_what_it_opened(tmpfs: Path) -> None:
+    pool = opened(tmpfs, keep=2)
+    for step in (1, 2, 3):
+        save(pool, step)
+    with Child(read, str(tmpfs), 1) as reader:
+        reader.next_report("locked")
+        reader.stop()
+        taken = {save(pool, step, of_round=True) for step in range(4, 9)}
+        assert len(taken) == 2
+        assert SaveId(1, 1) in pool.container.list_versions()
+        assert pool.take(SIZE, request(9, 7, 8)) is None
+        reader.go_on()
+        reader.say("go on")
+        assert reader.result() == value_of(SaveId(1, 1))
+    slot = save(pool, 9, 7, 8)
+    assert slot not in taken
+    pool.close()
+
+
+def test_a_reader_that_comes_too_late_is_told(tmpfs: Path) -> None:
+    """Between reading the manifest and locking the slot, the owner has reused it."""
+    pool = opened(tmpfs)
+    save(pool, 1)
+    stop, seen = threading.Event(), []
+
+    def reuse() -> None:
+        for step in range(2, 200):
+            save(pool, step)
+        stop.set()
+
+    thread = threading.Thread(target=reuse)
+    thread.start()
+    while not stop.is_set():
+        for found in sorted(pool.container.list_versions()):
+            with contextlib.suppress(PrunedError, ObjectNotFoundError):
+                seen.append(value_in(pool.container, found) == value_of(found))
+    thread.join()
+    assert all(seen)
+    pool.close()
+
+
+# ---- sizes and room ---------------------------------------------------------------------------------------------
+
+
+def test_all_slots_grow_to_what_one_save_needed(tmpfs: Path) -> None:
+    pool = opened(tmpfs)
+    large = 10 * SIZE
+    for step, size in ((1, SIZE), (2, large), (3, SIZE), (4, SIZE)):
+        slot = pool.take(size, request(step, step - 1))
+        assert slot is not None
+        commit(pool, slot, SaveId(1, step))
+    assert {slot.size for slot in pool.slots} == {slot_size(large)}
+    assert len(slot_files(tmpfs)) == 2
+    pool.close()
+
+
+def test_a_copy_takes_just_its_size(tmpfs: Path) -> None:
+    pool = opened(tmpfs)
+    for step, size in ((1, 16 * PAGE), (2, 16 * PAGE), (3, 20 * PAGE), (4, 16 * PAGE)):
+        slot = pool.take(size, request(step, step - 1), exact=True)
+        assert slot is not None
+        assert slot.size == size
+        commit(pool, slot, SaveId(1, step))
+    assert len(pool.slots) == 2
+    pool.close()
+
+
+def test_a_larger_slot_needs_no_room_beside_the_one_that_it_replaces(small_tmpfs: Path) -> None:
+    pool = opened(small_tmpfs)
+    for step in (1, 2):
+        assert pool.take(3 * SMALL_TMPFS_BYTES // 8, request(step), exact=True) is not None
+    for slot in pool.slots:
+        pool.free(slot)
+    assert pool.take(4 * SMALL_TMPFS_BYTES // 8, request(3), exact=True) is not None
+    assert pool.take(5 * SMALL_TMPFS_BYTES // 8, request(4), exact=True) is None, "without room the smaller one stays"
+    assert sorted(slot.size * 8 // SMALL_TMPFS_BYTES for slot in pool.slots) == [3, 4]
+    pool.close()
+
+
+def test_without_room_to_grow_what_is_large_enough_is_taken(small_tmpfs: Path) -> None:
+    pool = opened(small_tmpfs, keep=2)
+    for step in (1, 2):
+        slot = pool.take(SMALL_TMPFS_BYTES // 8, request(step))
+        assert slot is not None
+    large = pool.take(SMALL_TMPFS_BYTES // 2, request(3))
+    assert large is not None
+    for slot in pool.slots:
+        pool.free(slot)
+    taken = [pool.take(SMALL_TMPFS_BYTES // 8, request(step)) for step in (4, 5, 6)]
+    assert {slot.size for slot in taken if slot} > {large.size}
+    assert None not in taken
+    pool.close()
+
+
+def test_a_slot_is_made_ahead(tmpfs: Path) -> None:
+    pool = opened(tmpfs)
+    assert [pool.prepare(SIZE) for _ in range(3)] == [True, True, False]
+    assert save(pool, 1) in pool.slots
+    assert len(slot_files(tmpfs)) == 2
+    pool.close()
+
+
+def test_the_last_page_is_left_for_manifests(small_tmpfs: Path) -> None:
+    pool = opened(small_tmpfs, keep=9)
+    for step in range(1, 100):
+        slot = pool.take(SMALL_TMPFS_BYTES // 5, request(step))
+        if slot is None:
+            break
+        commit(pool, slot, SaveId(1, step))
+    assert 3 <= len(pool.container.list_versions()) == len(pool.slots) < 5
+    pool.close()
+
+
+# ---- what others left -------------------------------------------------------------------------------------------
+
+
+def test_the_next_process_goes_on_with_the_slots_and_their_parts(tmpfs: Path) -> None:
+    pool = opened(tmpfs)
+    save(pool, 1)
+    save(pool, 2, 1)
+    files = slot_files(tmpfs)
+    pool.close()
+    pool = opened(tmpfs)
+    assert [(slot.state, slot.save) for slot in pool.slots] == [(State.COMMITTED, (1, 1)), (State.COMMITTED, (1, 2))]
+    assert save(pool, 3, 2) is pool.slots[0]
+    assert slot_files(tmpfs) == files
+    pool.close()
+
+
+def test_slots_of_another_number_of_ranks_do_not_count_and_go_when_room_is_needed(small_tmpfs: Path) -> None:
+    size = SMALL_TMPFS_BYTES // 5
+    old = opened(small_tmpfs, Owner(2, 0))
+    for step in (1, 2):
+        slot = old.take(size, request(step))
+        assert slot is not None
+        old.commit(slot, fill(slot, SaveId(1, step), 0, 2))
+    old.close()
+    pool = opened(small_tmpfs, Owner(1, 0))
+    slot = pool.take(3 * size, request(3, 2))
+    assert slot is not None
+    pool.commit(slot, fill(slot, SaveId(1, 3), 0, 1))
+    assert sorted(pool.container.list_versions()) == [(1, 2), (1, 3)], "step 2 is retained, the room of step 1 needed"
+    assert pool.take(3 * size, request(4, 2, 3)) is None
+    assert pool.remove_left([SaveId(1, 3)]) == slot_size(size)
+    assert sorted(pool.container.list_versions()) == [(1, 3)]
+    assert pool.container.slot_owners() == {Owner(1, 0)}
+    pool.close()
+
+
+def test_slots_of_ranks_that_are_elsewhere_now_are_taken_over(tmpfs: Path) -> None:
+    gone = opened(tmpfs, Owner(4, 3))
+    save(gone, 1)
+    save(gone, 2)
+    inodes = {os.stat(slot.path).st_ino for slot in gone.slots}
+    gone.close()
+    pools = [opened(tmpfs, Owner(4, rank), owners=[Owner(4, 0), Owner(4, 1)]) for rank in (0, 1)]
+    first, second = save(pools[0], 3, 2), save(pools[1], 3, 2)
+    assert first is not None
+    assert second is not None
+    assert os.stat(first.path).st_ino in inodes
+    assert os.stat(second.path).st_ino not in inodes, "step 2 is retained"
+    assert pools[0].container.list_versions() == {(1, 2): {3}, (1, 3): {0, 1}}
+    assert value_in(pools[0].container, SaveId(1, 2), 3) == value_of(SaveId(1, 2), 3)
+    for pool in pools:
+        pool.close()
+
+
+def take_and_commit(report: Report, base: str, steps: int) -> None:
+    pool = opened(Path(base))
+    report("open")
+    for step in range(10, steps):
+        save(pool, step, step - 1)
+
+
+def test_a_process_that_is_killed_anywhere_leaves_whole_parts_and_usable_slots(tmpfs: Path) -> None:
+    for kill in range(8):
+        with Child(take_and_commit, str(tmpfs), 10**6) as child:
+            child.next_report("open")
+            threading.Event().wait(0.01 + 0.007 * kill)
+            child.kill()
+        container = BaseContainer(tmpfs)
+        container.clean()
+        for found in container.list_versions():
+            assert value_in(container, found) == value_of(found)
+        assert len(slot_files(tmpfs)) <= 2
+        pool = Pool(container, ME, keep=1, owners=())
+        assert save(pool, 5) is not None
+        pool.close()
+
+
+# ---- any schedule -----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), st.booleans(), st.integers(0, 1)), max_size=25))
+def test_what_is_retained_stays_whole_in_every_schedule(tmpfs: Path, moves: list[tuple[int, int, bool, int]]) -> None:
+    """Saves begin, end, fail; verdicts list any two of the committed saves; sizes change; processes begin anew."""
+    base = tmpfs / os.urandom(4).hex()
+    pool, writing, retained, step = opened(base, keep=2, extra=2), [], set(), 0
+    for what, which, flag, spare in moves:
+        if what < 4:
+            step += 1
+            name = SaveId(1, step)
+            slot = pool.take(SIZE * (1 + (what == 3)), SlotRequest(name, retained | {name}, flag, spare, which == 0))
+            if slot is not None:
+                writing.append((slot, name))
+        elif what < 7 and writing:
+            slot, name = writing.pop(which % len(writing))
+            commit(pool, slot, name) if flag or spare else pool.free(slot)
+        elif what < 9:
+            there = sorted(pool.container.list_versions())
+            retained = set(there[which % len(there) :][:2]) if there else set()
+        else:
+            pool.close()
+            pool, writing = opened(base, keep=2, extra=2), []
+        for name in retained:
+            assert value_in(pool.container, name) == value_of(name)
+        assert len(pool.slots) <= 5
+    pool.close()

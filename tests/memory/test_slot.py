@@ -1,0 +1,172 @@
+"""A slot is reserved, mapped and faulted in once, and is the object of the part that it holds."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from ml_flashpoint.format.digest import digest_block
+from ml_flashpoint.format.errors import CapacityError, DamagedError, SaveError, UnsafePathError
+from ml_flashpoint.format.object_format import plan_layout
+from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.memory.slot import PAGE, Slot
+from tests.memory.support import fill, layout_of
+from tests.support.forked import Child, Report
+from tests.support.tmpfs import SMALL_TMPFS_BYTES
+
+
+def resident(slot: Slot) -> int:
+    """Return the bytes of a slot that this process has mapped pages for."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.startswith(f"{slot.address:x}-"))
+    return 1024 * int(next(line for line in lines[begin:] if line.startswith("Rss:")).split()[1])
+
+
+def test_a_new_slot_is_whole_private_and_faulted_in(tmpfs: Path) -> None:
+    slot = Slot.make(tmpfs / "0", 10 * PAGE - 1)
+    status = os.stat(tmpfs / "0")
+    assert (slot.size, status.st_size, status.st_mode & 0o777) == (10 * PAGE, 10 * PAGE, 0o600)
+    assert status.st_blocks * 512 == resident(slot) == slot.size
+    assert os.listdir(tmpfs) == ["0"]
+    slot.close()
+
+
+def test_what_is_in_a_slot_is_a_safetensors_file_with_digests_by_block(tmpfs: Path) -> None:
+    slot = Slot.make(tmpfs / "0.safetensors", 16 * PAGE)
+    manifest = fill(slot, SaveId(1, 2))
+    record = manifest.objects[0]
+    assert (record.size, record.file_size, record.block_size) == (layout_of().size, slot.size, PAGE)
+    assert record.digests[0] == digest_block(slot.buffer[:PAGE])
+    with safe_open(tmpfs / "0.safetensors", "np") as opened:
+        assert set(opened.get_tensor("w")) == {10020.0}
+        assert bytes(opened.get_tensor("note")) == b"abc"
+    slot.close()
+
+
+def test_an_object_that_does_not_fit_leaves_the_slot_as_it_is(tmpfs: Path) -> None:
+    slot = Slot.make(tmpfs / "0", PAGE)
+    slot.tensor.fill_(7)
+    with pytest.raises(CapacityError, match="does not fit"):
+        slot.seal("o.safetensors", layout_of(), [b"abc"])
+    with pytest.raises(CapacityError, match="header"):
+        slot.seal("o.safetensors", plan_layout([], reserve=0), metadata={"a": "b" * PAGE})
+    assert set(slot.buffer) == {7}
+    slot.close()
+
+
+def test_a_full_tmpfs_is_an_error_and_not_a_signal(small_tmpfs: Path) -> None:
+    slot = Slot.make(small_tmpfs / "0", SMALL_TMPFS_BYTES // 2)
+    with pytest.raises(CapacityError, match="no room") as raised:
+        Slot.make(small_tmpfs / "1", SMALL_TMPFS_BYTES // 2 + PAGE)
+    assert raised.value.available_bytes is not None
+    assert os.listdir(small_tmpfs) == ["0"]
+    slot.tensor.fill_(1)
+    slot.remove()
+    Slot.make(small_tmpfs / "1", SMALL_TMPFS_BYTES - PAGE).close()
+
+
+def test_making_ends_where_it_is_told_to(tmpfs: Path) -> None:
+    asked: list[int] = []
+
+    def go_on(left: int) -> bool:
+        asked.append(left)
+        return len(asked) < 2
+
+    with pytest.raises(CapacityError):
+        Slot.make(tmpfs / "0", (64 << 20) + PAGE, go_on=go_on)
+    assert asked == [(64 << 20) + PAGE, PAGE]
+    assert os.listdir(tmpfs) == []
+
+
+def test_a_process_without_descriptors_leaves_nothing(tmpfs: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(SaveError, match="cannot make a slot"):
+            Slot.make(tmpfs / "0", PAGE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert os.listdir(tmpfs) == []
+
+
+def test_what_cannot_be_a_slot_is_refused(tmpfs: Path) -> None:
+    (tmpfs / "short").write_bytes(b"x" * (PAGE + 1))
+    (tmpfs / "empty").touch()
+    (tmpfs / "link").symlink_to(tmpfs / "short")
+    os.mkfifo(tmpfs / "pipe")
+    for name, error in (("short", DamagedError), ("empty", DamagedError), ("link", UnsafePathError)):
+        with pytest.raises(error):
+            Slot.open(tmpfs / name)
+    with pytest.raises(UnsafePathError):
+        Slot.open(tmpfs / "pipe")
+
+
+def test_views_outlive_the_slot_and_keep_their_bytes(tmpfs: Path) -> None:
+    slot = Slot.make(tmpfs / "0", 2 * PAGE)
+    with torch.inference_mode():
+        view = slot.view(PAGE, PAGE + 16, torch.float64, (2,))
+        slot.tensor.zero_()
+    view[:] = 3.0
+    assert view.storage_offset() == 0
+    assert slot.view(8, 8, torch.int64, (0, 4)).shape == (0, 4)
+    slot.close()
+    slot.close()
+    assert view.tolist() == [3.0, 3.0]
+
+
+def test_a_removed_slot_frees_its_memory_although_a_forked_child_maps_it(small_tmpfs: Path) -> None:
+    slot = Slot.make(small_tmpfs / "0", SMALL_TMPFS_BYTES // 2)
+    told, tell = os.pipe()
+    child = os.fork()
+    if child == 0:  # a worker of a data loader
+        os.read(told, 1)
+        os._exit(0)
+    try:
+        slot.remove()
+        Slot.make(small_tmpfs / "1", SMALL_TMPFS_BYTES - PAGE).remove()
+    finally:
+        os.write(tell, b"x")
+        os.waitpid(child, 0)
+        os.close(told)
+        os.close(tell)
+
+
+def write_for_ever(report: Report, path: str) -> None:
+    slot = Slot.make(Path(path), 64 * PAGE)
+    report("made")
+    value = 0
+    while True:
+        slot.tensor.fill_(value % 256)
+        value += 1
+
+
+def test_bytes_survive_sigkill_and_another_process_goes_on_in_them(tmpfs: Path) -> None:
+    with Child(write_for_ever, str(tmpfs / "0")) as child:
+        child.next_report("made")
+        child.kill()
+    slot = Slot.open(tmpfs / "0")
+    assert slot.size == 64 * PAGE
+    slot.tensor.fill_(9)
+    slot.close()
+    assert set((tmpfs / "0").read_bytes()) == {9}
+
+
+def test_other_threads_run_while_pages_are_faulted_in(tmpfs: Path) -> None:
+    ticks, done = 0, threading.Event()
+
+    def make() -> None:
+        Slot.make(tmpfs / "0", 256 << 20).remove()
+        done.set()
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    while not done.is_set():
+        ticks += 1
+    thread.join()
+    assert ticks > 100

@@ -11,6 +11,7 @@ import pytest
 from ml_flashpoint.format.errors import (
     CapacityError,
     DamagedError,
+    InvalidNameError,
     JobInUseError,
     ManifestError,
     ObjectNotFoundError,
@@ -95,6 +96,24 @@ def test_a_part_goes_from_one_base_container_to_another(tmpfs: Path) -> None:
     assert other.read_manifest(SAVE, 0) == manifest
     assert value_in(other, SAVE) == value_of(SAVE)
     assert pool_of(other).slot_of(SAVE) is not None
+
+
+def test_sidecars_come_and_go_with_the_parts(tmpfs: Path) -> None:
+    container = with_part(tmpfs)
+    with_part(tmpfs, SaveId(8, 40), 1)
+    container.write_sidecars(SAVE, {"metadata.json": b"{}", "common.pt": b"1"})
+    container.write_sidecars(SAVE, {"metadata.json": b"[]", "common.pt": b"1"})
+    assert (tmpfs / "step-40_ckpt/metadata.json").read_bytes() == b"[]"
+    for name in (".hidden", "a/b", "rank-00000-00000007.manifest"):
+        with pytest.raises(InvalidNameError):
+            container.write_sidecars(SAVE, {name: b""})
+    container.remove(SAVE)
+    assert (tmpfs / "step-40_ckpt/common.pt").exists(), "another save of the step is there"
+    container.remove(SaveId(8, 40))
+    assert not (tmpfs / "step-40_ckpt").exists()
+    container.write_sidecars(SAVE, {"metadata.json": b"{}"})
+    container.clean()
+    assert not (tmpfs / "step-40_ckpt").exists(), "without a part"
 
 
 @pytest.mark.damages_on_purpose

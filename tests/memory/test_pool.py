@@ -222,6 +222,9 @@ def test_the_next_process_goes_on_with_the_slots_and_their_parts(tmpfs: Path) ->
     pool.close()
     pool = opened(tmpfs)
     assert [(slot.state, slot.save) for slot in pool.slots] == [(State.COMMITTED, (1, 1)), (State.COMMITTED, (1, 2))]
+    assert [slot.is_prepared for slot in pool.slots] == [False, False]
+    assert [pool.prepare(SIZE) for _ in range(3)] == [True, True, False]
+    assert [slot.is_prepared for slot in pool.slots] == [True, True]
     assert save(pool, 3, 2) is pool.slots[0]
     assert slot_files(tmpfs) == files
     pool.close()
@@ -273,7 +276,7 @@ def take_and_commit(report: Report, base: str, steps: int) -> None:
 
 
 def test_a_process_that_is_killed_anywhere_leaves_whole_parts_and_usable_slots(tmpfs: Path) -> None:
-    for kill in range(8):
+    for kill in range(5):
         with Child(take_and_commit, str(tmpfs), 10**6) as child:
             child.next_report("open")
             threading.Event().wait(0.01 + 0.007 * kill)

@@ -23,14 +23,16 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from ml_flashpoint.format.checkpoint_id_types import validate_segment
 from ml_flashpoint.format.errors import (
     CapacityError,
     DamagedError,
+    InvalidNameError,
     ManifestError,
     PrunedError,
     SaveError,
@@ -61,6 +63,7 @@ SLOTS: Final = "slots"
 RUNS: Final = "runs"
 _OWNER = re.compile(r"(\d{5,8})-(\d{5,8})")
 _NUMBER = re.compile(r"\d{1,18}")
+_INDEX = ".sidecars"
 _TRIES = 8
 _LOCK_S, _PAUSE_S = 5.0, 0.001
 
@@ -262,8 +265,31 @@ class BaseContainer:
         folder = self._folder(save)
         for name in (manifest_name(rank, save.text), object_name(rank, save.text)):
             (folder / name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            folder.rmdir()
+        _remove_folder(folder)
+
+    def write_sidecars(self, save: SaveId, files: Mapping[str, bytes]) -> None:
+        """Put files into the folder of a version that a framework looks for there. They go with the last part.
+
+        What they hold must be in a part as well: no copy is made of them, and they have no digests.
+
+        Raises:
+            InvalidNameError: a name is hidden, or one of a part's file.
+            SaveError, CapacityError: the filesystem refuses.
+        """
+        for name in files:
+            if validate_segment(name).startswith(".") or parse_manifest_name(name) or parse_object_name(name):
+                raise InvalidNameError("a file beside the parts must not be called so", path=self._folder(save) / name)
+        folder = self._folder(save)
+        try:
+            make_tree(self.base, folder)
+            for name, content in {_INDEX: "\n".join(files).encode(), **files}.items():  # the index first
+                temporary = folder / f".{name}.{secrets.token_hex(4)}{TEMPORARY}"
+                with open(open_own(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+                    file.write(content)
+                os.replace(temporary, folder / name)
+        except OSError as error:
+            kind = CapacityError if error.errno in (errno.ENOSPC, errno.EDQUOT) else SaveError
+            raise kind(f"cannot write files beside the parts: {error.strerror}", step=save.step, path=folder) from error
 
     def reclaim(self, slot: Slot, rank: int) -> bool:
         """Take back a slot of a rank's parts, with the part that it holds. Return False if somebody reads it."""
@@ -345,8 +371,7 @@ class BaseContainer:
                         (folder / name).unlink(missing_ok=True)
         for entry in list(os.scandir(self.base)):
             if SaveId.parse(entry.name, "00000000") is not None and entry.is_dir(follow_symlinks=False):
-                with contextlib.suppress(OSError):
-                    os.rmdir(entry.path)
+                _remove_folder(Path(entry.path))
         for path in self.slot_paths():
             if (size := path.stat().st_size) == 0 or size % PAGE:
                 _log.warning("removing %s, which is no slot: it has %d bytes", path, size)
@@ -376,6 +401,18 @@ class BaseContainer:
 
 def _number(path: Path) -> int:
     return int(path.name)
+
+
+def _remove_folder(folder: Path) -> None:
+    """Remove a version's folder with its sidecars, unless a part or somebody else's file is in it."""
+    with contextlib.suppress(OSError, UnsafePathError):
+        names = os.listdir(folder)
+        if _INDEX in names and not any(parse_manifest_name(name) or parse_object_name(name) for name in names):
+            with open(open_own(folder / _INDEX, os.O_RDONLY), errors="replace") as file:
+                ours = file.read().splitlines()
+            for name in [name for name in ours if name in names] + [_INDEX]:
+                os.unlink(folder / name)
+        folder.rmdir()
 
 
 def _link(path: Path, link: Path) -> None:

@@ -136,7 +136,7 @@ class JobLock:
             if held is not None:
                 held.users -= 1
                 if not held.users:
-                    del _held[self._file]
+                    _held.pop(self._file, None)
                     os.close(held.descriptor)
 
 

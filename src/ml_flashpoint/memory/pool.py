@@ -172,7 +172,6 @@ class Pool:
                 _log.warning("removing a slot that cannot be used: %s", error)
                 path.unlink(missing_ok=True)
                 continue
-            slot.prepare()
             slot.save, _ = committed.get(os.stat(path).st_ino, (None, 0))
             slot.state = State.EMPTY if slot.save is None else State.COMMITTED
             slots.append(slot)
@@ -273,19 +272,27 @@ class Pool:
     # ---- making --------------------------------------------------------------------------------------------
 
     def prepare(self, size: int) -> bool:
-        """Make one slot ahead of the save that needs it, up to ``keep + 1``. Return True if one was made.
+        """Fault in one slot that an earlier process left, or make one ahead of the save that needs it.
 
-        For a thread beside the training thread, once the size of the rank's saves is known.
+        No more than ``keep + 1`` are made. For one thread beside the training thread, again and again once the size of
+        the rank's saves is known.
+
+        Returns:
+            True if there was something to do, and may be more.
         """
+        for slot in self.slots:
+            if not slot.is_prepared:
+                slot.prepare()
+                return True
         with self._lock:
             wanted = self._wanted(size, exact=False)
             if len(self._slots) + self._making > self.keep or not self._may_make(wanted, (), spare=False):
                 return False
             self._making += 1
-        slot = self._make(wanted, SlotRequest(SaveId(0, 0), retained=()))
-        if slot is not None:
-            self.free(slot)
-        return slot is not None
+        made = self._make(wanted, SlotRequest(SaveId(0, 0), retained=()))
+        if made is not None:
+            self.free(made)
+        return made is not None
 
     def _may_make(self, size: int, retained: Collection[SaveId], *, spare: bool) -> bool:
         """Return True if there is room for one slot more. A spare one must leave as much for the program."""

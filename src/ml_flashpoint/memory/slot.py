@@ -79,6 +79,7 @@ class Slot:
     Attributes:
         path: its own name. It has the name of an object besides while it holds one.
         buffer: all bytes, writable. Assigning to a slice holds the GIL; ``copy_`` of `tensor` does not.
+        is_prepared: True once all pages are faulted in. Until then the first copy pays for that.
         state, save: what it holds: a part of ``save`` unless it is `State.EMPTY`. Set by the pool.
         used: when it was last taken, in the pool's count.
     """
@@ -86,6 +87,7 @@ class Slot:
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
         self.size = os.fstat(descriptor).st_size
+        self.is_prepared = False
         self.state = State.EMPTY
         self.save: SaveId | None = None
         self.used = 0
@@ -157,18 +159,20 @@ class Slot:
     # ---- memory --------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Fault all pages in, without the GIL, and page-lock them if this process uses CUDA. Content is not changed."""
+        """Fault all pages in, without the GIL, and page-lock them if this process uses CUDA. Content is not changed.
+
+        For one thread at a time; others may use the slot meanwhile, or remove it.
+        """
+        mapping = self._mapping  # stays until this returns
         for begin in range(0, self.size, _STEP):
             if _libc.madvise(self.address + begin, min(_STEP, self.size - begin), _MADV_POPULATE_WRITE) != 0:
                 # Linux before 5.14: the first copy faults the pages in.
                 _log.debug("cannot fault in %s: %s", self.path, os.strerror(ctypes.get_errno()))
                 break
-        self.pin()
-
-    def pin(self) -> None:
-        """Page-lock the mapping if this process uses CUDA and that has not been done, or refused, before."""
         while self._pages.extend():
             pass
+        self.is_prepared = True
+        del mapping
 
     @property
     def is_pinned(self) -> bool:

@@ -20,6 +20,7 @@ from ml_flashpoint.format.errors import (
 )
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.container import BaseContainer, Owner
+from ml_flashpoint.memory.lineage import read_records
 from ml_flashpoint.memory.lock import JobLock, locked_out
 from ml_flashpoint.memory.pool import Pool, SlotRequest
 from ml_flashpoint.memory.slot import PAGE, Slot
@@ -80,6 +81,16 @@ def test_versions_manifests_and_byte_ranges_are_read(tmpfs: Path) -> None:
         container.read_manifest(SAVE, 1)
     with pytest.raises(ObjectNotFoundError), container.open_part(SaveId(7, 41), 0):
         pass
+
+
+def test_who_only_reads_makes_nothing(tmpfs: Path) -> None:
+    with pytest.raises(ObjectNotFoundError):
+        BaseContainer(tmpfs / "job", make=False)
+    (tmpfs / "job/.flashpoint").mkdir(parents=True)
+    (tmpfs / "job").chmod(0o700)
+    container = BaseContainer(tmpfs / "job", make=False)
+    assert (container.list_versions(), container.slot_paths(), read_records(container)) == ({}, [], [])
+    assert os.listdir(tmpfs / "job/.flashpoint") == []
 
 
 def test_a_part_goes_from_one_base_container_to_another(tmpfs: Path) -> None:

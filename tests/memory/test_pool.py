@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -94,8 +95,8 @@ def read(report: Report, base: str, step: int) -> float:
     with container.open_part(SaveId(1, step), 0) as part:
         report("locked")
         report.listen()
-        begin = layout_of().by_key["w"].begin
-        return float(memoryview(part.buffer[begin : begin + 4]).cast("f")[0])
+        begin, end = place()
+        return float(memoryview(part.buffer[begin:end]).cast("f")[0])
 
 
 def test_a_frozen_reader_costs_one_slot_and_reads_what_it_opened(tmpfs: Path) -> None:
@@ -137,6 +138,26 @@ def test_a_reader_that_comes_too_late_is_told(tmpfs: Path) -> None:
     thread.join()
     assert all(seen)
     pool.close()
+
+
+def test_what_this_process_reads_is_not_reused(tmpfs: Path) -> None:
+    pool = opened(tmpfs)
+    save(pool, 1)
+    with pool.reading(SaveId(1, 1)) as slot:
+        save(pool, 2)
+        assert pool.take(SIZE, request(3, 2)) is None
+        assert slot.view(*place(), torch.float32, (1,)).item() == value_of(SaveId(1, 1))
+    assert pool.saves == {(1, 1), (1, 2)}
+    assert save(pool, 3, 2) is slot
+    assert pool.saves == {(1, 2), (1, 3)}
+    with pytest.raises(PrunedError), pool.reading(SaveId(1, 1)):
+        pass
+    pool.close()
+
+
+def place() -> tuple[int, int]:
+    begin = layout_of().by_key["w"].begin
+    return begin, begin + 4
 
 
 # ---- sizes and room ---------------------------------------------------------------------------------------------
@@ -194,7 +215,7 @@ def test_without_room_to_grow_what_is_large_enough_is_taken(small_tmpfs: Path) -
 
 def test_a_slot_is_made_ahead(tmpfs: Path) -> None:
     pool = opened(tmpfs)
-    assert [pool.prepare(SIZE) for _ in range(3)] == [True, True, False]
+    assert [pool.prepare(SIZE, ()) for _ in range(3)] == [True, True, False]
     assert save(pool, 1) in pool.slots
     assert len(slot_files(tmpfs)) == 2
     pool.close()
@@ -223,7 +244,7 @@ def test_the_next_process_goes_on_with_the_slots_and_their_parts(tmpfs: Path) ->
     pool = opened(tmpfs)
     assert [(slot.state, slot.save) for slot in pool.slots] == [(State.COMMITTED, (1, 1)), (State.COMMITTED, (1, 2))]
     assert [slot.is_prepared for slot in pool.slots] == [False, False]
-    assert [pool.prepare(SIZE) for _ in range(3)] == [True, True, False]
+    assert [pool.prepare(SIZE, ()) for _ in range(3)] == [True, True, False]
     assert [slot.is_prepared for slot in pool.slots] == [True, True]
     assert save(pool, 3, 2) is pool.slots[0]
     assert slot_files(tmpfs) == files

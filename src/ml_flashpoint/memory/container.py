@@ -28,12 +28,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from ml_flashpoint.format.checkpoint_id_types import validate_segment
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId, validate_segment
 from ml_flashpoint.format.errors import (
     CapacityError,
     DamagedError,
     InvalidNameError,
     ManifestError,
+    ObjectNotFoundError,
     PrunedError,
     SaveError,
     UnreadableError,
@@ -48,7 +49,7 @@ from ml_flashpoint.format.manifest import (
     read_manifest,
     write_manifest,
 )
-from ml_flashpoint.format.private_folders import make_tree, open_folder, open_own
+from ml_flashpoint.format.private_folders import check_folder, check_way, make_tree, open_folder, open_own
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.capacity import is_memory
 from ml_flashpoint.memory.lock import JOB, PRIVATE, JobLock
@@ -92,21 +93,27 @@ class BaseContainer:
     """The versions and slots in one base container on this node. Thread-safe; processes share it.
 
     Args:
-        base: base container; made if it is missing.
+        base: base container.
         lock: of the job, where one has the base container open. Every commit checks that it still has.
+        make: make what is missing. False for a process that only reads.
 
     Raises:
+        ObjectNotFoundError: there is no base container, and none is to be made.
         UnsafePathError: others could have planted the base container, or may write to it.
         FlashpointError: it cannot be made.
     """
 
-    def __init__(self, base: Path, lock: JobLock | None = None) -> None:
+    def __init__(self, base: Path, lock: JobLock | None = None, *, make: bool = True) -> None:
         self.base = base
         self.private = base / PRIVATE
         self._lock = lock
-        make_tree(base, self.private / SLOTS)
-        make_tree(base, self.private / RUNS)
-        if not is_memory(base):
+        if make:
+            make_tree(base, self.private / SLOTS)
+            make_tree(base, self.private / RUNS)
+        elif not self.private.is_dir():
+            raise ObjectNotFoundError("there is no base container", path=base)
+        check_folder(check_way(base))
+        if make and not is_memory(base):
             _log.warning("%s is not on tmpfs: checkpoints work, at the speed of that filesystem", base)
 
     # ---- reading -------------------------------------------------------------------------------------------
@@ -123,11 +130,9 @@ class BaseContainer:
         """Return the files of parts that a function knows by name."""
         found: dict[SaveId, dict[int, os.DirEntry[str]]] = {}
         try:
-            for folder in os.scandir(self.base):
-                if SaveId.parse(folder.name, "00000000") is None or not folder.is_dir(follow_symlinks=False):
-                    continue
+            for folder in self._version_folders():
                 with contextlib.suppress(FileNotFoundError):  # the last part in it was removed meanwhile
-                    for entry in os.scandir(folder.path):
+                    for entry in os.scandir(folder):
                         owner = parse(entry.name)
                         save = None if owner is None else SaveId.parse(folder.name, owner[1])
                         if owner is not None and save is not None:
@@ -135,6 +140,11 @@ class BaseContainer:
         except OSError as error:
             raise UnreadableError(f"cannot list the versions: {error.strerror}", path=self.base) from error
         return found
+
+    def _version_folders(self) -> list[Path]:
+        is_version = CheckpointContainerId.parse_version_container
+        entries = [entry for entry in os.scandir(self.base) if is_version(entry.name) is not None]
+        return [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
 
     def read_manifest(self, save: SaveId, rank: int) -> Manifest:
         """Return the manifest of a part.
@@ -317,27 +327,32 @@ class BaseContainer:
 
     def slot_folder(self, owner: Owner) -> Path:
         """Return the folder of the slots for an owner, which is made if it is missing."""
-        folder = self.private / SLOTS / f"{owner.world_size:05d}-{owner.rank:05d}"
+        folder = self._folder_of(owner)
         make_tree(self.base, folder)
         return folder
 
+    def _slot_folders(self) -> list[Path]:
+        return [self._folder_of(owner) for owner in self.slot_owners()]
+
+    def _folder_of(self, owner: Owner) -> Path:
+        return self.private / SLOTS / f"{owner.world_size:05d}-{owner.rank:05d}"
+
     def slot_owners(self) -> frozenset[Owner]:
         """Return the owners that have a folder for their slots."""
-        found = filter(None, map(_OWNER.fullmatch, os.listdir(self.private / SLOTS)))
+        found = filter(None, map(_OWNER.fullmatch, names_in(self.private / SLOTS)))
         return frozenset(Owner(int(match[1]), int(match[2])) for match in found)
 
     def slot_paths(self, owner: Owner | None = None) -> list[Path]:
         """Return the slots of one owner, or of all, by number."""
         found: list[Path] = []
         for each in self.slot_owners() if owner is None else [owner]:
-            folder = self.private / SLOTS / f"{each.world_size:05d}-{each.rank:05d}"
-            with contextlib.suppress(FileNotFoundError):
-                found += sorted((folder / name for name in os.listdir(folder) if _NUMBER.fullmatch(name)), key=_number)
+            folder = self._folder_of(each)
+            found += sorted((folder / name for name in names_in(folder) if _NUMBER.fullmatch(name)), key=_number)
         return found
 
     def free_path(self, folder: Path) -> Path:
         """Return a path for one more slot in a folder."""
-        names = [name for name in os.listdir(folder) if _NUMBER.fullmatch(name)]
+        names = [name for name in names_in(folder) if _NUMBER.fullmatch(name)]
         return folder / str(1 + max(map(int, names), default=-1))
 
     def committed(self) -> dict[int, tuple[SaveId, int]]:
@@ -362,16 +377,13 @@ class BaseContainer:
             for rank in objects.get(save, {}).keys() ^ manifests.get(save, {}).keys():
                 _log.warning("removing what is left of the part of rank %d of %s", rank, save)
                 self.remove_part(save, rank)
-        slots = self.private / SLOTS
-        folders = [slots, self.private / RUNS, *(Path(each) for each in os.scandir(slots) if each.is_dir())]
-        for folder in [*folders, *(self.base / save.version for save in objects.keys() | manifests.keys())]:
-            with contextlib.suppress(FileNotFoundError):
-                for name in os.listdir(folder):
-                    if name.endswith(TEMPORARY):
-                        (folder / name).unlink(missing_ok=True)
-        for entry in list(os.scandir(self.base)):
-            if SaveId.parse(entry.name, "00000000") is not None and entry.is_dir(follow_symlinks=False):
-                _remove_folder(Path(entry.path))
+        versions = self._version_folders()
+        for folder in [self.private / RUNS, *self._slot_folders(), *versions]:
+            for name in names_in(folder):
+                if name.endswith(TEMPORARY):
+                    (folder / name).unlink(missing_ok=True)
+        for folder in versions:
+            _remove_folder(folder)
         for path in self.slot_paths():
             if (size := path.stat().st_size) == 0 or size % PAGE:
                 _log.warning("removing %s, which is no slot: it has %d bytes", path, size)
@@ -387,9 +399,9 @@ class BaseContainer:
         self.clean()
         for path in self.slot_paths():
             path.unlink()
-        for folder in [*(self.private / SLOTS).iterdir(), self.private / SLOTS, self.private / RUNS]:
-            for path in folder.iterdir() if folder.name == RUNS else ():
-                path.unlink()
+        for name in names_in(self.private / RUNS):
+            (self.private / RUNS / name).unlink()
+        for folder in (*self._slot_folders(), self.private / SLOTS, self.private / RUNS):
             with contextlib.suppress(OSError):
                 folder.rmdir()
         (self.private / JOB).unlink(missing_ok=True)  # last: who waits for the lock sees then that the file is another
@@ -397,6 +409,14 @@ class BaseContainer:
             with contextlib.suppress(OSError):
                 folder.rmdir()
         return sorted(os.listdir(self.base)) if self.base.exists() else []
+
+
+def names_in(folder: Path) -> list[str]:
+    """Return the names in a folder; none if there is no folder."""
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
 
 
 def _number(path: Path) -> int:

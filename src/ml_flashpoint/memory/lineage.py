@@ -22,7 +22,7 @@ import xxhash
 from ml_flashpoint.format.errors import CapacityError, DamagedError, SaveError, UnreadableError
 from ml_flashpoint.format.private_folders import open_own
 from ml_flashpoint.format.save_id import SaveId
-from ml_flashpoint.memory.container import RUNS, BaseContainer
+from ml_flashpoint.memory.container import RUNS, BaseContainer, names_in
 
 _NAME = re.compile(r"(\d{8,18})\.(written|begun)")
 _MAGIC = b"MLFLASHPOINT-RUN 1 "
@@ -79,7 +79,7 @@ def read_records(container: BaseContainer) -> list[RunRecord]:
     """
     found: dict[int, RunRecord] = {}
     folder = container.private / RUNS
-    for name in sorted(os.listdir(folder), reverse=True):  # "written" before "begun", which counts
+    for name in sorted(names_in(folder), reverse=True):  # "written" before "begun", which counts
         if match := _NAME.fullmatch(name):
             with contextlib.suppress(FileNotFoundError):
                 record = _read(folder / name, int(match[1]), begun=match[2] == "begun")
@@ -120,7 +120,7 @@ def mark_begun(container: BaseContainer, run: int) -> None:
     except OSError as error:
         if not begun.exists():
             raise SaveError(f"cannot mark run {run} as begun: {error.strerror}", path=begun) from error
-    for name in os.listdir(folder):
+    for name in names_in(folder):
         if (match := _NAME.fullmatch(name)) and int(match[1]) < run:
             (folder / name).unlink(missing_ok=True)
 

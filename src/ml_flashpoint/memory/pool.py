@@ -16,12 +16,12 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
-from ml_flashpoint.format.errors import CapacityError, FlashpointError
+from ml_flashpoint.format.errors import CapacityError, FlashpointError, PrunedError
 from ml_flashpoint.format.failure_kinds import is_shortage
 from ml_flashpoint.format.manifest import Manifest
 from ml_flashpoint.format.save_id import SaveId
@@ -188,6 +188,32 @@ class Pool:
         with self._lock:
             return next((slot for slot in self._slots if slot.save == save), None)
 
+    @property
+    def saves(self) -> frozenset[SaveId]:
+        """The saves that have a part in a slot, or are being written. Others have lost their slots."""
+        with self._lock:
+            return frozenset(slot.save for slot in self._slots if slot.save is not None)
+
+    @contextlib.contextmanager
+    def reading(self, save: SaveId) -> Iterator[Slot]:
+        """Yield the slot of a committed part, which is not reused before the block is left.
+
+        For reading through this process's mapping: to push the part, to persist it or to load it.
+
+        Raises:
+            PrunedError: the pool has no such part, or not any more.
+        """
+        with self._lock:
+            found = [slot for slot in self._slots if slot.save == save and slot.state is State.COMMITTED]
+            if not found:
+                raise PrunedError("the part has no slot any more", step=save.step, rank=self.owner.rank)
+            found[0].readers += 1
+        try:
+            yield found[0]
+        finally:
+            with self._lock:
+                found[0].readers -= 1
+
     # ---- taking --------------------------------------------------------------------------------------------
 
     def take(self, size: int, request: SlotRequest, *, exact: bool = False) -> Slot | None:
@@ -240,10 +266,10 @@ class Pool:
         locked = list(unfit)
         for slot in self._slots:
             if slot.state is not State.WRITING and slot.save not in request.retained and slot not in locked:
-                if slot.lock():
-                    slot.unlock()
-                else:
+                if slot.readers or not slot.lock():
                     locked.append(slot)
+                else:
+                    slot.unlock()
         return choose(self._slots, request, locked, may_make=may_make)
 
     def commit(self, slot: Slot, manifest: Manifest) -> None:
@@ -271,11 +297,15 @@ class Pool:
 
     # ---- making --------------------------------------------------------------------------------------------
 
-    def prepare(self, size: int) -> bool:
+    def prepare(self, size: int, retained: Collection[SaveId]) -> bool:
         """Fault in one slot that an earlier process left, or make one ahead of the save that needs it.
 
         No more than ``keep + 1`` are made. For one thread beside the training thread, again and again once the size of
         the rank's saves is known.
+
+        Args:
+            size: bytes of the rank's objects.
+            retained: saves whose slots must not be taken over.
 
         Returns:
             True if there was something to do, and may be more.
@@ -286,10 +316,10 @@ class Pool:
                 return True
         with self._lock:
             wanted = self._wanted(size, exact=False)
-            if len(self._slots) + self._making > self.keep or not self._may_make(wanted, (), spare=False):
+            if len(self._slots) + self._making > self.keep or not self._may_make(wanted, retained, spare=False):
                 return False
             self._making += 1
-        made = self._make(wanted, SlotRequest(SaveId(0, 0), retained=()))
+        made = self._make(wanted, SlotRequest(SaveId(0, 0), retained))
         if made is not None:
             self.free(made)
         return made is not None

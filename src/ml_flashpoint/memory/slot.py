@@ -82,6 +82,7 @@ class Slot:
         is_prepared: True once all pages are faulted in. Until then the first copy pays for that.
         state, save: what it holds: a part of ``save`` unless it is `State.EMPTY`. Set by the pool.
         used: when it was last taken, in the pool's count.
+        readers: number of threads of this process that read it.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -91,6 +92,7 @@ class Slot:
         self.state = State.EMPTY
         self.save: SaveId | None = None
         self.used = 0
+        self.readers = 0
         self._descriptor = descriptor
         self._mapping = _Mapping(descriptor, self.size)
         self._tensor: torch.Tensor | None = None

@@ -46,8 +46,11 @@ def with_part(base: Path, save: SaveId = SAVE, rank: int = 0) -> BaseContainer:
 
 
 def test_everything_is_private_and_where_it_is_said_to_be(tmpfs: Path) -> None:
-    os.umask(0)
-    with_part(tmpfs / "job")
+    before = os.umask(0)
+    try:
+        with_part(tmpfs / "job")
+    finally:
+        os.umask(before)
     found = {str(path.relative_to(tmpfs / "job")): stat.S_IMODE(path.stat().st_mode) for path in tmpfs.rglob("*")}
     assert found.pop(".") == 0o700
     assert found == {

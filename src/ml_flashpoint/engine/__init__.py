@@ -1,0 +1,1 @@
+"""Saves of a job: how ranks agree on which of them is verified."""

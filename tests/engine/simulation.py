@@ -1,0 +1,589 @@
+"""A simulation of rounds, slots and recovery that drives the decisions of `ml_flashpoint.engine.rounds`.
+
+Deterministic: a seed gives a schedule of save calls, commits, pushes, answers and verdicts on 1 to 5 ranks and 1 to 4
+nodes, with saves that fail, messages that are late, readers, a store that cannot be reached, crashes, lost nodes, nodes
+that come back with old memory, and jobs that go back to an older version. `World.play` raises `Violation` if a promise
+is broken.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from ml_flashpoint.engine.rounds import NOTHING, Answer, Leader, Member, SaveId, SlotRequest, Verdict
+
+BROKEN = {
+    "the round's part is free": "a rank does not retain its part of the round's save",
+    "free after the answer": "a rank may reuse its part once it has answered that the part is copied",
+    "no verdict rides": "a push does not carry the pusher's verdict",
+    "answer at commit": "a rank answers that its part is copied when the part is committed",
+    "no slack": "after a round without result the next one begins with the very next save",
+    "greedy slots": "a rank makes more than keep + 1 slots as soon as there is memory",
+    "empty first verdict": "the first verdict lists nothing",
+    "one try": "the recovered version is retained for one round only",
+    "manifest last": "a slot is reused before its manifest is unlinked",
+    "no second look": "a reader does not look at the manifest again after it has locked the slot",
+    "no lock": "a slot is reused while a reader locks it",
+    "one phase": "a run's record counts as soon as one node has it",
+    "mixed saves": "a round succeeds if all ranks answer that a part is copied, whichever saves the parts are of",
+}
+"""Ways to break one sentence of the rules; the simulation must notice each."""
+
+
+class Violation(AssertionError):
+    """A promise is broken."""
+
+
+@dataclass(eq=False)
+class Slot:
+    """A tmpfs file. `manifest` and `content` survive the processes; `save` and `busy` are known to the owner only."""
+
+    manifest: SaveId | None = None
+    content: tuple[SaveId, int] | None = None
+    save: SaveId | None = None
+    busy: bool = False
+    used: int = 0
+    locks: int = 0
+
+    def spoil(self) -> None:
+        """Lose what was being written."""
+        self.manifest = self.content = self.save = None
+        self.busy = False
+
+
+@dataclass
+class Node:
+    """Memory of a node: slots by (rank that keeps them, rank whose parts they are for), and the records of runs."""
+
+    slots: dict[tuple[int, int], list[Slot]] = field(default_factory=dict)
+    records: dict[int, tuple[dict[int, SaveId], bool]] = field(default_factory=dict)
+    """By run: the lineage, as the newest save that counts of each earlier run, and whether the run has begun."""
+
+    def count(self) -> int:
+        """Return the number of slots."""
+        return sum(map(len, self.slots.values()))
+
+
+@dataclass
+class Process:
+    """What dies with a rank's process."""
+
+    member: Member
+    calls: int = 0
+    published: bool = False
+    acknowledged: set[int] = field(default_factory=set)
+    push: tuple[int, Slot] | None = None
+    staging: Slot | None = None
+    queue: list[Slot] = field(default_factory=list)
+    waiting: SaveId | None = None
+    """An explicit save that has no slot yet."""
+
+
+class CarelessLeader(Leader):
+    """A leader that does not compare the saves of the answers."""
+
+    def decide(self, answers: object, committed: object) -> Verdict | None:
+        found = [each for each in answers if each.number == self.member.verdict.number]  # type: ignore[attr-defined]
+        if found and all(each.copied for each in found):
+            newest = max(each.save for each in found)
+            answers = [replace(each, save=newest) for each in found]
+        return Leader.decide(self, answers, committed)  # type: ignore[arg-type]
+
+
+class World:
+    """A job, its nodes and what happens to them.
+
+    Args:
+        seed: decides everything.
+        broken: a key of `BROKEN`, or "".
+    """
+
+    def __init__(self, seed: int, broken: str = "") -> None:
+        self.random = rng = random.Random(seed)
+        self.broken, self.now, self.seen = broken, 0, Counter[str]()
+        alone = not broken and rng.random() < 0.1
+        self.ranks = 1 if alone else rng.randint(2, 5)
+        self.nodes = 1 if alone else min(rng.randint(2, 4), self.ranks)
+        self.home = [rank * self.nodes // self.ranks for rank in range(self.ranks)]
+        self.holders = self._holders()
+        self.keep = rng.randint(1, 3)
+        self.limit = self.keep + rng.randint(1, 3)
+        held = Counter(self.home[holder] for holders in self.holders for holder in holders)
+        own = Counter(self.home)
+        self.room = [(self.keep + 1) * (own[node] + held[node]) + rng.randint(0, 2) for node in range(self.nodes)]
+        self.memory = [Node() for _ in range(self.nodes)]
+        self.parked: dict[int, Node] = {}
+        self.faults, self.store_is_up, self.last_call = True, True, 10**9
+        self.weights: dict[object, float] = {}
+        self.skew, self.stride = rng.randint(1, 3), rng.choice([1, 10])
+        self.known = NOTHING  # the newest save that any rank knew as verified
+        self.gone_back: tuple[int, SaveId] | None = None
+        self.fragile = False  # a node was lost, and what was recovered has not all its copies yet
+        self.readers: list[tuple[int, Slot, SaveId, int, bool]] = []
+        self.stopped: set[int] = set()
+        self.processes: list[Process] | None = None
+        self.changed = True
+        self.opening: Iterator[None] | None = self.open()
+
+    def _holders(self) -> list[list[int]]:
+        rng, nodes = self.random, self.nodes
+        copies = rng.randint(1, min(2, nodes - 1)) if nodes > 1 else 0
+        if nodes > 1 and nodes % 2 == 0 and rng.random() < 0.5:
+            of = [[home ^ 1] for home in self.home]
+        else:
+            of = [[(home + 1 + i) % nodes for i in range(copies)] for home in self.home]
+        on = [[rank for rank in range(self.ranks) if self.home[rank] == node] for node in range(nodes)]
+        return [[on[node][rank % len(on[node])] for node in of[rank]] for rank in range(self.ranks)]
+
+    def fails(self, probability: float = 0.03) -> bool:
+        """Return True if something that can fail does."""
+        return self.faults and self.random.random() < probability
+
+    # ---- memory -------------------------------------------------------------------------------------------
+
+    def slots(self, keeper: int, of: int) -> list[Slot]:
+        """Return the slots that a rank keeps for the parts of a rank."""
+        return self.memory[self.home[keeper]].slots.setdefault((keeper, of), [])
+
+    def part(self, rank: int, save: SaveId | None) -> Slot | None:
+        """Return the slot that has, or will have, a rank's own part of a save."""
+        return next((slot for slot in self.slots(rank, rank) if save is not None and slot.save == save), None)
+
+    def take(self, keeper: int, of: int, request: SlotRequest, limit: int) -> Slot | None:
+        """Return a slot to write to: a free one, longest unused first, or a new one."""
+        slots = self.slots(keeper, of)
+        newest = max((slot.manifest for slot in slots if slot.manifest), default=None)
+        free = [slot for slot in slots if not slot.busy and (slot.save is None or slot.save not in request.retained)]
+        free = [slot for slot in free if not slot.locks or self.broken == "no lock"]
+        node = self.memory[self.home[keeper]]
+        grows = len(slots) < limit and node.count() < self.room[self.home[keeper]]
+        if len(free) + grows <= request.spare:
+            return None
+        if not request.of_round:
+            free = [slot for slot in free if slot.manifest is None or slot.manifest != newest]
+        if grows and not any(slot.save is None for slot in free):
+            free = [Slot()]
+            slots.extend(free)
+        if not free:
+            return None
+        slot = min(free, key=lambda each: (each.save is not None, each.used))
+        if self.broken != "manifest last":
+            slot.manifest = None
+        slot.content, slot.save, slot.busy, slot.used, self.changed = None, request.save, True, self.now, True
+        return slot
+
+    # ---- the training thread: it waits for nobody -----------------------------------------------------------
+
+    def call(self, rank: int) -> None:
+        """Have the program save, unless it is busy or too far ahead of the others."""
+        assert self.processes is not None
+        mine = self.processes[rank]
+        if rank in self.stopped or mine.calls >= self.last_call or mine.staging or mine.waiting:
+            return
+        slowest = min(self.processes[other].calls for other in range(self.ranks) if other not in self.stopped)
+        if mine.calls >= slowest + self.skew:
+            return
+        mine.calls += 1
+        if self.fails(0.015):
+            return  # the program misses the call on this rank
+        save, is_last = self.save_of(mine.calls), mine.calls == self.last_call
+        mine.member.call(save, explicit=is_last)
+        if self.fails(0.015):
+            mine.member.fail(save)
+            return
+        mine.waiting = save if is_last else None
+        self.begin(rank, save)
+
+    def begin(self, rank: int, save: SaveId) -> None:
+        """Take a slot for a save, if there is one."""
+        assert self.processes is not None
+        mine = self.processes[rank]
+        request = mine.member.request(save)
+        if self.broken == "the round's part is free":
+            request = replace(request, retained=mine.member.verdict.retained)
+        if self.broken == "free after the answer" and mine.member.answer and mine.member.target:
+            request = replace(request, retained=request.retained - {mine.member.target})
+        grows = request.may_grow or self.broken == "greedy slots"
+        slot = self.take(rank, rank, request, self.limit if grows else self.keep + 1)
+        if slot is not None:
+            mine.staging, mine.waiting = slot, None
+        elif mine.waiting is None:
+            mine.member.fail(save, late=1)
+            self.seen["saves without a slot"] += 1
+
+    def stage(self, rank: int) -> None:
+        """End a copy into a slot; or look again for a slot for an explicit save."""
+        assert self.processes is not None
+        mine = self.processes[rank]
+        if mine.waiting and not mine.staging:
+            self.begin(rank, mine.waiting)
+        elif mine.staging:
+            slot, mine.staging = mine.staging, None
+            if self.fails():
+                self.give_up(rank, slot)
+            else:
+                assert slot.save is not None
+                slot.content = (slot.save, rank)
+                mine.queue.append(slot)
+
+    def give_up(self, rank: int, slot: Slot) -> None:
+        """Have a save fail after it has taken a slot."""
+        assert self.processes is not None
+        assert slot.save is not None
+        self.processes[rank].member.fail(slot.save)
+        slot.spoil()
+
+    # ---- executors and the board's threads --------------------------------------------------------------------
+
+    def commit(self, rank: int) -> None:
+        """Commit a part."""
+        assert self.processes is not None
+        mine = self.processes[rank]
+        if mine.queue:
+            slot = mine.queue.pop(0)
+            if self.fails():
+                self.give_up(rank, slot)
+            else:
+                slot.manifest, slot.busy, self.changed = slot.save, False, True
+
+    def copy(self, rank: int) -> None:
+        """Go on with the push of the round's part: find one holder, or end the push to one."""
+        assert self.processes is not None
+        mine, member = self.processes[rank], self.processes[rank].member
+        slot = self.part(rank, member.target)
+        if slot is None or member.target is None or slot.manifest != member.target or member.answer:
+            return
+        todo = [holder for holder in self.holders[rank] if holder not in mine.acknowledged]
+        if not todo or self.broken == "answer at commit":
+            member.copied(member.target)
+        elif mine.push is not None:
+            holder, there = mine.push
+            mine.push = None
+            if self.fails():
+                there.spoil()
+                return
+            there.content, there.manifest, there.busy, self.changed = slot.content, member.target, False, True
+            mine.acknowledged.add(holder)
+        elif self.fails():
+            member.fail(member.target)
+        else:
+            self.offer(rank, todo[0], member.target)
+
+    def offer(self, rank: int, holder: int, save: SaveId) -> None:
+        """Have a holder look for a slot for a copy."""
+        assert self.processes is not None
+        mine, theirs = self.processes[rank], self.processes[holder]
+        if self.broken != "no verdict rides":
+            self.adopt(holder, mine.member.verdict)
+        if any(slot.manifest == save for slot in self.slots(holder, rank)):
+            mine.acknowledged.add(holder)
+            return
+        retained = theirs.member.verdict.retained
+        slot = self.take(holder, rank, SlotRequest(save, retained, True, 0, False), self.keep + 1)
+        if slot is not None:
+            mine.push = (holder, slot)
+
+    def board(self, rank: int) -> None:
+        """Publish a rank's answer, or else look for the next verdict."""
+        assert self.processes is not None
+        mine = self.processes[rank]
+        if not self.store_is_up:
+            return
+        if mine.member.answer and not mine.published:
+            answer = replace(mine.member.answer, late=0) if self.broken == "no slack" else mine.member.answer
+            self.answers[rank] = Answer.from_fields(answer.to_fields())
+            mine.published = True
+        else:
+            self.adopt(rank, self.verdict)
+
+    def adopt(self, rank: int, verdict: Verdict) -> None:
+        """Have a rank hear of a verdict."""
+        assert self.processes is not None
+        mine = self.processes[rank]
+        waiting = mine.waiting
+        if not mine.member.adopt(verdict, lambda save: save == waiting or self.part(rank, save) is not None):
+            return
+        self.changed = True
+        self.known = max(self.known, verdict.newest)
+        if mine.push:
+            mine.push[1].spoil()
+        mine.acknowledged, mine.push, mine.published = set(), None, False
+        self.seen["learned of a round too late"] += mine.member.answer is not None
+
+    def lead(self) -> None:
+        """Have rank 0 decide."""
+        assert self.processes is not None
+        if not self.store_is_up:
+            return
+        if self.leader.member.verdict != self.verdict:
+            self.adopt(0, self.verdict)
+        committed = [slot.manifest for slot in self.slots(0, 0) if slot.manifest]
+        verdict = self.leader.decide(self.answers.values(), committed)
+        if verdict is None:
+            return
+        self.seen["rounds verified" if verdict.total > self.verdict.total else "rounds without result"] += 1
+        if verdict.total > self.verdict.total:
+            self.fragile, self.changed = False, True
+        if self.broken == "one try":
+            verdict = replace(verdict, recovered=None)
+        self.verdict = Verdict.from_fields(verdict.to_fields())
+
+    def save_of(self, call: int) -> SaveId:
+        """Return the save of the n-th call of this run."""
+        return SaveId(self.run, self.origin.step + call * self.stride)
+
+    # ---- recovery -----------------------------------------------------------------------------------------
+
+    def parts(self) -> dict[SaveId, dict[int, set[int]]]:
+        """Return the nodes on which each rank's part of each version is, and check all bytes."""
+        found: dict[SaveId, dict[int, set[int]]] = {}
+        for k, node in enumerate(self.memory):
+            for (_, of), slots in node.slots.items():
+                for slot in slots:
+                    if slot.manifest:
+                        found.setdefault(slot.manifest, {}).setdefault(of, set()).add(k)
+                        if slot.content != (slot.manifest, of):
+                            raise Violation(f"the manifest of {slot.manifest} rank {of} has bytes of {slot.content}")
+        return found
+
+    def complete(self, lost: int | None, found: dict[SaveId, dict[int, set[int]]]) -> list[SaveId]:
+        """Return the versions that exist if a node is lost, newest first."""
+        nodes = [node for k, node in enumerate(self.memory) if k != lost]
+        begun = [
+            (run, line)
+            for node in nodes
+            for run, (line, has_begun) in node.records.items()
+            if has_begun or self.broken == "one phase"
+        ]
+        run, line = max(begun, default=(0, dict[int, SaveId]()), key=lambda each: each[0])
+        gone = set() if lost is None else {lost}
+        whole = [save for save, by in found.items() if len(by) == self.ranks and all(at - gone for at in by.values())]
+        counts = [save for save in whole if not run or save.run == run or save <= line.get(save.run, NOTHING)]
+        return sorted(counts, reverse=True)
+
+    def has_all_copies(self, save: SaveId) -> bool:
+        """Return True if every rank has its part of a save, and every holder its copy."""
+        return all(
+            any(slot.manifest == save for slot in self.slots(keeper, rank))
+            for rank in range(self.ranks)
+            for keeper in (rank, *self.holders[rank])
+        )
+
+    def open(self, back_to: SaveId | None = None) -> Iterator[None]:
+        """Recover and begin a run; all ranks stand still. A crash may come at every yield."""
+        there = self.complete(None, self.parts())
+        chosen = back_to or (there[0] if there else NOTHING)
+        listed = [save for save in reversed(there) if save <= chosen and self.has_all_copies(save)]
+        verified = tuple(listed[-self.keep :])
+        for rank in range(self.ranks):
+            yield from self.fetch(rank, chosen, verified)
+        numbers = [
+            slot.manifest.run for k in self.memory for each in k.slots.values() for slot in each if slot.manifest
+        ]
+        records = [each for node in self.memory for each in node.records.items()]
+        self.run = run = 1 + max([*numbers, *(number for number, _ in records)], default=0)
+        past = max(
+            (each for each in records if each[1][1]), default=(0, (dict[int, SaveId](), True)), key=lambda x: x[0]
+        )
+        line = {at: save for at, save in past[1][0].items() if at < chosen.run} | {chosen.run: chosen}
+        for has_begun in (False, True):
+            for node in self.random.sample(self.memory, self.nodes):
+                node.records[run] = (line, has_begun)
+                self.changed = True
+                if back_to and has_begun:
+                    self.known = chosen
+                yield
+        self.origin = chosen
+        if back_to:
+            self.gone_back, self.known = (run, chosen), chosen
+        if chosen in verified or chosen == NOTHING:
+            verdict = Verdict(0, verified, SaveId(run, 0))
+        else:
+            verdict = Verdict(0, verified, chosen, recovered=None if self.broken == "one try" else chosen)
+        if self.broken == "empty first verdict":
+            verdict = Verdict(0, (), SaveId(run, 0))
+        self.start(verdict)
+
+    def fetch(self, rank: int, chosen: SaveId, verified: tuple[SaveId, ...]) -> Iterator[None]:
+        """Have a rank fetch its part of the version that is recovered."""
+        if chosen == NOTHING or any(slot.manifest == chosen for slot in self.slots(rank, rank)):
+            return
+        source = next(
+            slot
+            for node in self.memory
+            for (_, of), slots in node.slots.items()
+            for slot in slots
+            if of == rank and slot.manifest == chosen
+        )
+        request = SlotRequest(chosen, frozenset({chosen, *verified}), True, 0, False)
+        while (slot := self.take(rank, rank, request, self.keep + 1)) is None:
+            self.read()  # a reader locks the slot
+            yield
+        yield
+        slot.content, slot.manifest, slot.busy, self.changed = source.content, chosen, False, True
+        yield
+
+    def start(self, verdict: Verdict) -> None:
+        """Begin to train."""
+        self.verdict, self.answers = verdict, dict[int, Answer]()
+        self.processes = [Process(Member(verdict, self.keep)) for _ in range(self.ranks)]
+        kind = CarelessLeader if self.broken == "mixed saves" else Leader
+        self.leader = kind(self.processes[0].member, self.ranks)
+        self.known = max(self.known, verdict.newest)
+        self.changed = True
+
+    def crash(self, lost: int | None = None) -> None:
+        """End all processes. One node may be lost, be replaced, or be the old one that was replaced before."""
+        self.seen["crashes" if lost is None else "lost nodes"] += 1
+        self.processes = None
+        if lost is not None:
+            old, self.memory[lost] = self.memory[lost], self.parked.pop(lost, Node())
+            self.readers = [reader for reader in self.readers if reader[0] != lost]
+            if self.random.random() < 0.5:
+                self.parked[lost] = old
+                for slot in (slot for slots in old.slots.values() for slot in slots):
+                    slot.locks = 0
+            self.fragile = True
+        for node in (*self.memory, *self.parked.values()):
+            for slot in (slot for slots in node.slots.values() for slot in slots):
+                slot.save, slot.busy = slot.manifest, False
+        self.changed = True
+        self.check()
+        self.opening = self.open()
+
+    def go_back(self) -> None:
+        """Restart the job from an older version that has all its copies."""
+        there = [save for save in self.complete(None, self.parts()) if self.has_all_copies(save)]
+        if there and not self.fragile:
+            self.seen["went back"] += 1
+            self.crash()
+            self.opening = self.open(there[-1])
+
+    # ---- readers and checks -----------------------------------------------------------------------------------
+
+    def read(self) -> None:
+        """Go on with what processes outside the job do: read a manifest, lock the slot, look again, read, unlock."""
+        if len(self.readers) < 2:
+            k = self.random.randrange(self.nodes)
+            by = self.memory[k].slots.items()
+            there = [(slot, of) for (_, of), slots in by for slot in slots if slot.manifest]
+            if there:
+                slot, of = self.random.choice(there)
+                assert slot.manifest is not None
+                self.readers.append((k, slot, slot.manifest, of, False))
+            return
+        k, slot, save, of, locked = self.readers.pop(0)
+        if locked:
+            if slot.content != (save, of):
+                raise Violation(f"a reader of {save} rank {of} got bytes of {slot.content}")
+            slot.locks -= 1
+        elif slot.manifest == save or self.broken == "no second look":
+            slot.locks += 1
+            self.readers.append((k, slot, save, of, True))
+
+    def check(self) -> None:
+        """Check that every loss of one node at this instant leaves what anybody knows as verified, or newer."""
+        if not self.changed:
+            return
+        self.changed = False
+        found = self.parts()
+        alone = self.fragile or self.nodes == 1
+        for lost in (None,) if alone else (None, *range(self.nodes)):
+            there = self.complete(lost, found)
+            best = there[0] if there else NOTHING
+            if best < self.known:
+                raise Violation(f"{self.known} is known as verified; without node {lost} there is {best}")
+            if self.gone_back and best.run < self.gone_back[0] and best > self.gone_back[1]:
+                raise Violation(f"gone back to {self.gone_back[1]}, and {best} is preferred")
+        for k, node in enumerate(self.memory):
+            for (keeper, of), slots in node.slots.items():
+                if len(slots) > (self.keep + 3 if keeper == of else self.keep + 1):
+                    raise Violation(f"{len(slots)} slots of rank {keeper} for rank {of}")
+            if node.count() > self.room[k]:
+                raise Violation(f"node {k} has {node.count()} slots")
+
+    # ---- schedules ----------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Have one thing happen."""
+        self.now += 1
+        rng = self.random
+        if self.opening is not None and next(self.opening, self) is self:
+            self.opening = None
+        if self.faults and rng.random() < (0.004 if self.opening is None else 0.04):
+            if self.processes is None or rng.random() < 0.6:
+                kept = self.fragile or self.nodes == 1 or rng.random() < 0.5
+                self.crash(None if kept else rng.choice([*range(self.nodes), *self.parked, *self.parked]))
+            else:
+                self.go_back()
+        if self.faults and rng.random() < 0.02:
+            self.store_is_up = not self.store_is_up
+        if self.processes is not None and self.opening is None:
+            act, arguments = self._next_act()
+            act(*arguments)
+        self.check()
+
+    def _next_act(self) -> tuple[Callable[..., None], tuple[int, ...]]:
+        if not self.weights:
+            each: tuple[Callable[..., None], ...] = (self.call, self.stage, self.commit, self.copy, self.board)
+            self._acts: list[tuple[Callable[..., None], tuple[int, ...]]] = [(self.lead, ()), (self.read, ())]
+            self._acts += [(act, (rank,)) for act in each for rank in range(self.ranks)]
+            self.weights = {n: self.random.choice([0.1, 0.3, 1.0, 1.0]) for n in range(len(self._acts))}
+        return self.random.choices(self._acts, list(self.weights.values()))[0]
+
+    def play(self, *, ticks: int = 1500, quiet: int = 40_000, stop_one: bool = False) -> None:
+        """Play a schedule: with faults for a while, then without until all that was promised has come.
+
+        Args:
+            ticks: things that happen with faults.
+            quiet: things that may happen without faults until everything is verified.
+            stop_one: stop a rank for ever after the faults, and check that the others train on and nothing is lost.
+
+        Raises:
+            Violation: a promise is broken.
+        """
+        for _ in range(ticks):
+            self.tick()
+        self.faults, self.store_is_up = False, True
+        while self.processes is None or self.opening is not None:
+            self.tick()
+        if stop_one:
+            self.stopped.add(self.random.randrange(self.ranks))
+            before = [process.calls for process in self.processes]
+            for _ in range(1500):
+                self.tick()
+            if any(self.processes[r].calls <= before[r] for r in range(self.ranks) if r not in self.stopped):
+                raise Violation("a rank that has stopped blocks the training of another")
+            return
+        self._expect_progress(quiet)
+
+    def _expect_progress(self, quiet: int) -> None:
+        assert self.processes is not None
+        goal = self.verdict.total + self.keep + 3
+        for _ in range(quiet):
+            self.tick()
+            if self.verdict.total >= goal:
+                break
+        else:
+            raise Violation(f"starved: of {self.keep + 3} rounds {goal - self.verdict.total} are not verified")
+        self.last_call = max(process.calls for process in self.processes) + 1
+        last = self.save_of(self.last_call)
+        for _ in range(quiet):
+            self.tick()
+            if all(process.member.verdict.newest == last for process in self.processes):
+                return
+        raise Violation("the last save was never verified")
+
+
+def find_violation(seeds: range, broken: str = "") -> str | None:
+    """Return the first violation in the schedules of some seeds, and its seed; None if there is none."""
+    for seed in seeds:
+        world = World(seed, broken)
+        try:
+            world.play(stop_one=seed % 5 == 4)
+        except Violation as violation:
+            return f"seed {seed}, after {world.now} steps: {violation}"
+    return None

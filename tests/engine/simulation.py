@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from ml_flashpoint.engine.rounds import NOTHING, Answer, Leader, Member, SaveId, SlotRequest, Verdict
@@ -85,12 +85,12 @@ class Process:
 class CarelessLeader(Leader):
     """A leader that does not compare the saves of the answers."""
 
-    def decide(self, answers: object, committed: object) -> Verdict | None:
-        found = [each for each in answers if each.number == self.member.verdict.number]  # type: ignore[attr-defined]
+    def decide(self, answers: Iterable[Answer]) -> Verdict | None:
+        found = [each for each in answers if each.number == self.member.verdict.number]
         if found and all(each.copied for each in found):
             newest = max(each.save for each in found)
-            answers = [replace(each, save=newest) for each in found]
-        return Leader.decide(self, answers, committed)  # type: ignore[arg-type]
+            found = [replace(each, save=newest) for each in found]
+        return Leader.decide(self, found)
 
 
 class World:
@@ -170,6 +170,8 @@ class World:
         if not free:
             return None
         slot = min(free, key=lambda each: (each.save is not None, each.used))
+        if keeper == of and slot.save is not None and self.processes is not None:
+            self.processes[of].member.fail(slot.save)
         if self.broken != "manifest last":
             slot.manifest = None
         slot.content, slot.save, slot.busy, slot.used, self.changed = None, request.save, True, self.now, True
@@ -247,7 +249,9 @@ class World:
             if self.fails():
                 self.give_up(rank, slot)
             else:
+                assert slot.save is not None
                 slot.manifest, slot.busy, self.changed = slot.save, False, True
+                mine.member.commit(slot.save)
 
     def copy(self, rank: int) -> None:
         """Go on with the push of the round's part: find one holder, or end the push to one."""
@@ -258,7 +262,7 @@ class World:
             return
         todo = [holder for holder in self.holders[rank] if holder not in mine.acknowledged]
         if not todo or self.broken == "answer at commit":
-            member.copied(member.target)
+            member.end_push(member.target, copied=True)
         elif mine.push is not None:
             holder, there = mine.push
             mine.push = None
@@ -268,7 +272,7 @@ class World:
             there.content, there.manifest, there.busy, self.changed = slot.content, member.target, False, True
             mine.acknowledged.add(holder)
         elif self.fails():
-            member.fail(member.target)
+            member.end_push(member.target, copied=False)
         else:
             self.offer(rank, todo[0], member.target)
 
@@ -303,8 +307,7 @@ class World:
         """Have a rank hear of a verdict."""
         assert self.processes is not None
         mine = self.processes[rank]
-        waiting = mine.waiting
-        if not mine.member.adopt(verdict, lambda save: save == waiting or self.part(rank, save) is not None):
+        if not mine.member.adopt(verdict):
             return
         self.changed = True
         self.known = max(self.known, verdict.newest)
@@ -320,8 +323,7 @@ class World:
             return
         if self.leader.member.verdict != self.verdict:
             self.adopt(0, self.verdict)
-        committed = [slot.manifest for slot in self.slots(0, 0) if slot.manifest]
-        verdict = self.leader.decide(self.answers.values(), committed)
+        verdict = self.leader.decide(self.answers.values())
         if verdict is None:
             return
         self.seen["rounds verified" if verdict.total > self.verdict.total else "rounds without result"] += 1

@@ -22,10 +22,6 @@ _JSON = st.recursive(
 )
 
 
-def _has_everything(save: SaveId) -> bool:
-    return True
-
-
 @pytest.mark.parametrize("begin", range(0, 2000, 500))
 def test_no_schedule_loses_a_verified_version_or_starves(begin: int) -> None:
     assert find_violation(range(begin, begin + 500)) is None
@@ -80,13 +76,13 @@ def test_the_recovered_version_is_the_save_of_every_round_until_it_is_verified()
     leader = Leader(member, ranks=2)
     member.call(SaveId(2, 40))
     for number in range(3):
-        verdict = leader.decide([Answer(number, recovered, copied=False)], [])
+        verdict = leader.decide([Answer(number, recovered, copied=False)])
         assert verdict is not None
         assert verdict.first == recovered
         assert recovered in verdict.retained
-        assert member.adopt(verdict, _has_everything)
+        assert member.adopt(verdict)
         assert member.target == recovered
-    verdict = leader.decide([Answer(3, recovered, copied=True)] * 2, [])
+    verdict = leader.decide([Answer(3, recovered, copied=True)] * 2)
     assert verdict is not None
     assert verdict.verified == (recovered,)
     assert verdict.recovered is None
@@ -96,8 +92,9 @@ def test_a_round_chooses_the_newest_part_that_rank_0_has_committed() -> None:
     member = Member(Verdict(0, (), SaveId(1, 0)), keep=2)
     for step in (10, 20, 30, 40):
         member.call(SaveId(1, step))
-    answers = [Answer(0, SaveId(1, 10), copied=True)] * 3
-    verdict = Leader(member, ranks=3).decide(answers, [SaveId(1, 10), SaveId(1, 20), SaveId(1, 30), SaveId(0, 99)])
+    for step in (10, 20, 30):
+        member.commit(SaveId(1, step))
+    verdict = Leader(member, ranks=3).decide([Answer(0, SaveId(1, 10), copied=True)] * 3)
     assert verdict == Verdict(1, (SaveId(1, 10),), SaveId(1, 30), total=1)
 
 
@@ -106,7 +103,7 @@ def test_a_round_begins_later_by_as_many_saves_as_ranks_were_late() -> None:
     for step in (10, 20):
         member.call(SaveId(1, step))
     leader = Leader(member, ranks=2)
-    late = leader.decide([Answer(0, SaveId(1, 10), copied=False, late=3)], [])
+    late = leader.decide([Answer(0, SaveId(1, 10), copied=False, late=3)])
     assert late is not None
     assert late.first == SaveId(1, 20 + 1 + 3 * 10)
 
@@ -114,7 +111,7 @@ def test_a_round_begins_later_by_as_many_saves_as_ranks_were_late() -> None:
 def test_somebody_who_waits_for_a_save_gets_the_next_round() -> None:
     member = Member(Verdict(4, (SaveId(1, 10),), SaveId(1, 50)), keep=1)
     member.call(SaveId(1, 20), explicit=True)
-    verdict = Leader(member, ranks=2).decide([], [])
+    verdict = Leader(member, ranks=2).decide([])
     assert verdict == Verdict(5, (SaveId(1, 10),), SaveId(1, 20))
 
 
@@ -122,7 +119,7 @@ def test_answers_for_two_saves_verify_neither() -> None:
     member = Member(Verdict(0, (), SaveId(1, 0)), keep=1)
     member.call(SaveId(1, 10))
     answers = [Answer(0, SaveId(1, 10), copied=True), Answer(0, SaveId(1, 20), copied=True)]
-    verdict = Leader(member, ranks=2).decide(answers, [])
+    verdict = Leader(member, ranks=2).decide(answers)
     assert verdict is not None
     assert verdict.verified == ()
 
@@ -130,12 +127,12 @@ def test_answers_for_two_saves_verify_neither() -> None:
 def test_answers_of_an_earlier_round_decide_nothing() -> None:
     member = Member(Verdict(7, (), SaveId(1, 0)), keep=1)
     stale = Answer(6, SaveId(1, 10), copied=True)
-    assert Leader(member, ranks=2).decide([stale, replace(stale, copied=False)], []) is None
+    assert Leader(member, ranks=2).decide([stale, replace(stale, copied=False)]) is None
 
 
 def test_only_the_first_answer_of_a_round_counts() -> None:
     member = Member(Verdict(0, (), SaveId(1, 0)), keep=1)
     member.call(SaveId(1, 10))
     member.fail(SaveId(1, 10), late=1)
-    member.copied(SaveId(1, 10))
+    member.end_push(SaveId(1, 10), copied=True)
     assert member.answer == Answer(0, SaveId(1, 10), copied=False, late=1)

@@ -12,7 +12,7 @@ nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -172,6 +172,7 @@ class Member:
         target: the round's save; None until the rank calls it.
         answer: the answer to the round; None until there is one.
         explicit: the newest save that somebody waits for.
+        parts: saves of this run of which this rank has a part or is about to have one; True if the part is committed.
     """
 
     verdict: Verdict
@@ -180,11 +181,13 @@ class Member:
     target: SaveId | None = None
     answer: Answer | None = None
     explicit: SaveId | None = None
+    parts: dict[SaveId, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.verdict.recovered is not None:
-            self.calls.append(self.verdict.recovered)
             self.target = self.verdict.recovered
+            self.calls.append(self.target)
+            self.parts[self.target] = True
 
     def call(self, save: SaveId, *, explicit: bool = False) -> None:
         """Record that the program saves.
@@ -203,6 +206,7 @@ class Member:
                 value=save.step,
             )
         self.calls.append(save)
+        self.parts[save] = False
         if explicit:
             self.explicit = save
         if self.target is None and save >= self.verdict.first:
@@ -217,31 +221,35 @@ class Member:
         spare = 0 if of_round or self.target is not None else 1
         return SlotRequest(save, retained, of_round, spare, may_grow=self.verdict.total > self.keep)
 
+    def commit(self, save: SaveId) -> None:
+        """Record that this rank's part of a save is committed."""
+        self.parts[save] = True
+
     def fail(self, save: SaveId, *, late: int = 0) -> None:
-        """Answer no, if this is the round's save and there is no answer yet.
+        """Record that a save has no part on this rank; if it is the round's save, answer no.
 
         Args:
-            save: has no part on this rank, and will have none.
-            late: 1 if there was no slot for it; see `Answer`.
+            save: failed, or found no slot, or had a slot that another save has taken.
+            late: 1 if there was no slot; see `Answer`.
         """
-        if save == self.target and self.answer is None:
-            self.answer = Answer(self.verdict.number, save, copied=False, late=late)
+        self.parts.pop(save, None)
+        self._answer(save, copied=False, late=late)
 
-    def copied(self, save: SaveId) -> None:
-        """Answer yes: all holders have acknowledged a copy of the part, which is committed."""
-        if save == self.target and self.answer is None:
-            self.answer = Answer(self.verdict.number, save, copied=True)
-
-    def adopt(self, verdict: Verdict, has_part: Callable[[SaveId], bool]) -> bool:
-        """Take a newer verdict into use; do nothing with one that is not newer.
+    def end_push(self, save: SaveId, *, copied: bool) -> None:
+        """Record that the push of a committed part has ended.
 
         Args:
-            verdict: of the leader, or of a peer that has pushed a part.
-            has_part: returns True if this rank has its part of a save, or is about to commit it.
-
-        Returns:
-            True if the verdict was newer.
+            save: the round's save; another one has no answer.
+            copied: True if all holders have acknowledged a copy.
         """
+        self._answer(save, copied=copied)
+
+    def _answer(self, save: SaveId, *, copied: bool, late: int = 0) -> None:
+        if save == self.target and self.answer is None:
+            self.answer = Answer(self.verdict.number, save, copied, late)
+
+    def adopt(self, verdict: Verdict) -> bool:
+        """Take a verdict into use if it is newer, from the board or along with a push. Return True if it was newer."""
         if verdict.number <= self.verdict.number:
             return False
         self.verdict = verdict
@@ -249,8 +257,8 @@ class Member:
         self.answer = None
         due = [save for save in self.calls if save >= verdict.first]
         self.target = due[0] if due else None
-        if self.target is not None and not has_part(self.target):
-            self.answer = Answer(self.verdict.number, self.target, copied=False, late=len(due))
+        if self.target is not None and self.target not in self.parts:
+            self._answer(self.target, copied=False, late=len(due))
         return True
 
 
@@ -270,12 +278,11 @@ class Leader:
     ranks: int
     slack: int = 0
 
-    def decide(self, answers: Iterable[Answer], committed: Collection[SaveId]) -> Verdict | None:
+    def decide(self, answers: Iterable[Answer]) -> Verdict | None:
         """Return the next verdict; None while the round is open.
 
         Args:
             answers: of any rounds, at most one from each rank.
-            committed: saves of which rank 0 has committed its part.
         """
         old, explicit = self.member.verdict, self.member.explicit
         found = [answer for answer in answers if answer.number == old.number]
@@ -288,7 +295,7 @@ class Leader:
             self.slack = max(self.slack - 1, 0)
             save = found[0].save
             verified, total, recovered = (*old.verified, save)[-self.member.keep :], old.total + 1, None
-            held = [each for each in committed if each > save and each in self.member.calls]
+            held = [each for each, is_committed in self.member.parts.items() if is_committed and each > save]
             first = max(held) if held and not self.slack else self._later()
             waiting = explicit is not None and explicit > save
         elif self._may_begin_another(old, explicit):
@@ -307,7 +314,7 @@ class Leader:
 
     def _later(self) -> SaveId:
         """Return the first save that rank 0 has not called, or one later by `slack` saves of the program's stride."""
-        calls: Sequence[SaveId] = self.member.calls
+        calls = self.member.calls
         if not calls:
             return self.member.verdict.first
         stride = calls[-1].step - calls[-2].step if len(calls) > 1 and calls[-1].run == calls[-2].run else 1

@@ -13,7 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from ml_flashpoint.engine.rounds import NOTHING, Answer, Leader, Member, SaveId, SlotRequest, Verdict
+from ml_flashpoint.engine.rounds import NOTHING, Answer, Leader, Member, Verdict
+from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.memory.lineage import RunRecord, newest_begun, next_run
+from ml_flashpoint.memory.pool import New, SlotRequest, choose, slot_limit
+from ml_flashpoint.memory.slot import State
 
 BROKEN = {
     "the round's part is free": "a rank does not retain its part of the round's save",
@@ -39,19 +43,23 @@ class Violation(AssertionError):
 
 @dataclass(eq=False)
 class Slot:
-    """A tmpfs file. `manifest` and `content` survive the processes; `save` and `busy` are known to the owner only."""
+    """A tmpfs file. `manifest` and `content` survive the processes; `save` and `state` are known to the owner only."""
 
     manifest: SaveId | None = None
     content: tuple[SaveId, int] | None = None
     save: SaveId | None = None
-    busy: bool = False
+    state: State = State.EMPTY
     used: int = 0
     locks: int = 0
 
     def spoil(self) -> None:
         """Lose what was being written."""
         self.manifest = self.content = self.save = None
-        self.busy = False
+        self.state = State.EMPTY
+
+    def commit(self, save: SaveId) -> None:
+        """Have the part of a save."""
+        self.manifest, self.state = save, State.COMMITTED
 
 
 @dataclass
@@ -59,8 +67,7 @@ class Node:
     """Memory of a node: slots by (rank that keeps them, rank whose parts they are for), and the records of runs."""
 
     slots: dict[tuple[int, int], list[Slot]] = field(default_factory=dict)
-    records: dict[int, tuple[dict[int, SaveId], bool]] = field(default_factory=dict)
-    """By run: the lineage, as the newest save that counts of each earlier run, and whether the run has begun."""
+    records: dict[int, RunRecord] = field(default_factory=dict)
 
     def count(self) -> int:
         """Return the number of slots."""
@@ -110,7 +117,7 @@ class World:
         self.home = [rank * self.nodes // self.ranks for rank in range(self.ranks)]
         self.holders = self._holders()
         self.keep = rng.randint(1, 3)
-        self.limit = self.keep + rng.randint(1, 3)
+        self.extra = rng.randint(0, 2)
         held = Counter(self.home[holder] for holders in self.holders for holder in holders)
         own = Counter(self.home)
         self.room = [(self.keep + 1) * (own[node] + held[node]) + rng.randint(0, 2) for node in range(self.nodes)]
@@ -152,29 +159,25 @@ class World:
         """Return the slot that has, or will have, a rank's own part of a save."""
         return next((slot for slot in self.slots(rank, rank) if save is not None and slot.save == save), None)
 
-    def take(self, keeper: int, of: int, request: SlotRequest, limit: int) -> Slot | None:
+    def take(self, keeper: int, of: int, request: SlotRequest, *, extra: int = 0) -> Slot | None:
         """Return a slot to write to: a free one, longest unused first, or a new one."""
         slots = self.slots(keeper, of)
-        newest = max((slot.manifest for slot in slots if slot.manifest), default=None)
-        free = [slot for slot in slots if not slot.busy and (slot.save is None or slot.save not in request.retained)]
-        free = [slot for slot in free if not slot.locks or self.broken == "no lock"]
+        grows = request.may_grow or (extra > 0 and self.broken == "greedy slots")
+        limit = slot_limit(self.keep, may_grow=grows, extra=extra)
         node = self.memory[self.home[keeper]]
-        grows = len(slots) < limit and node.count() < self.room[self.home[keeper]]
-        if len(free) + grows <= request.spare:
+        room = len(slots) < limit and node.count() < self.room[self.home[keeper]]
+        locked = [slot for slot in slots if slot.locks and self.broken != "no lock"]
+        slot = choose(slots, request, locked, may_make=room)
+        if isinstance(slot, New):
+            slots.append(slot := Slot())
+        if slot is None:
             return None
-        if not request.of_round:
-            free = [slot for slot in free if slot.manifest is None or slot.manifest != newest]
-        if grows and not any(slot.save is None for slot in free):
-            free = [Slot()]
-            slots.extend(free)
-        if not free:
-            return None
-        slot = min(free, key=lambda each: (each.save is not None, each.used))
         if keeper == of and slot.save is not None and self.processes is not None:
             self.processes[of].member.fail(slot.save)
         if self.broken != "manifest last":
             slot.manifest = None
-        slot.content, slot.save, slot.busy, slot.used, self.changed = None, request.save, True, self.now, True
+        slot.content, slot.save, slot.state, slot.used = None, request.save, State.WRITING, self.now
+        self.changed = True
         return slot
 
     # ---- the training thread: it waits for nobody -----------------------------------------------------------
@@ -207,9 +210,8 @@ class World:
         if self.broken == "the round's part is free":
             request = replace(request, retained=mine.member.verdict.retained)
         if self.broken == "free after the answer" and mine.member.answer and mine.member.target:
-            request = replace(request, retained=request.retained - {mine.member.target})
-        grows = request.may_grow or self.broken == "greedy slots"
-        slot = self.take(rank, rank, request, self.limit if grows else self.keep + 1)
+            request = replace(request, retained=set(request.retained) - {mine.member.target})
+        slot = self.take(rank, rank, request, extra=self.extra)
         if slot is not None:
             mine.staging, mine.waiting = slot, None
         elif mine.waiting is None:
@@ -250,8 +252,9 @@ class World:
                 self.give_up(rank, slot)
             else:
                 assert slot.save is not None
-                slot.manifest, slot.busy, self.changed = slot.save, False, True
+                slot.commit(slot.save)
                 mine.member.commit(slot.save)
+                self.changed = True
 
     def copy(self, rank: int) -> None:
         """Go on with the push of the round's part: find one holder, or end the push to one."""
@@ -269,7 +272,8 @@ class World:
             if self.fails():
                 there.spoil()
                 return
-            there.content, there.manifest, there.busy, self.changed = slot.content, member.target, False, True
+            there.content, self.changed = slot.content, True
+            there.commit(member.target)
             mine.acknowledged.add(holder)
         elif self.fails():
             member.end_push(member.target, copied=False)
@@ -286,7 +290,7 @@ class World:
             mine.acknowledged.add(holder)
             return
         retained = theirs.member.verdict.retained
-        slot = self.take(holder, rank, SlotRequest(save, retained, True, 0, False), self.keep + 1)
+        slot = self.take(holder, rank, SlotRequest(save, retained))
         if slot is not None:
             mine.push = (holder, slot)
 
@@ -354,17 +358,12 @@ class World:
     def complete(self, lost: int | None, found: dict[SaveId, dict[int, set[int]]]) -> list[SaveId]:
         """Return the versions that exist if a node is lost, newest first."""
         nodes = [node for k, node in enumerate(self.memory) if k != lost]
-        begun = [
-            (run, line)
-            for node in nodes
-            for run, (line, has_begun) in node.records.items()
-            if has_begun or self.broken == "one phase"
-        ]
-        run, line = max(begun, default=(0, dict[int, SaveId]()), key=lambda each: each[0])
-        gone = set() if lost is None else {lost}
+        records = [record for node in nodes for record in node.records.values()]
+        if self.broken == "one phase":
+            records = [replace(record, begun=True) for record in records]
+        newest, gone = newest_begun(records), set() if lost is None else {lost}
         whole = [save for save, by in found.items() if len(by) == self.ranks and all(at - gone for at in by.values())]
-        counts = [save for save in whole if not run or save.run == run or save <= line.get(save.run, NOTHING)]
-        return sorted(counts, reverse=True)
+        return sorted((save for save in whole if newest is None or newest.has(save)), reverse=True)
 
     def has_all_copies(self, save: SaveId) -> bool:
         """Return True if every rank has its part of a save, and every holder its copy."""
@@ -382,18 +381,13 @@ class World:
         verified = tuple(listed[-self.keep :])
         for rank in range(self.ranks):
             yield from self.fetch(rank, chosen, verified)
-        numbers = [
-            slot.manifest.run for k in self.memory for each in k.slots.values() for slot in each if slot.manifest
-        ]
-        records = [each for node in self.memory for each in node.records.items()]
-        self.run = run = 1 + max([*numbers, *(number for number, _ in records)], default=0)
-        past = max(
-            (each for each in records if each[1][1]), default=(0, (dict[int, SaveId](), True)), key=lambda x: x[0]
-        )
-        line = {at: save for at, save in past[1][0].items() if at < chosen.run} | {chosen.run: chosen}
+        found = [slot.manifest for k in self.memory for each in k.slots.values() for slot in each if slot.manifest]
+        records = [record for node in self.memory for record in node.records.values()]
+        record = next_run(records, found, None if chosen == NOTHING else chosen)
+        self.run = run = record.run
         for has_begun in (False, True):
             for node in self.random.sample(self.memory, self.nodes):
-                node.records[run] = (line, has_begun)
+                node.records[run] = replace(record, begun=has_begun)
                 self.changed = True
                 if back_to and has_begun:
                     self.known = chosen
@@ -420,12 +414,13 @@ class World:
             for slot in slots
             if of == rank and slot.manifest == chosen
         )
-        request = SlotRequest(chosen, frozenset({chosen, *verified}), True, 0, False)
-        while (slot := self.take(rank, rank, request, self.keep + 1)) is None:
+        request = SlotRequest(chosen, {chosen, *verified})
+        while (slot := self.take(rank, rank, request)) is None:
             self.read()  # a reader locks the slot
             yield
         yield
-        slot.content, slot.manifest, slot.busy, self.changed = source.content, chosen, False, True
+        slot.content, self.changed = source.content, True
+        slot.commit(chosen)
         yield
 
     def start(self, verdict: Verdict) -> None:
@@ -451,7 +446,8 @@ class World:
             self.fragile = True
         for node in (*self.memory, *self.parked.values()):
             for slot in (slot for slots in node.slots.values() for slot in slots):
-                slot.save, slot.busy = slot.manifest, False
+                slot.save = slot.manifest
+                slot.state = State.COMMITTED if slot.manifest else State.EMPTY
         self.changed = True
         self.check()
         self.opening = self.open()

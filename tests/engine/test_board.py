@@ -12,8 +12,9 @@ from torch.distributed import HashStore, TCPStore
 from torch.distributed.distributed_c10d import Store
 
 from ml_flashpoint.engine.board import Board
-from ml_flashpoint.engine.rounds import Member, SaveId, Verdict
+from ml_flashpoint.engine.rounds import Member, Verdict
 from ml_flashpoint.format.errors import ReplicationError
+from ml_flashpoint.format.save_id import SaveId
 from tests.support.forked import Child, preload, wait_until
 from tests.workers import board_store
 

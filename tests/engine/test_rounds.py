@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ml_flashpoint.engine.rounds import Answer, Leader, Member, SaveId, Verdict
+from ml_flashpoint.engine.rounds import Answer, Leader, Member, Verdict
 from ml_flashpoint.format.errors import InvalidArgumentError, ProtocolError
+from ml_flashpoint.format.save_id import SaveId
 from tests.engine.simulation import BROKEN, find_violation
 
 _NUMBERS = st.integers(0, 2**63 - 1)

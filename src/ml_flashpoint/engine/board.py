@@ -25,8 +25,10 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from ml_flashpoint.engine.rounds import Answer, Leader, Member, SaveId, SlotRequest, Verdict
+from ml_flashpoint.engine.rounds import Answer, Leader, Member, Verdict
 from ml_flashpoint.format.errors import FlashpointError, ProtocolError
+from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.memory.pool import SlotRequest
 
 _log = logging.getLogger(__name__)
 

@@ -14,22 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from ml_flashpoint.format.errors import InvalidArgumentError, ProtocolError
-
-
-class SaveId(NamedTuple):
-    """Name of a save. Saves of a later run compare greater, and within a run those of a later step.
-
-    Attributes:
-        run: number of the run, from 1. Run 0 is older than every run.
-        step: training step.
-    """
-
-    run: int
-    step: int
-
+from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.memory.pool import SlotRequest
 
 NOTHING = SaveId(0, 0)
 """Stands for "no version": older than every save."""
@@ -138,25 +126,6 @@ class Answer:
         if not isinstance(fields, list) or len(fields) != 4 or not isinstance(fields[2], bool):
             raise ProtocolError(f"an answer must be [number, save, copied, late], got {fields!r}")
         return cls(_natural(fields[0], "number"), _save(fields[1], "save"), fields[2], _natural(fields[3], "late"))
-
-
-@dataclass(frozen=True, slots=True)
-class SlotRequest:
-    """Terms on which a save may take a slot of this rank.
-
-    Attributes:
-        save: the save.
-        retained: saves whose slots must not be taken.
-        of_round: True if this is the round's save. Another save must not take the newest committed part.
-        spare: free slots that must be left, for a round's save that is still to come.
-        may_grow: True if the rank may have more than ``keep + 1`` slots.
-    """
-
-    save: SaveId
-    retained: frozenset[SaveId]
-    of_round: bool
-    spare: int
-    may_grow: bool
 
 
 @dataclass(slots=True)

@@ -20,7 +20,20 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks import ddict, engine, lightning, local, loop, machine, megatron, peers, persist, supervised, transfers
+from benchmarks import (
+    board,
+    ddict,
+    engine,
+    lightning,
+    local,
+    loop,
+    machine,
+    megatron,
+    peers,
+    persist,
+    supervised,
+    transfers,
+)
 from benchmarks.rivals import running as rivals
 from benchmarks.states import STATES, tiny
 from benchmarks.timing import Memcpy, Result, measure, of_peer
@@ -72,6 +85,8 @@ def all_results(folder: Path, scale: float, only: str) -> Iterator[Result]:
         yield from persist.results(folder / "persist", scale)
     if not only or only in "lightning":
         yield from lightning.results(folder / "lightning", scale)
+    if not only or only in "board":
+        yield from board.results()
     if not only or only in "ddict":
         yield from ddict.results(scale)
 
@@ -103,7 +118,7 @@ def main(
         typer.Option(
             help="Only states whose name contains this"
             " ('128', '20,000', 'tiny', 'replication', 'transfer', 'loop', 'rivals', 'persist',"
-            " 'lightning', 'ddict')."
+            " 'lightning', 'board', 'ddict')."
         ),
     ] = "",
 ) -> None:

@@ -35,6 +35,7 @@ from ml_flashpoint.core.room import prepare_room
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.save_identity import Numbering, SaveIdentity, missing_ranks
 from ml_flashpoint.core.saver import ArenaSource, MLFlashpointCheckpointSaver, unasked_versions
+from ml_flashpoint.core.signals import answer_sigterm
 from ml_flashpoint.format.at_exit import at_exit
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import CapacityError, FlashpointError, JobInUseError, SaveError
@@ -118,6 +119,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
     def begin(self, *, exchanged: bool = False, here: bool = False) -> Save:
         """Start a save; see the base class. One ``here`` is given up when this thread begins another one, or waits,
         until it has another worker: an interrupt may have kept the thread from even learning of it."""
+        answer_sigterm()
         self.owner.check(self.rank)
         with self._lock:
             if self._closed:

@@ -120,7 +120,7 @@ class LocalCheckpointManager(OverlappingDoor):
         strategy = checked_strategy(repl_strategy, "repl_strategy") or NoReplicationStrategy()
         rule = checked_keep(keep)
         options = persist_options(persist, persist_every, persist_keep, persist_bytes_per_s)
-        grace = checked_grace(handle_sigterm, grace_s) if persist is not None else None
+        grace = checked_grace(handle_sigterm, grace_s)
         self._types = KnownTypes(checked_globals(safe_globals))
         self._meshes = Meshes()
         self.session_id = session_id

@@ -72,7 +72,7 @@ class Engine(CheckpointEngine):
             discard_existing=discard_existing,
             keep=keep,
             persist=persist_options(persist, persist_every, persist_keep, persist_bytes_per_s),
-            sigterm_grace_s=grace if persist is not None else None,
+            sigterm_grace_s=grace,
         )
 
     @classmethod

@@ -35,10 +35,15 @@ from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.job_lock import JobLock
 from ml_flashpoint.checkpoint_object_manager.orphans import inherit_parts
 from ml_flashpoint.checkpoint_object_manager.rank_lock import AT_WORK, LOCK, take_lock
-from ml_flashpoint.checkpoint_object_manager.reader_holds import ReaderHolds
 from ml_flashpoint.checkpoint_object_manager.reserve import RESERVE, keep_reserve
 from ml_flashpoint.checkpoint_object_manager.retaining_store import RetainingStore
-from ml_flashpoint.checkpoint_object_manager.version_files import commit_part, list_versions, map_object, remove_part
+from ml_flashpoint.checkpoint_object_manager.version_files import (
+    commit_part,
+    is_read,
+    list_versions,
+    map_object,
+    remove_part,
+)
 from ml_flashpoint.format.errors import CapacityError
 from ml_flashpoint.format.manifest import Manifest, manifest_name, object_name, read_manifest
 from ml_flashpoint.format.private_folders import open_own, sweep_folder
@@ -99,7 +104,6 @@ class RankStore(RetainingStore):
         # A late copy may come after the verdict, but not after this many more of them.
         self._rejected: deque[str] = deque(maxlen=64)
         self._useless: list[HeldPart] = []
-        self._readers = ReaderHolds(base)
         self._release_count = 0
         try:
             warn_unless_memory(base)
@@ -263,7 +267,7 @@ class RankStore(RetainingStore):
             self._retire(part)
 
     def _retire_doomed(self, *, at_once: bool = False) -> bool:
-        """Try again what readers elsewhere held up; whether there was any. ``at_once``: do not wait for them."""
+        """Try again what readers held up; whether there was any. ``at_once``: also what is lent."""
         with self._lock:
             doomed = [part for part in self._parts.values() if part.doomed and not part.pins]
             for part in doomed:
@@ -272,7 +276,8 @@ class RankStore(RetainingStore):
 
     def _retire(self, part: HeldPart, *, at_once: bool = False) -> None:
         """Remove a doomed part once nobody reads it; of one that was replaced, what its successor does not use."""
-        if part.pins or self._readers.keeps(part, at_once=at_once):
+        lent = part.loans and not at_once
+        if part.pins or lent or is_read(self.base, part.version, part.rank, part.save_id):
             return
         key = (part.save_id, part.rank)
         successor = self._parts.get(key)

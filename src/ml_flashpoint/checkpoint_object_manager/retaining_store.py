@@ -100,10 +100,10 @@ class RetainingStore(ABC):
 
     def counts(self, save_id: str, rank: int) -> bool:
         """Whether a part is here, and not one that is kept beside the newest verified version, as far as room goes, or
-        that is dropped and only lent yet, which gives way likewise."""
+        that is dropped and only read yet."""
         with self._lock:
             part = self._parts.get((save_id, rank))
-            return part is not None and not (part.doomed and part.loans) and not self.retained.is_beside(save_id)
+            return part is not None and not part.doomed and not self.retained.is_beside(save_id)
 
     def _arenas_kept_beside(self) -> set[Arena]:
         beside = [part for part in self._parts.values() if self.retained.is_beside(part.save_id)]

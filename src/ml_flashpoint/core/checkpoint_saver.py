@@ -46,10 +46,9 @@ from ml_flashpoint.replication.replication_manager import ReplicationManager
 
 _log = logging.getLogger(__name__)
 
-DEFAULT_BUFFER_BYTES = 16 << 30
 # What a new arena costs in page faults, in bytes a second: to wait that long for a used one is no dearer.
 _FAULT_RATE = 1 << 30
-__all__ = ["DEFAULT_BUFFER_BYTES", "DefaultMLFlashpointCheckpointSaver", "MLFlashpointCheckpointSaver"]
+__all__ = ["DefaultMLFlashpointCheckpointSaver", "MLFlashpointCheckpointSaver"]
 
 
 class DefaultMLFlashpointCheckpointSaver(HandingOff):
@@ -62,7 +61,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         local_rank_getter, global_barrier_func, use_optimized_save: accepted for callers that pass them, and ignored.
         ckpt_obj_manager: where bytes live; one of its own by default.
         replication_manager, persisting: who makes copies, and who durable ones of what is verified; none by default.
-        initial_buffer_size_bytes: expected bytes a rank; costs nothing until used, and larger states work.
+        initial_buffer_size_bytes: accepted for callers that pass it: arenas are as large as what is saved.
         cache_staged_state_dict: keep layout and views between saves. The arenas stay in memory either way.
 
     Raises:
@@ -76,7 +75,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         global_barrier_func: Callable[[], object] | None = None,
         ckpt_obj_manager: CheckpointObjectManager | None = None,
         replication_manager: ReplicationManager | None = None,
-        initial_buffer_size_bytes: int = DEFAULT_BUFFER_BYTES,
+        initial_buffer_size_bytes: int = 16 << 30,
         *,
         use_optimized_save: bool | None = None,
         cache_staged_state_dict: bool = True,
@@ -85,7 +84,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         super().__init__()
         unused = {"local_rank_getter": local_rank_getter, "global_barrier_func": global_barrier_func}
         ignored("DefaultMLFlashpointCheckpointSaver", **unused, use_optimized_save=use_optimized_save)
-        self._expected_bytes = checked_integer("initial_buffer_size_bytes", initial_buffer_size_bytes, 1)
+        checked_integer("initial_buffer_size_bytes", initial_buffer_size_bytes, 1)
         self._cache = cache_staged_state_dict
         self._objects = ckpt_obj_manager or CheckpointObjectManager()
         self._replication = replication_manager
@@ -408,8 +407,6 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
     def _preflight(self, store: RankStore, size: int) -> None:
         if size <= self._largest:
             return
-        if size > self._expected_bytes:
-            _log.info("the state of rank %d has %d bytes, more than expected", self.rank, size)
         replication = self._replication
         copies = len(replication.held_by(self.rank)) if replication is not None and replication.initialized else 0
         prepare_room(store, self._group, size, copies)

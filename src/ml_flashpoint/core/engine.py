@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.core.arguments import checked_base, checked_bool
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
-from ml_flashpoint.core.checkpoint_saver import DEFAULT_BUFFER_BYTES, DefaultMLFlashpointCheckpointSaver
+from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.core.discarding import discard_versions
 from ml_flashpoint.core.loader import MLFlashpointCheckpointLoader
 from ml_flashpoint.core.opening import open_together
@@ -51,7 +51,6 @@ class CheckpointEngine:
         base: absolute path of a folder on a tmpfs of this node that belongs to this job alone.
         replication: who holds copies of whose parts: a strategy, ``"pairwise"``, ``"ring"`` or ``"none"``. By default
             pairs of nodes, or nothing on a single node.
-        initial_buffer_size_bytes: expected bytes of a rank's part; costs nothing until used.
         discard_existing: remove every version that is there, on all nodes, before anything else. Those that are
             persisted stay.
         keep: how many of the newest verified versions stay in memory, as far as there is room, or a `Keep`.
@@ -84,7 +83,6 @@ class CheckpointEngine:
         base: str | os.PathLike[str],
         *,
         replication: ReplicationStrategy | str | None = None,
-        initial_buffer_size_bytes: int = DEFAULT_BUFFER_BYTES,
         discard_existing: bool = False,
         keep: int | Keep = 1,
         persist: PersistOptions | None = None,
@@ -119,7 +117,6 @@ class CheckpointEngine:
             self.saver = DefaultMLFlashpointCheckpointSaver(
                 ckpt_obj_manager=self.objects,
                 replication_manager=self.replication,
-                initial_buffer_size_bytes=initial_buffer_size_bytes,
                 persisting=self.persisting,
             )
             undo.callback(self.saver.close)

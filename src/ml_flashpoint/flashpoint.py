@@ -108,7 +108,7 @@ class Flashpoint(KeptVersions, Readings):
             that of rank r modulo the old number, random numbers and place in the data included.
         overlap: copy what tracked optimizers update on CUDA devices while the next forward and backward run; see
             `before_update`. What is on the CPU, and everything without it, is copied before a save returns.
-        keep: how many of the newest verified versions stay in memory, as far as there is room, or a `Keep`.
+        keep: how many of the newest verified versions stay in memory, or a `Keep`.
         on_event: called with each `events.Event` of this base container, on a thread of its own.
         persist: URL of a folder of this job alone that all nodes see. Verified versions are written there, too, in the
             background, and `resume` takes the newest one where memory has none as new: see docs/persist.md.

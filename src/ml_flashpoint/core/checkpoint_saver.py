@@ -362,8 +362,6 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
                     error, full = caught, True
                 finally:
                     self._taking.discard(save)
-            if full and store.give_up_kept():
-                continue
             if self._evict_one(save, full=full, inherited=len(self._inherited(store))) or self._fail_deserted():
                 continue
             if not preceded and not full:
@@ -373,7 +371,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
                     return save.take(store.acquire(size))
                 except CapacityError as caught:
                     error = caught
-                if store.give_up_kept() or self._evict_one(save, full=True, inherited=len(self._inherited(store))):
+                if self._evict_one(save, full=True, inherited=len(self._inherited(store))):
                     continue
             # Nothing to take back now; an earlier save that is under way may free something when it ends, or when
             # it turns out that nobody goes on with it.

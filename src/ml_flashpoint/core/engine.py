@@ -53,7 +53,7 @@ class CheckpointEngine:
             pairs of nodes, or nothing on a single node.
         discard_existing: remove every version that is there, on all nodes, before anything else. Those that are
             persisted stay.
-        keep: how many of the newest verified versions stay in memory, as far as there is room, or a `Keep`.
+        keep: how many of the newest verified versions stay in memory, or a `Keep`.
         persist: where to persist versions, and which; by default none are. The same on all ranks.
         sigterm_grace_s: with ``persist``, seconds at most for which SIGTERM is held up, so that saves under way are
             committed and copied and the newest version is persisted; see `core.signals`. None: it is left alone.

@@ -133,7 +133,7 @@ class RecoveryRun:
             tried = plan.version
             # First, so that there is room for what is fetched; after the look, which shows who has saved where.
             take_over_departed(store, group.topology.ranks_of(group.node), group.gather)
-            if self._wanted is None:  # so that what is kept can give way for what is fetched
+            if self._wanted is None:
                 line = retained_line(self.complete, self.lineage, plan.version.save_id, store.retained.keep)
                 store.retain(line, self.lineage)
             share = self._carry_out(plan)
@@ -252,7 +252,6 @@ class RecoveryRun:
                 first=fetch.source_node,
                 until=self._until if needed else 0.0,
                 failures=failures,
-                make_way=self._wanted is None,
             )
         except Exception as error:
             share.protected = False

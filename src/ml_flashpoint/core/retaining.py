@@ -31,9 +31,7 @@ def retained_line(complete: Sequence[CompleteVersion], lineage: Lineage, newest:
         complete: versions of which every part is somewhere, newest first.
     """
     along = [each for each in complete if each.save_id <= newest and lineage.counts(each.save_id)]
-    # Below all saves of this run, whose numbers are positive.
-    line = [VerifiedSave(each.save_id, each.step, -1 - index) for index, each in enumerate(along)]
-    return kept(line[::-1], keep)
+    return kept([VerifiedSave(each.save_id, each.step) for each in reversed(along)], keep)
 
 
 def spread(lineage: Lineage, reports: Sequence[NodeReport], store: RankStore, group: RankGroup) -> None:
@@ -87,7 +85,6 @@ def protect(
                     first=fetch.source_node,
                     until=0.0,
                     failures=[],
-                    make_way=False,
                 )
             except Exception as error:
                 text = "%s is kept, but the part of rank %d is not where it belongs, so it may not survive a loss: %s"

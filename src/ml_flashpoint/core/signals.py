@@ -67,6 +67,7 @@ def let_go_of_sigterm(engine: InFlight) -> None:
             if not handler.engines and threading.current_thread() is threading.main_thread():
                 _handlers.remove(handler)
                 handler.remove()
+                handler.answer()  # one that has just come
 
 
 def answer_sigterm() -> None:
@@ -123,27 +124,24 @@ class _Handler:
             os.close(self._wakeup)
             _writers.remove(self._wakeup)
         if self.is_installed():
-            signal.signal(signal.SIGTERM, self._earlier_in_use())
-
-    def _earlier_in_use(self) -> Callable[[int, FrameType | None], object] | int | None:
-        """Return the newest earlier handler that is not one of ours that was removed."""
-        handler = getattr(self._earlier, "__self__", None)
-        if isinstance(handler, _Handler) and not handler.engines:
-            return handler._earlier_in_use()
-        return self._earlier
+            signal.signal(signal.SIGTERM, self._earlier)
 
     def answer(self) -> None:
+        """Wait for what is in flight, and go on to the earlier handler, if a SIGTERM has come."""
         if self._came is not None and self._pid == os.getpid():
             self._finish(self._came)
             self._came = None
             self._go_on(signal.SIGTERM, None)
 
     def _finish(self, came: float) -> None:
+        self._each(lambda engine: engine.finish(max(came + engine.grace_s - time.monotonic(), 0.0)))
+
+    def _each(self, call: Callable[[InFlight], object]) -> None:
         for engine in list(self.engines):
             try:
-                engine.finish(max(came + engine.grace_s - time.monotonic(), 0.0))
+                call(engine)
             except Exception:
-                _log.exception("SIGTERM: cannot wait for what is in flight")
+                _log.exception("SIGTERM: the newest version may not be persisted")
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._came is not None or not self.engines or self._pid != os.getpid():
@@ -178,8 +176,7 @@ class _Handler:
 
     def _watch_over(self, came: float) -> None:
         """Hurry, and take the default action where the main thread does not."""
-        for engine in list(self.engines):
-            engine.hurry()
+        self._each(lambda engine: engine.hurry())
         if self._earlier != signal.SIG_DFL:
             return
         while self._came is None and time.monotonic() < came + _ANSWER_S:

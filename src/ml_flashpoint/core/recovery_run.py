@@ -23,7 +23,7 @@ from ml_flashpoint.core.inventory import NodeReport, gather_reports
 from ml_flashpoint.core.loader import RecoveryReport
 from ml_flashpoint.core.part_reader import find_local_manifest, open_local
 from ml_flashpoint.core.part_source import Failures, PartSource
-from ml_flashpoint.core.retaining import protect, retained_line, spread
+from ml_flashpoint.core.retention import protect, retained_line, spread
 from ml_flashpoint.format.errors import FlashpointError, ObjectNotFoundError
 from ml_flashpoint.format.failure_kinds import as_ours, is_damage, retrying
 from ml_flashpoint.format.knobs import recovery_deadline_s

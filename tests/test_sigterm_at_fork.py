@@ -15,10 +15,10 @@ import os, signal, threading
 
 hooks = []
 os.register_at_fork(after_in_child=lambda: [hook() for hook in hooks])
-from ml_flashpoint.core.sigterm import TerminationGuard
+from ml_flashpoint.core.signals import InFlight, hold_up_sigterm, let_go_of_sigterm
 
-guard = TerminationGuard(commit=lambda deadline_s: None, grace_s=30)
-guard.install()
+engine = InFlight(hurry=lambda: None, finish=lambda deadline_s: None, grace_s=30)
+hold_up_sigterm(engine)
 hooks.append(lambda: os.kill(os.getpid(), signal.SIGTERM))
 
 def watched():
@@ -51,7 +51,7 @@ end_child()
 assert len(ended) == 4
 threading.Event().wait(2)  # longer than it takes to find that the main thread does not respond
 assert watched()
-guard.remove()
+let_go_of_sigterm(engine)
 assert not watched()
 os.waitpid(fork(), 0)
 assert not watched()

@@ -34,7 +34,7 @@ from ml_flashpoint.core.overlap import Overlap
 from ml_flashpoint.core.persist_options import persist_options
 from ml_flashpoint.core.room import check_capacity
 from ml_flashpoint.core.schedule import checked_every, passes_multiple
-from ml_flashpoint.core.sigterm import TerminationGuard
+from ml_flashpoint.core.signals import answer_sigterm
 from ml_flashpoint.facade.agreement import fall_back
 from ml_flashpoint.facade.claims import claim, release
 from ml_flashpoint.facade.health import Recovery
@@ -92,8 +92,9 @@ class Flashpoint(KeptVersions, Readings):
             pairs of nodes, or nobody on a single node.
         strict: raise when a save has failed, from the next `step`, `save`, `wait` or `close`. By default failed saves
             are logged, counted in `health`, and survived.
-        handle_sigterm: on SIGTERM, give the save under way time to be committed and copied before the handler that was
-            there before, or the default action, has its turn. In the main thread only; undone by `close`.
+        handle_sigterm: with ``persist``, have the next `step`, `save` or `close` after SIGTERM wait until the newest
+            version is persisted, before the handler that was there before, or the default action, has its turn. Opened
+            in the main thread only; undone by `close`. Without ``persist``, SIGTERM is left alone.
         grace_s: seconds at most that SIGTERM is held up.
         safe_globals: further types that tracked objects may have in their state, as for
             ``torch.serialization.safe_globals``. Tensors, plain values, containers and NumPy arrays need none.
@@ -107,7 +108,7 @@ class Flashpoint(KeptVersions, Readings):
             that of rank r modulo the old number, random numbers and place in the data included.
         overlap: copy what tracked optimizers update on CUDA devices while the next forward and backward run; see
             `before_update`. What is on the CPU, and everything without it, is copied before a save returns.
-        keep: how many of the newest verified versions stay in memory, as far as there is room, or a `Keep`.
+        keep: how many of the newest verified versions stay in memory, or a `Keep`.
         on_event: called with each `events.Event` of this base container, on a thread of its own.
         persist: URL of a folder of this job alone that all nodes see. Verified versions are written there, too, in the
             background, and `resume` takes the newest one where memory has none as new: see docs/persist.md.
@@ -165,6 +166,7 @@ class Flashpoint(KeptVersions, Readings):
             discard_existing=discard_existing,
             keep=self._keep,
             persist=persisted,
+            sigterm_grace_s=self._grace_s if handle_sigterm else None,
         )
         self._saves, self._states = self._make_runners(allowed, change, Overlap(wanted=overlap))
         self._steps = 0
@@ -176,8 +178,6 @@ class Flashpoint(KeptVersions, Readings):
         self._last_recovery: Recovery | None = None
         self._unsubscribe = on_event and events.add_subscriber(on_event, self._base, argument="on_event")
         warn_of_shared_store(self._ranks.rank)
-        if handle_sigterm:
-            self._guard.install()
 
     def _make_runners(
         self, allowed: tuple[SafeGlobal, ...], change: str, overlap: Overlap
@@ -185,12 +185,10 @@ class Flashpoint(KeptVersions, Readings):
         """What saves and what loads the tracked state, through the engine."""
         self._ranks = self._engine.ranks
         self._tracked = self._tracked_type(self._ranks.rank, self._ranks.world_size)
-        self._guard = TerminationGuard(lambda s: self._engine.finish(s, self._saves.settle), self._grace_s)
         saves = SaveRunner(
             self._tracked,
             self._engine.saver,
             self._group,
-            self._guard,
             safe_globals=allowed,
             deadline_s=self._deadline_s,
             overlap=overlap,
@@ -351,6 +349,7 @@ class Flashpoint(KeptVersions, Readings):
             UnaskedVersionsError: see `save`.
             FlashpointError: a save has failed, and failures are to be raised (``strict``).
         """
+        answer_sigterm()
         self._check_usable()
         self._engine.check_asked("resume()", hint=_IF_UNASKED)
         self._steps += 1
@@ -371,6 +370,7 @@ class Flashpoint(KeptVersions, Readings):
             UnaskedVersionsError: the base container has versions from before, and `resume` was not called.
             FlashpointError: a save has failed, and failures are to be raised (``strict``).
         """
+        answer_sigterm()
         self._check_usable()
         self._engine.check_asked("resume()", hint=_IF_UNASKED)
         step = self._steps if step is None else checked_integer("step", step, 0, MAX_STEP)
@@ -456,7 +456,6 @@ class Flashpoint(KeptVersions, Readings):
             if self._group is not None:
                 self._group.close()
         self._saves.close()
-        self._guard.remove()
         if self._unsubscribe is not None:
             self._unsubscribe()
         release(self, self._key)

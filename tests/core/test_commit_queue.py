@@ -15,8 +15,6 @@ from tests.support.injector import Fault, Injector
 # What a store does with older versions.
 RETAINING: dict[str, Any] = {
     "advance": lambda save_id, **known: None,
-    "follow": lambda given_up_to: None,
-    "retained": SimpleNamespace(given_up_to=0),
 }
 
 

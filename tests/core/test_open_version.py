@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from ml_flashpoint.cli.verify import verify_base
 from ml_flashpoint.core.copy_version import copy_version
 from ml_flashpoint.core.open_version import HeldVersion, hold_version
 from ml_flashpoint.format.errors import (
+    CapacityError,
     DamagedError,
     FlashpointError,
     ObjectNotFoundError,
@@ -91,24 +93,24 @@ def test_an_open_version_stays_what_it_was(job: _Job) -> None:
     job.flashpoint.close()
 
 
-def test_a_hold_that_takes_too_long_is_broken_and_told_of(job: _Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASHPOINT_READER_HOLD_S", "1e-9")
-
+def test_a_version_that_was_removed_is_told_of(job: _Job) -> None:
     def read(ends: int) -> None:
         with open_version(job.base) as version:
             version.tensor(0, _KEY)
-            job.save(4)
+            for path in version.path.glob("*.manifest"):
+                path.unlink()
             assert 1 // ends
 
     with pytest.raises(PrunedError, match="step 2"):
         read(1)
+    job.save(1)
     with pytest.raises(ZeroDivisionError):  # an error of the reader's own is not hidden
         read(0)
     job.flashpoint.close()
 
 
 @pytest.mark.stores_any_bytes
-def test_a_hold_never_costs_a_save(small_tmpfs: Path) -> None:
+def test_what_is_held_stays_although_there_is_no_room(small_tmpfs: Path) -> None:
     store = RankStore(small_tmpfs / "job", 0)
     size = 1 << 20
 
@@ -124,11 +126,14 @@ def test_a_hold_never_costs_a_save(small_tmpfs: Path) -> None:
     save(2)
     assert (store.base / "step-1_ckpt").exists()
     taken = [store.acquire(size)]
-    while (store.base / "step-1_ckpt").exists():
-        taken.append(store.acquire(ARENA * 8))
-    with pytest.raises(PrunedError):
-        held.check()
+    with contextlib.suppress(CapacityError):
+        while len(taken) < 100:
+            taken.append(store.acquire(ARENA * 8))
+    assert len(taken) < 100
+    held.check()
     held.close()
+    store.drop_useless()
+    assert not (store.base / "step-1_ckpt").exists()
     store.close()
 
 
@@ -194,15 +199,19 @@ def test_nothing_is_copied_to_where_another_user_planted_a_link(job: _Job, tmpfs
     job.flashpoint.close()
 
 
-def test_a_version_that_goes_meanwhile_is_not_copied_and_the_newest_is(
-    job: _Job, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FLASHPOINT_READER_HOLD_S", "1e-9")
-    steps = iter([4, 0, 0, 0, 0])
+def test_a_version_that_goes_meanwhile_is_not_copied_and_the_newest_is(job: _Job, tmpfs: Path) -> None:
+    goes = iter([True, True, False, False])
+
+    def remove(done: int, total: int) -> None:
+        if next(goes, False):
+            job.save(1)
+            for path in job.base.glob(f"step-{job.flashpoint.steps_done - 1}_ckpt/*.manifest"):
+                path.unlink()
+
     with pytest.raises(PrunedError):
-        copy_version(job.base, tmpfs / "copies", 2, progress=lambda done, total: job.save(4))
+        copy_version(job.base, tmpfs / "copies", 2, progress=remove)
     assert not list((tmpfs / "copies").iterdir())
-    copied = copy_version(job.base, tmpfs / "copies", progress=lambda done, total: job.save(next(steps)))
+    copied = copy_version(job.base, tmpfs / "copies", progress=remove)
     assert copied.name == f"step-{job.flashpoint.steps_done}_ckpt"
     assert _is_all(_weight(copied), job.flashpoint.steps_done)
     job.flashpoint.close()

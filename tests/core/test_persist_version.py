@@ -34,8 +34,8 @@ from ml_flashpoint.format.errors import (
     UnreadableError,
     UnsafePathError,
 )
+from ml_flashpoint.format.lineage import Lineage, write_lineage
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name, write_manifest
-from ml_flashpoint.format.retention_record import RetentionRecord, write_record
 from ml_flashpoint.persist.directory_store import DirectoryStore
 from ml_flashpoint.persist.fsspec_store import FsspecStore
 from ml_flashpoint.persist.ownership import Ownership
@@ -194,7 +194,7 @@ def test_what_the_job_has_gone_back_from_is_not_taken(bases: list[Path], url: st
     commit_all(bases, 6, {0: [0, 1, 2, 3]})
     commit_all(bases, 7, {0: [0, 1, 2, 3]})
     (bases[0] / ".flashpoint").mkdir(mode=0o700)
-    write_record(bases[0] / ".flashpoint", RetentionRecord().gone_back_to(save_id(6), save_id(8)))
+    write_lineage(bases[0] / ".flashpoint", Lineage().gone_back_to(save_id(6), save_id(8)))
     assert persist_version(bases, url).version.step == 6
     assert persist_version(bases, url, 7).version.step == 7  # asked for
 

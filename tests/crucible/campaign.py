@@ -315,7 +315,7 @@ class _Round:
             self._history.goes_back(number, said[1])
         elif said[0] == "kept":
             dropped = self._history.dropped(said[1], self._scenario.keep)
-            # Where memory cannot be made, or files not be opened, what is kept gives way.
+            # Where memory cannot be made, or files not be opened, what is kept is not fetched again.
             if not dropped or any(fault.action in _NO_ROOM for fault in self._scenario.lives[number].faults):
                 return
             raise self._finding(number, f"rank {rank} can go back to {said[1]} only, and there was {dropped}")

@@ -97,33 +97,23 @@ def test_going_back_that_cannot_be_recorded_saves_nothing_until_resume(
         assert (fp.resume(), state.checked()) == (4, [0, 4, 0])
 
 
-def test_what_is_kept_gives_way_before_a_save_fails(small_tmpfs: Path) -> None:
-    state = State(64 << 10)
-    with opened(small_tmpfs / "job", state, keep=20) as fp:
+def test_no_save_fails_in_the_room_that_the_rule_needs(small_tmpfs: Path) -> None:
+    model = torch.nn.Linear(256, 512, bias=False)  # 512 KiB
+    too_much = pytest.raises(CapacityError, match="9 own versions, 7 of them kept beside the newest")
+    with Flashpoint(small_tmpfs / "job", keep=8).track(model=model) as fp, too_much:
         fp.resume()
-        save(fp, state, *range(1, 12))
-        health, steps = fp.health, [each.step for each in fp.versions()]
-        assert (health.failures, health.degraded) == (0, False)
-        assert health.gave_way > 0
-        assert steps == list(range(11, 11 - len(steps), -1))
-        assert 4 <= len(steps) <= 6
-        for step in reversed(steps):
+    with Flashpoint(small_tmpfs / "job", keep=6).track(model=model) as fp:
+        fp.resume()
+        for _ in range(20):
+            fp.step()
+            fp.wait()
+        assert (fp.health.failures, fp.health.degraded) == (0, False)
+        steps = [each.step for each in fp.versions()]
+        assert steps == list(range(20, 14, -1))
+        for step in steps:
             with open_version(small_tmpfs / "job", step):  # every digest is right
                 pass
-        assert (fp.resume(step=steps[-1]), state.checked()) == (steps[-1], [0, steps[-1], 0])
-
-
-def test_capacity_is_computed_with_the_rule(small_tmpfs: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = torch.nn.Linear(256, 512, bias=False)  # 512 KiB
-    for keep, fits in ((6, True), (8, False)):
-        caplog.clear()
-        with Flashpoint(small_tmpfs / "job", keep=keep).track(model=model) as fp, caplog.at_level(logging.WARNING):
-            fp.resume()
-        assert ("not all 7 versions beside the newest one will be kept: " in caplog.text) is not fits
-        assert ("9 own versions, 7 of them kept beside the newest" in caplog.text) is not fits
-    large = torch.nn.Linear(1024, 1024, bias=False)
-    with Flashpoint(small_tmpfs / "job", keep=8).track(model=large) as fp, pytest.raises(CapacityError):
-        fp.resume()
+        assert fp.resume(step=steps[-1]) == steps[-1]
 
 
 @pytest.mark.parametrize("keep", [0, "3", 1.5, True])

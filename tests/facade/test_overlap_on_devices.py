@@ -5,7 +5,6 @@ The device is played: its memory is the host's, and its streams lag behind.
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from torch.distributed.fsdp import fully_shard
 
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.staging import cuda
-from ml_flashpoint.staging.device_copy import Transfer
 from tests.facade.test_overlap import Job as HostJob
 from tests.facade.test_overlap import _is_same, _loaded
 from tests.support.played_device import PlayedDevice, lock_arenas
@@ -224,24 +222,6 @@ def test_time_that_a_step_is_held_back_counts(base: Path, job: Job) -> None:
         waited = after.blocked_s - before.blocked_s
         assert waited > 0
         assert after.blocked_total_s == pytest.approx(before.blocked_total_s + waited)
-
-
-def test_sigterm_while_a_step_waits_waits_for_the_save(base: Path, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    known, hold = list[int](), Transfer.hold
-
-    def terminated(transfer: Transfer) -> None:
-        signal.raise_signal(signal.SIGTERM)
-        hold(transfer)
-
-    before = signal.signal(signal.SIGTERM, lambda *_: known.append(fp.health.saves))
-    try:
-        with settled(base, job) as fp:
-            fp.step()
-            monkeypatch.setattr(Transfer, "hold", terminated)
-            job.step()
-            assert known == [LOCKED + 1]
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""SIGTERM: the save under way is committed, then comes whatever would have come."""
+"""SIGTERM: left alone, or held up until the newest version is persisted; then comes whatever would have come."""
 
 from __future__ import annotations
 
@@ -10,43 +10,63 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
 
 from ml_flashpoint import Flashpoint
 from tests.support.forked import Child, call
-from tests.support.loops import resumed, train, versions
+from tests.support.loops import train, versions
+from tests.support.persisting import persisted_steps
 from tests.workers import training
 from tests.workers.training import Job
 
 
+def persisting(base: Path, **options: Any) -> Flashpoint:
+    return Flashpoint(base, persist=f"{base}-store", **options)
+
+
+def store_of(base: Path) -> Path:
+    return Path(f"{base}-store")
+
+
+def test_without_a_durable_tier_it_is_left_alone(base: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with Flashpoint(base):
+        assert signal.getsignal(signal.SIGTERM) == before
+        assert signal.set_wakeup_fd(-1) == -1
+
+
 @pytest.mark.parametrize("how", ["after", "within"])
-def test_sigterm_commits_the_save_in_flight_and_ends(base: Path, how: str) -> None:
+def test_the_next_step_persists_the_save_in_flight_and_ends(base: Path, how: str) -> None:
     with Child(training.terminate_while_saving, str(base), how) as child:
+        child.next_report("goes on")
         assert child.wait() == -signal.SIGTERM
-    tracked: dict[str, Any] = {"big": nn.Linear(4096, 4096)}
-    if how == "within":
-        tracked["self"] = training.SignalsItself()
-    assert resumed(base, **tracked) == 3
-
-
-@pytest.mark.parametrize("function", ["wait", "notify_all"])
-def test_sigterm_where_the_main_thread_holds_a_lock(base: Path, function: str) -> None:
-    with Child(training.terminate_inside, str(base), function) as child:
-        assert child.wait() == -signal.SIGTERM
-        assert "not committed" not in child.log
-    assert versions(base) == [1]
+    assert versions(base) == [3], "no new one is begun"
+    assert persisted_steps(store_of(base)) == [3]
 
 
 @pytest.mark.slow
-def test_sigterm_ends_a_process_whose_main_thread_hangs(base: Path) -> None:
+def test_a_main_thread_that_comes_to_no_step_is_ended_at_the_end_of_the_grace(base: Path) -> None:
+    with Child(training.terminate_and_come_to_no_step, str(base)) as child:
+        child.next_report("goes on")
+        assert child.wait(40) == -signal.SIGTERM
+    assert persisted_steps(store_of(base)) == [1]
+
+
+@pytest.mark.slow
+def test_a_main_thread_that_hangs_is_ended_once_the_newest_version_is_persisted(base: Path) -> None:
     with Child(training.hang_in_native_code, str(base)) as child:
         child.next_report("hangs")
         os.kill(child.pid, signal.SIGTERM)
-        assert child.wait(20) == -signal.SIGTERM
-    assert resumed(base, big=nn.Linear(4096, 4096)) == 1
+        assert child.wait(25) == -signal.SIGTERM, "the grace is 30 s"
+    assert persisted_steps(store_of(base)) == [1]
 
 
-def test_sigterm_for_a_forked_child_is_its_own(base: Path) -> None:
+def test_a_second_one_is_not_held_up(base: Path) -> None:
+    with Child(training.terminate_twice, str(base)) as child:
+        child.next_report("goes on")
+        assert child.wait(25) == -signal.SIGTERM
+
+
+def test_one_for_a_forked_child_is_its_own(base: Path) -> None:
     with Child(training.fork_while_saving, str(base)) as child:
         (_, took) = child.next_report("took")
         assert took < 20, "held up for the grace"
@@ -59,57 +79,70 @@ def test_an_event_loop_keeps_its_signals(base: Path) -> None:
     with ours, theirs:
         before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
         try:
-            with Flashpoint(base):
+            with persisting(base):
                 pass
             assert signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False) == theirs.fileno()
         finally:
             signal.set_wakeup_fd(before)
-    with Flashpoint(base):
+    with persisting(base):
         assert signal.set_wakeup_fd(-1) != -1
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_sigterm_is_chained_to_the_handler_before(base: Path) -> None:
+def test_it_is_chained_to_the_handler_before(base: Path) -> None:
     said = call(training.terminate_with_handler, str(base))
-    assert said == ["handler, saved 1", "goes on", "handler, saved 2", "closed"]
+    assert said == [
+        *("goes on", "handler, persisted 1", "saved"),
+        *("handler, persisted 2", "closed", "handler, persisted 2"),
+    ]
 
 
-def test_sigterm_handler_is_put_back(base: Path, tmpfs: Path) -> None:
+def test_the_handler_before_is_put_back(base: Path, tmpfs: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    first = Flashpoint(base)
-    second = Flashpoint(tmpfs / "second")
+    first, second = persisting(base), persisting(tmpfs / "second")
     assert signal.getsignal(signal.SIGTERM) != before
     second.close()
     first.close()
     assert signal.getsignal(signal.SIGTERM) == before
-    with Flashpoint(base, handle_sigterm=False):
+    with persisting(base, handle_sigterm=False):
         assert signal.getsignal(signal.SIGTERM) == before
-    installed = Flashpoint(base)
-    ours: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: ours.append(number))
+    installed = persisting(base)
+    theirs: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: theirs.append(number))
     try:
         installed.close()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert ours == [signal.SIGTERM], "a handler installed later stays"
+        assert theirs == [signal.SIGTERM], "a handler installed later stays"
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 def test_closing_in_another_order_leaves_the_chain_whole(base: Path, tmpfs: Path) -> None:
-    said: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: said.append(number))
+    said: list[str] = []
+
+    def on_top(number: int, frame: Any) -> None:
+        said.append("on top")
+        inner(number, frame)
+
+    before = signal.signal(signal.SIGTERM, lambda number, frame: said.append("program"))
     earlier = signal.getsignal(signal.SIGTERM)
     try:
-        first, second = Flashpoint(base), Flashpoint(tmpfs / "second")
+        first = persisting(base)
+        inner: Any = signal.signal(signal.SIGTERM, on_top)
+        second = persisting(tmpfs / "second")
         first.close()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert said == [signal.SIGTERM]
+        assert said == [], "until the next step, save or close"
         second.close()
-        assert signal.getsignal(signal.SIGTERM) == earlier, "nothing of ours is left that only passes on"
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert said == [signal.SIGTERM] * 2
+        assert said == ["on top", "program"]
+        assert signal.getsignal(signal.SIGTERM) == on_top
+        signal.signal(signal.SIGTERM, before)
+        with persisting(base):
+            pass
+        assert signal.getsignal(signal.SIGTERM) == before
     finally:
         signal.signal(signal.SIGTERM, before)
+    assert earlier != before
 
 
 def test_in_another_thread_there_is_no_handler(base: Path) -> None:
@@ -118,8 +151,7 @@ def test_in_another_thread_there_is_no_handler(base: Path) -> None:
 
     def run() -> None:
         try:
-            job = Job()
-            train(base, job, 3)
+            train(base, Job(), 3, persist=f"{base}-store")
             assert signal.getsignal(signal.SIGTERM) == before
         except BaseException as error:
             caught.append(error)

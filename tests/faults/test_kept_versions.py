@@ -6,16 +6,13 @@ is checked on every rank at each load.
 
 from __future__ import annotations
 
-import contextlib
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ml_flashpoint import Keep
-from tests.support import tmpfs as tmpfs_folders
 from tests.support.forked import Team, call_team
 from tests.workers.kept_versions import Command, play, play_engine
 
@@ -129,32 +126,3 @@ def test_another_number_of_ranks_goes_back_to_what_the_others_saved(tmpfs: Path)
 def test_milestones_and_going_back_by_the_engine(tmpfs: Path) -> None:
     said = call_team(play_engine, tmpfs, 2, list(range(1, 10)), 8)
     assert said == [[[(9,), (8,), (4,)], 8, 8]] * 2
-
-
-# ---- little room ---------------------------------------------------------------------------------------------
-
-COUNT = 64 << 10  # 512 KiB of numbers
-
-
-@contextlib.contextmanager
-def small_nodes(root: Path, *rooms: int) -> Iterator[Path]:
-    with contextlib.ExitStack() as stack:
-        for index, room in enumerate(rooms):
-            folder = root / f"node-{index}"
-            folder.mkdir()
-            try:
-                stack.enter_context(tmpfs_folders.mounted(folder, room))
-            except OSError as error:
-                pytest.skip(f"cannot mount a small tmpfs here, which takes root: {error}")
-        yield root
-
-
-def test_where_one_node_is_short_of_room_the_others_let_the_same_go(tmp_path: Path) -> None:
-    script: tuple[Command, ...] = (("resume",), ("save", range(1, 10), 0), ("held",), ("health",))
-    with small_nodes(tmp_path, 4 << 20, 64 << 20):
-        small, large = call_team(play, tmp_path, 2, script, 5, COUNT)
-        assert small[1:] == [[8, 9], (0, True)]
-        assert large[1:] == [[7, 8, 9], (0, False)], "up to the last verdict, it let go what the other one had"
-        (_, versions) = job(tmp_path, ("resume",), ("versions",), count=COUNT)
-        for version in versions:
-            assert job(tmp_path, ("resume", version[0]), count=COUNT) == [(version[0], [version[0], 0])]

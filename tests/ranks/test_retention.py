@@ -16,7 +16,7 @@ steps_of_saves = st.lists(st.integers(0, 60), min_size=1, max_size=25)
 
 
 def saves(steps: list[int]) -> list[VerifiedSave]:
-    return [VerifiedSave(f"a{index:04d}", step, index) for index, step in enumerate(steps)]
+    return [VerifiedSave(f"a{index:04d}", step) for index, step in enumerate(steps)]
 
 
 def steps_kept(steps: list[int], keep: Keep) -> list[int]:

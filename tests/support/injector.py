@@ -38,7 +38,7 @@ POINTS: dict[str, tuple[str, str, str]] = {
     "received": ("ml_flashpoint.net.channel", "Channel.receive_payload", "after"),
     "agreeing": ("ml_flashpoint.ranks.rank_group", "Agreement.minimum", "before"),
     "agreed": ("ml_flashpoint.ranks.rank_group", "Agreement.minimum", "after"),
-    "advancing": ("ml_flashpoint.checkpoint_object_manager.retaining_store", "RetainingStore.advance", "before"),
+    "advancing": ("ml_flashpoint.checkpoint_object_manager.rank_store", "RankStore.advance", "before"),
     "pruning": (_FILES, "remove_part", "before"),
     # of a recovery
     "voting": ("ml_flashpoint.ranks.rank_group", "RankGroup.all_ok", "before"),

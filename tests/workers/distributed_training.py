@@ -190,7 +190,7 @@ def go_on_alone(report: Report, rank: int, deadline_s: float) -> None:
 
 def terminate_alone(report: Report, rank: int, grace_s: float) -> None:
     """Rank 0 begins a save that rank 1 takes no part in, and gets SIGTERM."""
-    fp = Flashpoint(base(), grace_s=grace_s, deadline_s=60)
+    fp = Flashpoint(base(), grace_s=grace_s, deadline_s=60, persist=str(base().parents[1] / "store"))
     fp.track(counter=Counter(), model=nn.Linear(8, 8)).resume()
     # Their first save ranks plan together, before `step` returns; later ones in the background.
     fp.step()
@@ -199,12 +199,13 @@ def terminate_alone(report: Report, rank: int, grace_s: float) -> None:
         fp.step()
         report("terminating", time.monotonic())
         os.kill(os.getpid(), signal.SIGTERM)
-    signal.pause()
+    while True:
+        signal.pause()
 
 
 def terminate_in_the_first_save(report: Report, rank: int, grace_s: float) -> None:
     """Rank 0 begins its first save, which rank 1 takes no part in, and gets SIGTERM while it waits there."""
-    fp = Flashpoint(base(), grace_s=grace_s, deadline_s=60)
+    fp = Flashpoint(base(), grace_s=grace_s, deadline_s=60, persist=str(base().parents[1] / "store"))
     fp.track(counter=Counter(), model=nn.Linear(8, 8)).resume()
 
     def terminate() -> None:

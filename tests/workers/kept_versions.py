@@ -83,22 +83,6 @@ def play(
                             fp.wait()
                     case "versions":
                         said.append(shown(fp.versions()))
-                    case "arenas":
-                        folder = os.path.join(base, ".flashpoint", f"rank-{rank:05d}")
-                        said.append(sum(each.startswith("arena-") for each in os.listdir(folder)))
-                    case "health":
-                        said.append((fp.health.failures, fp.health.gave_way > 0))
-                    case "error":
-                        said.append(fp.health.last_error)
-                    case "fill":  # all but so many bytes
-                        stats = os.statvfs(base)
-                        with open(os.path.join(os.path.dirname(base), "other"), "wb") as file:
-                            os.posix_fallocate(file.fileno(), 0, stats.f_bavail * stats.f_frsize - arguments[0])
-                    case "empty":
-                        os.unlink(os.path.join(os.path.dirname(base), "other"))
-                    case "held":  # steps of which this node has anything
-                        found = (each[5:-5] for each in os.listdir(base) if each.startswith("step-"))
-                        said.append(sorted(map(int, found)))
                     case "hang":
                         report("hangs")
                         report.listen()
@@ -107,12 +91,6 @@ def play(
             except FlashpointError as error:
                 said.append(f"{type(error).__name__}: {error.message}")
     return said
-
-
-def play_alone(report: Report, base: str, script: Sequence[Command], *arguments: Any) -> list[Any]:
-    """The same in a job of one rank."""
-    os.environ["FLASHPOINT_TEST_BASE"] = base
-    return play(report, 0, script, *arguments)
 
 
 def play_engine(report: Report, rank: int, steps: Sequence[int], back: int) -> list[Any]:

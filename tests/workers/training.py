@@ -14,7 +14,6 @@ import logging
 import os
 import random
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -197,70 +196,66 @@ class SignalsItself:
         self._asked = state["asked"]
 
 
+def _persisting(base: str, grace_s: float = 30.0) -> Flashpoint:
+    """Whose versions are persisted once they have to be, and not before."""
+    return Flashpoint(base, grace_s=grace_s, persist=f"{base}-store", persist_every=10**6)
+
+
 def terminate_while_saving(report: Report, base: str, how: str) -> None:
     """Gets SIGTERM right after a save has begun (`after`), or in the midst of its begin (`within`)."""
-    big = nn.Linear(4096, 4096)
-    fp = Flashpoint(base, grace_s=30, handle_sigterm=how != "ignored")
-    fp.track(big=big, **({"self": SignalsItself()} if how == "within" else {})).resume()
+    fp = _persisting(base)
+    fp.track(big=nn.Linear(4096, 4096), **({"self": SignalsItself()} if how == "within" else {})).resume()
     for _ in range(3):
-        with torch.no_grad():
-            big.weight.add_(1)
         fp.wait()
         fp.step()
-    os.kill(os.getpid(), signal.SIGTERM)
+    if how == "after":
+        os.kill(os.getpid(), signal.SIGTERM)
+    report("goes on")
+    fp.step()
     report("survived")
 
 
-def terminate_inside(report: Report, base: str, function: str) -> None:
-    """Gets SIGTERM where the main thread holds a lock that the handler wants: in a function of `threading.Condition`.
-
-    Args:
-        function: ``wait``: while the loop waits for a save; ``notify_all``: while an earlier SIGTERM is acted on.
-    """
-    code = getattr(threading.Condition, function).__code__
-    may_end = threading.Event()
-
-    def look(frame: Any, event: str, argument: object) -> None:
-        if frame.f_code is code:
-            sys.settrace(None)
-            may_end.set()
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def end_later(*arguments: Any) -> None:
-        may_end.wait(30)
-        end(*arguments)
-
-    fp = Flashpoint(base, grace_s=15)
-    end, fp._saves._end = fp._saves._end, end_later  # type: ignore[method-assign]
-    fp.track(big=nn.Linear(64, 64)).save(1)
-    sys.settrace(look)
-    if function == "wait":
-        fp.wait()
-    else:
-        os.kill(os.getpid(), signal.SIGTERM)
+def terminate_and_come_to_no_step(report: Report, base: str) -> None:
+    """Gets SIGTERM, and does something else for long."""
+    fp = _persisting(base, grace_s=3.0)
+    fp.track(big=nn.Linear(64, 64)).step()
+    os.kill(os.getpid(), signal.SIGTERM)
+    report("goes on")
+    for _ in range(600):
+        time.sleep(0.1)
     report("survived")
 
 
 def terminate_with_handler(report: Report, base: str) -> list[str]:
     """Chains to a handler of the program's own; says in which order things happened."""
     said: list[str] = []
-    big = nn.Linear(4096, 4096)
-    signal.signal(signal.SIGTERM, lambda number, frame: said.append(f"handler, saved {fp.last_saved}"))
-    with Flashpoint(base, grace_s=30) as fp:
-        fp.track(big=big).save(1)
+    signal.signal(signal.SIGTERM, lambda number, frame: said.append(f"handler, persisted {fp.health.persisted}"))
+    with _persisting(base) as fp:
+        fp.track(big=nn.Linear(64, 64)).save(1)
         os.kill(os.getpid(), signal.SIGTERM)
         said.append("goes on")
         fp.save(2)
-    os.kill(os.getpid(), signal.SIGTERM)
+        said.append("saved")
+        os.kill(os.getpid(), signal.SIGTERM)
     said.append("closed")
+    os.kill(os.getpid(), signal.SIGTERM)
     return said
+
+
+def terminate_twice(report: Report, base: str) -> None:
+    """Gets a second SIGTERM before it has come to a step."""
+    fp = _persisting(base)
+    fp.track(big=nn.Linear(64, 64)).step()
+    os.kill(os.getpid(), signal.SIGTERM)
+    report("goes on")
+    os.kill(os.getpid(), signal.SIGTERM)
+    report("survived")
 
 
 def hang_in_native_code(report: Report, base: str) -> None:
     """Hangs where no Python handler runs, right after a save has begun."""
-    big = nn.Linear(4096, 4096)
-    fp = Flashpoint(base, grace_s=30)
-    fp.track(big=big).step()
+    fp = _persisting(base)
+    fp.track(big=nn.Linear(4096, 4096)).step()
     threading.Timer(0.5, report, ["hangs"]).start()
     library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
     library.pthread_mutex_lock(mutex)
@@ -269,7 +264,7 @@ def hang_in_native_code(report: Report, base: str) -> None:
 
 def fork_while_saving(report: Report, base: str) -> tuple[int, bool]:
     """Forks a child, and ends it by SIGTERM; its exit status, and whether saving goes on here."""
-    with Flashpoint(base, grace_s=30) as fp:
+    with _persisting(base) as fp:
         fp.track(big=nn.Linear(2048, 2048)).step()
         reader, writer = os.pipe()
         pid = os.fork()

@@ -62,7 +62,7 @@ class ArenaPool:
         self.budget: Budget | None = None
         """How many arenas there may be, if that is limited."""
         self.kept: Callable[[], Collection[Arena]] = tuple
-        """Those that hold what is kept as far as there is room, and do not count."""
+        """Those that hold what is kept beside the newest verified version, and do not count."""
         self.for_loans = 0
         """Arenas that parts are in now and then for longer than they are needed: so many more are left to saves."""
 
@@ -196,11 +196,6 @@ class ArenaPool:
             self._discard_outgrown(size)
             return bool(self._free) or self.is_within_budget(size)
 
-    def has_room_beside(self, size: int, others: int) -> bool:
-        """Whether there is room for an arena of ``size`` bytes, ``others`` of that size and what other ranks need."""
-        with self._lock:
-            return self.budget is None or self.budget.has_room_beside(with_headroom(size) * (1 + others))
-
     @property
     def count(self) -> int:
         """Arenas that there are, but for those that are `kept`."""
@@ -211,12 +206,6 @@ class ArenaPool:
         """Arenas in use that are not among these, but for those that are `kept`."""
         with self._lock:
             return len(self._in_use.difference(arenas, self.kept()))
-
-    def exact_beside_kept(self, arenas: Collection[Arena]) -> int:
-        """Arenas in use that were taken for copies, or are among these, but for those that are `kept`."""
-        with self._lock:
-            copies = {arena for arena in self._in_use if arena.exact or arena in arenas}
-            return len(copies.difference(self.kept()))
 
     def prepare_spare(self, size: int, *, beside: int = 0) -> bool:
         """Make sure that one more arena of ``size`` bytes is free and faulted in, in the background, ``beside`` so many

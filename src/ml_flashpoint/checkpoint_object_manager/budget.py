@@ -53,7 +53,7 @@ class Budget:
     def has_room(self, count: int, size: int, *, given_back: int = 0) -> bool:
         """Whether a rank that has ``count`` arenas may have one of ``size`` bytes more, beside what the others need.
 
-        Versions that are kept as far as there is room are not counted: they give way to what is.
+        Versions that are kept beside the newest verified one are not counted.
 
         Args:
             given_back: bytes of the arena that it grows from.
@@ -62,10 +62,6 @@ class Budget:
             return True
         if count >= self.most:
             return False
-        return self.has_room_beside(size, given_back=given_back)
-
-    def has_room_beside(self, size: int, *, given_back: int = 0) -> bool:
-        """Whether the filesystem has room for so many bytes more, beside what the other ranks need."""
         return size - given_back <= self.left(size)
 
     def left(self, size: int = 0) -> int:

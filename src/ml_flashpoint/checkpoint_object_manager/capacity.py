@@ -135,5 +135,5 @@ def preflight(
             available_bytes=available,
             path=base,
             hint="enlarge the tmpfs (mount -o remount,size=...) or the container, free memory, "
-            + ("keep fewer versions, unpin some, or replicate less" if kept else "or replicate less"),
+            + ("keep fewer versions, or replicate less" if kept else "or replicate less"),
         )

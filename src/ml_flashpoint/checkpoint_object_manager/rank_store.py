@@ -29,20 +29,29 @@ from pathlib import Path
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.arena_pool import ArenaPool, is_arena
-from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR
+from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR, mark_complete
 from ml_flashpoint.checkpoint_object_manager.capacity import warn_unless_memory
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.job_lock import JobLock
 from ml_flashpoint.checkpoint_object_manager.orphans import inherit_parts
 from ml_flashpoint.checkpoint_object_manager.rank_lock import AT_WORK, LOCK, take_lock
-from ml_flashpoint.checkpoint_object_manager.reader_holds import ReaderHolds
 from ml_flashpoint.checkpoint_object_manager.reserve import RESERVE, keep_reserve
-from ml_flashpoint.checkpoint_object_manager.retaining_store import RetainingStore
-from ml_flashpoint.checkpoint_object_manager.version_files import commit_part, list_versions, map_object, remove_part
-from ml_flashpoint.format.errors import CapacityError
+from ml_flashpoint.checkpoint_object_manager.retained import Retained
+from ml_flashpoint.checkpoint_object_manager.version_files import (
+    commit_part,
+    is_read,
+    list_versions,
+    map_object,
+    remove_part,
+)
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import CapacityError, FlashpointError
+from ml_flashpoint.format.lineage import Lineage, read_lineage
 from ml_flashpoint.format.manifest import Manifest, manifest_name, object_name, read_manifest
 from ml_flashpoint.format.private_folders import open_own, sweep_folder
 from ml_flashpoint.format.status import NAME as STATUS
+from ml_flashpoint.ranks.recovery import superseded
+from ml_flashpoint.ranks.retention import VerifiedSave
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +59,7 @@ _log = logging.getLogger(__name__)
 _ROOM_POLL_S = 0.1
 
 
-class RankStore(RetainingStore):
+class RankStore:
     """See the module. Thread-safe.
 
     Args:
@@ -62,6 +71,7 @@ class RankStore(RetainingStore):
 
     Attributes:
         arenas: the files that parts are in; to be taken and given back through this store.
+        retained: which versions stay beside the newest verified one.
         asked: True once somebody has looked, in this opening, at the versions that were there before.
 
     Raises:
@@ -81,7 +91,9 @@ class RankStore(RetainingStore):
         self.base = base
         self.rank = rank
         self.directory = self.directory_of(rank)
-        super().__init__()
+        self.retained = Retained()
+        self._lock = threading.RLock()
+        self._parts: dict[tuple[str, int], HeldPart] = {}
         self._lock_fd = -1
         self.asked = False
         self._released = threading.Condition(self._lock)
@@ -99,7 +111,6 @@ class RankStore(RetainingStore):
         # A late copy may come after the verdict, but not after this many more of them.
         self._rejected: deque[str] = deque(maxlen=64)
         self._useless: list[HeldPart] = []
-        self._readers = ReaderHolds(base)
         self._release_count = 0
         try:
             warn_unless_memory(base)
@@ -139,8 +150,7 @@ class RankStore(RetainingStore):
 
     def acquire_for_copy(self, size: int, rank: int, *, timeout_s: float = 0.0) -> Arena:
         """An arena of exactly ``size`` bytes for a part of another rank. Without room, or beyond the budget, some must
-        give way: that rank's copies that will never be verified, versions that are kept beside the newest verified one,
-        and own unverified versions but the newest.
+        give way: that rank's copies that will never be verified, and own unverified versions but the newest.
 
         Args:
             timeout_s: seconds to wait for one if there is no room: this rank, or a neighbour, may be about to learn
@@ -169,7 +179,7 @@ class RankStore(RetainingStore):
                         raise
 
     def _make_way(self, rank: int) -> bool:
-        return self._drop_rejected_of(rank) or self.give_up_kept() or (self.evict is not None and self.evict())
+        return self._drop_rejected_of(rank) or (self.evict is not None and self.evict())
 
     def _drop_rejected_of(self, rank: int) -> bool:
         with self._lock:
@@ -263,7 +273,7 @@ class RankStore(RetainingStore):
             self._retire(part)
 
     def _retire_doomed(self, *, at_once: bool = False) -> bool:
-        """Try again what readers elsewhere held up; whether there was any. ``at_once``: do not wait for them."""
+        """Try again what readers held up; whether there was any. ``at_once``: also what is lent."""
         with self._lock:
             doomed = [part for part in self._parts.values() if part.doomed and not part.pins]
             for part in doomed:
@@ -272,7 +282,8 @@ class RankStore(RetainingStore):
 
     def _retire(self, part: HeldPart, *, at_once: bool = False) -> None:
         """Remove a doomed part once nobody reads it; of one that was replaced, what its successor does not use."""
-        if part.pins or self._readers.keeps(part, at_once=at_once):
+        lent = part.loans and not at_once
+        if part.pins or lent or is_read(self.base, part.version, part.rank, part.save_id):
             return
         key = (part.save_id, part.rank)
         successor = self._parts.get(key)
@@ -375,12 +386,69 @@ class RankStore(RetainingStore):
                 index = part.names.index(name)
                 yield part.arenas[index].buffer[: part.manifest.objects[index].size]
 
+    # ---- versions that may go -----------------------------------------------------------------------------
+
+    def held(self) -> list[HeldPart]:
+        """Parts in this store, own and copies, oldest save id first."""
+        with self._lock:
+            return [self._parts[key] for key in sorted(self._parts)]
+
+    def held_of(self, save_id: str) -> list[HeldPart]:
+        """Parts of one save in this store, own and copies."""
+        return [part for part in self.held() if part.save_id == save_id]
+
+    def advance(self, save_id: str, *, step: int | None = None) -> None:
+        """Drop every part older than ``save_id``, which is verified on every rank and copy, but for what is retained.
+
+        Args:
+            step: of its version; by default that of a part that is here.
+        """
+        mark_complete(self.base)
+        with self._lock:
+            if step is None:
+                steps = (CheckpointContainerId.parse_version_container(p.version) for p in self.held_of(save_id))
+                step = next(steps, None) or 0
+            if not self.retained.verify(VerifiedSave(save_id, step)):
+                return
+        self.prune(save_id)
+        with self._lock:
+            beside = len(self._arenas_kept_beside())
+            used = sum(len(p.arenas) for p in self._parts.values()) - beside
+            copies = self.arenas.budget.copies if self.arenas.budget is not None else 0
+            self.arenas.trim(used, to_keep=max(0, self.retained.keep.beside_newest * (1 + copies) - beside))
+        keep_reserve(self.directory)
+
+    def prune(self, save_id: str) -> None:
+        """Drop every part older than ``save_id`` that is not retained."""
+        for part in self.held():
+            if superseded(part.save_id, save_id) and not self.retained.keeps(part.save_id):
+                self.drop(part)
+
+    def retain(self, line: Iterable[VerifiedSave], lineage: Lineage) -> None:
+        """Go on from the newest of these saves; see `Retained.restore`. Nothing is dropped yet."""
+        with self._lock:
+            self.retained.restore(line, lineage)
+
+    def counts(self, save_id: str, rank: int) -> bool:
+        """Return True if a part is here, is not kept beside the newest verified version, and not dropped and only read
+        yet."""
+        with self._lock:
+            part = self._parts.get((save_id, rank))
+            return part is not None and not part.doomed and not self.retained.is_beside(save_id)
+
+    def _arenas_kept_beside(self) -> set[Arena]:
+        beside = [part for part in self._parts.values() if self.retained.is_beside(part.save_id)]
+        return {arena for part in beside for arena in part.arenas}
+
     # ---- life ---------------------------------------------------------------------------------------------
 
     def _inherit(self) -> None:
         """Take over what an earlier process of this rank left: committed parts stay, the rest is swept."""
         sweep_folder(self.directory, lambda name: is_arena(Path(name)) or name in (LOCK, AT_WORK, RESERVE, STATUS))
-        self._read_lineage()
+        try:  # it holds until ranks have come together
+            self.retained.lineage = read_lineage(self.base / PRIVATE_DIR)
+        except (FlashpointError, OSError) as error:
+            _log.error("this node does not know any more what the job has gone back from: %s", error)
         with self._keeping_saving_processes_out() as alone:
             arenas = {arena.inode: arena for arena in self.arenas.open_left(alone=alone)}
             for part in inherit_parts(self.base, arenas):

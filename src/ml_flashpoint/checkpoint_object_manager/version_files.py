@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
 import secrets
@@ -222,6 +223,26 @@ def _replace(folder: int, name: str, content: bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary, dir_fd=folder)
         raise
+
+
+def is_read(base: Path, version: str, rank: int, save_id: str) -> bool:
+    """Return True while a reader holds a part: it has a shared lock (`flock`) on the manifest.
+
+    A reader that takes the lock after this call finds that its manifest has no name any more, once the part is removed.
+    """
+    try:
+        descriptor = os.open(base / version / manifest_name(rank, save_id), _TO_READ)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ from ml_flashpoint.core.room import prepare_room
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.save_identity import Numbering, SaveIdentity, missing_ranks
 from ml_flashpoint.core.saver import ArenaSource, MLFlashpointCheckpointSaver, unasked_versions
+from ml_flashpoint.core.signals import answer_sigterm
 from ml_flashpoint.format.at_exit import at_exit
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import CapacityError, FlashpointError, JobInUseError, SaveError
@@ -45,10 +46,9 @@ from ml_flashpoint.replication.replication_manager import ReplicationManager
 
 _log = logging.getLogger(__name__)
 
-DEFAULT_BUFFER_BYTES = 16 << 30
 # What a new arena costs in page faults, in bytes a second: to wait that long for a used one is no dearer.
 _FAULT_RATE = 1 << 30
-__all__ = ["DEFAULT_BUFFER_BYTES", "DefaultMLFlashpointCheckpointSaver", "MLFlashpointCheckpointSaver"]
+__all__ = ["DefaultMLFlashpointCheckpointSaver", "MLFlashpointCheckpointSaver"]
 
 
 class DefaultMLFlashpointCheckpointSaver(HandingOff):
@@ -61,7 +61,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         local_rank_getter, global_barrier_func, use_optimized_save: accepted for callers that pass them, and ignored.
         ckpt_obj_manager: where bytes live; one of its own by default.
         replication_manager, persisting: who makes copies, and who durable ones of what is verified; none by default.
-        initial_buffer_size_bytes: expected bytes a rank; costs nothing until used, and larger states work.
+        initial_buffer_size_bytes: accepted for callers that pass it: arenas are as large as what is saved.
         cache_staged_state_dict: keep layout and views between saves. The arenas stay in memory either way.
 
     Raises:
@@ -75,7 +75,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         global_barrier_func: Callable[[], object] | None = None,
         ckpt_obj_manager: CheckpointObjectManager | None = None,
         replication_manager: ReplicationManager | None = None,
-        initial_buffer_size_bytes: int = DEFAULT_BUFFER_BYTES,
+        initial_buffer_size_bytes: int = 16 << 30,
         *,
         use_optimized_save: bool | None = None,
         cache_staged_state_dict: bool = True,
@@ -84,7 +84,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         super().__init__()
         unused = {"local_rank_getter": local_rank_getter, "global_barrier_func": global_barrier_func}
         ignored("DefaultMLFlashpointCheckpointSaver", **unused, use_optimized_save=use_optimized_save)
-        self._expected_bytes = checked_integer("initial_buffer_size_bytes", initial_buffer_size_bytes, 1)
+        checked_integer("initial_buffer_size_bytes", initial_buffer_size_bytes, 1)
         self._cache = cache_staged_state_dict
         self._objects = ckpt_obj_manager or CheckpointObjectManager()
         self._replication = replication_manager
@@ -118,6 +118,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
     def begin(self, *, exchanged: bool = False, here: bool = False) -> Save:
         """Start a save; see the base class. One ``here`` is given up when this thread begins another one, or waits,
         until it has another worker: an interrupt may have kept the thread from even learning of it."""
+        answer_sigterm()
         self.owner.check(self.rank)
         with self._lock:
             if self._closed:
@@ -361,8 +362,6 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
                     error, full = caught, True
                 finally:
                     self._taking.discard(save)
-            if full and store.give_up_kept():
-                continue
             if self._evict_one(save, full=full, inherited=len(self._inherited(store))) or self._fail_deserted():
                 continue
             if not preceded and not full:
@@ -372,7 +371,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
                     return save.take(store.acquire(size))
                 except CapacityError as caught:
                     error = caught
-                if store.give_up_kept() or self._evict_one(save, full=True, inherited=len(self._inherited(store))):
+                if self._evict_one(save, full=True, inherited=len(self._inherited(store))):
                     continue
             # Nothing to take back now; an earlier save that is under way may free something when it ends, or when
             # it turns out that nobody goes on with it.
@@ -406,8 +405,6 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
     def _preflight(self, store: RankStore, size: int) -> None:
         if size <= self._largest:
             return
-        if size > self._expected_bytes:
-            _log.info("the state of rank %d has %d bytes, more than expected", self.rank, size)
         replication = self._replication
         copies = len(replication.held_by(self.rank)) if replication is not None and replication.initialized else 0
         prepare_room(store, self._group, size, copies)

@@ -20,7 +20,6 @@ from typing import Any
 
 from ml_flashpoint import events
 from ml_flashpoint.checkpoint_object_manager.departed import sweep_departed
-from ml_flashpoint.checkpoint_object_manager.retained import NOTHING_GIVEN_UP
 from ml_flashpoint.core.persisting import UNKNOWN_STEP, Persisting
 from ml_flashpoint.core.save import Save, SaveState
 from ml_flashpoint.core.save_identity import Numbering
@@ -226,7 +225,7 @@ class CommitQueue:
             self._persisting.verified(save, due=self._due == save.sequence)
         if save.store is None:
             return
-        save.store.advance(save.save_id, step=save.step, age=save.sequence)
+        save.store.advance(save.save_id, step=save.step)
         if not self._swept and self._group.is_node_leader:
             here = self._group.topology.ranks_of(self._group.node)
             self._swept = sweep_departed(save.store, here, save.save_id)
@@ -342,7 +341,6 @@ class CommitQueue:
         step = save.step if ready and save.step is not None else None
         low, negated = (_UNKNOWN, _UNKNOWN) if step is None else (step, -step)
         newest_ms = self._numbering.newest_ms(str(save.store.base)) if save.store is not None else -1
-        given_up_to = save.store.retained.given_up_to if save.store is not None else NOTHING_GIVEN_UP
         persisting = self._persisting
         would, persisted = (False, UNKNOWN_STEP) if persisting is None else (ready, persisting.persisted_vote)
         would = would and persisting is not None and persisting.wanted(save)
@@ -350,14 +348,11 @@ class CommitQueue:
             (
                 *(int(ready), save.sequence, -save.sequence, low, negated),
                 *(-self._numbering.highest, -newest_ms, -self._verified),
-                -given_up_to,
                 *(int(would), persisted),
             )
         )
-        all_ready, oldest, newest, lowest, highest, used, latest_ms, verified, given_up = reported[:-2]
+        all_ready, oldest, newest, lowest, highest, used, latest_ms, verified = reported[:-2]
         persist, persisted = reported[-2:]
-        if save.store is not None:
-            save.store.follow(-given_up)
         same_step = lowest in (_UNKNOWN, -highest)
         if persisting is not None:
             persisting.heard(persisted)

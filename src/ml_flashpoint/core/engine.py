@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.core.arguments import checked_base, checked_bool
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
-from ml_flashpoint.core.checkpoint_saver import DEFAULT_BUFFER_BYTES, DefaultMLFlashpointCheckpointSaver
+from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.core.discarding import discard_versions
 from ml_flashpoint.core.loader import MLFlashpointCheckpointLoader
 from ml_flashpoint.core.opening import open_together
@@ -27,7 +27,7 @@ from ml_flashpoint.core.persisted_loader import PersistedLoader
 from ml_flashpoint.core.persisting import Persisting
 from ml_flashpoint.core.retention import KeptVersion, Retention
 from ml_flashpoint.core.saver import unasked_versions
-from ml_flashpoint.core.sigterm import OffThread, TerminationGuard
+from ml_flashpoint.core.signals import InFlight, answer_sigterm, hold_up_sigterm, let_go_of_sigterm
 from ml_flashpoint.core.status_board import StatusBoard
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import FlashpointError
@@ -51,13 +51,12 @@ class CheckpointEngine:
         base: absolute path of a folder on a tmpfs of this node that belongs to this job alone.
         replication: who holds copies of whose parts: a strategy, ``"pairwise"``, ``"ring"`` or ``"none"``. By default
             pairs of nodes, or nothing on a single node.
-        initial_buffer_size_bytes: expected bytes of a rank's part; costs nothing until used.
         discard_existing: remove every version that is there, on all nodes, before anything else. Those that are
             persisted stay.
-        keep: how many of the newest verified versions stay in memory, as far as there is room, or a `Keep`.
+        keep: how many of the newest verified versions stay in memory, or a `Keep`.
         persist: where to persist versions, and which; by default none are. The same on all ranks.
-        sigterm_grace_s: seconds at most for which SIGTERM is held up, so that saves under way are committed and copied
-            and the newest version is persisted; see `core.sigterm`. None: it is not taken over.
+        sigterm_grace_s: with ``persist``, seconds at most for which SIGTERM is held up, so that saves under way are
+            committed and copied and the newest version is persisted; see `core.signals`. None: it is left alone.
 
     Attributes:
         base: the base container.
@@ -84,7 +83,6 @@ class CheckpointEngine:
         base: str | os.PathLike[str],
         *,
         replication: ReplicationStrategy | str | None = None,
-        initial_buffer_size_bytes: int = DEFAULT_BUFFER_BYTES,
         discard_existing: bool = False,
         keep: int | Keep = 1,
         persist: PersistOptions | None = None,
@@ -119,7 +117,6 @@ class CheckpointEngine:
             self.saver = DefaultMLFlashpointCheckpointSaver(
                 ckpt_obj_manager=self.objects,
                 replication_manager=self.replication,
-                initial_buffer_size_bytes=initial_buffer_size_bytes,
                 persisting=self.persisting,
             )
             undo.callback(self.saver.close)
@@ -133,9 +130,15 @@ class CheckpointEngine:
             # Found out here, so that all ranks raise alike without having to agree at each save.
             self.store.asked = self.saver.is_asked(self.base)
             self.unasked = not self.ranks.all_ok(self.store.asked)
-            self._guard: TerminationGuard | None = None
-            if sigterm_grace_s is not None:
-                self._take_sigterm(sigterm_grace_s)
+            self._in_flight: InFlight | None = None
+            if self.persisting is not None and sigterm_grace_s is not None:
+                main = threading.main_thread()
+                self._in_flight = InFlight(
+                    self.persisting.hurry,
+                    lambda s: self.finish(s, lambda left: self.saver.wait(left, held_up=main)),
+                    sigterm_grace_s,
+                )
+                hold_up_sigterm(self._in_flight)
             undo.pop_all()
 
     def version(self, step: int) -> CheckpointContainerId:
@@ -252,14 +255,6 @@ class CheckpointEngine:
         self.saver.stats.last_verified = None
         self.store.arenas.delete_free(0)
 
-    def _take_sigterm(self, grace_s: float) -> None:
-        # Whatever the signal has interrupted goes on with no save meanwhile.
-        main = threading.main_thread()
-        finish = lambda s: self.finish(s, lambda left: self.saver.wait(left, held_up=main))  # noqa: E731
-        self._off_thread = OffThread(finish, "flashpoint-sigterm-finish")
-        self._guard = TerminationGuard(self._off_thread, grace_s)
-        self._guard.install()
-
     def check_asked(self, call: str, *, hint: str | None = None) -> None:
         """Raise, on all ranks, if saving would overwrite versions that nobody has asked about.
 
@@ -283,10 +278,10 @@ class CheckpointEngine:
         given, for persisting the newest version. Arenas stay mapped, for whoever may still write to them. Idempotent.
         """
         if not self._stopped and not self.saver.owner.forked:
+            answer_sigterm()
             self._stopped = True
-            if self._guard is not None:
-                self._guard.remove()
-                self._off_thread.close()
+            if self._in_flight is not None:
+                let_go_of_sigterm(self._in_flight)
             self.saver.close(exit_deadline_s())
             if self.persisting is not None:
                 self.persisting.end(exit_deadline_s() if persist_deadline_s is None else persist_deadline_s)

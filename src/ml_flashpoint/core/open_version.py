@@ -1,8 +1,8 @@
 """Versions read from outside of the job, while it runs.
 
-Owns the holds on the parts of a version (see `reader_holds`), and the error of a reader when one was
-broken. An arena is used again as soon as nothing is kept in it, so whoever simply maps an object sees later steps
-show through. Only what is on this node is read. Which versions there are is `core.gathered_parts'.
+Owns the locks on the parts of a version: its job removes nothing that is locked. An arena is used again as soon as
+nothing is kept in it, so whoever simply maps an object sees later steps show through. Only what is on this node is
+read. Which versions there are is `core.gathered_parts`'.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class HeldVersion:
         """Check that nothing of it was let go, so that all that was read so far is what was saved.
 
         Raises:
-            PrunedError: the job needed the room, or the hold took too long.
+            PrunedError: the part went before it was held, or somebody has removed it.
         """
         for rank, descriptor in self._descriptors.items():
             if os.fstat(descriptor).st_nlink == 0:
@@ -113,7 +113,7 @@ class HeldVersion:
             step=self.step,
             rank=rank,
             path=self.path,
-            hint="read the newest version; for longer, raise FLASHPOINT_READER_HOLD_S of the job or leave it more room",
+            hint="read the newest version",
         )
 
     def close(self) -> None:
@@ -135,7 +135,7 @@ class HeldVersion:
 
 
 def hold_version(base: str | os.PathLike[str], step: int | None = None, *, partial: bool = False) -> HeldVersion:
-    """Hold a version of a base container, so that the job keeps it for some time.
+    """Hold a version of a base container, so that the job keeps it.
 
     Args:
         base: of a job, on this node.
@@ -237,8 +237,8 @@ def open_version(base: str | os.PathLike[str], step: int | None = None, *, parti
         with open_version("/dev/shm/me/job-145") as version:
             weight = version.tensor(0, "model.layer.weight").clone()
 
-    The job keeps it for that long, for up to ``FLASHPOINT_READER_HOLD_S`` seconds from when it would let go of it, and
-    never where its memory is full. If it was let go, `PrunedError` is raised on leaving, and by ``check()``.
+    The job keeps it for that long, which takes one more arena: where its memory is full, saves fail meanwhile.
+    If it went before it was held, `PrunedError` is raised on leaving, and by ``check()``.
 
     Args, raises: as `hold_version`.
     """

@@ -14,7 +14,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from operator import attrgetter
 from typing import Any, cast
@@ -31,6 +30,7 @@ from ml_flashpoint.core.owned_memory import OwnedMemory
 from ml_flashpoint.core.owning_process import OwningProcess
 from ml_flashpoint.core.picking import NamedTensors, tensors_of
 from ml_flashpoint.core.save import Save
+from ml_flashpoint.core.signals import interrupts_held
 from ml_flashpoint.format.errors import InvalidArgumentError, SaveError
 from ml_flashpoint.staging import cuda
 from ml_flashpoint.staging.late_device_copy import LateDeviceCopy
@@ -52,14 +52,11 @@ class Overlap:
     Attributes:
         active: whether anything is copied late, once there is something on a CUDA device.
         on_waited: told for how many seconds training was held back until a copy was done.
-        deferred: context that holds signals back whose handlers wait for a save: they may come anywhere, also while
-            this thread has the lock of a copy.
     """
 
     def __init__(self, *, wanted: bool = True) -> None:
         self.active = wanted
         self.on_waited: Callable[[float], None] = lambda seconds: None
-        self.deferred: Callable[[], AbstractContextManager[None]] = nullcontext
         self._thread = BackgroundThread("flashpoint-copies")
         self._optimizers: list[Optimizer] = []
         self._updates: list[Callable[[], Iterable[torch.Tensor]]] = []
@@ -262,7 +259,7 @@ class Overlap:
             began, thread = time.perf_counter(), threading.get_ident()
             try:
                 self._waiting.add(thread)
-                with self.deferred():
+                with interrupts_held():
                     late.finish()
             finally:
                 self._waiting.discard(thread)

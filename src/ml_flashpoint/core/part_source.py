@@ -140,13 +140,11 @@ class PartSource:
         first: str,
         until: float,
         failures: Failures,
-        make_way: bool = True,
     ) -> Manifest:
         """Bring a rank's part here, verify it and commit it.
 
         Args:
             first, until, failures: see :meth:`manifest`.
-            make_way: whether what is kept here may give way for it.
 
         Raises:
             FlashpointError: no holder gives it, or there is no room for it.
@@ -155,9 +153,7 @@ class PartSource:
         holders = self.holders(version, rank, group, first=first)
         with contextlib.ExitStack() as undo:
             what = f"{version.version}/{manifest.objects[0].name}"
-            incoming = retrying(
-                lambda: IncomingCopy(store, manifest, make_way=make_way), until, f"making room for {what}", also=_FULL
-            )
+            incoming = retrying(lambda: IncomingCopy(store, manifest), until, f"making room for {what}", also=_FULL)
             undo.callback(incoming.abort)
             for record, buffer in zip(manifest.objects, incoming.buffers, strict=True):
 

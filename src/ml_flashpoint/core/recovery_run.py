@@ -23,7 +23,7 @@ from ml_flashpoint.core.inventory import NodeReport, gather_reports
 from ml_flashpoint.core.loader import RecoveryReport
 from ml_flashpoint.core.part_reader import find_local_manifest, open_local
 from ml_flashpoint.core.part_source import Failures, PartSource
-from ml_flashpoint.core.retaining import protect, retained_line, spread
+from ml_flashpoint.core.retention import protect, retained_line, spread
 from ml_flashpoint.format.errors import FlashpointError, ObjectNotFoundError
 from ml_flashpoint.format.failure_kinds import as_ours, is_damage, retrying
 from ml_flashpoint.format.knobs import recovery_deadline_s
@@ -133,7 +133,7 @@ class RecoveryRun:
             tried = plan.version
             # First, so that there is room for what is fetched; after the look, which shows who has saved where.
             take_over_departed(store, group.topology.ranks_of(group.node), group.gather)
-            if self._wanted is None:  # so that what is kept can give way for what is fetched
+            if self._wanted is None:
                 line = retained_line(self.complete, self.lineage, plan.version.save_id, store.retained.keep)
                 store.retain(line, self.lineage)
             share = self._carry_out(plan)
@@ -252,7 +252,6 @@ class RecoveryRun:
                 first=fetch.source_node,
                 until=self._until if needed else 0.0,
                 failures=failures,
-                make_way=self._wanted is None,
             )
         except Exception as error:
             share.protected = False

@@ -1,27 +1,30 @@
-"""The versions that a job holds, and going back to one of them.
+"""The versions that a job holds beside the newest one, and going back to one of them.
 
-Owns the calls that all ranks make together. What a store keeps is `checkpoint_object_manager`'s; bringing a version
-here is the loader's.
+Owns the calls that all ranks make together, and what a recovery does with these versions: which ones stay, and having
+their parts and copies in their places again, as far as there is room. Nothing of the latter fails a recovery. Bringing
+a version here is the loader's.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR
+from ml_flashpoint.checkpoint_object_manager.budget import Budget
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.checkpoint_object_manager.reserve import give_up_reserve
 from ml_flashpoint.core.inventory import NodeReport, gather_reports
 from ml_flashpoint.core.part_source import PartSource
-from ml_flashpoint.core.retaining import protect, retained_line
-from ml_flashpoint.format.errors import CapacityError, DeadlineError, SaveError
+from ml_flashpoint.format.errors import CapacityError, DeadlineError, FlashpointError, SaveError
+from ml_flashpoint.format.failure_kinds import as_ours
 from ml_flashpoint.format.knobs import seal_deadline_s
 from ml_flashpoint.format.lineage import Lineage, merged, write_lineage
 from ml_flashpoint.ranks.rank_group import RankGroup
-from ml_flashpoint.ranks.recovery import CompleteVersion, complete_versions, is_protected
+from ml_flashpoint.ranks.recovery import CompleteVersion, NodeInventory, complete_versions, is_protected, plan_recovery
+from ml_flashpoint.ranks.retention import Keep, VerifiedSave, kept
 from ml_flashpoint.replication.replication_manager import ReplicationManager
 
 _log = logging.getLogger(__name__)
@@ -118,8 +121,8 @@ class Retention:
         complete = complete_versions(report.inventory for report in reports)
         keep = self._store.retained.keep
         self._store.retain(retained_line(complete, lineage, version.save_id, keep), lineage)
-        kept = [each for each in complete if self._store.retained.is_beside(each.save_id)]
-        protect(kept, self._store, self._group, self._source, [report.inventory for report in reports], ())
+        beside = [each for each in complete if self._store.retained.is_beside(each.save_id)]
+        protect(beside, self._store, self._group, self._source, [report.inventory for report in reports], ())
         self._store.drop_before_next_save(part for part in self._store.held() if not lineage.counts(part.save_id))
         if self._group.rank == 0:
             left = ", ".join(str(each.step) for each in complete if each.save_id > version.save_id)
@@ -145,3 +148,73 @@ class Retention:
 
         text = "another rank could not record that the job went back; its log says why"
         self._group.together(write, SaveError(text, rank=self._group.rank))
+
+
+def retained_line(complete: Sequence[CompleteVersion], lineage: Lineage, newest: str, keep: Keep) -> list[VerifiedSave]:
+    """Return the saves that are kept up to the one with the id ``newest``, oldest first. The same on all ranks.
+
+    Args:
+        complete: versions of which every part is somewhere, newest first.
+    """
+    along = [each for each in complete if each.save_id <= newest and lineage.counts(each.save_id)]
+    return kept([VerifiedSave(each.save_id, each.step) for each in reversed(along)], keep)
+
+
+def spread(lineage: Lineage, reports: Sequence[NodeReport], store: RankStore, group: RankGroup) -> None:
+    """Write the lineage on this node, if it differs there: a node may be new, or have been away."""
+    mine = next((report.lineage for report in reports if report.inventory.node == group.node), None)
+    if not group.is_node_leader or mine == lineage:
+        return
+    try:
+        write_lineage(store.base / PRIVATE_DIR, lineage)
+    except FlashpointError as error:
+        _log.error("what the job has gone back from is not recorded on %s: %s", group.node, error)
+
+
+def protect(
+    versions: Sequence[CompleteVersion],
+    store: RankStore,
+    group: RankGroup,
+    source: PartSource,
+    inventories: Sequence[NodeInventory],
+    damaged: Collection[tuple[str, str, str, int]],
+) -> int:
+    """Fetch what this rank lacks of kept versions, own parts and copies, newest version first; what there is no room
+    for is left where it is. Returns how many bytes that were."""
+    if source.strategy is None:
+        return 0
+    here = group.topology.ranks_of(group.node)
+    copies = len(source.strategy.held_by(store.rank, group.topology))
+    budget = Budget(store.directory, [store.directory_of(rank) for rank in here], copies)
+    room = budget.left() // len(here)
+    everything = {(part.version, part.save_id) for inventory in inventories for part in inventory.parts}
+    fetched = 0
+    for version in versions:
+        plan = plan_recovery(
+            inventories,
+            group.topology,
+            strategy=source.strategy,
+            damaged=damaged,
+            excluded=everything - {(version.version, version.save_id)},
+        )
+        for fetch in () if plan is None else plan.fetches:
+            if fetch.target_rank != store.rank:
+                continue
+            try:
+                if fetched + fetch.size > room:
+                    raise CapacityError("there is no room beside what saves need", path=store.base)
+                manifest = source.fetch_part(
+                    version,
+                    fetch.part_rank,
+                    store,
+                    group,
+                    first=fetch.source_node,
+                    until=0.0,
+                    failures=[],
+                )
+            except Exception as error:
+                text = "%s is kept, but the part of rank %d is not where it belongs, so it may not survive a loss: %s"
+                _log.warning(text, version.version, fetch.part_rank, as_ours(error))
+                return fetched
+            fetched += manifest.total_size
+    return fetched

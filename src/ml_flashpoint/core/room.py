@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
 from functools import partial
 
 from ml_flashpoint.checkpoint_object_manager.arena_pool import with_headroom
@@ -30,15 +29,13 @@ def check_capacity(
 ) -> None:
     """Check that every node has room for what its ranks will save, and for the copies that they will hold. Collective.
 
-    Where there is no room for all that the rule keeps beside the newest version, that is only said: it gives way.
-
     Args:
         expected_bytes: bytes that this rank saves.
 
     Raises:
         CapacityError: one has not.
     """
-    mine = json.dumps([expected_bytes, store.bytes_to_use()])
+    mine = json.dumps([expected_bytes, sum(store.arenas.resident_bytes())])
     gathered = [json.loads(blob) for blob in ranks.gather(mine.encode())]
     here = ranks.topology.ranks_of(ranks.node)
 
@@ -50,8 +47,9 @@ def check_capacity(
             copies=max(len(replication.held_by(rank)) for rank in here),
             ranks_on_node=len(here),
             held_bytes=sum(gathered[rank][1] for rank in here),
+            kept=store.retained.keep.beside_newest,
         )
-        _check(store, with_room_for, tell=ranks.is_node_leader)
+        with_room_for()
 
     ranks.together(check, CapacityError("another node has too little room; its log says how much", rank=ranks.rank))
 
@@ -64,21 +62,11 @@ def prepare_room(store: RankStore, ranks: RankGroup, size: int, copies: int) -> 
         copies: peers whose parts it holds.
 
     Raises:
-        CapacityError: there is too little even for what must be.
+        CapacityError: there is too little.
     """
     size = with_headroom(size)
-    _check(store, partial(preflight, store.base, size, copies=copies, held_bytes=store.bytes_to_use()), tell=True)
+    held_bytes, kept = sum(store.arenas.resident_bytes()), store.retained.keep.beside_newest
+    preflight(store.base, size, copies=copies, held_bytes=held_bytes, kept=kept)
     here = ranks.topology.ranks_of(ranks.node)
     neighbours = tuple(store.directory_of(rank) for rank in here if rank != store.rank)
     store.arenas.budget = Budget(store.directory, neighbours, copies)
-
-
-def _check(store: RankStore, with_room_for: Callable[..., None], *, tell: bool) -> None:
-    """Raise if there is no room for what must be; say so if there is none for what is kept beside that."""
-    with_room_for(kept=0)
-    beside = store.retained.keep.beside_newest
-    try:
-        with_room_for(kept=beside)
-    except CapacityError as error:
-        if tell:
-            _log.warning("not all %d versions beside the newest one will be kept: %s", beside, error)

@@ -28,7 +28,6 @@ class Health:
         blocked_total_s: the same, of all saves.
         committed_s: seconds from the begin of the latest successful save until it was committed on all ranks.
         bytes: bytes of this rank's part of its newest version.
-        gave_way: versions kept beside the newest one that gave way on this rank for want of room.
         degraded: whether something needs attention: the latest save failed or hangs, copies are missing, ranks do
             not agree, or versions are not persisted although they should be.
         persisted: step of the newest version that is persisted, as far as this rank has heard; None if there is none.
@@ -45,7 +44,6 @@ class Health:
     blocked_total_s: float
     committed_s: float
     bytes: int
-    gave_way: int
     degraded: bool
     persisted: int | None = None
     persist_error: str | None = None
@@ -105,7 +103,7 @@ class Recovery:
         return f"no checkpoint to go on from in {base}{left}: training starts at step {self.step}"
 
 
-def health_of(saves: SaveRunner, stats: CommitStats, persist: PersistHealth, part_bytes: int, gave_way: int) -> Health:
+def health_of(saves: SaveRunner, stats: CommitStats, persist: PersistHealth, part_bytes: int) -> Health:
     """How saving goes, now."""
     errors = stats.replication_error or stats.agreement_error or persist.error
     return Health(
@@ -113,7 +111,6 @@ def health_of(saves: SaveRunner, stats: CommitStats, persist: PersistHealth, par
         replication_error=stats.replication_error,
         agreement_error=stats.agreement_error,
         bytes=part_bytes,
-        gave_way=gave_way,
         degraded=bool(saves.failures_in_a_row or saves.hangs or errors),
         persisted=persist.persisted,
         persist_error=persist.error,

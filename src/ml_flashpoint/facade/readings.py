@@ -47,8 +47,7 @@ class Readings:
         own = [part.manifest for part in self._engine.store.held() if part.rank == self._ranks.rank]
         if own and own[-1] is not None:
             self._part_bytes = own[-1].total_size  # kept, for who asks after closing
-        gave_way = self._engine.store.retained.gave_way
-        return health_of(self._saves, self._engine.saver.stats, self._engine.persist_health, self._part_bytes, gave_way)
+        return health_of(self._saves, self._engine.saver.stats, self._engine.persist_health, self._part_bytes)
 
     def scalars(self, prefix: str = "flashpoint/") -> dict[str, float]:
         """What there is to plot, by name: the numbers of `health`, the newest steps, and how far copies lag behind, in

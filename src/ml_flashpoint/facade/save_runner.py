@@ -25,7 +25,7 @@ from ml_flashpoint.core.object_stages import BytesItem, TensorItem
 from ml_flashpoint.core.overlap import Overlap
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.save_identity import SaveIdentity, missing_ranks
-from ml_flashpoint.core.sigterm import ReentrantEvent, TerminationGuard
+from ml_flashpoint.core.signals import interrupts_held
 from ml_flashpoint.facade.failures import as_flashpoint_error, causes_of
 from ml_flashpoint.facade.local_plan import Captured, Leaves, Share
 from ml_flashpoint.facade.packed_state import item_bytes
@@ -60,7 +60,7 @@ class _UnderWay:
     captured: Captured | None = None
     copies: Sequence[torch.Tensor] = ()
     error: Exception | None = None
-    ended: ReentrantEvent = field(default_factory=ReentrantEvent)
+    ended: threading.Event = field(default_factory=threading.Event)
 
     @property
     def step(self) -> int:
@@ -89,19 +89,17 @@ class SaveRunner:
         tracked: TrackedState,
         saver: DefaultMLFlashpointCheckpointSaver,
         group: LastingGroup | None,
-        guard: TerminationGuard,
         *,
         safe_globals: tuple[SafeGlobal, ...],
         deadline_s: float,
         overlap: Overlap,
     ) -> None:
         self.overlap = overlap
-        overlap.on_waited, overlap.deferred = self._note_wait, guard.deferred
+        overlap.on_waited = self._note_wait
         self._tracked = tracked
         self._saver = saver
         self._exchange = SaveExchange(group, safe_globals)
         self._background = BackgroundThread("flashpoint-saves")
-        self._guard = guard
         self._safe_globals = safe_globals
         self._deadline_s = deadline_s
         self._current: _UnderWay | None = None
@@ -142,7 +140,7 @@ class SaveRunner:
                 self._fail(version, DivergedError(text, step=version.step, rank=self._saver.rank))
                 return
             if ended:
-                with self._guard.deferred(), collection_paused():
+                with interrupts_held(), collection_paused():
                     self._begin(version, began)
                 return
             assert self._current is not None

@@ -82,11 +82,6 @@ def events_file() -> str:
     return os.environ.get("FLASHPOINT_EVENTS", "")
 
 
-def reader_hold_s() -> float:
-    """Seconds that a version which could go stays for those who are reading it from outside of the job."""
-    return _number("FLASHPOINT_READER_HOLD_S", 60.0)
-
-
 BLOCK_BYTES_VARIABLE = "FLASHPOINT_TEST_BLOCK_BYTES"
 """Internal, for tests only: makes the blocks of new objects small, so that states of tests have many."""
 

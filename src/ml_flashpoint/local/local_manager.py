@@ -86,7 +86,7 @@ class LocalCheckpointManager(OverlappingDoor):
         repl_strategy: who holds copies of whose parts; by default nobody. Copies that exist are used for loading
             either way.
         safe_globals: further types that a state may be made of, as for ``torch.serialization.safe_globals``.
-        keep: how many of the newest iterations stay in memory, as far as there is room, or a `Keep`: what `load` falls
+        keep: how many of the newest iterations stay in memory, or a `Keep`: what `load` falls
             back to.
         persist, persist_every, persist_keep, persist_bytes_per_s: see `ml_flashpoint.Flashpoint`; steps are iterations,
             and the URL belongs to this session alone.
@@ -120,7 +120,7 @@ class LocalCheckpointManager(OverlappingDoor):
         strategy = checked_strategy(repl_strategy, "repl_strategy") or NoReplicationStrategy()
         rule = checked_keep(keep)
         options = persist_options(persist, persist_every, persist_keep, persist_bytes_per_s)
-        grace = checked_grace(handle_sigterm, grace_s) if persist is not None else None
+        grace = checked_grace(handle_sigterm, grace_s)
         self._types = KnownTypes(checked_globals(safe_globals))
         self._meshes = Meshes()
         self.session_id = session_id

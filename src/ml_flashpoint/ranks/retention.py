@@ -1,7 +1,7 @@
 """Which versions stay in memory beside the newest verified one: the rule, as a pure function.
 
 Owns what ranks decide alike from what all of them know: which saves were verified, in which order.
-How much room that takes, and what gives way where there is none, is the store's.
+How much room that takes is the store's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MOST = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Which verified versions are kept in memory, as far as there is room.
+    """Which verified versions are kept in memory.
 
     Args:
         newest: so many of the newest ones. 1, the least, is the one that a crash goes back to.
@@ -65,12 +65,10 @@ class VerifiedSave:
     Attributes:
         save_id: which one; later ones compare greater.
         step: of its version.
-        age: the same on all ranks, rises with the save id.
     """
 
     save_id: str
     step: int
-    age: int = 0
 
 
 def kept(line: Sequence[VerifiedSave], keep: Keep) -> list[VerifiedSave]:

@@ -71,7 +71,6 @@ class IncomingCopy:
 
     Args:
         timeout_s: see `RankStore.acquire_for_copy`.
-        make_way: whether what is kept may give way for it.
 
     Raises:
         InvalidNameError: an object is not called like the part.
@@ -79,7 +78,7 @@ class IncomingCopy:
         CapacityError: no room.
     """
 
-    def __init__(self, store: RankStore, manifest: Manifest, *, timeout_s: float = 0.0, make_way: bool = True) -> None:
+    def __init__(self, store: RankStore, manifest: Manifest, *, timeout_s: float = 0.0) -> None:
         _check_names(manifest)
         _check_size(manifest, store)
         self._store = store
@@ -88,11 +87,7 @@ class IncomingCopy:
         try:
             for record in manifest.objects:
                 size = record.file_size
-                self._arenas.append(
-                    store.acquire_for_copy(size, manifest.rank, timeout_s=timeout_s)
-                    if make_way
-                    else store.acquire(size, exact=True)
-                )
+                self._arenas.append(store.acquire_for_copy(size, manifest.rank, timeout_s=timeout_s))
         except BaseException:
             self.abort()
             raise

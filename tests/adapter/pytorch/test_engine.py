@@ -98,7 +98,6 @@ def test_what_may_be_unpickled_is_that_of_writer_and_reader(tmpfs: Path, process
         ({"replication": 2}, "replication"),
         ({"discard_existing": 1}, "discard_existing"),
         ({"safe_globals": "x"}, "safe_globals"),
-        ({"initial_buffer_size_bytes": 0}, "initial_buffer_size_bytes"),
     ],
 )
 def test_refuses_bad_arguments(tmpfs: Path, options: dict[str, Any], argument: str) -> None:

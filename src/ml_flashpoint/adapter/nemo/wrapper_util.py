@@ -58,7 +58,7 @@ def wrap_trainer_and_auto_resume_with_mlflashpoint(
         always_save_context: save NeMo's context with each version, too.
         write_thread_count: accepted for recipes that pass it. Staging is one copy, which one thread does at the speed
             of memory.
-        initial_write_buffer_size_bytes: expected bytes a rank; costs nothing until used, and larger states work.
+        initial_write_buffer_size_bytes: accepted, and not needed: arenas are as large as what is saved.
         keep, persist, persist_every, persist_keep, persist_bytes_per_s: see `ml_flashpoint.Flashpoint`.
         grace_s: seconds at most that a trainer which ends after SIGTERM waits for the save under way, and for the
             newest version to be persisted.
@@ -84,7 +84,6 @@ def wrap_trainer_and_auto_resume_with_mlflashpoint(
     checked_bool("async_save", async_save)
     checked_bool("always_save_context", always_save_context)
     options: dict[str, Any] = {
-        "initial_buffer_size_bytes": initial_write_buffer_size_bytes,
         "keep": checked_keep(keep),
         "persist": persist_options(persist, persist_every, persist_keep, persist_bytes_per_s),
         "grace_s": checked_seconds("grace_s", grace_s),

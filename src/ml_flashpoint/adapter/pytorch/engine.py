@@ -14,7 +14,6 @@ from ml_flashpoint.adapter.pytorch.memory_stager import MemoryStager
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
 from ml_flashpoint.core.arguments import checked_globals, checked_grace
-from ml_flashpoint.core.checkpoint_saver import DEFAULT_BUFFER_BYTES
 from ml_flashpoint.core.engine import CheckpointEngine
 from ml_flashpoint.core.persist_options import persist_options
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
@@ -43,7 +42,7 @@ class Engine(CheckpointEngine):
         handle_sigterm, grace_s: with ``persist``, SIGTERM is held up for so many seconds at most until saves under way
             are committed and copied and the newest version is persisted; then comes the handler that was there before.
             Only where this is constructed in the main thread.
-        base, replication, initial_buffer_size_bytes, discard_existing, keep: see
+        base, replication, discard_existing, keep: see
             `core.engine.CheckpointEngine`, which also says what is raised.
     """
 
@@ -52,7 +51,6 @@ class Engine(CheckpointEngine):
         base: str | os.PathLike[str],
         *,
         replication: ReplicationStrategy | str | None = None,
-        initial_buffer_size_bytes: int = DEFAULT_BUFFER_BYTES,
         discard_existing: bool = False,
         safe_globals: Sequence[SafeGlobal] = (),
         keep: int | Keep = 1,
@@ -68,11 +66,10 @@ class Engine(CheckpointEngine):
         super().__init__(
             base,
             replication=replication,
-            initial_buffer_size_bytes=initial_buffer_size_bytes,
             discard_existing=discard_existing,
             keep=keep,
             persist=persist_options(persist, persist_every, persist_keep, persist_bytes_per_s),
-            sigterm_grace_s=grace if persist is not None else None,
+            sigterm_grace_s=grace,
         )
 
     @classmethod

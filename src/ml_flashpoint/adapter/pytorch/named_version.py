@@ -100,8 +100,8 @@ def open_version(base: str | os.PathLike[str], step: int | None = None, *, parti
             weight = version.tensor("model.layer.weight").clone()
             weights = version.state_dict("model.")
 
-    The job keeps it for that long, for up to ``FLASHPOINT_READER_HOLD_S`` seconds from when it would let go of it, and
-    never where its memory is full. If it was let go, `PrunedError` is raised on leaving, and by ``check()``.
+    The job keeps it for that long, which takes one more arena: where its memory is full, saves fail meanwhile.
+    If it went before it was held, `PrunedError` is raised on leaving, and by ``check()``.
 
     Args:
         base: of a job, on this node.

@@ -208,7 +208,6 @@ def _variables(base: Path) -> Iterator[Finding]:
         knobs.call_deadline_s,
         knobs.lock_deadline_s,
         knobs.exit_deadline_s,
-        knobs.reader_hold_s,
     ):
         try:
             knob()

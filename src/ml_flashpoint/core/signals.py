@@ -1,0 +1,233 @@
+"""SIGTERM, where versions are persisted: time for what is in flight. SIGINT: not in the midst of a save.
+
+Owns the handler of SIGTERM, its chaining and its removal, for all engines of the process. The handler only takes note:
+it may have interrupted the main thread with any lock held. A thread that watches for signals hurries persisting. At its
+next step, save or close, the main thread waits for what is in flight, then goes on to the earlier handler, or to the
+default action.
+
+Python runs handlers in the main thread, between two instructions, so a main thread that hangs in native code (a
+collective that waits for a dead peer) never gets to it. Where the default action is what comes next, the watching
+thread therefore takes that action: if the main thread has not run the handler after a second and nothing is in flight
+any more, and always at the end of the grace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+
+_log = logging.getLogger(__name__)
+
+_ANSWER_S = 1.0
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True, eq=False)
+class InFlight:
+    """What one engine has in flight when SIGTERM comes.
+
+    Attributes:
+        hurry: has the newest version persisted as fast as that goes; does not wait.
+        finish: waits, for the seconds that it is given at most, until no save is under way and the newest version is
+            persisted.
+        grace_s: seconds that SIGTERM is held up at most.
+    """
+
+    hurry: Callable[[], object]
+    finish: Callable[[float], object]
+    grace_s: float
+
+
+def hold_up_sigterm(engine: InFlight) -> None:
+    """Hold SIGTERM up for an engine, if this is the main thread and the present handler can be chained to."""
+    if threading.current_thread() is not threading.main_thread():
+        _log.info("not in the main thread: SIGTERM is left alone")
+        return
+    if signal.getsignal(signal.SIGTERM) is None:
+        _log.info("SIGTERM has a handler that was not installed from Python: it is left alone")
+        return
+    if not _handlers or not _handlers[-1].is_installed():
+        _handlers.append(_Handler())
+    _handlers[-1].engines.append(engine)
+
+
+def let_go_of_sigterm(engine: InFlight) -> None:
+    """Undo `hold_up_sigterm`. Idempotent."""
+    for handler in list(_handlers):
+        if engine in handler.engines:
+            handler.engines.remove(engine)
+            if not handler.engines and threading.current_thread() is threading.main_thread():
+                _handlers.remove(handler)
+                handler.remove()
+                handler.answer()  # one that has just come
+
+
+def answer_sigterm() -> None:
+    """Act on a SIGTERM that has come. To be called where a save would begin, and where an engine is closed."""
+    if threading.current_thread() is threading.main_thread():
+        for handler in reversed(_handlers):
+            handler.answer()
+
+
+@contextlib.contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Have the first Ctrl-C interrupt what comes after this. Python raises KeyboardInterrupt between any two
+    instructions, also where a lock was taken and nobody knows of it yet, who would give it back."""
+    held: list[int] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        held.append(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever insists is not held up
+
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is hold:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if held:
+            raise KeyboardInterrupt
+
+
+class _Handler:
+    """A handler of SIGTERM. With no engines, it passes on: another handler may have been installed on top."""
+
+    def __init__(self) -> None:
+        self.engines: list[InFlight] = []
+        self._came: float | None = None  # when the SIGTERM did that is to be answered
+        self._pid = os.getpid()
+        self._wakeup: int | None = None
+        self._earlier = signal.getsignal(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, self._on_signal)
+        self._start_watching()
+
+    def is_installed(self) -> bool:
+        return self._pid == os.getpid() and signal.getsignal(signal.SIGTERM) == self._on_signal
+
+    def remove(self) -> None:
+        if self._wakeup in _writers:  # else this is a forked child, which has let go of it
+            taken = signal.set_wakeup_fd(-1)
+            if taken not in (-1, self._wakeup):  # somebody's who came later
+                signal.set_wakeup_fd(taken)
+            os.close(self._wakeup)
+            _writers.remove(self._wakeup)
+        if self.is_installed():
+            signal.signal(signal.SIGTERM, self._earlier)
+
+    def answer(self) -> None:
+        """Wait for what is in flight, and go on to the earlier handler, if a SIGTERM has come."""
+        if self._came is not None and self._pid == os.getpid():
+            self._finish(self._came)
+            self._came = None
+            self._go_on(signal.SIGTERM, None)
+
+    def _finish(self, came: float) -> None:
+        self._each(lambda engine: engine.finish(max(came + engine.grace_s - time.monotonic(), 0.0)))
+
+    def _each(self, call: Callable[[InFlight], object]) -> None:
+        for engine in list(self.engines):
+            try:
+                call(engine)
+            except Exception:
+                _log.exception("SIGTERM: the newest version may not be persisted")
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._came is not None or not self.engines or self._pid != os.getpid():
+            self._go_on(number, frame)
+        else:
+            self._came = time.monotonic()
+
+    def _go_on(self, number: int, frame: FrameType | None) -> None:
+        if callable(self._earlier):
+            self._earlier(number, frame)
+        elif self._earlier == signal.SIG_DFL:
+            _take_default_action()
+
+    def _start_watching(self) -> None:
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        taken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        if taken != -1:  # an event loop's
+            signal.set_wakeup_fd(taken)
+            os.close(reader)
+            os.close(writer)
+            return
+        self._wakeup = writer
+        _writers.add(writer)
+        threading.Thread(target=self._watch, args=(reader,), name="flashpoint-sigterm", daemon=True).start()
+
+    def _watch(self, reader: int) -> None:
+        with open(reader, "rb", buffering=0) as signals:
+            while numbers := signals.read(64):
+                if signal.SIGTERM in numbers:
+                    self._watch_over(time.monotonic())
+
+    def _watch_over(self, came: float) -> None:
+        """Hurry, and take the default action where the main thread does not."""
+        self._each(lambda engine: engine.hurry())
+        if self._earlier != signal.SIG_DFL:
+            return
+        while self._came is None and time.monotonic() < came + _ANSWER_S:
+            time.sleep(_POLL_S)
+        if self._came is None:
+            self._finish(came)
+        else:
+            end = came + max((engine.grace_s for engine in self.engines), default=0.0)
+            while self.engines and time.monotonic() < end:
+                time.sleep(_POLL_S)
+        if self.engines and self.is_installed():
+            _log.warning("SIGTERM: the main thread has come to no step, save or close, ending the process")
+            _take_default_action()
+
+
+def _take_default_action() -> None:
+    # Not `signal.signal`, which is for the main thread only.
+    ctypes.CDLL(None).signal(int(signal.SIGTERM), None)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+_handlers: list[_Handler] = []
+_writers: set[int] = set()
+"""What signals are written to for the watching threads."""
+
+
+# A forked child shares the pipe: what is sent to the child must not reach the parent's watcher, not even before the
+# child runs any Python. So whoever forks does not take SIGTERM meanwhile, and neither does the child, until it has let
+# go of the pipe. Other threads of the parent take it as ever.
+_held = threading.local()
+"""Of each thread, the signal masks from before the forks that it is about to make."""
+
+
+def _hold_sigterm() -> None:
+    if _writers:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        _held.masks = [*getattr(_held, "masks", ()), before]
+
+
+def _release_sigterm() -> None:
+    if masks := getattr(_held, "masks", None):
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop())
+
+
+def _let_go_in_child() -> None:
+    if _writers:
+        taken = signal.set_wakeup_fd(-1)
+        if taken not in (-1, *_writers):
+            signal.set_wakeup_fd(taken)
+        _writers.clear()
+    _release_sigterm()
+
+
+os.register_at_fork(before=_hold_sigterm, after_in_parent=_release_sigterm, after_in_child=_let_go_in_child)

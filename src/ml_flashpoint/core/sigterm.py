@@ -114,7 +114,7 @@ class TerminationGuard:
     """Calls ``commit`` when SIGTERM comes, then the handler that was there before, or the default action.
 
     Install it in the main thread; elsewhere it does nothing, as only the main thread may set handlers. A second SIGTERM
-    while ``commit`` runs is not held up. Children made by a fork are not held up either.
+    while ``commit`` runs is not held up. A forked child has the handler from before, or the default action.
 
     Args:
         commit: waits, at most for the seconds that it is given, until nothing is under way.
@@ -283,11 +283,18 @@ def _take_default_action() -> None:
 
 # A forked child shares the pipe: what is sent to the child must not reach the parent's watcher, not even before the
 # child runs any Python. So whoever forks does not take SIGTERM meanwhile, and neither does the child, until it has let
-# go of the pipe. Other threads of the parent take it as ever.
+# go of the pipe, and has the handler from before: one of Python's does not end a child that waits in native code.
+# Other threads of the parent take it as ever.
+
+
+def _guard() -> TerminationGuard | None:
+    """The guard whose handler is installed."""
+    guard = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+    return guard if isinstance(guard, TerminationGuard) else None
 
 
 def _hold_sigterm() -> None:
-    if _writers:
+    if _writers or _guard() is not None:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         _held.masks = [*getattr(_held, "masks", ()), before]
 
@@ -303,6 +310,8 @@ def _let_go_in_child() -> None:
         if taken not in (-1, *_writers):
             signal.set_wakeup_fd(taken)
         _writers.clear()
+    while (guard := _guard()) is not None:
+        signal.signal(signal.SIGTERM, guard._earlier)
     _release_sigterm()
 
 

@@ -65,3 +65,65 @@ def test_a_child_that_is_ended_as_soon_as_it_is_there_does_not_end_its_parent() 
         [sys.executable, "-c", _SCRIPT], env=child_environment(), capture_output=True, text=True, timeout=100
     )
     assert (done.returncode, done.stdout) == (0, "lives\n"), done.stderr
+
+
+# A child that waits in native code runs no handler of Python's: only the default action ends it.
+_CHILDREN = """
+import ctypes, os, signal, threading
+from ml_flashpoint.core.signals import InFlight, hold_up_sigterm, let_go_of_sigterm
+
+def programs(number, frame):
+    os._exit(7)
+
+def fork(child):
+    begins, tells = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(tells, b"1")
+        child()
+        os._exit(9)
+    os.read(begins, 1)
+    return pid
+
+def wait_in_native_code():
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+
+def end(pid):
+    os.kill(pid, signal.SIGTERM)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+def check(before, expected):
+    for child in (signal.pause, wait_in_native_code):
+        if before == programs and child is not signal.pause:
+            continue
+        assert end(fork(child)) == expected
+    pid = fork(lambda: os._exit(signal.getsignal(signal.SIGTERM) != before))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    done.append(before)
+
+done = []
+for before, expected in ((signal.SIG_DFL, -signal.SIGTERM), (programs, 7)):
+    signal.signal(signal.SIGTERM, before)
+    engines = [InFlight(hurry=lambda: None, finish=lambda seconds: None, grace_s=30) for _ in range(2)]
+    for engine in engines:
+        hold_up_sigterm(engine)
+        handler = signal.getsignal(signal.SIGTERM)
+        check(before, expected)
+        thread = threading.Thread(target=check, args=(before, expected))
+        thread.start()
+        thread.join()
+        assert signal.getsignal(signal.SIGTERM) == handler
+    for engine in reversed(engines):
+        let_go_of_sigterm(engine)
+assert len(done) == 8
+print("ended")
+"""
+
+
+def test_a_forked_child_has_the_handler_from_before() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", _CHILDREN], env=child_environment(), capture_output=True, text=True, timeout=120
+    )
+    assert ended.stdout == "ended\n", ended.stderr

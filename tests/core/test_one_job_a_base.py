@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import socket
 import threading
 from pathlib import Path
@@ -17,6 +18,7 @@ from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSav
 from ml_flashpoint.core.engine import CheckpointEngine
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import FlashpointError
+from tests.support.dcp import Door
 from tests.support.forked import Child, Report, Team, wait_until
 from tests.support.loops import Stored
 
@@ -103,6 +105,63 @@ def test_openings_of_one_process_are_one_job(tmpfs: Path) -> None:
             assert f"process {os.getpid()} on" in other.result()
     with alone(tmpfs, 0) as other:
         other.next_report("open")
+
+
+def save_when_told(report: Report, how: str, base: str, value: float) -> None:
+    """Save a step each time that the test names one; report the error of the save, or None."""
+    tensor = torch.full((1000,), value)
+    door = fp = None
+    if how == "facade":
+        fp = Flashpoint(base, strict=True, deadline_s=30)
+        fp.track(value=Stored(tensor)).resume()
+    else:
+        if how == "process":
+            torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        door = Door(Path(base))
+        door.latest()
+    report("open")
+    while (step := report.listen()[0]) is not None:
+        try:
+            if fp is not None:
+                fp.save(step)
+                fp.wait()
+            elif door is not None:
+                door.save_by(how, {"value": tensor}, step)
+                door.settle()
+        except BaseException as error:  # of DCP's
+            report("saved", step, f"{type(error).__name__}: {error}")
+        else:
+            report("saved", step, None)
+
+
+def saved(child: Child, step: int) -> str | None:
+    child.say(step)
+    return child.next_report("saved", step)[2]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("how", ["facade", "sync", "thread", "process"])
+def test_a_job_whose_base_container_was_removed_saves_nothing_in_that_of_a_later_job(tmpfs: Path, how: str) -> None:
+    base = tmpfs / "job"
+    with Child(save_when_told, how, str(base), 1.0) as first:
+        first.next_report("open")
+        assert saved(first, 1) is None
+        base.rename(tmpfs / "gone") if how == "sync" else shutil.rmtree(base)
+        assert "nothing is there now" in str(saved(first, 2))
+        with Child(save_when_told, how, str(base), 2.0) as second:
+            second.next_report("open")
+            for step in (3, 4):
+                assert saved(second, step) is None
+                assert "another job has made it anew" in str(saved(first, step))
+                assert "another job has made it anew" in str(saved(first, step + 10))
+        found = Door(base)
+        try:
+            state = {"value": torch.zeros(1000)}
+            if how != "facade":
+                found.load(state, 4)
+                assert state["value"].eq(2.0).all()
+            assert found.latest() == 4
+        finally:
+            found.close()
 
 
 def end_slowly(report: Report, base: str) -> None:

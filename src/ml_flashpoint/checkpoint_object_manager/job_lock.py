@@ -78,6 +78,40 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
+@dataclass(frozen=True)
+class JobFile:
+    """The file that a job has locked in its base container. Travels to processes that save for the job.
+
+    Attributes:
+        base: the base container.
+        device, inode: of the file. While the job lives, no other file has both.
+    """
+
+    base: Path
+    device: int
+    inode: int
+
+    def check(self) -> None:
+        """Raise unless this file is still the one at its path.
+
+        Raises:
+            JobInUseError: somebody has removed the base container, or moved it. What lies there now is another job's.
+        """
+        try:
+            status = os.stat(self.base / PRIVATE_DIR / JOB, follow_symlinks=False)
+        except (FileNotFoundError, NotADirectoryError):
+            found = "nothing is there now"
+        else:
+            if (status.st_dev, status.st_ino) == (self.device, self.inode):
+                return
+            found = "another job has made it anew"
+        raise JobInUseError(
+            f"this base container was removed while the job had it open, and {found}",
+            path=self.base,
+            hint="this job can save nothing any more: end it, and give each job a base container of its own",
+        )
+
+
 class JobLock:
     """This process's share in the lock of its job. Processes of one job share it, and so do openings of one process.
 
@@ -88,10 +122,15 @@ class JobLock:
         job: id of the job, the same in all its processes.
         deadline_s: seconds to wait for a process that is ending.
 
+    Attributes:
+        file: the file that is locked.
+
     Raises:
         JobInUseError: a process of another job has the base container open. Names its host and process id.
         UnsafePathError: others could have planted the base container, or may write to it.
     """
+
+    file: JobFile
 
     def __init__(self, base: Path, job: str, deadline_s: float) -> None:
         self._path = base / PRIVATE_DIR / JOB
@@ -124,8 +163,9 @@ class JobLock:
                         os.close(descriptor)
                         continue
                     known = _Held(descriptor)
-                    status = os.fstat(descriptor)
-                    _held[status.st_dev, status.st_ino] = known
+                status = os.fstat(known.descriptor)
+                _held[status.st_dev, status.st_ino] = known
+                self.file = JobFile(self._base, status.st_dev, status.st_ino)
                 known.users += 1
                 self._held = known
                 return None

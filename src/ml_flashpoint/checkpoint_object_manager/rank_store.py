@@ -32,7 +32,7 @@ from ml_flashpoint.checkpoint_object_manager.arena_pool import ArenaPool, is_are
 from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR, mark_complete
 from ml_flashpoint.checkpoint_object_manager.capacity import warn_unless_memory
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
-from ml_flashpoint.checkpoint_object_manager.job_lock import JobLock
+from ml_flashpoint.checkpoint_object_manager.job_lock import JobFile, JobLock
 from ml_flashpoint.checkpoint_object_manager.orphans import inherit_parts
 from ml_flashpoint.checkpoint_object_manager.rank_lock import AT_WORK, LOCK, take_lock
 from ml_flashpoint.checkpoint_object_manager.reserve import RESERVE, keep_reserve
@@ -128,6 +128,20 @@ class RankStore:
         """Where the arenas of a rank are."""
         return self.base / PRIVATE_DIR / f"rank-{rank:05d}"
 
+    @property
+    def job_file(self) -> JobFile | None:
+        """The file that this job has locked; None where somebody else holds the lock."""
+        return None if self._job is None else self._job.file
+
+    def check_job(self) -> None:
+        """Raise unless the base container at this path is still the one that was opened.
+
+        Raises:
+            JobInUseError: see `JobFile.check`.
+        """
+        if self._job is not None:
+            self._job.file.check()
+
     # ---- arenas -------------------------------------------------------------------------------------------
 
     def acquire(self, size: int, *, exact: bool = False) -> Arena:
@@ -139,7 +153,9 @@ class RankStore:
 
         Raises:
             CapacityError: there is none and no room for one.
+            JobInUseError: see :meth:`check_job`.
         """
+        self.check_job()
         self.drop_useless()
         try:
             return self.arenas.acquire(size, exact=exact)
@@ -214,7 +230,13 @@ class RankStore:
     # ---- parts --------------------------------------------------------------------------------------------
 
     def commit(self, manifest: Manifest, arenas: Sequence[Arena]) -> HeldPart:
-        """Link the arenas under the names in ``manifest``, then write the manifest: the part exists from then on."""
+        """Link the arenas under the names in ``manifest``, then write the manifest: the part exists from then on.
+
+        Raises:
+            JobInUseError: see :meth:`check_job`.
+            SaveError, CapacityError: the filesystem refused.
+        """
+        self.check_job()
         commit_part(self.base, manifest, [arena.path for arena in arenas])
         part = self.add_committed(manifest, arenas)
         self._drop_rejected()
@@ -250,8 +272,10 @@ class RankStore:
 
         Raises:
             ObjectNotFoundError: it has made way for a newer one since.
+            JobInUseError: see :meth:`check_job`.
             FlashpointError, OSError: it cannot be read.
         """
+        self.check_job()
         with self._lock:  # what is read is not dropped meanwhile, nor its arenas used again
             known = self.find(save_id, self.rank)
             if known is not None and known.manifest is not None:

@@ -329,6 +329,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         """An arena for a save: a free one if there is, else a new one while few are in use and there is room, else
         one taken from an older save that is not verified. What copies of peers need is left to them."""
         assert isinstance(store, RankStore)
+        store.check_job()
         self._preflight(store, size)
         store.drop_useless()
         held = len(self._saves_with_arenas()) + len(self._inherited(store))

@@ -108,7 +108,8 @@ class HandingOff(MLFlashpointCheckpointSaver):
             if not save.decided.is_set():
                 self._handed_off[save.key] = _HandedOff(save, time.monotonic())
                 where = self.rank, self.world_size, self.node
-                return HandOff(*where, save, self._mailbox, asked, spare, os.getpid())
+                job = None if store is None else store.job_file
+                return HandOff(*where, save, self._mailbox, asked, spare, os.getpid(), job)
         late = SaveError(f"the save was given up before it was handed over: {save.error}", rank=self.rank)
         self.fail(save, late)
         raise late

@@ -16,6 +16,7 @@ from ml_flashpoint.checkpoint_object_manager.arena_pool import with_headroom
 from ml_flashpoint.checkpoint_object_manager.arena_tensor import mapped_arena
 from ml_flashpoint.checkpoint_object_manager.base_marks import holds_parts
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import resolved_base
+from ml_flashpoint.checkpoint_object_manager.job_lock import JobFile
 from ml_flashpoint.checkpoint_object_manager.unlocked_store import UnlockedStore
 from ml_flashpoint.checkpoint_object_manager.version_files import commit_part
 from ml_flashpoint.core.mailbox import CompletionRecord, Mailbox
@@ -41,10 +42,12 @@ class HandOff:
     asked: bool
     spare: Path | None
     trainer: int
+    job_file: JobFile | None
 
     def __reduce__(self) -> tuple[Any, ...]:
         where = self.rank, self.world_size, self.node
-        return HandedOffSaver, (*where, self.save, self.mailbox, self.asked, self.spare, self.trainer)
+        what = self.save, self.mailbox, self.asked, self.spare, self.trainer, self.job_file
+        return HandedOffSaver, (*where, *what)
 
 
 class HandedOffSaver(MLFlashpointCheckpointSaver):
@@ -56,6 +59,7 @@ class HandedOffSaver(MLFlashpointCheckpointSaver):
         asked: whether the trainer knows what earlier runs have left in the base container.
         spare: an arena to fill where nothing was staged, so that no new one need be made.
         trainer: pid of the process that handed the save over.
+        job_file: the file that the job has locked; None where the trainer has not opened the base container.
     """
 
     def __init__(
@@ -68,11 +72,12 @@ class HandedOffSaver(MLFlashpointCheckpointSaver):
         asked: bool,
         spare: Path | None,
         trainer: int,
+        job_file: JobFile | None,
     ) -> None:
         self.rank, self.world_size, self.node = rank, world_size, node
         self._save: Save | None = save
         self._begun: Save | None = None
-        self._trainer = trainer
+        self._trainer, self._job_file = trainer, job_file
         self._asked = asked
         self._spare = spare
         self._lent = (spare, save.staged.arena_path if save.staged is not None else None)
@@ -87,6 +92,10 @@ class HandedOffSaver(MLFlashpointCheckpointSaver):
         except SaveError:
             self._end_work()
             raise
+
+    def _check_job(self) -> None:
+        if self._job_file is not None:
+            self._job_file.check()
 
     def _begin_work(self, store: UnlockedStore) -> None:
         if self._hold is None:
@@ -145,6 +154,7 @@ class HandedOffSaver(MLFlashpointCheckpointSaver):
         return UnlockedStore(resolved_base(base), self.rank, self._trainer)
 
     def _acquire(self, save: Save, store: ArenaSource, size: int) -> Arena:
+        self._check_job()
         self._begin_work(UnlockedStore(store.base, self.rank, self._trainer))
         path, self._spare = self._spare, None
         if path is None or not path.is_relative_to(store.base):
@@ -159,10 +169,12 @@ class HandedOffSaver(MLFlashpointCheckpointSaver):
             store.release(arena)
 
     def _arena_of(self, staged: StagedObject) -> Arena:
+        self._check_job()
         return mapped_arena(staged.arena_path)
 
     def _commit_part(self, save: Save, manifest: Manifest, arena: Arena) -> None:
         assert save.version is not None
+        self._check_job()
         commit_part(Path(str(save.version.parent)), manifest, [arena.path])
         record = CompletionRecord(
             str(save.version.parent),

@@ -205,13 +205,19 @@ _writers: set[int] = set()
 
 # A forked child shares the pipe: what is sent to the child must not reach the parent's watcher, not even before the
 # child runs any Python. So whoever forks does not take SIGTERM meanwhile, and neither does the child, until it has let
-# go of the pipe. Other threads of the parent take it as ever.
+# go of the pipe, and has the handler from before: one of Python's does not end a child that waits in native code.
+# Other threads of the parent take it as ever.
 _held = threading.local()
 """Of each thread, the signal masks from before the forks that it is about to make."""
 
 
+def _installed() -> _Handler | None:
+    handler = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+    return handler if isinstance(handler, _Handler) else None
+
+
 def _hold_sigterm() -> None:
-    if _writers:
+    if _writers or _installed() is not None:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         _held.masks = [*getattr(_held, "masks", ()), before]
 
@@ -227,6 +233,8 @@ def _let_go_in_child() -> None:
         if taken not in (-1, *_writers):
             signal.set_wakeup_fd(taken)
         _writers.clear()
+    while (handler := _installed()) is not None:
+        signal.signal(signal.SIGTERM, handler._earlier)
     _release_sigterm()
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import time
-from pathlib import Path
 
 from ml_flashpoint import events
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.format.errors import UnsafePathError
+from ml_flashpoint.format.errors import JobInUseError, UnsafePathError
 from ml_flashpoint.format.status import RankStatus, read_status, write_status
 from ml_flashpoint.ranks.rank_group import RankGroup
 from ml_flashpoint.ranks.strategies import ReplicationStrategy
@@ -39,7 +38,7 @@ class StatusBoard:
     """
 
     def __init__(self, store: RankStore, group: RankGroup, strategy: ReplicationStrategy) -> None:
-        self._directory: Path = store.directory
+        self._store, self._directory = store, store.directory
         before = read_status(self._directory)
         since_s, starts = (before.since_s, before.starts) if before is not None and before.since_s else (time.time(), 0)
         topology = group.topology
@@ -72,8 +71,9 @@ class StatusBoard:
 
     def _write(self) -> None:
         try:
+            self._store.check_job()
             write_status(self._directory, self._status)
-        except (OSError, UnsafePathError) as error:
+        except (OSError, UnsafePathError, JobInUseError) as error:
             if not self._failed:
                 _log.warning("the status of rank %d cannot be written: %s", self._status.rank, error)
             self._failed = True

@@ -222,7 +222,7 @@ class UnsafePathError(FlashpointError):
 
 
 class JobInUseError(FlashpointError):
-    """Another live process of this node already owns the base container or the rank's part of it."""
+    """Another live process of this node has the base container or the rank's part of it, or has made it anew."""
 
 
 class TopologyError(FlashpointError):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import itertools
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +24,7 @@ from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidArgumentError, InvalidNameError, NothingLoadableError
 from ml_flashpoint.format.manifest import manifest_name, parse_manifest_name, read_manifest, write_manifest
 from tests.support.dcp import Door
+from tests.support.forked import Report, call_team
 from tests.support.tensors import assert_same, blank
 
 
@@ -116,10 +120,52 @@ def test_parts_of_different_saves_are_not_mixed(door: Door) -> None:
         write_manifest(folder, made)
         assert (folder / manifest_name(rank, save_id)).exists()
     reader = MemoryStorageReader(path=door.version(1), checkpoint_loader=door.loader)
-    reader.read_metadata(rank=0)
+    reader.read_metadata()
     reader._reader(0)
     with pytest.raises(Exception, match="different saves"):
         reader._reader(1)
+
+
+STEPS = ("read_metadata", "set_up_storage_reader", "prepare_local_plan", "read_data")
+
+
+def failing(call: Callable[..., Any], tries: int) -> Callable[..., Any]:
+    """The same call, which fails so many times at first."""
+    left = [tries]
+
+    @functools.wraps(call)  # torch looks at the signature
+    def made(*args: Any, **named: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise OSError("this rank fails")
+        return call(*args, **named)
+
+    return made
+
+
+def load_where_one_rank_fails(report: Report, rank: int) -> list[str]:
+    """What became of a load in which each call of the reader fails on rank 1, and of one in which it fails once."""
+    base = Path(os.environ["FLASHPOINT_TEST_BASE"])
+    door, found = Door(base), []
+    door.save({f"w{rank}": torch.full((100,), float(rank))}, 1)
+    door.settle()
+    for step, tries in itertools.product(STEPS, (1, 2)):
+        reader = MemoryStorageReader(checkpoint_loader=door.loader)
+        setattr(reader, step, failing(getattr(reader, step), tries if rank == 1 else 0))
+        state = {f"w{rank}": torch.zeros(100)}
+        try:
+            dcp.load(state, checkpoint_id=door.version(1), storage_reader=reader)
+        except CheckpointException as error:
+            found.append(f"{step} {tries} {sorted(error.failures)}")
+        assert_same(door.load(state, 1), {f"w{rank}": torch.full((100,), float(rank))})
+    door.close()
+    return found
+
+
+def test_a_load_that_fails_on_one_rank_fails_on_all_at_once(tmpfs: Path) -> None:
+    """However torch asks: it may not go on without collectives on one rank beside others that use them."""
+    expected = [f"{step} {tries} [1]" for step, tries in itertools.product(STEPS, (1, 2))]
+    assert call_team(load_where_one_rank_fails, tmpfs, 2) == [expected, expected]
 
 
 def test_metadata_says_what_torchs_own_does(door: Door, tmp_path: Path) -> None:

@@ -40,6 +40,10 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 _log = logging.getLogger(__name__)
 
 
+class _OtherScopeError(ObjectNotFoundError):
+    """A checkpoint has metadata, of all ranks or by rank, and the other kind was asked for."""
+
+
 class MemoryStorageReader(StorageReader):
     """Loads DCP checkpoints from memory, on any number of ranks.
 
@@ -77,6 +81,7 @@ class MemoryStorageReader(StorageReader):
         self._places: dict[Any, ItemPlace] = {}
         self._readers: dict[int, ObjectReader] = {}
         self._save_id: str | None = None
+        self._unread: Exception | None = None  # why this load could not read metadata
         self._load_id = str(uuid.uuid4())
 
     @property
@@ -91,7 +96,7 @@ class MemoryStorageReader(StorageReader):
         self._load_id = str(uuid.uuid4())
         self._readers.clear()
         self._loader.release()  # of a load that failed while it was planned
-        self._save_id = None
+        self._save_id = self._unread = None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -101,18 +106,29 @@ class MemoryStorageReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """DCP's metadata of the checkpoint.
 
+        torch asks without a rank first. Where that raises, it asks with one, and does the rest of the load without
+        collectives if that does not raise. So the second call must succeed on all ranks or on none, whatever kept one
+        of them from reading at the first call: a rank without collectives beside others with them is a hang.
+
         Args:
             rank: (keyword) read that rank's own metadata, of a checkpoint saved without collectives.
 
         Raises:
-            ObjectNotFoundError: there is none, or it is per rank and no rank was named.
+            ObjectNotFoundError: there is none, or it is per rank and no rank was named, or the reverse.
             LoadError: the version was not saved through DCP.
         """
         rank = kwargs.get("rank")
         try:
+            if rank is None:
+                self._unread = None
+            elif self._unread is not None:
+                raise self._unread
             return self._read_metadata(rank)
+        except _OtherScopeError:
+            raise
         except Exception as error:
-            # torch asks without a rank first, then with one. Some releases (2.9) keep to themselves why neither worked.
+            self._unread = error
+            # Some releases of torch (2.9) keep to themselves why neither call worked.
             if rank is not None:
                 _log.error("the metadata of %s cannot be read: %s", self.checkpoint_id or "a checkpoint", error)
             raise
@@ -126,7 +142,12 @@ class MemoryStorageReader(StorageReader):
         return metadata
 
     def _metadata_source(self, version: CheckpointContainerId, rank: int | None) -> int:
-        """The rank whose object has the metadata to use: ``rank``'s own where every rank was its own coordinator."""
+        """The rank whose object has the metadata to use: ``rank``'s own where every rank was its own coordinator.
+
+        Raises:
+            ObjectNotFoundError: a part that may have it is missing, or the metadata is of the other scope.
+            LoadError: there is none.
+        """
         for source in dict.fromkeys((rank if rank is not None else rank_group().rank, 0)):
             try:
                 scope = self._loader.read_manifest(version, source).labels.get(METADATA_SCOPE)
@@ -134,8 +155,9 @@ class MemoryStorageReader(StorageReader):
                 if source == 0:
                     raise
                 continue
-            if scope == "rank" and rank is None:
-                raise ObjectNotFoundError("this checkpoint has metadata by rank only", path=str(version))
+            if scope is not None and (scope == "rank") != (rank is not None):
+                text = "this checkpoint has metadata by rank only" if rank is None else "it has no metadata by rank"
+                raise _OtherScopeError(text, path=str(version))
             if scope is not None:
                 return source
         raise LoadError(

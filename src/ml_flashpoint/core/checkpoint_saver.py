@@ -4,8 +4,8 @@ Owns which saves of this rank are under way, their save ids and arenas, what hap
 for which arena may be taken when all are in use. The order of the calls, write and commit included, is `saver`'s;
 copying and layout are `object_writer`'s; what follows the commit (copies, agreement, pruning) is `commit_queue`'s.
 
-A save may be staged in one place and committed in another: later, on another thread, or in another process, to
-which saver and save travel by pickle and where the saver is a `HandedOffSaver`.
+A save may be staged in one place and committed in another: later, on another thread, or for another process, which has
+a `RemoteSaver` by pickle.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.core.arguments import checked_integer, ignored
 from ml_flashpoint.core.commit_queue import CommitQueue, CommitStats
-from ml_flashpoint.core.handing_off import DESERTED_POLL_S, HandingOff
 from ml_flashpoint.core.object_stages import StagedObject, TensorItem
 from ml_flashpoint.core.object_writer import ObjectWriter
 from ml_flashpoint.core.owning_process import OwningProcess
@@ -34,7 +33,8 @@ from ml_flashpoint.core.persisting import Persisting
 from ml_flashpoint.core.room import prepare_room
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.save_identity import Numbering, SaveIdentity, missing_ranks
-from ml_flashpoint.core.saver import ArenaSource, MLFlashpointCheckpointSaver, unasked_versions
+from ml_flashpoint.core.saver import ArenaSource, MLFlashpointCheckpointSaver, WritingSaver, unasked_versions
+from ml_flashpoint.core.saving_process import RemoteSaver, SaveServer, Ticket
 from ml_flashpoint.format.at_exit import at_exit
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import CapacityError, FlashpointError, JobInUseError, SaveError
@@ -48,13 +48,14 @@ _log = logging.getLogger(__name__)
 DEFAULT_BUFFER_BYTES = 16 << 30
 # What a new arena costs in page faults, in bytes a second: to wait that long for a used one is no dearer.
 _FAULT_RATE = 1 << 30
+_DESERTED_POLL_S = 0.1
 __all__ = ["DEFAULT_BUFFER_BYTES", "DefaultMLFlashpointCheckpointSaver", "MLFlashpointCheckpointSaver"]
 
 
-class DefaultMLFlashpointCheckpointSaver(HandingOff):
+class DefaultMLFlashpointCheckpointSaver(WritingSaver):
     """Saves into tmpfs arenas and has them replicated in the background. Thread-safe.
 
-    Construct it on all ranks, to agree on a run id. Pickled, it is a `HandedOffSaver`; see :meth:`hand_off`.
+    Construct it on all ranks, to agree on a run id. Pickled, it is a `RemoteSaver`; see :meth:`hand_off`.
 
     Args:
         global_rank_getter: this process's rank; by default from torch.distributed.
@@ -81,7 +82,6 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         cache_staged_state_dict: bool = True,
         persisting: Persisting | None = None,
     ) -> None:
-        super().__init__()
         unused = {"local_rank_getter": local_rank_getter, "global_barrier_func": global_barrier_func}
         ignored("DefaultMLFlashpointCheckpointSaver", **unused, use_optimized_save=use_optimized_save)
         self._expected_bytes = checked_integer("initial_buffer_size_bytes", initial_buffer_size_bytes, 1)
@@ -109,6 +109,8 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         self.owner = OwningProcess()
         self._saves: list[Save] = []  # under way or held, oldest first
         self._taking: set[Save] = set()  # about to take an arena
+        self._elsewhere: weakref.WeakSet[Save] = weakref.WeakSet()  # handed to other processes
+        self._server = SaveServer(self)
         self._largest = 0
         self._closed = False
         _live_savers.add(self)
@@ -243,6 +245,39 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
             save.offered, save.worker = False, threading.current_thread()
             return save
 
+    def hand_off(self, save: Save | None = None) -> RemoteSaver:
+        """What to pickle in place of this saver, for a process that is to write a save: the one offered as ``save``,
+        or a new one.
+
+        Raises:
+            SaveError: see :meth:`claim`; or there can be no socket.
+        """
+        if save is not None:
+            self.claim(save)
+        else:
+            save = self.begin(exchanged=True)
+            save.worker = threading.current_thread()
+        self._elsewhere.add(save)
+        views = () if save.staged is None else save.staged.views
+        try:
+            ticket = self.ticket(save)
+        except SaveError as error:
+            self.fail(save, error)
+            raise
+        where = self.rank, self.world_size, self.node
+        return RemoteSaver(ticket, *where, save.identity, save.staging_error, views[0].place[0] if views else None)
+
+    def ticket(self, save: Save) -> Ticket:
+        """Lead another process to a save, to write it or to wait for its end.
+
+        Raises:
+            SaveError: there can be no socket.
+        """
+        return self._server.ticket(save)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.hand_off().__reduce__()
+
     def fail(self, save: Save, error: BaseException) -> None:
         """Give a save up; see the base class."""
         store = self._objects.store
@@ -251,8 +286,8 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
                 return
             save.fail(error)
             save.offered = False
-            # Whoever writes to its arenas, here or in another process, keeps them, and comes here afterwards.
-            arenas = None if save.key in self._handed_off else save.release_unless_written()
+            # Whoever writes to its arenas keeps them, and comes here afterwards.
+            arenas = save.release_unless_written()
         self._commits.go_on()
         if save.staged is not None:
             save.staged.cancel(error)
@@ -382,7 +417,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
                 raise error
             self._commits.wait_for_change(
                 lambda seen=finished: self._commits.finished_count > seen,  # type: ignore[misc]
-                min(left, DESERTED_POLL_S),
+                min(left, _DESERTED_POLL_S),
             )
 
     def _is_preceded(self, save: Save) -> bool:
@@ -396,7 +431,6 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         held = [each for each in self._saves_with_arenas() if each.part is not None]
         if len(held) + inherited < 2:
             return False
-        self._learn_completion(held)
         # What a newer one replaces only if other ranks have come as far is what a crash would go back to.
         newest = max((i for i, each in enumerate(held) if each.complete is not False), default=-1)
         older, newer = held[: max(newest, 0)], held[newest + 1 :]
@@ -429,10 +463,20 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
             return begun or not later or save.may_be_claimed()
         return worker.is_alive() and not moved_on
 
+    def _watch(self, save: Save) -> float:
+        """Called by the commit queue while it waits for a save, and once when it gives it up."""
+        if save.error is not None:
+            self.fail(save, save.error)  # at its deadline
+        else:
+            self._fail_if_deserted(save)
+        return _DESERTED_POLL_S
+
     def _fail_if_deserted(self, save: Save) -> bool:
         """Give up a save that nobody goes on with, because its plan or its write failed on another rank."""
-        # Asked last: it may have been handed off meanwhile, and its thread have gone on to another one.
-        if (self._is_worked_on(save) and not save.deserted) or save.key in self._handed_off:
+        if self._is_worked_on(save) and not save.deserted:
+            return False
+        # Asked last: it may have been handed to another process meanwhile, and its thread have gone on to another one.
+        if save in self._elsewhere and save.worker is not None and save.worker.is_alive():
             return False
         self.fail(save, SaveError("given up: the checkpoint failed on another rank", rank=self.rank))
         return True
@@ -475,8 +519,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         finished = self._commits.close(exit_deadline_s() if deadline_s is None else deadline_s)
         if not finished:
             _log.info("closed before the last saves were verified; they are committed on this node")
-        if self._mailbox is not None:
-            self._mailbox.remove()
+        self._server.close()
 
 
 _live_savers: weakref.WeakSet[DefaultMLFlashpointCheckpointSaver] = weakref.WeakSet()

@@ -7,8 +7,7 @@ caller: the saver up to the commit, the commit queue from there on. Whoever come
       └────────┴─────────┤           └─────────────┤
                        FAILED             EVICTED
 
-A save need not be staged, and one that another process fills is only seen to be committed. A save that other ranks
-could not commit stays what it is here.
+A save need not be staged. A save that other ranks could not commit stays what it is here.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import enum
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
@@ -62,8 +60,7 @@ _NEXT: dict[SaveState, frozenset[SaveState]] = {
 
 
 class Save:
-    """See the module. Thread-safe. Travels by pickle to the process that is to write it, where it starts anew from what
-    was staged; what belongs to this process stays behind.
+    """See the module. Thread-safe.
 
     Args:
         identity: the name of the save, as long as ranks have not come to another one; see `core.save_identity`.
@@ -103,11 +100,8 @@ class Save:
         self.staged: StagedObject | None = None
         self.staging_error: BaseException | None = None
         self._exchanged = exchanged
-        self._start()
-
-    def _start(self) -> None:
         self.began = time.monotonic()
-        self.state = SaveState.BEGUN if self.staged is None else SaveState.STAGED
+        self.state = SaveState.BEGUN
         self.filled: FilledObject | None = None
         self.version: CheckpointContainerId | None = None
         self.complete: bool | None = None
@@ -124,13 +118,6 @@ class Save:
         self._arenas: set[Arena] = set()
         self._at_work = 0
         self._lock = threading.Lock()
-
-    def __getstate__(self) -> tuple[Any, ...]:
-        return self.identity, self.number, self.key, self.adopted, self.staged, self.staging_error, self._exchanged
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.identity, self.number, self.key, self.adopted, self.staged, self.staging_error, self._exchanged = state
-        self._start()
 
     # ---- what it is ---------------------------------------------------------------------------------------
 

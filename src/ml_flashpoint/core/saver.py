@@ -1,7 +1,7 @@
 """What every saver is: from tensors and bytes to a committed part of a version, in a few calls.
 
-Owns the order of those calls and what is common to savers in the trainer (`checkpoint_saver`) and in a saving
-process (`saving_process`). Where arenas come from and what follows the commit is theirs.
+Owns the order of those calls, which a saver in another process (`saving_process`) takes like one in the trainer, and
+what the latter does to write and commit. Where its arenas come from, and what follows, is `checkpoint_saver`'s.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ class MLFlashpointCheckpointSaver(ABC):
     rank: int
     world_size: int
     node: str
-    _writer: ObjectWriter
 
     @abstractmethod
     def begin(self, *, exchanged: bool = False) -> Save:
@@ -85,6 +84,82 @@ class MLFlashpointCheckpointSaver(ABC):
         """Give the save up. Its arena is free again; older versions are as before. Idempotent."""
 
     @abstractmethod
+    def write(
+        self,
+        save: Save,
+        version: CheckpointContainerId,
+        tensors: Sequence[TensorItem],
+        byte_items: Sequence[BytesItem] = (),
+        *,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        """Make this rank's object of ``version``. Tensors that were staged are not copied again.
+
+        Args:
+            tensors: names and plain strided tensors on any device; names are unique.
+            byte_items: names and contents of what is no tensor.
+            metadata: further strings for the object's header.
+
+        Raises:
+            InvalidArgumentError: ``version`` is no version of a base container.
+            CapacityError: no room.
+            SaveError: staging failed earlier, or a tensor of the plan was not staged.
+        """
+
+    @abstractmethod
+    def commit(
+        self,
+        save: Save,
+        *,
+        extra: Sequence[BytesItem] = (),
+        labels: Mapping[str, str] | None = None,
+    ) -> Manifest:
+        """Commit what was written. The part exists when this returns.
+
+        Args:
+            extra: further items for the object, known only now.
+            labels: short strings for the manifest.
+
+        Raises:
+            SaveError, CapacityError: nothing of the part is visible.
+        """
+
+    def save(
+        self,
+        version: CheckpointContainerId,
+        tensors: Sequence[TensorItem],
+        byte_items: Sequence[BytesItem] = (),
+        *,
+        labels: Mapping[str, str] | None = None,
+    ) -> Manifest:
+        """A whole save in one call: returns when this rank's part is committed. Its copies, and the agreement by which
+        the version is verified on all ranks, follow in the background.
+
+        Every rank must save the same versions in the same order. One that cannot begins the save and lets it fail.
+
+        Args:
+            tensors, byte_items: see :meth:`write`.
+            labels: see :meth:`commit`.
+
+        Raises:
+            UnaskedVersionsError: there are versions of an earlier run, and nobody has asked the loader for the newest.
+            FlashpointError: it failed; nothing of it is left and older versions are as before.
+        """
+        save = self.begin()
+        try:
+            self.write(save, version, tensors, byte_items)
+            return self.commit(save, labels=labels)
+        except BaseException as error:
+            self.fail(save, error)
+            raise
+
+
+class WritingSaver(MLFlashpointCheckpointSaver):
+    """A saver that writes into arenas of its own process."""
+
+    _writer: ObjectWriter
+
+    @abstractmethod
     def _store(self, base: CheckpointContainerId) -> ArenaSource:
         """Where the arenas of a base container come from."""
 
@@ -113,18 +188,7 @@ class MLFlashpointCheckpointSaver(ABC):
         *,
         metadata: Mapping[str, str] | None = None,
     ) -> None:
-        """Make this rank's object of ``version``. Tensors that were staged are not copied again.
-
-        Args:
-            tensors: names and plain strided tensors on any device; names are unique.
-            byte_items: names and contents of what is no tensor.
-            metadata: further strings for the object's header.
-
-        Raises:
-            InvalidArgumentError: ``version`` is no version of a base container.
-            CapacityError: no room.
-            SaveError: staging failed earlier, or a tensor of the plan was not staged.
-        """
+        """See the base class."""
         if (failure := save.staging_error) is not None:
             raise SaveError(f"staging failed: {failure}", step=version.step, rank=self.rank) from failure
         if version.step is None:
@@ -194,15 +258,7 @@ class MLFlashpointCheckpointSaver(ABC):
         extra: Sequence[BytesItem] = (),
         labels: Mapping[str, str] | None = None,
     ) -> Manifest:
-        """Commit what was written. The part exists when this returns.
-
-        Args:
-            extra: further items for the object, known only now.
-            labels: short strings for the manifest.
-
-        Raises:
-            SaveError, CapacityError: nothing of the part is visible.
-        """
+        """See the base class."""
         if save.filled is None or save.version is None:
             raise SaveError("nothing was written to commit", rank=self.rank)
         with self._at_work(save):
@@ -230,35 +286,6 @@ class MLFlashpointCheckpointSaver(ABC):
         )
         self._commit_part(save, manifest, written.arena)
         return manifest
-
-    def save(
-        self,
-        version: CheckpointContainerId,
-        tensors: Sequence[TensorItem],
-        byte_items: Sequence[BytesItem] = (),
-        *,
-        labels: Mapping[str, str] | None = None,
-    ) -> Manifest:
-        """A whole save in one call: returns when this rank's part is committed. Its copies, and the agreement by which
-        the version is verified on all ranks, follow in the background.
-
-        Every rank must save the same versions in the same order. One that cannot begins the save and lets it fail.
-
-        Args:
-            tensors, byte_items: see :meth:`write`.
-            labels: see :meth:`commit`.
-
-        Raises:
-            UnaskedVersionsError: there are versions of an earlier run, and nobody has asked the loader for the newest.
-            FlashpointError: it failed; nothing of it is left and older versions are as before.
-        """
-        save = self.begin()
-        try:
-            self.write(save, version, tensors, byte_items)
-            return self.commit(save, labels=labels)
-        except BaseException as error:
-            self.fail(save, error)
-            raise
 
 
 def unasked_versions(

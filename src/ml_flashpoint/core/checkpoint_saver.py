@@ -258,14 +258,14 @@ class DefaultMLFlashpointCheckpointSaver(WritingSaver):
             save = self.begin(exchanged=True)
             save.worker = threading.current_thread()
         self._elsewhere.add(save)
-        views = () if save.staged is None else save.staged.views
+        arena = save.copies[0].place[0] if save.copies else None
         try:
             ticket = self.ticket(save)
         except SaveError as error:
             self.fail(save, error)
             raise
         where = self.rank, self.world_size, self.node
-        return RemoteSaver(ticket, *where, save.identity, save.staging_error, views[0].place[0] if views else None)
+        return RemoteSaver(ticket, *where, save.identity, save.staging_error, arena)
 
     def ticket(self, save: Save) -> Ticket:
         """Lead another process to a save, to write it or to wait for its end.

@@ -222,7 +222,7 @@ class ObjectWriter:
         cached = arena.views
         if cached is not None and cached[0] is layout and cached[1] == arena.address:
             return cached[2]
-        shared = SharedArena(arena.path)
+        shared = SharedArena(arena.path, arena.mapping)
         views = tuple(ArenaTensor.wrap(_view(arena, e), shared, e.begin, e.end) for e in layout.tensors)
         if self._cache:
             arena.views = (layout, arena.address, views)

@@ -15,9 +15,10 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
+from ml_flashpoint.checkpoint_object_manager.arena_tensor import ArenaTensor
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.core.object_stages import FilledObject, StagedObject
@@ -72,6 +73,7 @@ class Save:
         adopted: whether the identity is final.
         began: when, by the monotonic clock.
         staged: copies made before the plan was known.
+        copies: the tensors of them, as another process gets them; empty once it is committed, or has failed.
         staging_error: why there are none. The save then fails at its write, which is where all ranks notice.
         filled: the object, once it is written.
         version: set by the write, or before, by a door that knows it.
@@ -98,6 +100,7 @@ class Save:
         self.key = identity.save_id
         self.adopted = False
         self.staged: StagedObject | None = None
+        self.copies: Sequence[ArenaTensor] = ()
         self.staging_error: BaseException | None = None
         self._exchanged = exchanged
         self.began = time.monotonic()
@@ -206,7 +209,7 @@ class Save:
         with self._lock:
             if SaveState.COMMITTED not in _NEXT[self.state]:
                 return False
-            self.state, self.part, self.store = SaveState.COMMITTED, part, store
+            self.state, self.part, self.store, self.copies = SaveState.COMMITTED, part, store, ()
             self.decided.set()
             return True
 
@@ -215,7 +218,7 @@ class Save:
         with self._lock:
             if SaveState.FAILED not in _NEXT[self.state]:
                 return False
-            self.state, self.error = SaveState.FAILED, error
+            self.state, self.error, self.copies = SaveState.FAILED, error, ()
             self.decided.set()
             return True
 

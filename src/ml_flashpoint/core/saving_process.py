@@ -218,37 +218,29 @@ class SaveServer:
         if session.filled != len(received):
             raise ProtocolError("less was sent than was announced")
         tensors: list[TensorItem] = []
-        views: dict[int, torch.Tensor] = {}
-        if save.staged is not None:
-            views = {view.place[1]: view for view in save.staged.views if view.numel()}
+        copies: dict[int, torch.Tensor] = {copy.place[1]: copy for copy in save.copies if copy.numel()}
         for key, name, shape, place in list_of(fields, "tensors"):
             dtype, size = torch_dtype(name), torch.Size(shape)
             nbytes = size.numel() * dtype.itemsize
             if place is not None:
-                view = views.get(place)
-                if view is None or view.dtype is not dtype or view.shape != size:
-                    view = self._staged(save, place, nbytes, dtype, size)
-                tensors.append((str(key), view))
+                copy = copies.get(place)
+                if copy is None or copy.dtype is not dtype or copy.shape != size:  # a shard of one, say
+                    copy = save.copies[0].place[0].view(place, place + nbytes, dtype, size)
+                tensors.append((str(key), copy))
                 continue
             if at + nbytes > len(received):
                 raise ProtocolError("less was sent than was announced")
-            data = torch.frombuffer(received, dtype=torch.uint8, count=nbytes, offset=at) if nbytes else torch.empty(0)
-            tensors.append((str(key), data.view(dtype).view(size) if nbytes else torch.empty(size, dtype=dtype)))
+            if not nbytes:
+                tensors.append((str(key), torch.empty(size, dtype=dtype, device="cpu")))
+                continue
+            data = torch.frombuffer(received, dtype=torch.uint8, count=nbytes, offset=at)
+            tensors.append((str(key), data.view(dtype).view(size)))
             at += _padded(nbytes)
         byte_items: list[BytesItem] = []
         for key, nbytes in list_of(fields, "byte_items"):
             byte_items.append((str(key), bytes(received[at : at + nbytes])))
             at += _padded(nbytes)
         return tensors, byte_items
-
-    def _staged(self, save: Save, place: int, nbytes: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-        """Another view of what was staged than was staged itself: a shard of it, say."""
-        staged = save.staged
-        if staged is None or staged.arena is None:
-            raise ProtocolError("a tensor lies in an arena, and nothing was staged")
-        if not staged.interior.begin <= place <= place + nbytes <= staged.interior.end or place % dtype.itemsize:
-            raise ProtocolError(f"a tensor of {nbytes} bytes at {place} is not among those that were staged")
-        return staged.arena.view(place, place + nbytes, dtype, shape)
 
 
 # ---- the other process's end --------------------------------------------------------------------------------------

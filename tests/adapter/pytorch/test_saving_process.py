@@ -102,6 +102,25 @@ def test_a_state_of_another_stager(door: Door) -> None:
         assert_same(door.load(blank(expected), step), expected)
 
 
+def test_copies_that_lie_in_no_arena_travel_in_one_file(make_door: Callable[..., Door]) -> None:
+    """By torch, each would have one of its own, which a process may have a thousand of."""
+    door = make_door(cache_staged_state_dict=False)
+    for step in (1, 2, 3):
+        state = {f"w{i}": torch.full((i % 7, 3), float(step)) for i in range(300)}
+        before = len(os.listdir("/proc/self/fd"))
+        request, save = _sent(door, door.writer.stage(state), step)
+        assert len(os.listdir("/proc/self/fd")) < before + 20
+        assert call(_save, request) is None
+        assert save.finished.wait(RESULT_TIMEOUT_S)
+        assert_same(door.load(blank(state), step), state)
+        assert not any(b"flashpoint-staged" in os.readlink(each) for each in _descriptors()), "memory stays taken"
+
+
+def _descriptors() -> list[bytes]:
+    folder = b"/proc/self/fd/"
+    return [folder + each for each in os.listdir(folder) if os.path.lexists(folder + each)]
+
+
 @pytest.mark.parametrize(
     "planner",
     [

@@ -51,7 +51,7 @@ class SharedArena:
         """Put the copies into a file without a name. By torch, each would travel as a file of its own."""
         descriptor = os.memfd_create("flashpoint-staged")
         weakref.finalize(self, os.close, descriptor)
-        size = max(mmap.PAGESIZE, *(begin + copy.nbytes for begin, copy in self._copies))
+        size = max([mmap.PAGESIZE, *(begin + copy.nbytes for begin, copy in self._copies)])
         os.posix_fallocate(descriptor, 0, size)
         self._mapping = mmap.mmap(descriptor, size)
         views = [self.view(begin, begin + copy.nbytes, copy.dtype, copy.shape) for begin, copy in self._copies]

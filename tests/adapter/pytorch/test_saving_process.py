@@ -240,9 +240,7 @@ def test_a_save_whose_process_is_killed_before_it_comes_is_lost_with_the_thread_
 
 
 @pytest.mark.parametrize("stop", ["arrive", "write_data", "finish"])
-def test_a_process_that_hangs_beyond_the_deadline_comes_too_late(
-    door: Door, monkeypatch: pytest.MonkeyPatch, stop: str
-) -> None:
+def test_a_process_that_hangs_beyond_the_deadline_comes_too_late(door: Door, stop: str) -> None:
     _save_by_process(door, _state(1), 1)
     request, save = _sent(door, door.writer.stage(_state(2)), 2)
     with Child(_save, request, stop) as child:

@@ -214,18 +214,20 @@ class SaveServer:
 
     def _items(self, session: _Session, save: Save, fields: Fields) -> tuple[list[TensorItem], list[BytesItem]]:
         """The tensors and items of a write: in the arena where they were staged, or received."""
-        received, at = session.received, 0
+        received, at, staged = session.received, 0, save.copies
+        if save.error is not None:  # and so what was staged is another save's
+            raise SaveError(f"the save was given up: {save.error}", rank=self._saver.rank)
         if session.filled != len(received):
             raise ProtocolError("less was sent than was announced")
         tensors: list[TensorItem] = []
-        copies: dict[int, torch.Tensor] = {copy.place[1]: copy for copy in save.copies if copy.numel()}
+        copies: dict[int, torch.Tensor] = {copy.place[1]: copy for copy in staged if copy.numel()}
         for key, name, shape, place in list_of(fields, "tensors"):
             dtype, size = torch_dtype(name), torch.Size(shape)
             nbytes = size.numel() * dtype.itemsize
             if place is not None:
                 copy = copies.get(place)
                 if copy is None or copy.dtype is not dtype or copy.shape != size:  # a shard of one, say
-                    copy = save.copies[0].place[0].view(place, place + nbytes, dtype, size)
+                    copy = staged[0].place[0].view(place, place + nbytes, dtype, size)
                 tensors.append((str(key), copy))
                 continue
             if at + nbytes > len(received):
@@ -238,6 +240,8 @@ class SaveServer:
             at += _padded(nbytes)
         byte_items: list[BytesItem] = []
         for key, nbytes in list_of(fields, "byte_items"):
+            if not 0 <= nbytes <= len(received) - at:
+                raise ProtocolError("less was sent than was announced")
             byte_items.append((str(key), bytes(received[at : at + nbytes])))
             at += _padded(nbytes)
         return tensors, byte_items

@@ -15,7 +15,6 @@ import pytest
 from ml_flashpoint import Flashpoint, open_version
 from ml_flashpoint.checkpoint_object_manager import removal
 from ml_flashpoint.checkpoint_object_manager.removal import remove_from_base
-from ml_flashpoint.checkpoint_object_manager.unlocked_store import UnlockedStore
 from ml_flashpoint.cli.rm import remove
 from ml_flashpoint.format.errors import JobInUseError, ObjectNotFoundError, UnsafePathError
 from tests.faults.common import part_files
@@ -72,15 +71,6 @@ def test_one_version_goes_with_its_memory(base: Path, capsys: pytest.CaptureFixt
         assert fp.track(value=value).resume() == 3
         assert [version.step for version in fp.versions()] == [3, 1]
         fp.save(4)
-
-
-@pytest.mark.parametrize("step", [None, 2])
-def test_nothing_is_removed_from_under_a_saving_process_whose_trainer_is_gone(base: Path, step: int | None) -> None:
-    """It would make the base container again, and commit a part there."""
-    with UnlockedStore(base, 0, os.getpid()).hold(), pytest.raises(JobInUseError, match="a saving process"):
-        remove_from_base(base, step)
-    assert versions(base) == [1, 2, 3]
-    remove_from_base(base, step)
 
 
 def cut_a_save_short(root: Path, step: int) -> None:

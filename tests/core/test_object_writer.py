@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
-from ml_flashpoint.checkpoint_object_manager.arena_tensor import mapped_arena
 from ml_flashpoint.core.object_stages import BytesItem, TensorItem, WrittenObject
 from ml_flashpoint.core.object_writer import ObjectWriter
 from ml_flashpoint.format.digest import BLOCK_SIZE, digest_block
@@ -35,7 +33,7 @@ SIZES = st.one_of(
 
 @dataclass(frozen=True)
 class Save:
-    """One save: the tensors staged, which of them are named, what is added, and whether another process writes it."""
+    """One save: the tensors staged, which of them are named, and what is added."""
 
     staged: tuple[tuple[torch.dtype, int], ...]
     named: tuple[int, ...]
@@ -43,7 +41,6 @@ class Save:
     byte_items: tuple[int, ...]
     extra: tuple[int, ...]
     block_size: int
-    elsewhere: bool
 
 
 @st.composite
@@ -59,7 +56,6 @@ def saves(draw: st.DrawFn) -> Save:
         draw(lengths),
         draw(lengths),
         draw(st.sampled_from([4096, 4096, 8192, 65536])),
-        draw(st.booleans()),
     )
 
 
@@ -115,18 +111,13 @@ def check(written: WrittenObject, tensors: Sequence[TensorItem], byte_items: Seq
     assert layout.by_key.keys() == {key for key, _ in (*tensors, *byte_items)}
 
 
-def run(save: Save, writer: ObjectWriter, other: ObjectWriter, arenas: Arenas) -> None:
+def run(save: Save, writer: ObjectWriter, arenas: Arenas) -> None:
     staged_from = made(save.staged, "staged")
     byte_items = [(f"byte{i}", noise(n, i).numpy().tobytes()) for i, n in enumerate(save.byte_items)]
     extra = [(f"extra{i}", noise(n, i).numpy().tobytes()) for i, n in enumerate(save.extra)]
     with mock.patch.dict("os.environ", {BLOCK_BYTES_VARIABLE: str(save.block_size)}):
         staged = writer.stage(arenas.acquire, arenas.free.append, staged_from)
         arena, views = staged.arena, staged.views
-        if save.elsewhere:
-            writer = other
-            staged = pickle.loads(pickle.dumps(staged))
-            arena = mapped_arena(staged.arena_path)
-            views = pickle.loads(_by_place(views))
         tensors = [(staged_from[i][0], views[i]) for i in save.named] + made(save.added, "added")
         filled = writer.fill(arenas.acquire, tensors, byte_items, staged=staged, arena=arena)
         written = writer.finish(filled, extra)
@@ -138,20 +129,14 @@ def run(save: Save, writer: ObjectWriter, other: ObjectWriter, arenas: Arenas) -
     arenas.free.append(written.arena)
 
 
-def _by_place(views: Sequence[torch.Tensor]) -> bytes:
-    from multiprocessing.reduction import ForkingPickler
-
-    return bytes(ForkingPickler.dumps(views))
-
-
 @pytest.mark.slow
 @settings(max_examples=100)
 @given(st.lists(saves(), min_size=1, max_size=3))
 def test_digests_are_of_the_bytes_that_are_committed(several: list[Save]) -> None:
-    writer, other = ObjectWriter(), ObjectWriter()
+    writer = ObjectWriter()
     with arenas() as some:
         for save in several:
-            run(save, writer, other, some)
+            run(save, writer, some)
 
 
 @pytest.mark.slow
@@ -177,9 +162,9 @@ def test_digests_of_what_was_not_staged(save: Save) -> None:
 def test_blocks_of_16_mib(named: list[int], byte_items: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(BLOCK_BYTES_VARIABLE)
     quarter = (torch.uint8, BLOCK_SIZE * 5 // 4)
-    save = Save((quarter, quarter, quarter, (torch.uint8, 10)), tuple(named), (), byte_items, (300,), BLOCK_SIZE, False)
+    save = Save((quarter, quarter, quarter, (torch.uint8, 10)), tuple(named), (), byte_items, (300,), BLOCK_SIZE)
     with arenas() as some:
-        run(save, ObjectWriter(), ObjectWriter(), some)
+        run(save, ObjectWriter(), some)
 
 
 def test_a_view_that_is_read_otherwise_is_another_tensor() -> None:

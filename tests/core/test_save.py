@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import pytest
@@ -123,18 +122,3 @@ def test_a_name_is_known_to_others_once_it_is_adopted_or_if_each_counts_alone(ex
     assert save.known
     assert save.save_id.endswith("-0000000000000000005")
     assert save.key == Save(SaveIdentity("run", 1)).key, "the name by which this rank knows it stays"
-
-
-def test_in_another_process_it_starts_anew_from_what_was_staged() -> None:
-    save = Save(SaveIdentity("run", 3), number=7, exchanged=True)
-    save.staging_error = MemoryError("no room")
-    save.take(_thing())
-    save.fail(OSError("lost"))
-    there = pickle.loads(pickle.dumps(save))
-    assert (there.identity, there.number, there.key) == (save.identity, 7, save.key)
-    assert str(there.staging_error) == "no room"
-    assert there.state is SaveState.BEGUN
-    assert there.error is None
-    assert not there.arenas
-    assert not there.decided.is_set()
-    assert there.commit(_thing(), _thing())

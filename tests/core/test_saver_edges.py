@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import pickle
 import signal
 import threading
 from collections.abc import Iterator
@@ -18,12 +16,10 @@ from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.checkpoint_object_manager.version_files import list_versions
-from ml_flashpoint.core import checkpoint_saver, handing_off
+from ml_flashpoint.core import checkpoint_saver
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
-from ml_flashpoint.core.mailbox import Mailbox
-from ml_flashpoint.core.saving_process import HandedOffSaver
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.errors import CapacityError, DeadlineError, SaveError
+from ml_flashpoint.format.errors import DeadlineError, SaveError
 from ml_flashpoint.format.manifest import Manifest
 from ml_flashpoint.ranks import rank_group as rank_groups
 from tests.checkpoint_object_manager import store_support
@@ -66,31 +62,6 @@ def test_what_an_earlier_run_left_keeps_no_run_from_saving(
     saver.save(version(tmpfs, left + 1), TENSORS)
     assert saver.wait(30)
     assert saver.stats.last_verified == left + 1
-
-
-@pytest.mark.timeout(60)
-def test_a_hand_off_that_waits_for_an_arena_holds_nobody_up(
-    saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saver.save(version(tmpfs, 1), TENSORS)
-    earlier = saver.begin()
-
-    asked = threading.Event()
-
-    def full(size: int, *, exact: bool = False) -> None:
-        asked.set()
-        raise CapacityError("full")
-
-    monkeypatch.setattr(store_of(saver).arenas, "has_free", lambda size: False)
-    monkeypatch.setattr(store_of(saver), "acquire", full)
-    handing_off = threading.Thread(target=saver.hand_off, daemon=True)
-    handing_off.start()
-    assert asked.wait(30)  # now it waits for the earlier save
-    handing_off.join(0.1)
-    assert handing_off.is_alive()
-    saver.fail(earlier, SaveError("given up"))
-    handing_off.join(10)
-    assert not handing_off.is_alive()
 
 
 def test_the_oldest_save_finds_an_arena_where_later_ones_hold_all(
@@ -222,80 +193,6 @@ def test_a_save_given_up_while_it_commits_leaves_nothing(
     saver.fail(save, caught.value)
     assert list_versions(tmpfs) == []
     assert store_of(saver).arenas.resident_bytes()[0] == 0
-
-
-@pytest.mark.timeout(60)
-def test_a_save_whose_process_is_only_about_to_start_is_not_lost(
-    saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looked, process_of = threading.Semaphore(0), Mailbox.process_of
-
-    def noting(mailbox: Mailbox, save_id: str) -> int | None:
-        looked.release()
-        return process_of(mailbox, save_id)
-
-    monkeypatch.setattr(Mailbox, "process_of", noting)
-    saver.save(version(tmpfs, 1), TENSORS)
-    handed_off = saver.hand_off()
-    save = handed_off.save
-    for _ in range(3):
-        assert looked.acquire(timeout=10)
-    assert not save.decided.is_set()
-    monkeypatch.setattr(handing_off, "_TAKE_UP_S", 0.0)
-    assert save.finished.wait(10)
-    assert "its process is gone" in str(save.error)
-    with pytest.raises(SaveError, match="given up"):
-        pickle.loads(pickle.dumps(handed_off))  # late: what it would write to may be another save's
-    with pytest.raises(SaveError, match="given up"):
-        Mailbox(tmpfs / "removed").sign("attempt")
-    assert Mailbox(tmpfs / "removed").revoke("attempt")
-
-
-def test_what_a_saving_process_published_before_it_died_is_withdrawn(
-    saver: DefaultMLFlashpointCheckpointSaver, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saver.save(version(tmpfs, 1), TENSORS)
-    handed_off = saver.hand_off()
-    # In this process, but signed for by one that is gone.
-    there: HandedOffSaver = pickle.loads(pickle.dumps(handed_off))
-    monkeypatch.setattr(Mailbox, "post", lambda *_: None)
-    there._spare = None  # it makes an arena of its own, which the trainer never hears of
-    there.save(version(tmpfs, 2), TENSORS)
-    stray = list(store_of(saver).directory.glob("arena-*"))
-    assert sorted(list_versions(tmpfs)) == ["step-1_ckpt", "step-2_ckpt"]
-    monkeypatch.setattr(Mailbox, "process_of", lambda *_: 2**22 + 1)
-    save = handed_off.save
-    assert save.finished.wait(10)
-    assert save.error is not None
-    assert list_versions(tmpfs) == ["step-1_ckpt"]
-    assert len(list(store_of(saver).directory.glob("arena-*"))) == len(stray) - 1
-
-
-def test_a_restarted_trainer_does_not_reuse_what_an_orphaned_saving_process_writes_to(tmpfs: Path) -> None:
-    before = DefaultMLFlashpointCheckpointSaver()
-    before.save(version(tmpfs, 1), TENSORS)
-    handed_off = before.hand_off()
-    assert handed_off.spare is not None
-    lent = handed_off.spare
-    orphan: HandedOffSaver = pickle.loads(pickle.dumps(handed_off))
-    save = orphan.begin()
-    orphan.write(save, version(tmpfs, 2), TENSORS)
-    before.close(0.1)
-    before._objects.close()
-
-    after = DefaultMLFlashpointCheckpointSaver()
-    try:
-        after._objects.open(tmpfs, 0).asked = True
-        after.save(version(tmpfs, 3), TENSORS)
-        assert not lent.exists()
-        with pytest.raises((SaveError, OSError)) as caught:
-            orphan.commit(save)  # too late: it must not show up beside what the new trainer saves
-        with contextlib.suppress(OSError):  # its notices are gone with the old trainer
-            orphan.fail(save, caught.value)
-        assert sorted(list_versions(tmpfs)) == ["step-1_ckpt", "step-3_ckpt"] or list_versions(tmpfs) == ["step-3_ckpt"]
-    finally:
-        after.close(0.1)
-        after._objects.close()
 
 
 def test_staged_copies_stay_the_object_with_many_byte_items(

@@ -13,7 +13,6 @@ import pytest
 
 from ml_flashpoint.checkpoint_object_manager import rank_store, version_files
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.checkpoint_object_manager.unlocked_store import UnlockedStore
 from ml_flashpoint.checkpoint_object_manager.version_files import write_sidecars
 from ml_flashpoint.format.errors import FlashpointError, SaveError, UnreadableError, UnsafePathError
 from ml_flashpoint.format.private_folders import check_unplanted, check_way, make_base, open_folder
@@ -30,19 +29,18 @@ def victim(tmpfs: Path) -> Path:
     """A folder of files that nobody may touch."""
     folder = tmpfs / "victim"
     folder.mkdir(mode=0o700)
-    for name in ("precious", "arena-0", "arena-7", "lock", "saving"):
+    for name in ("precious", "arena-0", "arena-7", "lock"):
         (folder / name).write_bytes(b"precious" * 512)
     return folder
 
 
 def _untouched(victim: Path) -> bool:
-    return len(os.listdir(victim)) == 5 and all(each.read_bytes() == b"precious" * 512 for each in victim.iterdir())
+    return len(os.listdir(victim)) == 4 and all(each.read_bytes() == b"precious" * 512 for each in victim.iterdir())
 
 
 def _is_refused(base: Path, match: str) -> None:
     for attempt in (
         lambda: RankStore(base, 0, lock_deadline_s=0).close(),
-        lambda: UnlockedStore(base, 0, 1).acquire(4096),
         lambda: write_sidecars(base, "step-1_ckpt", {"x": b""}),
     ):
         with pytest.raises(UnsafePathError, match=match) as caught:
@@ -135,13 +133,11 @@ def test_private_folders_are_no_links(tmpfs: Path, victim: Path, name: str) -> N
     link.symlink_to(victim)
     with pytest.raises(UnsafePathError):
         RankStore(tmpfs / "job", 0, lock_deadline_s=0)
-    with pytest.raises(UnsafePathError):
-        UnlockedStore(tmpfs / "job", 0, 1).hold()
     assert _untouched(victim)
 
 
 @pytest.mark.parametrize("fifo", [False, True])
-@pytest.mark.parametrize("name", ["arena-0", "lock", "saving", "anything"])
+@pytest.mark.parametrize("name", ["arena-0", "lock", "anything"])
 def test_files_planted_in_a_private_folder_are_not_written(tmpfs: Path, victim: Path, name: str, fifo: bool) -> None:
     folder = tmpfs / "job" / ".flashpoint" / "rank-00000"
     folder.mkdir(parents=True)
@@ -152,7 +148,7 @@ def test_files_planted_in_a_private_folder_are_not_written(tmpfs: Path, victim: 
     try:
         store = RankStore(tmpfs / "job", 0, lock_deadline_s=0)
     except UnsafePathError:
-        assert name in ("lock", "saving")
+        assert name == "lock"
     else:
         commit(store, 1, "a1")
         store.close()
@@ -230,7 +226,6 @@ def test_all_that_is_made_is_for_this_user_alone(tmpfs: Path) -> None:
         store = RankStore(tmpfs / "jobs" / "job", 0)
         commit(store, 1, "a1")
         write_sidecars(store.base, "step-1_ckpt", {"x": b""})
-        UnlockedStore(store.base, 1, 1).hold().close()
         store.close()
     finally:
         os.umask(before)

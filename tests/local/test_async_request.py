@@ -2,36 +2,50 @@
 
 from __future__ import annotations
 
-import os
+import pickle
 from pathlib import Path
 from typing import Any
 
-from ml_flashpoint.local.async_request import await_removal
-from tests.support.forked import Child, call
+import torch
+
+from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.local.async_request import BackgroundSave
+from tests.support.forked import Child
 
 
-def _await(report: Any, path: str, parent: int) -> None:
+def _await(report: Any, request: bytes) -> None:
+    wait = pickle.loads(request)
     report("waits")
-    await_removal(path, parent)
+    wait()
 
 
-def test_waiting_elsewhere_ends_with_the_file(tmp_path: Path) -> None:
-    marker = tmp_path / "under-way"
-    marker.touch()
-    parent = call(_parent)
-    with Child(_await, str(marker), parent) as child:
-        child.next_report("waits")
-        assert child.alive
-        marker.unlink()
-        child.join()
+def _begin(report: Any, base: Path) -> None:
+    saver = DefaultMLFlashpointCheckpointSaver()
+    save = saver.begin()
+    report("begun", pickle.dumps(BackgroundSave(save, saver.ticket(save))))
+    report.listen()
+    name = CheckpointContainerId.format_version_container(1)
+    saver.write(save, CheckpointContainerId.create_child(base, name), [("w", torch.ones(3))])
+    saver.commit(save)
+    report("saved")
+    report.listen()
 
 
-def _parent(report: Any) -> int:
-    return os.getppid()
+def test_waiting_elsewhere_ends_with_the_save(tmpfs: Path) -> None:
+    with Child(_begin, tmpfs / "job") as trainer:
+        (_, request) = trainer.next_report("begun")
+        with Child(_await, request) as child:
+            child.next_report("waits")
+            assert child.alive
+            trainer.say("go on")
+            child.join()
 
 
-def test_waiting_elsewhere_ends_with_the_trainer(tmp_path: Path) -> None:
-    marker = tmp_path / "under-way"
-    marker.touch()
-    with Child(_await, str(marker), -1) as child:  # nobody's number
-        child.join()
+def test_waiting_elsewhere_ends_with_the_trainer(tmpfs: Path) -> None:
+    with Child(_begin, tmpfs / "job") as trainer:
+        (_, request) = trainer.next_report("begun")
+        with Child(_await, request) as child:
+            child.next_report("waits")
+            trainer.kill()
+            child.join()

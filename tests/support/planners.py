@@ -37,6 +37,14 @@ class ResolvingPlanner(DefaultSavePlanner):
         return made.bfloat16() if isinstance(made, torch.Tensor) and made.is_floating_point() else made
 
 
+class InPlacePlanner(DefaultSavePlanner):
+    """Negates what it is given, where it lies."""
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        made = super().resolve_data(write_item)
+        return made.neg_() if isinstance(made, torch.Tensor) else made
+
+
 class RenamingPlanner(DefaultSavePlanner):
     """Saves everything under a longer name."""
 

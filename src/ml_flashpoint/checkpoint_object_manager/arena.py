@@ -134,6 +134,11 @@ class Arena:
         return self._tensor
 
     @property
+    def mapping(self) -> mmap.mmap:
+        """What the tensors lie in."""
+        return self._mmap
+
+    @property
     def inode(self) -> int:
         """Inode of the file: how a version's link is matched to its arena."""
         return os.fstat(self._fd).st_ino

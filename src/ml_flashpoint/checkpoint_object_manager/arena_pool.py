@@ -22,7 +22,7 @@ from ml_flashpoint.format.failure_kinds import is_shortage
 
 _log = logging.getLogger(__name__)
 
-_NAME = re.compile(r"arena-(\d+)(-\d+)?")  # see `lent_name` for the second number
+_NAME = re.compile(r"arena-(\d+)")
 # An arena much larger than what is asked for is left for something of its size.
 _FIT_FACTOR = 4
 _FIT_HEADROOM = 256 << 10
@@ -283,11 +283,8 @@ class ArenaPool:
 
     # ---- files --------------------------------------------------------------------------------------------
 
-    def open_left(self, *, alone: bool = True) -> list[Arena]:
+    def open_left(self) -> list[Arena]:
         """The arenas that an earlier process left, in use until they are released; what cannot be one is swept.
-
-        Args:
-            alone: no saving process is at work. If one is, what it has made for this process is left to it.
 
         Raises:
             OSError: they cannot be opened just now.
@@ -295,7 +292,7 @@ class ArenaPool:
         found = []
         for path in self.directory.iterdir():
             match = _NAME.fullmatch(path.name)
-            if match is None or (not alone and is_made_for(path, os.getpid())):
+            if match is None:
                 continue
             self._next = max(self._next, int(match[1]) + 1)
             try:
@@ -339,14 +336,6 @@ class ArenaPool:
             arena.refresh()
             return arena
 
-    def sweep_unknown(self, paths: Iterable[Path] | None = None) -> None:
-        """Delete arenas, of these ``paths`` only if given, that another process made and this one does not know."""
-        with self._lock:
-            known = {arena.path for arena in (*self._free, *self._in_use)}
-            for path in self.directory.iterdir() if paths is None else paths:
-                if is_arena(path) and path not in known:
-                    path.unlink(missing_ok=True)
-
     def resident_bytes(self) -> tuple[int, int]:
         """``(bytes of arenas in use, bytes of free arenas)``."""
         with self._lock:
@@ -370,16 +359,6 @@ class ArenaPool:
 def is_arena(path: Path) -> bool:
     """Whether a file has the name of an arena."""
     return _NAME.fullmatch(path.name) is not None
-
-
-def lent_name(trainer: int, number: int) -> str:
-    """Name of an arena that a saving process makes for its trainer, given by its pid."""
-    return f"arena-{trainer}-{number}"
-
-
-def is_made_for(path: Path, trainer: int) -> bool:
-    """Whether a saving process has made an arena for this trainer."""
-    return path.name.startswith(lent_name(trainer, 0)[:-1])
 
 
 def _fits(arena: Arena, size: int) -> bool:

@@ -20,8 +20,6 @@ from ml_flashpoint.format.private_folders import is_at, make_tree, open_own
 
 LOCK = "lock"
 """Name of its file, beside the arenas."""
-AT_WORK = "saving"
-"""Name of the file that a saving process has locked while it is at work, which it may be when its trainer is gone."""
 _PAUSE_S = 0.05
 
 

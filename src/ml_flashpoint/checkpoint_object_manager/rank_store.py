@@ -9,7 +9,6 @@ go: the saver does, and `retained`.
 
     <base>/.flashpoint/job                                         locked by all processes of the job; see `job_lock`
     <base>/.flashpoint/rank-00003/lock, arena-0, arena-1, ...      faulted in for the life of the job
-    <base>/.flashpoint/rank-00003/saving                           locked by a saving process at work
     <base>/.flashpoint/rank-00003/reserve                          pages for manifests
     <base>/step-7_ckpt/rank-00003-<save id>.safetensors            hard link to an arena
     <base>/step-7_ckpt/rank-00003-<save id>.manifest               the commit record
@@ -18,7 +17,6 @@ go: the saver does, and `retained`.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import threading
@@ -32,23 +30,22 @@ from ml_flashpoint.checkpoint_object_manager.arena_pool import ArenaPool, is_are
 from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR, mark_complete
 from ml_flashpoint.checkpoint_object_manager.capacity import warn_unless_memory
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
-from ml_flashpoint.checkpoint_object_manager.job_lock import JobFile, JobLock
+from ml_flashpoint.checkpoint_object_manager.job_lock import JobLock
 from ml_flashpoint.checkpoint_object_manager.orphans import inherit_parts
-from ml_flashpoint.checkpoint_object_manager.rank_lock import AT_WORK, LOCK, take_lock
+from ml_flashpoint.checkpoint_object_manager.rank_lock import LOCK, take_lock
 from ml_flashpoint.checkpoint_object_manager.reserve import RESERVE, keep_reserve
 from ml_flashpoint.checkpoint_object_manager.retained import Retained
 from ml_flashpoint.checkpoint_object_manager.version_files import (
     commit_part,
     is_read,
-    list_versions,
     map_object,
     remove_part,
 )
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import CapacityError, FlashpointError
 from ml_flashpoint.format.lineage import Lineage, read_lineage
-from ml_flashpoint.format.manifest import Manifest, manifest_name, object_name, read_manifest
-from ml_flashpoint.format.private_folders import open_own, sweep_folder
+from ml_flashpoint.format.manifest import Manifest
+from ml_flashpoint.format.private_folders import sweep_folder
 from ml_flashpoint.format.status import NAME as STATUS
 from ml_flashpoint.ranks.recovery import superseded
 from ml_flashpoint.ranks.retention import VerifiedSave
@@ -127,11 +124,6 @@ class RankStore:
     def directory_of(self, rank: int) -> Path:
         """Where the arenas of a rank are."""
         return self.base / PRIVATE_DIR / f"rank-{rank:05d}"
-
-    @property
-    def job_file(self) -> JobFile | None:
-        """The file that this job has locked; None where somebody else holds the lock."""
-        return None if self._job is None else self._job.file
 
     def check_job(self) -> None:
         """Raise unless the base container at this path is still the one that was opened.
@@ -266,23 +258,6 @@ class RankStore:
         keep_reserve(self.directory, manifest)
         return part
 
-    def take_over_part(self, version: str, save_id: str, paths: Iterable[Path]) -> HeldPart:
-        """Answer from now on for a part of this rank that a saving process has committed, in the arenas of these files.
-        A recovery may have found it before.
-
-        Raises:
-            ObjectNotFoundError: it has made way for a newer one since.
-            JobInUseError: see :meth:`check_job`.
-            FlashpointError, OSError: it cannot be read.
-        """
-        self.check_job()
-        with self._lock:  # what is read is not dropped meanwhile, nor its arenas used again
-            known = self.find(save_id, self.rank)
-            if known is not None and known.manifest is not None:
-                return known
-            manifest = read_manifest(self.base / version / manifest_name(self.rank, save_id))
-            return self.add_committed(manifest, [self.arena_by_path(path) for path in paths])
-
     def find(self, save_id: str, rank: int) -> HeldPart | None:
         """The part of ``rank`` from ``save_id``, if this store holds it."""
         with self._lock:
@@ -329,20 +304,6 @@ class RankStore:
         for name in part.names:
             if self._by_name.get((part.version, name)) is part:
                 del self._by_name[(part.version, name)]
-
-    def withdraw(self, save_id: str, *, sweep: bool = False) -> None:
-        """Remove what a saving process that died has committed of ``save_id`` without reporting it.
-
-        Args:
-            sweep: also remove arenas that are not known here: no saving process is at work that may have made them.
-        """
-        with self._lock:
-            if self.closed or (save_id, self.rank) in self._parts:
-                return
-            for version in list_versions(self.base):
-                remove_part(self.base, version, self.rank, save_id, [object_name(self.rank, save_id)])
-            if sweep:
-                self.arenas.sweep_unknown()
 
     def reject(self, save_id: str) -> None:
         """Take note that ``save_id`` will never be verified. Other ranks' copies of it are then only kept until
@@ -468,38 +429,19 @@ class RankStore:
 
     def _inherit(self) -> None:
         """Take over what an earlier process of this rank left: committed parts stay, the rest is swept."""
-        sweep_folder(self.directory, lambda name: is_arena(Path(name)) or name in (LOCK, AT_WORK, RESERVE, STATUS))
+        sweep_folder(self.directory, lambda name: is_arena(Path(name)) or name in (LOCK, RESERVE, STATUS))
         try:  # it holds until ranks have come together
             self.retained.lineage = read_lineage(self.base / PRIVATE_DIR)
         except (FlashpointError, OSError) as error:
             _log.error("this node does not know any more what the job has gone back from: %s", error)
-        with self._keeping_saving_processes_out() as alone:
-            arenas = {arena.inode: arena for arena in self.arenas.open_left(alone=alone)}
-            for part in inherit_parts(self.base, arenas):
-                self._note(part)
-            for part in self._parts.values():
-                for arena in part.arenas:
-                    arenas.pop(arena.inode, None)
-            for arena in arenas.values():
-                self.arenas.release(arena)
-            if arenas and not alone:
-                _log.warning("rank %d: arenas that a saving process may still write to are not reused", self.rank)
-                self.arenas.discard(self.arenas.free)  # without a name they can be written to, but not committed
-
-    @contextlib.contextmanager
-    def _keeping_saving_processes_out(self) -> Iterator[bool]:
-        """Let no saving process begin meanwhile. Gives false if one is at work already: that of a trainer that is gone,
-        or this one's own, before this store was known here. See `UnlockedStore.hold`."""
-        with open(open_own(self.directory / AT_WORK, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-                return
-            try:
-                yield True
-            finally:
-                fcntl.flock(file, fcntl.LOCK_UN)  # also where a child was forked meanwhile, which has the file, too
+        arenas = {arena.inode: arena for arena in self.arenas.open_left()}
+        for part in inherit_parts(self.base, arenas):
+            self._note(part)
+        for part in self._parts.values():
+            for arena in part.arenas:
+                arenas.pop(arena.inode, None)
+        for arena in arenas.values():
+            self.arenas.release(arena)
 
     def take_over(self, other: RankStore) -> None:
         """Make the arenas and parts of another rank's store this one's. The other is closed, its directory gone."""
@@ -520,7 +462,7 @@ class RankStore:
             self.arenas.discard(self.arenas.free)
             if not self._parts:
                 # The lock's file goes while it is held: who opens it just before finds out, see `take_lock`.
-                for name in (RESERVE, AT_WORK, STATUS, LOCK):
+                for name in (RESERVE, STATUS, LOCK):
                     (self.directory / name).unlink(missing_ok=True)
                 with contextlib.suppress(OSError):
                     self.directory.rmdir()

@@ -18,7 +18,7 @@ from typing import Final
 
 from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR, RANK_NAME, forget_complete, holds_parts
 from ml_flashpoint.checkpoint_object_manager.job_lock import JOB, lock_out_jobs
-from ml_flashpoint.checkpoint_object_manager.rank_lock import AT_WORK, LOCK
+from ml_flashpoint.checkpoint_object_manager.rank_lock import LOCK
 from ml_flashpoint.checkpoint_object_manager.version_files import (
     list_versions,
     remove_version_folder,
@@ -119,16 +119,6 @@ def _locked(root: Path) -> Iterator[list[Path]]:
                     rank=int(folder.name.rpartition("-")[2]),
                     path=root,
                     hint="end the job first",
-                ) from error
-            descriptors.append(open_own(folder / AT_WORK, os.O_RDWR | os.O_CREAT))
-            try:
-                fcntl.flock(descriptors[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise JobInUseError(
-                    "a saving process of a trainer that has ended is at work",
-                    rank=int(folder.name.rpartition("-")[2]),
-                    path=root,
-                    hint="it ends by itself: try again in a moment",
                 ) from error
         yield ranks
     finally:

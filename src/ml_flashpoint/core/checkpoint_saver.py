@@ -1,11 +1,11 @@
 """The trainer's saver: it stages, commits, and has what it committed replicated.
 
 Owns which saves of this rank are under way, their save ids and arenas, what happens when one fails, and the rule
-for which arena may be taken when all are in use. The order of the calls, write and commit included, is `saver`'s;
-copying and layout are `object_writer`'s; what follows the commit (copies, agreement, pruning) is `commit_queue`'s.
+for which arena may be taken when all are in use. The order of the calls is `saver`'s; copying and layout are
+`object_writer`'s; what follows the commit (copies, agreement, pruning) is `commit_queue`'s.
 
-A save may be staged in one place and committed in another: later, on another thread, or in another process, to
-which saver and save travel by pickle and where the saver is a `HandedOffSaver`.
+A save may be staged in one place and committed in another: later, on another thread, or for another process, which has
+a `RemoteSaver` by pickle.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
@@ -26,21 +27,21 @@ from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.core.arguments import checked_integer, ignored
 from ml_flashpoint.core.commit_queue import CommitQueue, CommitStats
-from ml_flashpoint.core.handing_off import DESERTED_POLL_S, HandingOff
-from ml_flashpoint.core.object_stages import StagedObject, TensorItem
+from ml_flashpoint.core.object_stages import BytesItem, FilledObject, TensorItem
 from ml_flashpoint.core.object_writer import ObjectWriter
 from ml_flashpoint.core.owning_process import OwningProcess
 from ml_flashpoint.core.persisting import Persisting
 from ml_flashpoint.core.room import prepare_room
 from ml_flashpoint.core.save import Save
-from ml_flashpoint.core.save_identity import Numbering, SaveIdentity, missing_ranks
-from ml_flashpoint.core.saver import ArenaSource, MLFlashpointCheckpointSaver, unasked_versions
+from ml_flashpoint.core.save_identity import Numbering, SaveIdentity, later_than, missing_ranks
+from ml_flashpoint.core.saver import MLFlashpointCheckpointSaver, unasked_versions
+from ml_flashpoint.core.saving_process import RemoteSaver, SaveServer, Ticket
 from ml_flashpoint.core.signals import answer_sigterm
 from ml_flashpoint.format.at_exit import at_exit
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.errors import CapacityError, FlashpointError, JobInUseError, SaveError
+from ml_flashpoint.format.errors import CapacityError, FlashpointError, InvalidArgumentError, JobInUseError, SaveError
 from ml_flashpoint.format.knobs import exit_deadline_s, seal_deadline_s
-from ml_flashpoint.format.manifest import Manifest
+from ml_flashpoint.format.manifest import Manifest, object_name
 from ml_flashpoint.ranks.rank_group import Agreement, rank_group
 from ml_flashpoint.replication.replication_manager import ReplicationManager
 
@@ -48,13 +49,14 @@ _log = logging.getLogger(__name__)
 
 # What a new arena costs in page faults, in bytes a second: to wait that long for a used one is no dearer.
 _FAULT_RATE = 1 << 30
+_DESERTED_POLL_S = 0.1
 __all__ = ["DefaultMLFlashpointCheckpointSaver", "MLFlashpointCheckpointSaver"]
 
 
-class DefaultMLFlashpointCheckpointSaver(HandingOff):
+class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
     """Saves into tmpfs arenas and has them replicated in the background. Thread-safe.
 
-    Construct it on all ranks, to agree on a run id. Pickled, it is a `HandedOffSaver`; see :meth:`hand_off`.
+    Construct it on all ranks, to agree on a run id. Pickled, it is a `RemoteSaver`; see :meth:`hand_off`.
 
     Args:
         global_rank_getter: this process's rank; by default from torch.distributed.
@@ -81,7 +83,6 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         cache_staged_state_dict: bool = True,
         persisting: Persisting | None = None,
     ) -> None:
-        super().__init__()
         unused = {"local_rank_getter": local_rank_getter, "global_barrier_func": global_barrier_func}
         ignored("DefaultMLFlashpointCheckpointSaver", **unused, use_optimized_save=use_optimized_save)
         checked_integer("initial_buffer_size_bytes", initial_buffer_size_bytes, 1)
@@ -109,6 +110,8 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         self.owner = OwningProcess()
         self._saves: list[Save] = []  # under way or held, oldest first
         self._taking: set[Save] = set()  # about to take an arena
+        self._elsewhere: weakref.WeakSet[Save] = weakref.WeakSet()  # handed to other processes
+        self._server = SaveServer(self)
         self._largest = 0
         self._closed = False
         _live_savers.add(self)
@@ -244,6 +247,147 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
             save.offered, save.worker = False, threading.current_thread()
             return save
 
+    def write(
+        self,
+        save: Save,
+        version: CheckpointContainerId,
+        tensors: Sequence[TensorItem],
+        byte_items: Sequence[BytesItem] = (),
+        *,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        """See the base class."""
+        if (failure := save.staging_error) is not None:
+            raise SaveError(f"staging failed: {failure}", step=version.step, rank=self.rank) from failure
+        if version.step is None:
+            raise InvalidArgumentError(
+                "must end in step-<n>_ckpt",
+                argument="version",
+                value=str(version),
+                hint="CheckpointContainerId.create_child(base, CheckpointContainerId.format_version_container(step))",
+            )
+        save.version = version
+        if not save.adopted:
+            self._number_alone(save, version)
+        with self._at_work(save):
+            self._fill(save, version.parent, tensors, byte_items, metadata)
+
+    def _fill(
+        self,
+        save: Save,
+        base: CheckpointContainerId,
+        tensors: Sequence[TensorItem],
+        byte_items: Sequence[BytesItem],
+        metadata: Mapping[str, str] | None,
+    ) -> None:
+        store = self._store(base)
+        staged = save.staged
+        if staged is not None and staged.late is not None:
+            staged.late.wait(seal_deadline_s())
+        arena = staged.arena if staged is not None else None
+        if staged is not None and arena is not None and not arena.path.is_relative_to(store.base):
+            # Staged for another base container: its bytes are as good as any other tensor.
+            staged = arena = None
+        taken: list[Arena] = []
+
+        def acquire(size: int) -> Arena:
+            taken.append(self._acquire(save, store, size))
+            return taken[-1]
+
+        try:
+            save.fill(self._writer.fill(acquire, tensors, byte_items, staged=staged, arena=arena, metadata=metadata))
+        except BaseException:
+            for each in taken:
+                self._release(save, store, each)
+            raise
+
+    @contextmanager
+    def _at_work(self, save: Save) -> Iterator[None]:
+        # Whoever gives the save up meanwhile, for its deadline, say, leaves the arenas to this thread.
+        save.enter()
+        try:
+            yield
+        finally:
+            self._leave(save)
+
+    def _leave(self, save: Save) -> None:
+        if save.leave() and save.error is not None:
+            self.fail(save, save.error)
+
+    def _number_alone(self, save: Save, version: CheckpointContainerId) -> None:
+        mine = self.propose(version, save)
+        # With other ranks, what one finds must not change its own names alone: see `CommitQueue`.
+        self.adopt(save, later_than(mine, mine.newest_ms if self.world_size == 1 else -1))
+
+    def commit(
+        self,
+        save: Save,
+        *,
+        extra: Sequence[BytesItem] = (),
+        labels: Mapping[str, str] | None = None,
+    ) -> Manifest:
+        """See the base class."""
+        if save.filled is None or save.version is None:
+            raise SaveError("nothing was written to commit", rank=self.rank)
+        with self._at_work(save):
+            manifest = self._commit(save, save.filled, save.version, extra, labels or {})
+        save.filled = None  # to let go of thousands of entries takes its time: here, and not where a later save begins
+        return manifest
+
+    def _commit(
+        self,
+        save: Save,
+        filled: FilledObject,
+        version: CheckpointContainerId,
+        extra: Sequence[BytesItem],
+        labels: Mapping[str, str],
+    ) -> Manifest:
+        written = self._writer.finish(filled, extra)
+        manifest = Manifest(
+            version=version.name,
+            rank=self.rank,
+            world_size=self.world_size,
+            save_id=save.save_id,
+            node=self.node,
+            objects=(written.record(object_name(self.rank, save.save_id)),),
+            labels=dict(labels),
+        )
+        self._commit_part(save, manifest, written.arena)
+        return manifest
+
+    def hand_off(self, save: Save | None = None) -> RemoteSaver:
+        """What to pickle in place of this saver, for a process that is to write a save: the one offered as ``save``,
+        or a new one.
+
+        Raises:
+            SaveError: see :meth:`claim`; or there can be no socket.
+        """
+        if save is not None:
+            self.claim(save)
+        else:
+            save = self.begin(exchanged=True)
+            save.worker = threading.current_thread()
+        self._elsewhere.add(save)
+        arena = save.copies[0].place[0] if save.copies else None
+        try:
+            ticket = self.ticket(save)
+        except SaveError as error:
+            self.fail(save, error)
+            raise
+        where = self.rank, self.world_size, self.node
+        return RemoteSaver(ticket, *where, save.identity, save.staging_error, arena)
+
+    def ticket(self, save: Save) -> Ticket:
+        """Lead another process to a save, to write it or to wait for its end.
+
+        Raises:
+            SaveError: there can be no socket.
+        """
+        return self._server.ticket(save)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.hand_off().__reduce__()
+
     def fail(self, save: Save, error: BaseException) -> None:
         """Give a save up; see the base class."""
         store = self._objects.store
@@ -252,8 +396,8 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
                 return
             save.fail(error)
             save.offered = False
-            # Whoever writes to its arenas, here or in another process, keeps them, and comes here afterwards.
-            arenas = None if save.key in self._handed_off else save.release_unless_written()
+            # Whoever writes to its arenas keeps them, and comes here afterwards.
+            arenas = save.release_unless_written()
         self._commits.go_on()
         if save.staged is not None:
             save.staged.cancel(error)
@@ -299,9 +443,9 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
     def _store(self, base: CheckpointContainerId) -> RankStore:
         return self._objects.open(base, self.rank)
 
-    def _arena_of(self, staged: StagedObject) -> Arena:
-        assert staged.arena is not None
-        return staged.arena
+    def _release(self, save: Save, store: RankStore, arena: Arena) -> None:
+        for released in save.release(arena):
+            store.release(released)
 
     def _holds_arena(self, save: Save) -> bool:
         if save.part is not None:
@@ -325,10 +469,9 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
             under_way = [arena for save in self._saves for arena in save.arenas]
         return store.missing_for_copies({*own, *under_way})
 
-    def _acquire(self, save: Save, store: ArenaSource, size: int) -> Arena:
+    def _acquire(self, save: Save, store: RankStore, size: int) -> Arena:
         """An arena for a save: a free one if there is, else a new one while few are in use and there is room, else
         one taken from an older save that is not verified. What copies of peers need is left to them."""
-        assert isinstance(store, RankStore)
         store.check_job()
         self._preflight(store, size)
         store.drop_useless()
@@ -382,7 +525,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
                 raise error
             self._commits.wait_for_change(
                 lambda seen=finished: self._commits.finished_count > seen,  # type: ignore[misc]
-                min(left, DESERTED_POLL_S),
+                min(left, _DESERTED_POLL_S),
             )
 
     def _is_preceded(self, save: Save) -> bool:
@@ -396,7 +539,6 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         held = [each for each in self._saves_with_arenas() if each.part is not None]
         if len(held) + inherited < 2:
             return False
-        self._learn_completion(held)
         # What a newer one replaces only if other ranks have come as far is what a crash would go back to.
         newest = max((i for i, each in enumerate(held) if each.complete is not False), default=-1)
         older, newer = held[: max(newest, 0)], held[newest + 1 :]
@@ -427,10 +569,20 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
             return begun or not later or save.may_be_claimed()
         return worker.is_alive() and not moved_on
 
+    def _watch(self, save: Save) -> float:
+        """Called by the commit queue while it waits for a save, and once when it gives it up."""
+        if save.error is not None:
+            self.fail(save, save.error)  # at its deadline
+        else:
+            self._fail_if_deserted(save)
+        return _DESERTED_POLL_S
+
     def _fail_if_deserted(self, save: Save) -> bool:
         """Give up a save that nobody goes on with, because its plan or its write failed on another rank."""
-        # Asked last: it may have been handed off meanwhile, and its thread have gone on to another one.
-        if (self._is_worked_on(save) and not save.deserted) or save.key in self._handed_off:
+        if self._is_worked_on(save) and not save.deserted:
+            return False
+        # Asked last: it may have been handed to another process meanwhile, and its thread have gone on to another one.
+        if save in self._elsewhere and save.worker is not None and save.worker.is_alive():
             return False
         self.fail(save, SaveError("given up: the checkpoint failed on another rank", rank=self.rank))
         return True
@@ -473,8 +625,7 @@ class DefaultMLFlashpointCheckpointSaver(HandingOff):
         finished = self._commits.close(exit_deadline_s() if deadline_s is None else deadline_s)
         if not finished:
             _log.info("closed before the last saves were verified; they are committed on this node")
-        if self._mailbox is not None:
-            self._mailbox.remove()
+        self._server.close()
 
 
 _live_savers: weakref.WeakSet[DefaultMLFlashpointCheckpointSaver] = weakref.WeakSet()

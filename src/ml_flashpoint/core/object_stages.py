@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -29,7 +28,7 @@ class Interior:
     """Bytes ``begin:end`` of an object that stay as they are until it is committed, being digested meanwhile.
 
     Whatever is still to be written goes before or behind them; of their digests, those count whose blocks lie
-    wholly within both them and the object. Travels to a saving process by pickle.
+    wholly within both them and the object.
 
     Attributes:
         block_size: bytes of a block.
@@ -61,13 +60,10 @@ class Interior:
             self.digester.abort()
             self.digester = None
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Interior, (self.begin, self.end, self.block_size, None, self.digests())
-
 
 @dataclass(slots=True, eq=False)
 class StagedObject:
-    """Tensors copied into an arena and not yet named. Travels to a saving process by pickle.
+    """Tensors copied into an arena and not yet named.
 
     Attributes:
         arena_path: file of the arena.
@@ -86,9 +82,6 @@ class StagedObject:
         """Copy nothing more: the bytes will not be used."""
         if self.late is not None:
             self.late.cancel(error)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return StagedObject, (self.arena_path, self.interior)
 
 
 @dataclass(slots=True, eq=False)

@@ -19,7 +19,7 @@ import torch
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena, round_up
 from ml_flashpoint.checkpoint_object_manager.arena_pool import with_headroom
-from ml_flashpoint.checkpoint_object_manager.arena_tensor import ArenaTensor
+from ml_flashpoint.checkpoint_object_manager.arena_tensor import ArenaTensor, SharedArena
 from ml_flashpoint.core.background import GIVEN_S
 from ml_flashpoint.core.object_stages import BytesItem, FilledObject, Interior, StagedObject, TensorItem, WrittenObject
 from ml_flashpoint.core.picking import elements, tensors_of
@@ -222,7 +222,8 @@ class ObjectWriter:
         cached = arena.views
         if cached is not None and cached[0] is layout and cached[1] == arena.address:
             return cached[2]
-        views = tuple(ArenaTensor.wrap(_view(arena, e), arena.path, e.begin, e.end) for e in layout.tensors)
+        shared = SharedArena(arena.path, arena.mapping)
+        views = tuple(ArenaTensor.wrap(_view(arena, e), shared, e.begin, e.end) for e in layout.tensors)
         if self._cache:
             arena.views = (layout, arena.address, views)
         return views

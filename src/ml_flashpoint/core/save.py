@@ -7,8 +7,7 @@ caller: the saver up to the commit, the commit queue from there on. Whoever come
       └────────┴─────────┤           └─────────────┤
                        FAILED             EVICTED
 
-A save need not be staged, and one that another process fills is only seen to be committed. A save that other ranks
-could not commit stays what it is here.
+A save need not be staged. A save that other ranks could not commit stays what it is here.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
+from ml_flashpoint.checkpoint_object_manager.arena_tensor import ArenaTensor
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.core.object_stages import FilledObject, StagedObject
@@ -62,8 +61,7 @@ _NEXT: dict[SaveState, frozenset[SaveState]] = {
 
 
 class Save:
-    """See the module. Thread-safe. Travels by pickle to the process that is to write it, where it starts anew from what
-    was staged; what belongs to this process stays behind.
+    """See the module. Thread-safe.
 
     Args:
         identity: the name of the save, as long as ranks have not come to another one; see `core.save_identity`.
@@ -75,6 +73,7 @@ class Save:
         adopted: whether the identity is final.
         began: when, by the monotonic clock.
         staged: copies made before the plan was known.
+        copies: the tensors of them, as another process gets them; empty once it is committed, or has failed.
         staging_error: why there are none. The save then fails at its write, which is where all ranks notice.
         filled: the object, once it is written.
         version: set by the write, or before, by a door that knows it.
@@ -101,13 +100,11 @@ class Save:
         self.key = identity.save_id
         self.adopted = False
         self.staged: StagedObject | None = None
+        self.copies: Sequence[ArenaTensor] = ()
         self.staging_error: BaseException | None = None
         self._exchanged = exchanged
-        self._start()
-
-    def _start(self) -> None:
         self.began = time.monotonic()
-        self.state = SaveState.BEGUN if self.staged is None else SaveState.STAGED
+        self.state = SaveState.BEGUN
         self.filled: FilledObject | None = None
         self.version: CheckpointContainerId | None = None
         self.complete: bool | None = None
@@ -124,13 +121,6 @@ class Save:
         self._arenas: set[Arena] = set()
         self._at_work = 0
         self._lock = threading.Lock()
-
-    def __getstate__(self) -> tuple[Any, ...]:
-        return self.identity, self.number, self.key, self.adopted, self.staged, self.staging_error, self._exchanged
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.identity, self.number, self.key, self.adopted, self.staged, self.staging_error, self._exchanged = state
-        self._start()
 
     # ---- what it is ---------------------------------------------------------------------------------------
 
@@ -219,7 +209,7 @@ class Save:
         with self._lock:
             if SaveState.COMMITTED not in _NEXT[self.state]:
                 return False
-            self.state, self.part, self.store = SaveState.COMMITTED, part, store
+            self.state, self.part, self.store, self.copies = SaveState.COMMITTED, part, store, ()
             self.decided.set()
             return True
 
@@ -228,7 +218,7 @@ class Save:
         with self._lock:
             if SaveState.FAILED not in _NEXT[self.state]:
                 return False
-            self.state, self.error = SaveState.FAILED, error
+            self.state, self.error, self.copies = SaveState.FAILED, error, ()
             self.decided.set()
             return True
 

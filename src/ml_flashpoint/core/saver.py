@@ -1,43 +1,20 @@
 """What every saver is: from tensors and bytes to a committed part of a version, in a few calls.
 
-Owns the order of those calls and what is common to savers in the trainer (`checkpoint_saver`) and in a saving
-process (`saving_process`). Where arenas come from and what follows the commit is theirs.
+Owns the order of those calls. The saver of a trainer is `checkpoint_saver`'s, that of another process
+`saving_process`'s.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Protocol
+from collections.abc import Mapping, Sequence
 
-from ml_flashpoint.checkpoint_object_manager.arena import Arena
-from ml_flashpoint.core.object_stages import BytesItem, FilledObject, StagedObject, TensorItem
-from ml_flashpoint.core.object_writer import ObjectWriter
+from ml_flashpoint.core.object_stages import BytesItem, TensorItem
 from ml_flashpoint.core.save import Save
-from ml_flashpoint.core.save_identity import SaveIdentity, later_than
+from ml_flashpoint.core.save_identity import SaveIdentity
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.errors import InvalidArgumentError, SaveError, UnaskedVersionsError
-from ml_flashpoint.format.knobs import seal_deadline_s
-from ml_flashpoint.format.manifest import Manifest, object_name
-
-
-class ArenaSource(Protocol):
-    """What a save needs of a store."""
-
-    @property
-    def base(self) -> Path:
-        """The base container."""
-        ...
-
-    def acquire(self, size: int, *, exact: bool = False) -> Arena:
-        """Take an arena of at least ``size`` bytes."""
-        ...
-
-    def release(self, arena: Arena) -> None:
-        """Return an arena."""
-        ...
+from ml_flashpoint.format.errors import UnaskedVersionsError
+from ml_flashpoint.format.manifest import Manifest
 
 
 class MLFlashpointCheckpointSaver(ABC):
@@ -51,7 +28,6 @@ class MLFlashpointCheckpointSaver(ABC):
     rank: int
     world_size: int
     node: str
-    _writer: ObjectWriter
 
     @abstractmethod
     def begin(self, *, exchanged: bool = False) -> Save:
@@ -85,25 +61,6 @@ class MLFlashpointCheckpointSaver(ABC):
         """Give the save up. Its arena is free again; older versions are as before. Idempotent."""
 
     @abstractmethod
-    def _store(self, base: CheckpointContainerId) -> ArenaSource:
-        """Where the arenas of a base container come from."""
-
-    @abstractmethod
-    def _acquire(self, save: Save, store: ArenaSource, size: int) -> Arena:
-        """An arena of at least ``size`` bytes, which the save then holds."""
-
-    def _release(self, save: Save, store: ArenaSource, arena: Arena) -> None:
-        for released in save.release(arena):
-            store.release(released)
-
-    @abstractmethod
-    def _arena_of(self, staged: StagedObject) -> Arena:
-        """This process's mapping of what was staged."""
-
-    @abstractmethod
-    def _commit_part(self, save: Save, manifest: Manifest, arena: Arena) -> None:
-        """Link the arena and write the manifest (see `version_files`), then hand the save to the commit queue."""
-
     def write(
         self,
         save: Save,
@@ -125,68 +82,8 @@ class MLFlashpointCheckpointSaver(ABC):
             CapacityError: no room.
             SaveError: staging failed earlier, or a tensor of the plan was not staged.
         """
-        if (failure := save.staging_error) is not None:
-            raise SaveError(f"staging failed: {failure}", step=version.step, rank=self.rank) from failure
-        if version.step is None:
-            raise InvalidArgumentError(
-                "must end in step-<n>_ckpt",
-                argument="version",
-                value=str(version),
-                hint="CheckpointContainerId.create_child(base, CheckpointContainerId.format_version_container(step))",
-            )
-        save.version = version
-        if not save.adopted:
-            self._number_alone(save, version)
-        with self._at_work(save):
-            self._fill(save, version.parent, tensors, byte_items, metadata)
 
-    def _fill(
-        self,
-        save: Save,
-        base: CheckpointContainerId,
-        tensors: Sequence[TensorItem],
-        byte_items: Sequence[BytesItem],
-        metadata: Mapping[str, str] | None,
-    ) -> None:
-        store = self._store(base)
-        staged = save.staged
-        if staged is not None and staged.late is not None:
-            staged.late.wait(seal_deadline_s())
-        arena = self._arena_of(staged) if staged is not None else None
-        if staged is not None and arena is not None and not arena.path.is_relative_to(store.base):
-            # Staged for another base container: its bytes are as good as any other tensor.
-            staged = arena = None
-        taken: list[Arena] = []
-
-        def acquire(size: int) -> Arena:
-            taken.append(self._acquire(save, store, size))
-            return taken[-1]
-
-        try:
-            save.fill(self._writer.fill(acquire, tensors, byte_items, staged=staged, arena=arena, metadata=metadata))
-        except BaseException:
-            for each in taken:
-                self._release(save, store, each)
-            raise
-
-    @contextmanager
-    def _at_work(self, save: Save) -> Iterator[None]:
-        # Whoever gives the save up meanwhile, for its deadline, say, leaves the arenas to this thread.
-        save.enter()
-        try:
-            yield
-        finally:
-            self._leave(save)
-
-    def _leave(self, save: Save) -> None:
-        if save.leave() and save.error is not None:
-            self.fail(save, save.error)
-
-    def _number_alone(self, save: Save, version: CheckpointContainerId) -> None:
-        mine = self.propose(version, save)
-        # With other ranks, what one finds must not change its own names alone: see `CommitQueue`.
-        self.adopt(save, later_than(mine, mine.newest_ms if self.world_size == 1 else -1))
-
+    @abstractmethod
     def commit(
         self,
         save: Save,
@@ -203,33 +100,6 @@ class MLFlashpointCheckpointSaver(ABC):
         Raises:
             SaveError, CapacityError: nothing of the part is visible.
         """
-        if save.filled is None or save.version is None:
-            raise SaveError("nothing was written to commit", rank=self.rank)
-        with self._at_work(save):
-            manifest = self._commit(save, save.filled, save.version, extra, labels or {})
-        save.filled = None  # to let go of thousands of entries takes its time: here, and not where a later save begins
-        return manifest
-
-    def _commit(
-        self,
-        save: Save,
-        filled: FilledObject,
-        version: CheckpointContainerId,
-        extra: Sequence[BytesItem],
-        labels: Mapping[str, str],
-    ) -> Manifest:
-        written = self._writer.finish(filled, extra)
-        manifest = Manifest(
-            version=version.name,
-            rank=self.rank,
-            world_size=self.world_size,
-            save_id=save.save_id,
-            node=self.node,
-            objects=(written.record(object_name(self.rank, save.save_id)),),
-            labels=dict(labels),
-        )
-        self._commit_part(save, manifest, written.arena)
-        return manifest
 
     def save(
         self,

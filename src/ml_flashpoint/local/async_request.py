@@ -9,15 +9,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple
 
 from ml_flashpoint.core.save import Save
+from ml_flashpoint.core.saving_process import Ticket
 from ml_flashpoint.format.knobs import collective_deadline_s, seal_deadline_s
 from ml_flashpoint.local.errors import CallOrderError, CheckpointingException
 from ml_flashpoint.ranks.rank_group import rank_group
-
-_POLL_S = 0.01
 
 
 class AsyncRequest(NamedTuple):
@@ -125,17 +124,16 @@ class AsyncRequest(NamedTuple):
 class BackgroundSave:
     """The ``async_fn`` of a local save, which needs nobody to run it: the trainer's background threads do the work.
 
-    Called, it waits for the end of the save. In the trainer that is an event; in a process that a queue forked, or
-    sent it to by pickle, it is the removal of a small file, or the trainer's death.
+    Called, it waits for the end of the save: here, in a process that a queue forked, or in one that it was sent to.
 
     Args:
         save: the save.
-        marker: the file, which is there until the save has ended.
+        ticket: leads another process to it; None if the save has ended.
     """
 
-    def __init__(self, save: Save, marker: Path) -> None:
+    def __init__(self, save: Save, ticket: Ticket | None) -> None:
         self._save = save
-        self._marker = marker
+        self._ticket = ticket
         self._process = os.getpid()
         # Longer than the engine lets any save take, so only a background thread that is lost makes it come to this.
         self._give_up = time.monotonic() + seal_deadline_s() + collective_deadline_s()
@@ -164,24 +162,12 @@ class BackgroundSave:
         if self.runs_here:
             self.wait()
         else:
-            await_removal(str(self._marker), self._process)
+            _await_end(self._ticket)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Elsewhere, (str(self._marker), self._process)
+        return partial, (_await_end, self._ticket)
 
 
-class _Elsewhere:
-    """A `BackgroundSave` in another process."""
-
-    def __init__(self, marker: str, process: int) -> None:
-        self._marker = marker
-        self._process = process
-
-    def __call__(self) -> None:
-        await_removal(self._marker, self._process)
-
-
-def await_removal(path: str, parent: int) -> None:
-    """Wait until a file is gone, or this process's parent is another one than ``parent``."""
-    while os.path.exists(path) and os.getppid() == parent:
-        time.sleep(_POLL_S)
+def _await_end(ticket: Ticket | None) -> None:
+    if ticket is not None:
+        ticket.await_end()

@@ -381,19 +381,13 @@ class LocalCheckpointManager(OverlappingDoor):
         """Have a staged save written and committed in the background."""
         assert version.step is not None
         request = self._request(save, version.step, None)
-        marker = self._marker(save)
-        marker.touch()
         thread = threading.Thread(
             target=self._complete,
-            args=(save, version, tensors, byte_items, marker),
+            args=(save, version, tensors, byte_items),
             name=f"flashpoint-local-{version.step}",
             daemon=True,
         )
-        try:
-            thread.start()
-        except RuntimeError:  # no more threads
-            marker.unlink(missing_ok=True)
-            raise
+        thread.start()
         self._threads = [*(each for each in self._threads if each.is_alive()), thread]
         return request
 
@@ -403,7 +397,6 @@ class LocalCheckpointManager(OverlappingDoor):
         version: CheckpointContainerId,
         tensors: list[TensorItem],
         byte_items: list[BytesItem],
-        marker: Path,
     ) -> None:
         save.worker = threading.current_thread()
         give_way()
@@ -415,11 +408,6 @@ class LocalCheckpointManager(OverlappingDoor):
         finally:
             del tensors
             self._await_end(save)
-            marker.unlink(missing_ok=True)
-
-    def _marker(self, save: Save) -> Path:
-        # Swept at the next start, if this process dies.
-        return self._engine.store.directory / f"under-way-{save.save_id}"
 
     def _request(self, save: Save, iteration: int, error: Exception | None) -> AsyncRequest:
         finalized = False
@@ -431,7 +419,8 @@ class LocalCheckpointManager(OverlappingDoor):
             finalized = True
             self._conclude(save, iteration, error)
 
-        return AsyncRequest(BackgroundSave(save, self._marker(save)), (), [finalize])
+        ticket = self._saver.ticket(save) if error is None else None
+        return AsyncRequest(BackgroundSave(save, ticket), (), [finalize])
 
     def _await_end(self, save: Save) -> bool:
         ended = save.finished.wait(seal_deadline_s() + collective_deadline_s())

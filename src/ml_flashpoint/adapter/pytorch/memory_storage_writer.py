@@ -35,6 +35,7 @@ from ml_flashpoint.adapter.pytorch.plan_items import WrittenPlan, item_keys, res
 from ml_flashpoint.adapter.pytorch.plan_rider import CompletionRider, PlanRider, listen, listen_for_completion
 from ml_flashpoint.adapter.pytorch.staged_state import StagedStateDict, wait_until_over
 from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE
+from ml_flashpoint.checkpoint_object_manager.arena_tensor import ArenaTensor
 from ml_flashpoint.core.arguments import ignored
 from ml_flashpoint.core.background import give_way
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver, MLFlashpointCheckpointSaver
@@ -201,7 +202,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         self._await_previous()
         save = saver.begin(exchanged=True)
         leaves, needed = TensorLeaves({}), list[int]()
-        copies: Sequence[torch.Tensor] = ()
+        copies: Sequence[ArenaTensor] = ()
         try:
             leaves = TensorLeaves(state_dict)
             if leaves.error is not None:
@@ -211,6 +212,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
             # By the numbers that they have among those that are needed.
             wholes = {n: leaves.wholes[i] for n, i in enumerate(needed) if i in leaves.wholes} if promised else None
             copies = self._copy(saver, save, [(names[i], leaves.tensors[i]) for i in needed], promised=wholes)
+            save.copies = copies
         except Exception as error:  # not raised here, where it would leave the other ranks waiting
             _log.error("staging failed: %s", error)
             reason = error if isinstance(error, FlashpointError) else SaveError(f"{type(error).__name__}: {error}")
@@ -219,7 +221,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
             saver.fail(save, error)
             raise
         whole = len(needed) == len(leaves.tensors)
-        replacements = copies
+        replacements: Sequence[torch.Tensor] = copies
         if not whole:
             filled = [torch.empty_like(t, device="meta") for t in leaves.tensors]
             for index, staged in zip(needed, copies, strict=True):
@@ -289,10 +291,10 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
 
     def _copy(
         self, saver: DefaultMLFlashpointCheckpointSaver, save: Save, tensors: Sequence[TensorItem], **how: Any
-    ) -> Sequence[torch.Tensor]:
+    ) -> Sequence[ArenaTensor]:
         copies = self._overlap.stage_owned(saver, save, tensors, **how) if self._cache_staged else None
         # No base container is known to the first asynchronous save of a job: it clones, once.
-        return copies if copies is not None else cpu_clones([tensor for _, tensor in tensors])
+        return copies if copies is not None else ArenaTensor.of_copies(cpu_clones([tensor for _, tensor in tensors]))
 
     def synchronize_staging(self) -> None:
         """Wait until nothing is copied any more. Not needed before the steps of optimizers that are watched."""

@@ -1,0 +1,333 @@
+"""A saving process: what it hands over is what is committed, and nothing is left of it wherever it ends.
+
+DCP's own is slow to start, so these are forked, and given what DCP would send: the staged state, the writer, the
+planner. `tests.e2e.test_dcp_ranks` has DCP's.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import threading
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
+
+from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
+from ml_flashpoint.core.save import Save, SaveState
+from ml_flashpoint.format.errors import FlashpointError, SaveError
+from ml_flashpoint.net.client import Connection
+from tests.support.dcp import RESULT_TIMEOUT_S, Door
+from tests.support.forked import Child, call
+from tests.support.planners import CastingPlanner, InPlacePlanner, RenamingPlanner, ResolvingPlanner, caching_planner
+from tests.support.tensors import assert_same, blank
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+
+def _state(step: int) -> dict[str, Any]:
+    return {
+        "a": torch.full((50, 3), float(step)),
+        "b": torch.arange(20.0) + step,
+        "many": {f"w{i}": torch.full((i,), float(step)) for i in range(40)},
+        "bf16": torch.full((7,), step, dtype=torch.bfloat16),
+        "scalar": torch.tensor(step),
+        "transposed": (torch.arange(12.0).view(3, 4) + step).t(),
+        "tied": [torch.ones(4) * step] * 2,
+        "note": {"step": step},
+    }
+
+
+def _sent(door: Door, state: dict[str, Any], step: int, planner: Any = None) -> tuple[bytes, Save]:
+    """What DCP sends to its saving process, and the save that it leads to."""
+    request = state, door.writer, planner, door.version(step)
+    return bytes(ForkingPickler.dumps(request)), door.saver._saves[-1]
+
+
+def _save(report: Any, request: bytes, stop: str = "") -> str | None:
+    """What DCP's saving process does with it; it waits to be told to go on before a step. Returns why it failed."""
+    if stop == "arrive":
+        report("stopped")
+        report.listen()
+    state, writer, planner, version = pickle.loads(request)
+    if stop:
+        real = getattr(MemoryStorageWriter, stop, None)
+
+        def stopping(*args: Any, **options: Any) -> Any:
+            report("stopped")
+            report.listen()
+            return real(*args, **options)  # type: ignore[misc]
+
+        if real is not None:
+            setattr(MemoryStorageWriter, stop, stopping)
+    try:
+        dcp.save(state, checkpoint_id=version, storage_writer=writer, planner=planner)
+    except CheckpointException as error:
+        return str(error)
+    return None
+
+
+def _save_by_process(door: Door, state: dict[str, Any], step: int, planner: Any = None) -> Save:
+    request, save = _sent(door, door.writer.stage(state), step, planner)
+    assert call(_save, request) is None
+    assert save.finished.wait(RESULT_TIMEOUT_S)
+    return save
+
+
+def test_what_was_staged_is_the_object(door: Door) -> None:
+    elements = 1 << 20
+    for step in (1, 2, 3):
+        state = {"w": torch.full((elements,), float(step))}
+        assert _save_by_process(door, state, step).state is SaveState.VERIFIED
+        assert_same(door.load(blank(state), step), state)
+        assert door.object_path(step).stat().st_size < 4 * elements * 1.1, "it was copied once more"
+    assert len(door.arena_bytes()) <= 3
+
+
+def test_a_state_of_another_stager(door: Door) -> None:
+    """Nothing of it lies in an arena, so all of it comes as bytes."""
+    for step in (1, 2, 3):
+        request, save = _sent(door, _state(step) | {"big": torch.full((40, 1 << 20), step, dtype=torch.int16)}, step)
+        assert call(_save, request) is None
+        assert save.finished.wait(RESULT_TIMEOUT_S)
+        expected = _state(step) | {"big": torch.full((40, 1 << 20), step, dtype=torch.int16)}
+        assert_same(door.load(blank(expected), step), expected)
+
+
+def test_copies_that_lie_in_no_arena_travel_in_one_file(make_door: Callable[..., Door]) -> None:
+    """By torch, each would have one of its own, which a process may have a thousand of."""
+    door = make_door(cache_staged_state_dict=False)
+    for step in (1, 2, 3):
+        state = {f"w{i}": torch.full((i % 7, 3), float(step)) for i in range(300)}
+        before = len(os.listdir("/proc/self/fd"))
+        request, save = _sent(door, door.writer.stage(state), step)
+        assert len(os.listdir("/proc/self/fd")) < before + 20
+        assert call(_save, request) is None
+        assert save.finished.wait(RESULT_TIMEOUT_S)
+        assert_same(door.load(blank(state), step), state)
+        assert not any(b"flashpoint-staged" in os.readlink(each) for each in _descriptors()), "memory stays taken"
+
+
+def _descriptors() -> list[bytes]:
+    folder = b"/proc/self/fd/"
+    return [folder + each for each in os.listdir(folder) if os.path.lexists(folder + each)]
+
+
+@pytest.mark.parametrize(
+    "planner",
+    [
+        DefaultSavePlanner,
+        lambda: DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+        lambda: DefaultSavePlanner(flatten_sharded_tensors=False),
+        caching_planner,
+    ],
+    ids=["default", "dedup", "unflattened", "caching"],
+)
+def test_planners_of_torch(door: Door, planner: Callable[[], Any]) -> None:
+    for step in (1, 2, 3):
+        _save_by_process(door, _state(step), step, planner())
+        assert_same(door.load(blank(_state(step)), step), _state(step))
+
+
+@pytest.mark.parametrize("planner", [CastingPlanner, ResolvingPlanner])
+def test_a_planner_that_casts(door: Door, planner: type[DefaultSavePlanner]) -> None:
+    for step in (1, 2, 3):
+        _save_by_process(door, _state(step), step, planner())
+        loaded = door.load(blank(_state(step)), step)
+        for name in ("a", "b"):
+            assert torch.equal(loaded[name], _state(step)[name].bfloat16().float())
+        assert (loaded["note"], loaded["scalar"].item()) == ({"step": step}, step)
+
+
+def test_a_planner_that_renames(door: Door) -> None:
+    prefix = RenamingPlanner.PREFIX
+    for step in (1, 2, 3):
+        _save_by_process(door, _state(step), step, RenamingPlanner())
+        target: dict[str, Any] = {f"{prefix}a": torch.zeros(50, 3), f"{prefix}scalar": torch.tensor(0)}
+        assert_same(door.load(target, step), {f"{prefix}{name}": _state(step)[name] for name in ("a", "scalar")})
+
+
+def test_a_planner_that_writes_to_what_was_staged(door: Door) -> None:
+    """It changes nothing that the trainer has, whose digests are of what was staged."""
+    for step in (1, 2, 3):
+        state = {"a": torch.full((5000,), float(step)), "b": torch.full((3,), float(step))}
+        _save_by_process(door, state, step, InPlacePlanner())
+        assert_same(door.load(blank(state), step), {name: -tensor for name, tensor in state.items()})
+
+
+def test_a_planner_that_fails_costs_that_save_only(door: Door) -> None:
+    _save_by_process(door, _state(1), 1)
+    request, save = _sent(door, door.writer.stage(_state(2)), 2, _Failing())
+    assert "the planner fails" in str(call(_save, request))
+    assert save.finished.wait(RESULT_TIMEOUT_S)
+    assert save.state is SaveState.FAILED
+    _save_by_process(door, _state(3), 3)
+    assert_same(door.load(blank(_state(3)), 3), _state(3))
+    assert len(door.arena_bytes()) <= 3
+
+
+class _Failing(DefaultSavePlanner):
+    def resolve_data(self, write_item: Any) -> Any:
+        raise RuntimeError("the planner fails")
+
+
+def test_what_cannot_be_staged_is_told_where_ranks_can_tell_each_other(door: Door) -> None:
+    _save_by_process(door, _state(1), 1)
+    request, _ = _sent(door, door.writer.stage({"bad": threading.Lock(), "w": torch.ones(3)}), 2)
+    assert "staging failed" in str(call(_save, request))
+    _save_by_process(door, _state(3), 3)
+    assert_same(door.load(blank(_state(3)), 3), _state(3))
+
+
+def test_several_saves_in_flight_are_told_apart(door: Door) -> None:
+    _save_by_process(door, _state(1), 1)
+    requests = [_sent(door, door.writer.stage(_state(step)), step) for step in (2, 3)]
+    with Child(_save, requests[0][0], "write_data") as first, Child(_save, requests[1][0], "write_data") as second:
+        for child in (first, second):
+            child.next_report("stopped")
+        second.say("go on")
+        assert second.result() is None
+        assert_same(door.load(blank(_state(3)), 3), _state(3))
+        first.say("go on")
+        assert first.result() is None
+    door.settle()
+    assert [save.state for _, save in requests] == [SaveState.VERIFIED] * 2
+    assert_same(door.load(blank(_state(3)), 3), _state(3))
+
+
+@pytest.mark.parametrize("stop", ["write_data", "finish"])
+def test_a_save_whose_process_is_killed_is_lost_at_once(door: Door, stop: str) -> None:
+    _save_by_process(door, _state(1), 1)
+    request, save = _sent(door, door.writer.stage(_state(2)), 2)
+    with Child(_save, request, stop) as child:
+        child.next_report("stopped")
+        child.kill()
+        assert save.finished.wait(RESULT_TIMEOUT_S)
+    assert "its process is gone" in str(save.error)
+    assert door.latest() == 1
+    for step in (3, 4, 5):
+        _save_by_process(door, _state(step), step)
+        assert_same(door.load(blank(_state(step)), step), _state(step))
+    assert len(door.arena_bytes()) <= 3
+
+
+def test_a_save_whose_process_is_killed_before_it_comes_is_lost_with_the_thread_that_has_sent_it(door: Door) -> None:
+    _save_by_process(door, _state(1), 1)
+    saves: list[Save] = []
+
+    def send() -> None:  # as DCP's thread does, which waits for an answer
+        request, save = _sent(door, door.writer.stage(_state(2)), 2)
+        saves.append(save)
+        with Child(_save, request, "arrive") as child:
+            child.next_report("stopped")
+            child.kill()
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    sending.join(RESULT_TIMEOUT_S)
+    assert saves[0].finished.wait(RESULT_TIMEOUT_S)
+    assert saves[0].state is SaveState.FAILED
+    _save_by_process(door, _state(3), 3)
+    assert_same(door.load(blank(_state(3)), 3), _state(3))
+
+
+@pytest.mark.parametrize("stop", ["arrive", "write_data", "finish"])
+def test_a_process_that_hangs_beyond_the_deadline_comes_too_late(door: Door, stop: str) -> None:
+    _save_by_process(door, _state(1), 1)
+    request, save = _sent(door, door.writer.stage(_state(2)), 2)
+    with Child(_save, request, stop) as child:
+        child.next_report("stopped")
+        child.stop()
+        door.saver.fail(save, SaveError("the save was not committed within its deadline"))  # as the queue does
+        _save_by_process(door, _state(3), 3)  # into what the other had, if need be
+        _save_by_process(door, _state(4), 4)
+        child.go_on()
+        child.say("go on")
+        assert "given up" in str(child.result())
+    door.settle()
+    assert_same(door.load(blank(_state(4)), 4), _state(4))
+
+
+def test_a_save_is_given_up_at_its_deadline(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    _save_by_process(door, _state(1), 1)
+    monkeypatch.setenv("FLASHPOINT_SEAL_DEADLINE_S", "0.2")
+    _, save = _sent(door, door.writer.stage(_state(2)), 2)
+    assert save.finished.wait(RESULT_TIMEOUT_S)
+    assert "was not committed within" in str(save.error)
+    assert save.arenas == set()
+
+
+def test_a_ticket_is_good_for_one_process(door: Door) -> None:
+    _save_by_process(door, _state(1), 1)
+    request, save = _sent(door, door.writer.stage(_state(2)), 2)
+    assert call(_save, request) is None
+    assert "given up before this process began" in str(call(_save, request))
+    assert save.finished.wait(RESULT_TIMEOUT_S)
+    assert_same(door.load(blank(_state(2)), 2), _state(2))
+
+
+def test_the_end_of_a_trainer_is_an_error_in_its_saving_process(make_door: Callable[..., Door]) -> None:
+    door = make_door()
+    _save_by_process(door, _state(1), 1)
+    request, _ = _sent(door, door.writer.stage(_state(2)), 2)
+    with Child(_save, request, "write_data") as child:
+        child.next_report("stopped")
+        door.saver.close(0.1)
+        child.say("go on")
+        assert "Lost" in str(child.result())
+    assert_same(make_door().load(blank(_state(1)), 1), _state(1))
+
+
+def test_staged_tensors_whose_arena_is_gone_fail_their_save_and_not_the_saving_process(door: Door) -> None:
+    """What cannot be unpickled would end torch's saving process, and with it all later saves."""
+    _save_by_process(door, _state(1), 1)
+    request, save = _sent(door, door.writer.stage(_state(2)), 2)
+    assert save.staged is not None
+    save.staged.arena_path.unlink()
+    assert "has no data" in str(call(_save, request))
+    door.saver.fail(save, SaveError("given up"))
+
+
+def test_nobody_without_the_secret_gets_in(door: Door) -> None:
+    """And nothing is left of the socket that could be found."""
+    _, save = _sent(door, door.writer.stage(_state(1)), 1)
+    ticket = door.saver.ticket(save)
+    assert str(ticket.secret) not in repr(ticket)
+    assert Path(ticket.address).parent == Path(f"/proc/{os.getpid()}/fd")
+    with pytest.raises(FlashpointError, match="secret"):
+        Connection(("unix", ticket.address), b"another secret of 16", _wire(), connect_timeout_s=RESULT_TIMEOUT_S)
+    with ticket.connect() as connection:
+        for op, fields in [
+            ("write", {}),
+            ("take", {"key": "of no save"}),
+            ("take", {"key": 3}),
+            ("take", {"key": save.key}),
+            ("no such thing", {}),
+            ("write", {"version": door.version(1), "tensors": [["w", "float32", [1 << 40], 0]], "byte_items": []}),
+            ("write", {"version": door.version(1), "tensors": [["w", "float32", [4], None]], "byte_items": []}),
+            ("write", {"version": "/etc/passwd", "tensors": [], "byte_items": []}),
+            ("adopt", {"run_id": "x", "sequence": "many"}),
+            ("commit", {"labels": {}, "extra": ["a"]}),
+        ]:
+            if op == "take" and fields["key"] == save.key:
+                connection.request(op, fields, timeout_s=RESULT_TIMEOUT_S)
+                continue
+            with pytest.raises(FlashpointError):
+                connection.request(op, fields, timeout_s=RESULT_TIMEOUT_S)
+    assert save.finished.wait(RESULT_TIMEOUT_S)
+    assert "its process is gone" in str(save.error)
+    gc.collect()
+
+
+def _wire() -> Any:
+    from ml_flashpoint.core import saving_process
+
+    return saving_process._WIRE

@@ -2,7 +2,7 @@
 
 Owns the schedule, what a failed save means to the loop, what happens when memory has nothing to load, and the life of
 the engine's parts. Saving and loading are `facade.save_runner`'s and `facade.state_loader`'s, which go through the
-DCP door (`adapter.pytorch`) like anyone else's; what is tracked is `facade.tracked_state`'s.
+DCP door (`adapter.pytorch`) like anyone else's; what is tracked is `state.tracked`'s.
 """
 
 from __future__ import annotations
@@ -41,12 +41,11 @@ from ml_flashpoint.facade.health import Recovery
 from ml_flashpoint.facade.kept_versions import KeptVersions, checked_wanted
 from ml_flashpoint.facade.launcher import warn_of_shared_store
 from ml_flashpoint.facade.loader_pass import Through
-from ml_flashpoint.facade.loader_state import LoaderBatches
+from ml_flashpoint.facade.loader_state import LoaderBatches, Loaders
 from ml_flashpoint.facade.notices import size, tell
 from ml_flashpoint.facade.readings import Readings
 from ml_flashpoint.facade.save_runner import SaveRunner
 from ml_flashpoint.facade.state_loader import StateLoader
-from ml_flashpoint.facade.tracked_state import Reshard, TrackedState, checked_reshard
 from ml_flashpoint.format.checkpoint_id_types import MAX_STEP
 from ml_flashpoint.format.errors import (
     DeadlineError,
@@ -57,6 +56,7 @@ from ml_flashpoint.ranks.lasting_group import LastingGroup
 from ml_flashpoint.ranks.rank_group import default_group, rank_group
 from ml_flashpoint.ranks.retention import Keep, checked_keep
 from ml_flashpoint.ranks.strategies import ReplicationStrategy, checked_strategy
+from ml_flashpoint.state.tracked import Reshard, TrackedState, checked_reshard
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
 _log = logging.getLogger(__name__)
@@ -184,6 +184,7 @@ class Flashpoint(KeptVersions, Readings):
     ) -> tuple[SaveRunner, StateLoader]:
         """What saves and what loads the tracked state, through the engine."""
         self._ranks = self._engine.ranks
+        self._loaders = Loaders()
         self._tracked = self._tracked_type(self._ranks.rank, self._ranks.world_size)
         saves = SaveRunner(
             self._tracked,
@@ -255,7 +256,7 @@ class Flashpoint(KeptVersions, Readings):
             )
         functions = checked_reshard(reshard, named)
         for name, value in named.items():
-            self._tracked.add(name, value, functions.get(name))
+            self._tracked.add(name, self._loaders.tracked(name, value), functions.get(name))
             if isinstance(value, Optimizer) and self._watches_optimizers:
                 self._saves.overlap.watch(value)
         return self
@@ -274,7 +275,7 @@ class Flashpoint(KeptVersions, Readings):
         Raises:
             InvalidArgumentError: the loader is not tracked, or ``through`` cannot be called.
         """
-        return self._tracked.batches(loader, through)
+        return self._loaders.batches(loader, through)
 
     # ---- recovery -----------------------------------------------------------------------------------------
 
@@ -353,7 +354,7 @@ class Flashpoint(KeptVersions, Readings):
         self._check_usable()
         self._engine.check_asked("resume()", hint=_IF_UNASKED)
         self._steps += 1
-        self._tracked.stepped()
+        self._loaders.stepped()
         if passes_multiple(self._every, self._steps - 1, self._steps):
             self._saves.save(self._engine.version(self._steps))
         self._raise_failure()
@@ -374,7 +375,7 @@ class Flashpoint(KeptVersions, Readings):
         self._check_usable()
         self._engine.check_asked("resume()", hint=_IF_UNASKED)
         step = self._steps if step is None else checked_integer("step", step, 0, MAX_STEP)
-        self._tracked.stepped()
+        self._loaders.stepped()
         self._saves.save(self._engine.version(step))
         self._raise_failure()
 

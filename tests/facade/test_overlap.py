@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -153,27 +152,3 @@ def test_without_overlap_optimizers_are_left_alone(base: Path) -> None:
     with Flashpoint(base) as fp:
         fp.track(**job.tracked)
         assert not job.optimizer._optimizer_step_pre_hooks
-
-
-@pytest.mark.slow
-def test_what_a_save_calls_does_not_grow_with_the_tensors(base: Path) -> None:
-    """But for what runs in C."""
-    counts = list[int]()
-    for layers in (300, 1200):  # four tensors each, and four of the optimizer
-        model = nn.Sequential(*[nn.Sequential(nn.Linear(1, 1), nn.LayerNorm(1)) for _ in range(layers)])
-        optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, lr=0.1)
-        with Flashpoint(base / str(layers), strict=True) as fp:
-            fp.track(model=model, optimizer=optimizer).resume()
-            for _ in range(4):
-                for each in model.parameters():
-                    each.grad = torch.ones_like(each)
-                optimizer.step()
-                assert fp.wait(60)
-                called = list[object]()
-                sys.setprofile(lambda frame, event, _: called.append(frame.f_code) if event == "call" else None)  # noqa: B023
-                try:
-                    fp.step()
-                finally:
-                    sys.setprofile(None)
-            counts.append(len(called))
-    assert abs(counts[1] - counts[0]) < 1000, "7,200 tensors more"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ml_flashpoint.facade.tracked_state import largest_share
+from ml_flashpoint.state.tracked import largest_share
 from tests.faults.test_tight_room import MIB, documented, nodes
 from tests.support.forked import call_team
 from tests.workers.changing_structure import save_structures, save_structures_by_dcp

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
@@ -49,31 +47,3 @@ class NamedTensors(Sequence[tuple[str, torch.Tensor]]):
 def tensors_of(items: Sequence[tuple[str, torch.Tensor]]) -> Sequence[torch.Tensor]:
     """The second of each pair."""
     return items.tensors if isinstance(items, NamedTensors) else [tensor for _, tensor in items]
-
-
-class Joined(Sequence[Any]):
-    """Several sequences as one, without a list of all.
-
-    Args:
-        parts: do not change any more.
-    """
-
-    def __init__(self, parts: Sequence[Sequence[Any]]) -> None:
-        self._parts = parts
-        self._ends = list(itertools.accumulate(map(len, parts)))
-
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return list(self)[index]
-        if index < 0:
-            index += len(self)
-        part = bisect.bisect_right(self._ends, index)
-        if index < 0 or part == len(self._parts):
-            raise IndexError(index)
-        return self._parts[part][index - self._ends[part] + len(self._parts[part])]
-
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.chain.from_iterable(self._parts)

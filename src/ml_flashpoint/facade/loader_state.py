@@ -31,13 +31,60 @@ from torch.utils.data import (
 from ml_flashpoint.facade.loader_pass import Batches, Draw, Epoch, Indices, Through
 from ml_flashpoint.facade.loader_workers import GoingOn, Reporting
 from ml_flashpoint.facade.rest_of_epoch import deal, dealing_of
-from ml_flashpoint.facade.rng_state import RestoredRng, capture_rng_state, restore_rng_state
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError
+from ml_flashpoint.state.random_numbers import RestoredRng, capture_rng_state, restore_rng_state
+from ml_flashpoint.state.tracked import PlaceInData
 
 _log = logging.getLogger(__name__)
 
 _DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _STATEFUL = "use torchdata's StatefulDataLoader, which has a state of its own (pip install torchdata)"
+
+
+class Loaders:
+    """The loaders that a program has tracked."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, LoaderState] = {}
+        self._steps = 0
+
+    def tracked(self, name: str, value: object) -> object:
+        """Return what is tracked of a value: its place, if it is a `DataLoader`.
+
+        Raises:
+            InvalidArgumentError: such a loader cannot be brought back to where it was.
+        """
+        if not isinstance(value, DataLoader):
+            return value
+        self._states[name] = LoaderState(name, value)
+        return self._states[name]
+
+    def batches(self, loader: object, through: Through | None) -> LoaderBatches:
+        """Return the batches of a tracked loader; see `Flashpoint.batches`."""
+        if through is not None and not callable(through):
+            raise InvalidArgumentError(
+                "must be a function that gives the batches of what it is given", argument="through", value=through
+            )
+        for state in self._states.values():
+            if state.loader is loader:
+                return LoaderBatches(state, through)
+        raise InvalidArgumentError(
+            "must be a DataLoader that is tracked",
+            argument="loader",
+            value=loader,
+            hint="call track(loader=loader); what has a state and is no DataLoader is looped over as it is",
+        )
+
+    def stepped(self) -> None:
+        """Take note that the program has done a step of training, or saves."""
+        self._steps += 1
+        for state in self._states.values():
+            state.stepped()
+        if self._steps == 2 and self._states and not any(each.is_looped_over for each in self._states.values()):
+            _log.warning(
+                "nobody loops over fp.batches(...) of what is tracked as %s: a restart begins an epoch anew",
+                ", ".join(self._states),
+            )
 
 
 class LoaderBatches:
@@ -59,7 +106,7 @@ class LoaderBatches:
         return len(self._state.loader)
 
 
-class LoaderState:
+class LoaderState(PlaceInData):
     """The state of a tracked loader. Belongs to the training thread.
 
     Args:
@@ -127,7 +174,7 @@ class LoaderState:
         if self._stateful:
             own, ended = state["own"], state["ended"] or _is_finished(state["own"])
             pending = Epoch(state["number"], position=state["position"], ended=ended, own=own)
-            self.loader.load_state_dict(own)  # type: ignore[attr-defined]
+            self.loader.load_state_dict(own)
         else:
             position, checksum = state["position"], state["checksum"]
             before, now = state["replicas"], self._replicas()
@@ -166,7 +213,7 @@ class LoaderState:
         return [each.get_state() for each in self._generators()]
 
     def _own(self) -> dict[str, Any]:
-        own: dict[str, Any] = self.loader.state_dict()  # type: ignore[attr-defined]
+        own: dict[str, Any] = self.loader.state_dict()
         return own
 
     def _put_back(self, generators: list[torch.Tensor]) -> None:

@@ -14,11 +14,12 @@ import torch.distributed as dist
 
 from ml_flashpoint.core.save_identity import SaveIdentity
 from ml_flashpoint.facade.failures import as_flashpoint_error, causes_of
-from ml_flashpoint.facade.local_plan import Leaves, LocalPlan, Share
 from ml_flashpoint.facade.plan_agreement import Answer, PlanAgreement, Report
 from ml_flashpoint.format.errors import FlashpointError
 from ml_flashpoint.ranks.lasting_group import LastingGroup
 from ml_flashpoint.ranks.roll_call import Late
+from ml_flashpoint.state.plan import Offer, Share
+from ml_flashpoint.state.tree import Tree
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
 
@@ -38,22 +39,22 @@ class SaveExchange:
         self._rank = dist.get_rank() if group is not None else 0
         world_size = dist.get_world_size() if group is not None else 1
         self._agreement = PlanAgreement(world_size, safe_globals) if self._rank == 0 else None
-        self._local: LocalPlan | None = None
+        self._offer: Offer | None = None
         self._generation: int | None = None
         self.share: Share | None = None
 
-    def look_at(self, state: Mapping[str, Any]) -> Leaves:
-        """Take note of the state that is saved next, and give its values. If it is of another structure than the one
-        that was looked at before, there is no :attr:`share` of it yet.
+    def look_at(self, state: Mapping[str, Any]) -> Tree:
+        """Flatten the state that is saved next. If it is of another structure than the one before, there is no
+        :attr:`share` of it yet.
 
         Raises:
             ValueError: two of its values have one name.
         """
-        leaves = Leaves(state)
-        if self._local is None or not self._local.structure.is_of(leaves):
-            self._local = self.share = self._generation = None
-            self._local = LocalPlan(state, leaves, coordinator=self._rank == 0)
-        return leaves
+        tree = Tree(state)
+        if self._offer is None or not self._offer.is_of(tree):
+            self._offer = self.share = self._generation = None
+            self._offer = Offer(tree, coordinator=self._rank == 0)
+        return tree
 
     def agree(self, identity: SaveIdentity, late: Late) -> SaveIdentity:
         """Collective: all ranks are about to save. Afterwards there is a :attr:`share`.
@@ -69,12 +70,12 @@ class SaveExchange:
             DivergedError: they save different steps.
             FlashpointError: a rank cannot save, or is gone.
         """
-        assert self._local is not None
+        assert self._offer is not None
         known = self.share is not None
-        generation, plan = (self._generation, None) if known else (None, self._local.plan)
+        generation, plan = (self._generation, None) if known else (None, self._offer.plan)
         answer = self._ask(Report(identity, generation, plan), late)
         if answer.share is not None:
-            self.share = Share(self._local, answer.share)
+            self.share = Share(self._offer, answer.share)
         self._generation = answer.generation
         assert answer.identity is not None
         return answer.identity

@@ -27,15 +27,16 @@ from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.save_identity import SaveIdentity, missing_ranks
 from ml_flashpoint.core.signals import interrupts_held
 from ml_flashpoint.facade.failures import as_flashpoint_error, causes_of
-from ml_flashpoint.facade.local_plan import Captured, Leaves, Share
-from ml_flashpoint.facade.packed_state import item_bytes
 from ml_flashpoint.facade.save_exchange import SaveExchange
-from ml_flashpoint.facade.tracked_state import TrackedState
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import DeadlineError, DivergedError, FlashpointError, SaveError
 from ml_flashpoint.ranks.lasting_group import LastingGroup
 from ml_flashpoint.staging.collection import collection_paused
 from ml_flashpoint.staging.device_copy import take_queued_s
+from ml_flashpoint.state.packed_state import item_bytes
+from ml_flashpoint.state.plan import Captured, Share
+from ml_flashpoint.state.tracked import TrackedState
+from ml_flashpoint.state.tree import Tree
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
 _log = logging.getLogger(__name__)
@@ -177,30 +178,18 @@ class SaveRunner:
         save.room_until = time.monotonic() + self._deadline_s - (time.perf_counter() - began)
         try:
             under_way = _UnderWay(save, version, self._saver.propose(version, save), began)
-            leaves = self._look()
+            tree = self._exchange.look_at(self._tracked.to_save())
         except Exception as error:  # of whatever kind: the others are about to come, and would wait
             self._give_up(save, version, partial(self._exchange.refuse, error, version.step or 0))
             return
         if self._exchange.share is None and not self._give_up(save, version, partial(self._agree, under_way)):
             return
         try:
-            self._stage(under_way, leaves)
+            self._stage(under_way, tree)
         except Exception as error:
             under_way.error = error
         self._current, save.worker = under_way, None
         self._background.run(partial(self._go_on, under_way))
-
-    def _look(self) -> Leaves:
-        """What is saved now. Afterwards there is a share of it if its structure is the one from before."""
-        values = self._tracked.values_as_before()
-        if values is not None:
-            return Leaves.known(values, self._tracked.versions, self._tracked.kept)
-        state = self._tracked.to_save()
-        leaves = self._exchange.look_at(state)
-        self._tracked.keep(state, leaves.values)
-        if (share := self._exchange.share) is not None:
-            share.sort_again(leaves.values, self.overlap.owners())
-        return leaves
 
     def _give_up(self, save: Save | None, version: CheckpointContainerId, exchange: Callable[[], object]) -> bool:
         """Take part in an exchange, here and now, and fail the save if that fails. Returns whether it did not."""
@@ -217,18 +206,17 @@ class SaveRunner:
         late = missing_ranks(self._saver, under_way.version)
         under_way.identity = self._exchange.agree(under_way.proposal, late)
 
-    def _stage(self, under_way: _UnderWay, leaves: Leaves) -> None:
+    def _stage(self, under_way: _UnderWay, tree: Tree) -> None:
         """Copy what this rank writes, or begin to."""
         share, save, overlap = self._share, under_way.save, self.overlap
-        under_way.captured = captured = share.capture(leaves, overlap.owned)
+        under_way.captured = captured = share.capture(tree, overlap.owned, overlap.owners())
         copies = overlap.stage(
             self._saver,
             save,
             captured.tensors,
-            captured.late_from,
+            captured.plan.late_from,
             captured.owners,
-            captured.versions,
-            kind=captured.kind,
+            kind=captured.plan,
             base=under_way.version.parent,
             byte_keys=[*share.byte_keys, METADATA_KEY],
         )

@@ -18,16 +18,16 @@ from ml_flashpoint.core.joint_load import JointLoad, LoadFailure
 from ml_flashpoint.core.loader import MLFlashpointCheckpointLoader
 from ml_flashpoint.facade.failures import causes_of
 from ml_flashpoint.facade.health import Recovery, Source
-from ml_flashpoint.facade.load_planner import FacadeLoadPlanner
-from ml_flashpoint.facade.packed_state import PACKED
-from ml_flashpoint.facade.resharding import Resharding
-from ml_flashpoint.facade.tracked_state import LoadTarget, TrackedState, rank_key
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import LoadError, NothingLoadableError, ReshardError
 from ml_flashpoint.format.failure_kinds import Blame
 from ml_flashpoint.ranks.lasting_group import LastingGroup
 from ml_flashpoint.ranks.rank_group import RankGroup
 from ml_flashpoint.staging.plain_modes import plain_modes
+from ml_flashpoint.state.packed_state import PACKED
+from ml_flashpoint.state.planner import TrackedLoadPlanner
+from ml_flashpoint.state.resharding import Resharding
+from ml_flashpoint.state.tracked import LoadTarget, TrackedState, rank_key
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
 _ANEW = "to start anew, use another base container"
@@ -216,7 +216,7 @@ class StateLoader:
         resharded: dict[str, Any] = {}
         if target.saved_by != self._ranks.world_size:
             resharded = self._reshard(version, joint, reader, target)
-        planner = FacadeLoadPlanner(
+        planner = TrackedLoadPlanner(
             target.structured,
             path=str(version),
             safe_globals=self._safe_globals,
@@ -230,7 +230,7 @@ class StateLoader:
 
         joint.step(version, load_and_apply, touched=lambda: planner.touched)
 
-    def _run_dcp(self, target: LoadTarget, reader: MemoryStorageReader, planner: FacadeLoadPlanner) -> None:
+    def _run_dcp(self, target: LoadTarget, reader: MemoryStorageReader, planner: TrackedLoadPlanner) -> None:
         if self._group is None:
             with plain_modes():
                 load(target.state, storage_reader=reader, planner=planner)

@@ -1,9 +1,7 @@
-"""The state of one tracked module, named the same however the module is wrapped or sharded: its state dict, and which
-of its parameters are frozen.
+"""The state of one tracked module, under names that do not depend on how the module is wrapped, compiled or sharded.
 
-Owns the calls of torch's `get_model_state_dict` and `set_model_state_dict`, and a shortcut: where a module's own
-``state_dict()`` was seen to be the same, it is used from then on, because theirs costs 25 times as much. At a
-save a step, that counts.
+``get_model_state_dict`` and ``set_model_state_dict`` of torch define the names. Reading through the former costs 25
+times as much as the module's own ``state_dict()``, so that is used wherever it was seen to give the same.
 """
 
 from __future__ import annotations
@@ -33,16 +31,12 @@ _WRAPPERS = re.compile(r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_m
 
 
 def frozen_parameters(module: nn.Module) -> list[str]:
-    """Names of the parameters that need no gradients, without what wrappers add to names."""
+    """Return the names of the parameters that need no gradients, without what wrappers add to names."""
     return [name for name, parameter in _named(module) if not parameter.requires_grad]
 
 
 def freeze_parameters(module: nn.Module, frozen: Collection[str]) -> None:
-    """Have exactly the parameters of these names need no gradients.
-
-    Args:
-        frozen: what :func:`frozen_parameters` gave of such a module.
-    """
+    """Have exactly the parameters of these names, as `frozen_parameters` gives them, need no gradients."""
     frozen = frozenset(frozen)
     changed = 0
     for name, parameter in _named(module):
@@ -65,72 +59,50 @@ def freeze_parameters(module: nn.Module, frozen: Collection[str]) -> None:
 
 
 def _named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(_WRAPPERS.sub("", name), parameter) for name, parameter in _unwrapped(module).named_parameters()]
+    return [(_WRAPPERS.sub("", name), parameter) for name, parameter in unwrapped(module).named_parameters()]
 
 
 class ModuleState:
-    """One tracked module. Not thread-safe.
+    """One tracked module.
 
     Args:
         module: plain, compiled, or wrapped by DDP, FSDP2 or FSDP, or with DTensors for parameters.
-
-    Attributes:
-        left_out: of the tensors that :meth:`to_save` left to another rank the last time, names, dtypes and shapes.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._keys: list[str] | None = None
-        self._theirs: dict[str, str] = {}  # names that torch's function gives, by ours
-        self._is_own = False
-        self.left_out: tuple[object, ...] = ()
-        self._parameters: list[tuple[str, nn.Parameter]] | None = None
+        self._keys: list[str] | None = None  # of the module's own state dict, if that is used
+        self._theirs: dict[str, str] = {}  # names that torch gives, by ours
 
     def to_save(self) -> dict[str, Any]:
-        """What this rank offers to save: references, not copies.
+        """Return what this rank offers to save: references, not copies.
 
-        Of buffers under DDP, rank 0 of its group has the ones that count, since forward broadcasts them from
-        there; DCP alone would keep those of an arbitrary rank.
+        Of buffers under DDP, those of rank 0 count, since forward broadcasts them from there.
         """
-        state, self._parameters = self.current(), None
+        state = self.current()
         if isinstance(self.module, DistributedDataParallel) and dist.get_rank(self.module.process_group) != 0:
-            buffers = _unwrapped(self.module).named_buffers(remove_duplicate=False)
-            names = [uncompiled(name) for name, _ in buffers]
-            left_out = [(name, state.pop(name)) for name in names if name in state]
-            self.left_out = tuple((name, buffer.dtype, buffer.shape) for name, buffer in left_out)
+            for name, _ in unwrapped(self.module).named_buffers(remove_duplicate=False):
+                state.pop(uncompiled(name), None)
         return state
 
     def frozen(self) -> list[str]:
-        """See :func:`frozen_parameters`; of the parameters that the module had at the latest :meth:`to_save`."""
-        self._parameters = _named(self.module) if self._parameters is None else self._parameters
-        return [name for name, parameter in self._parameters if not parameter.requires_grad]
+        """Return `frozen_parameters` of the module."""
+        trained = [parameter.requires_grad for parameter in self.module.parameters()]
+        return [] if all(trained) else frozen_parameters(self.module)
 
     def current(self) -> dict[str, Any]:
-        """The state dict, of references; also what a checkpoint is loaded into."""
+        """Return the state dict, of references; also what a checkpoint is loaded into."""
         with plain_modes():
-            return self._current()
-
-    def _current(self) -> dict[str, Any]:
-        # FSDP's own `state_dict()` gathers everything: not even to be tried.
-        sharded = any(isinstance(part, FullyShardedDataParallel) for part in self.module.modules())
-        own = None if sharded else _unwrapped(self.module).state_dict()
-        self._is_own = own is not None and (not own or list(own) == self._keys)
-        if own is not None and self._is_own:
-            return own
-        state = self._by_our_names(get_model_state_dict(self.module))
-        self._keys = list(own) if own is not None and _is_same(own, state) else None
-        self._is_own = self._keys is not None
-        return state if self._keys is None or own is None else own
-
-    def _by_our_names(self, theirs: dict[str, Any]) -> dict[str, Any]:
-        """What torch's function gives, whatever is compiled. It keeps that in the names below some wrappers."""
+            # FSDP's own `state_dict()` gathers everything.
+            sharded = any(isinstance(part, FullyShardedDataParallel) for part in self.module.modules())
+            own = None if sharded else unwrapped(self.module).state_dict()
+            if own is not None and (not own or list(own) == self._keys):
+                return own
+            theirs = get_model_state_dict(self.module)
         self._theirs = {uncompiled(name): name for name in theirs}
-        return {name: theirs[given] for name, given in self._theirs.items()}
-
-    @property
-    def own(self) -> nn.Module | None:
-        """The module whose own ``state_dict()`` was what the latest :meth:`current` gave; None if none was."""
-        return _unwrapped(self.module) if self._is_own else None
+        state = {name: theirs[given] for name, given in self._theirs.items()}
+        self._keys = list(own) if own is not None and _is_same(own, state) else None
+        return state if self._keys is None or own is None else own
 
     def load(self, state: dict[str, Any]) -> None:
         """Hand a loaded state dict, the one that :meth:`current` gave, to the module."""
@@ -140,15 +112,16 @@ class ModuleState:
             if self._keys is None:
                 set_model_state_dict(self.module, {self._theirs.get(name, name): each for name, each in state.items()})
             else:
-                set_model_state_dict(_unwrapped(self.module), state)
+                set_model_state_dict(unwrapped(self.module), state)
 
 
 def uncompiled(name: str) -> str:
-    """The name of a parameter or buffer as if no module was compiled."""
+    """Return the name of a parameter or buffer as if no module was compiled."""
     return ".".join(part for part in name.split(".") if part != _COMPILED) if _COMPILED in name else name
 
 
-def _unwrapped(module: nn.Module) -> nn.Module:
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module within DDP and compilation."""
     while True:
         if isinstance(module, DistributedDataParallel):
             module = module.module

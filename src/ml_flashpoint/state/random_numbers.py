@@ -1,8 +1,7 @@
 """The random number generators that a training loop draws from: their state, taken and put back.
 
-Owns Python's `random`, NumPy's global generator, torch's CPU generator and those of all CUDA devices, and states for
-ranks that are new. Generators that a program makes for itself are tracked by name, a `torch.Generator` by
-`GeneratorState`.
+The global ones are Python's `random`, NumPy's, torch's on the CPU and on all CUDA devices. A generator that a program
+makes for itself is tracked by name: a `torch.Generator` by `GeneratorState`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from ml_flashpoint.staging import cuda
 
 
 def capture_rng_state() -> dict[str, Any]:
-    """The state of all global generators, made of plain values, arrays and CPU tensors.
+    """Return the state of all global generators: new plain values, arrays and CPU tensors.
 
     CUDA generators are left out while CUDA is not in use by this process: nothing was drawn from them.
     """
@@ -56,7 +55,8 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
 
 
 class RestoredRng:
-    """What :func:`restore_rng_state` was given, to be put back once more at the place where a program goes on.
+    """The state that :func:`restore_rng_state` was given, to be put back once more at the place where a program goes
+    on.
 
     Args:
         state: of all global generators.
@@ -74,23 +74,23 @@ class RestoredRng:
 
 
 def new_seed(saved: int, rank: int, step: int, what: str) -> int:
-    """A seed for a rank that there was none of when the state was saved, the same whenever it is made.
+    """Return the seed of a rank that is new, the same whenever it is made.
 
     Args:
         saved: the seed that rank 0 had.
-        what: which generator it is for: no two of a rank are to give the same numbers.
+        what: the generator, since no two of a rank may give the same numbers.
     """
     digest = hashlib.sha256(f"{saved}/{rank}/{step}/{what}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 def seed_of(state: Mapping[str, Any]) -> int:
-    """What torch's CPU generator was seeded with, by a state that :func:`capture_rng_state` took."""
+    """Return the seed of torch's CPU generator, by a state that :func:`capture_rng_state` took."""
     return _seed_in(state["torch"], torch.device("cpu"))
 
 
 def seeded_rng_state(saved: int, rank: int, step: int) -> dict[str, Any]:
-    """A state for :func:`restore_rng_state`: of all global generators, seeded anew. See :func:`new_seed`."""
+    """Return a state for :func:`restore_rng_state`: of all global generators, seeded anew. See :func:`new_seed`."""
     seeds = {what: new_seed(saved, rank, step, what) for what in ("python", "numpy", "torch", "cuda")}
     devices = range(cuda.device_count())
     numpy = np.random.RandomState(np.random.MT19937(seeds["numpy"]))
@@ -117,17 +117,13 @@ def _seed_in(state: torch.Tensor, device: torch.device) -> int:
 
 
 class GeneratorState:
-    """A generator of the program's own, as something to track.
-
-    Args:
-        generator: stays the program's.
-    """
+    """A generator of the program, as something to track."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state."""
+        """Return the state."""
         return {"state": self._generator.get_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -135,9 +131,9 @@ class GeneratorState:
         self._generator.set_state(state["state"].cpu())
 
     def seed_of(self, state: Mapping[str, Any]) -> int:
-        """What the generator was seeded with that had this state."""
+        """Return the seed of the generator that had this state."""
         return _seed_in(state["state"], self._generator.device)
 
     def seeded(self, seed: int) -> dict[str, Any]:
-        """The state of such a generator that is seeded anew."""
+        """Return the state of such a generator that is seeded anew."""
         return {"state": torch.Generator(self._generator.device).manual_seed(seed).get_state()}

@@ -1,6 +1,6 @@
-"""What ranks have of their own, on another number of ranks: who takes whose state, and what is made anew.
+"""The state that ranks have of their own, on another number of ranks: who takes whose, and what is made anew.
 
-Owns the rule, and its three steps, which all ranks take together (`state_loader` votes after each):
+All ranks take three steps together, and vote after each (`facade.state_loader`):
 
 1. Each rank reads its share of what the ranks that saved had of their own, and tells a digest of each state.
 2. State that was the same on all of them is everybody's. Generators go on where their rank is still there, and are
@@ -21,18 +21,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.planner import ReadItem
 
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
-from ml_flashpoint.facade.packed_state import PACKED
-from ml_flashpoint.facade.rng_state import new_seed, seed_of, seeded_rng_state
-from ml_flashpoint.facade.tracked_state import RNG, LoadTarget, TrackedState, rank_key
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import ReshardError
 from ml_flashpoint.staging.plain_modes import plain_modes
 from ml_flashpoint.staging.state_dict_stager import is_plain_strided
 from ml_flashpoint.staging.torch_dtypes import octets_of
+from ml_flashpoint.state.packed_state import PACKED
+from ml_flashpoint.state.planner import ArchivePlanner
+from ml_flashpoint.state.random_numbers import new_seed, seed_of, seeded_rng_state
+from ml_flashpoint.state.tracked import RNG, LoadTarget, TrackedState, rank_key
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal, load_archive
 
 _log = logging.getLogger(__name__)
@@ -49,9 +48,9 @@ class Resharding:
         keep: whether rank r takes what rank r modulo the old number had, whatever it is.
 
     Attributes:
-        report: after :meth:`read`, what the other ranks have to know.
-        handed: after :meth:`decide`, what they are to be handed; None if no rank wants anything.
-        states: after :meth:`take`, what this rank gets instead of the states of ``target.source_rank``, by name.
+        report: after :meth:`read`, a message to the other ranks.
+        handed: after :meth:`decide`, archives for the other ranks; None if no rank wants any.
+        states: after :meth:`take`, the states that this rank gets instead of those of ``target.source_rank``, by name.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class Resharding:
         wanted = {rank: [name for name in target.packed_by[rank] if self._is_wanted(name, rank)] for rank in share}
         metadata = reader.read_metadata()
         state = tracked.of_ranks(metadata, wanted)
-        planner = _RawPlanner()
+        planner = ArchivePlanner()
         if share:
             planner.set_up_planner(state, metadata, False)
             reader.set_up_storage_reader(metadata, False)
@@ -94,7 +93,7 @@ class Resharding:
         places = set()
         for rank, names in wanted.items():
             for name in names:
-                raw = planner.raw[f"{PACKED}.{rank_key(rank)}.{name}"]
+                raw = planner.archives[f"{PACKED}.{rank_key(rank)}.{name}"]
                 value = self._load(name, raw)
                 if rank == 0 and (generator := tracked.generator(name)) is not None:
                     seeds[name] = generator.seed_of(value)
@@ -225,24 +224,8 @@ class Resharding:
                 ) from error
 
 
-class _RawPlanner(DefaultLoadPlanner):
-    """Leaves packed items as they are.
-
-    Attributes:
-        raw: the archives, by key.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.raw: dict[str, bytes] = {}
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Keep one."""
-        self.raw[read_item.dest_index.fqn] = value.getvalue()
-
-
 def _joined(raw: Mapping[str, Mapping[int, bytes]]) -> bytes:
-    """Archives of several names and ranks as one message."""
+    """Return archives of several names and ranks as one message."""
     items = [(name, rank, content) for name, by_rank in raw.items() for rank, content in by_rank.items()]
     head = json.dumps([(name, rank, len(content)) for name, rank, content in items]).encode()
     return b"".join([len(head).to_bytes(8, "big"), head, *(content for _, _, content in items)])
@@ -256,7 +239,7 @@ def _parted(blob: bytes) -> Iterator[tuple[str, int, bytes]]:
 
 
 def _digest(value: Any) -> bytes:
-    """The same for equal states, whichever objects they consist of and wherever their tensors are."""
+    """Return a digest that is the same for equal states, whichever objects they consist of and wherever tensors are."""
     if isinstance(value, Mapping):
         parts = sorted(_digest(key) + _digest(item) for key, item in value.items())
     elif isinstance(value, (list, tuple)):

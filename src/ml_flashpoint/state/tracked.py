@@ -1,8 +1,7 @@
-"""What a façade tracks: from named objects to one state dict for DCP, and back.
+"""The tracked objects of a rank: from named objects to one nested state, and back.
 
-Owns the names, which object is saved how, and the packed items: the state of everything that is neither module
-nor optimizer belongs to one rank, which gets its own back. Saving and loading are DCP's and the engine's; what becomes
-of packed items on another number of ranks is `resharding`'s.
+The state of what is neither module nor optimizer belongs to one rank, which gets its own back: it is packed, as one
+archive an object. `resharding` decides about it on another number of ranks.
 
 ::
 
@@ -16,37 +15,33 @@ of packed items on another number of ranks is `resharding`'s.
 from __future__ import annotations
 
 import contextlib
+import copy
 import heapq
 import io
 import itertools
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
 from torch import nn
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.optim.lr_scheduler import LRScheduler
 
-from ml_flashpoint.core.picking import Joined
-from ml_flashpoint.facade.fit import check_fit
-from ml_flashpoint.facade.forgotten_weights import warn_of_weights
-from ml_flashpoint.facade.loader_pass import Through
-from ml_flashpoint.facade.loader_state import LoaderBatches, LoaderState
-from ml_flashpoint.facade.module_state import ModuleState, freeze_parameters
-from ml_flashpoint.facade.optimizer_state import OptimizerState
-from ml_flashpoint.facade.packed_state import PACKED, PackedState
-from ml_flashpoint.facade.plain_copy import NotPlainError, plain_copy
-from ml_flashpoint.facade.rng_state import GeneratorState, RestoredRng, capture_rng_state, restore_rng_state
-from ml_flashpoint.facade.steady_state import SteadyState
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, SaveError
 from ml_flashpoint.staging.cuda import device_today
 from ml_flashpoint.staging.state_dict_stager import held_bytes
+from ml_flashpoint.state.fit import check_fit
+from ml_flashpoint.state.modules import ModuleState, freeze_parameters
+from ml_flashpoint.state.optimizers import OptimizerState, parameters_of
+from ml_flashpoint.state.packed_state import PACKED, PackedState
+from ml_flashpoint.state.private import ShardedTensor, tree_leaves
+from ml_flashpoint.state.random_numbers import GeneratorState, RestoredRng, capture_rng_state, restore_rng_state
 from ml_flashpoint.unpickling.checks import cannot_be_pickled, place_of
 
 _log = logging.getLogger(__name__)
@@ -62,27 +57,53 @@ Reshard = Callable[[list[Any], int, int], Any]
 
 _PACKED_KEY = re.compile(rf"{PACKED}\.rank-(\d{{5,}})\.(\w+)")
 _LARGE_PACKED = 64 << 20
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.Tensor, np.ndarray})
+_SMALL = 1 << 20
 
 
 class Stateful(Protocol):
     """Anything that can be tracked."""
 
     def state_dict(self) -> Any:
-        """The state, which later steps may change or replace."""
+        """Return the state, which later steps may change or replace."""
 
     def load_state_dict(self, state_dict: Any) -> Any:
         """Take the state over."""
 
 
+class PlaceInData:
+    """The place of a loop in its data, as something to track.
+
+    Attributes:
+        loader: the object that the program has tracked.
+        restored: the generators as the latest load has restored them; None if there was none.
+    """
+
+    loader: Any
+    restored: RestoredRng | None = None
+
+    def state_dict(self) -> Any:
+        """Return the place."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Go on from a place with the next pass."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Undo a `load_state_dict` that was part of a load that failed elsewhere."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, slots=True)
 class LoadTarget:
-    """What one checkpoint is loaded into on this rank.
+    """The places that one checkpoint is loaded into on this rank.
 
     Attributes:
         state: for ``dcp.load``.
         structured: names of the objects whose state is in it by tensors; the others' is packed.
         saved_by: number of ranks that saved it.
-        source_rank: the one whose packed state this rank takes.
+        source_rank: the rank whose packed state this rank takes.
         packed_by: names of the packed states, by the rank that saved them; only of another number of ranks.
     """
 
@@ -94,7 +115,7 @@ class LoadTarget:
 
 
 class TrackedState:
-    """The tracked objects of one rank. Not thread-safe.
+    """The tracked objects of one rank. Belongs to the training thread.
 
     Args:
         rank, world_size: of this process.
@@ -113,9 +134,7 @@ class TrackedState:
         self._reshards: dict[str, Reshard] = {}
         self._given: list[object] = []
         self._warned_large: set[str] = set()
-        self._steps = 0
         self._warned_of_weights = False
-        self._steady = SteadyState(self._module_states, self._optimizers)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -137,10 +156,8 @@ class TrackedState:
             )
         if name in self.names:
             raise InvalidArgumentError("this name is tracked already", argument="name", value=name)
-        given = value
-        if isinstance(value, DataLoader):
-            value = LoaderState(name, value)
-        elif isinstance(value, torch.Generator):
+        given = value.loader if isinstance(value, PlaceInData) else value
+        if isinstance(value, torch.Generator):
             value = GeneratorState(value)
         methods = (getattr(value, "state_dict", None), getattr(value, "load_state_dict", None))
         if isinstance(value, type) or not all(map(callable, methods)):
@@ -163,24 +180,25 @@ class TrackedState:
             self._others[name] = cast(Stateful, value)
 
     def reshard(self, name: str) -> Reshard | None:
-        """The function that makes an object's state on another number of ranks, if there is one."""
+        """Return the function that makes an object's state on another number of ranks, if there is one."""
         return self._reshards.get(name)
 
     def generator(self, name: str) -> GeneratorState | None:
-        """The tracked generator of a name; None if it is of something else."""
+        """Return the tracked generator of a name; None if it is of something else."""
         other = self._others.get(name)
         return other if isinstance(other, GeneratorState) else None
 
     def is_place(self, name: str, value: Any) -> bool:
-        """Whether a state is, or has in it, a place in the data: of a loader, or anything else one can loop over."""
+        """Return True if a state is, or has in it, a place in the data: of a loader, or of anything else to loop
+        over."""
         other = self._others.get(name)
         says = getattr(other, "has_place", None)
-        return isinstance(other, LoaderState) or hasattr(type(other), "__iter__") or (says is not None and says(value))
+        return isinstance(other, PlaceInData) or hasattr(type(other), "__iter__") or (says is not None and says(value))
 
     def how_to_decide(self, names: Iterable[str]) -> str:
-        """What a user can do where nobody says what becomes of these states on another number of ranks."""
+        """Return a hint for states of which nobody says what becomes of them on another number of ranks."""
         functions = ", ".join(
-            f"{name!r}: " + ("rest_of_epoch" if isinstance(self._others.get(name), LoaderState) else "function")
+            f"{name!r}: " + ("rest_of_epoch" if isinstance(self._others.get(name), PlaceInData) else "function")
             for name in names
         )
         dealt = " (rest_of_epoch is for a DistributedSampler)" if "rest_of_epoch" in functions else ""
@@ -192,7 +210,7 @@ class TrackedState:
     # ---- saving -------------------------------------------------------------------------------------------
 
     def to_save(self) -> dict[str, Any]:
-        """The state for ``dcp.save``: references to tensors, and packed copies of everything else.
+        """Return the state: references to tensors, and packed copies of everything else.
 
         Raises:
             SaveError: an object could not be packed; says which.
@@ -212,62 +230,38 @@ class TrackedState:
                 state[name] = structured
             else:
                 packed[name] = self._pack(name, optimizer.optimizer.state_dict)
-        state[PACKED] = {rank_key(self.rank): packed | self._pack_others()}
-        return state
+        for name, other in self._others.items():
+            packed[name] = self._pack(name, other.state_dict)
+        packed[RNG] = PackedState.later(capture_rng_state())
+        packed[FROZEN] = PackedState.later({name: module.frozen() for name, module in self._module_states.items()})
+        return {**state, PACKED: {rank_key(self.rank): packed}}
 
     def _warn_of_weights(self) -> None:
-        places = (LoaderState, LoaderBatches, GeneratorState)
-        others = [each for each in self._others.values() if not isinstance(each, places)]
-        warn_of_weights(self._modules.values(), {n: o.optimizer for n, o in self._optimizers.items()}, others)
-
-    def _pack_others(self) -> dict[str, PackedState]:
-        packed = {name: self._pack(name, other.state_dict) for name, other in self._others.items()}
-        frozen = {name: module.frozen() for name, module in self._module_states.items()}
-        return packed | {RNG: self._pack(RNG, capture_rng_state), FROZEN: PackedState.later(frozen)}
-
-    def values_as_before(self) -> Sequence[Any] | None:
-        """The values of :meth:`to_save`, in the order of `Leaves`, if it can be proved that they are in the same places
-        and of the same kinds as those that :meth:`keep` was given last; None if not.
-
-        Raises:
-            SaveError: see :meth:`to_save`.
-        """
-        values = self._steady.values()
-        return None if values is None else Joined([values, [*self._pack_others().values()]])
-
-    @property
-    def versions(self) -> Callable[[], Sequence[int | None]]:
-        """Gives what the version counters of the tensors among the latest :meth:`values_as_before` were then, by their
-        places there."""
-        return self._steady.versions
-
-    @property
-    def kept(self) -> object:
-        """The same object as after the :meth:`values_as_before` before only if the tensors are the same; see
-        `SteadyState.kept`."""
-        return self._steady.kept
-
-    def keep(self, state: Mapping[str, Any], values: Sequence[Any]) -> None:
-        """Keep what :meth:`to_save` gave, for :meth:`values_as_before`.
-
-        Args:
-            values: of ``state``, in the order of `Leaves`.
-        """
-        packed = state[PACKED][rank_key(self.rank)]
-        if type(self).to_save is TrackedState.to_save and packed.keys() == {*self._others, RNG, FROZEN}:
-            self._steady.learn(state, values[: -len(packed)])
-
-    @property
-    def left_out(self) -> tuple[object, ...]:
-        """What this rank has left to another one in the last :meth:`to_save`, but for its content."""
-        return tuple(module.left_out for module in self._module_states.values())
+        """Warn of optimizers whose parameters nothing that is tracked has in its state."""
+        places = (PlaceInData, GeneratorState, LRScheduler)
+        shapes = set[torch.Size]()
+        for other in self._others.values():
+            if not isinstance(other, places):
+                with contextlib.suppress(Exception):  # a save will say so
+                    leaves = tree_leaves(other.state_dict())
+                    shapes.update(leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor))
+        held = {id(parameter) for module in self._modules.values() for parameter in module.parameters()}
+        for name, optimizer in self._optimizers.items():
+            parameters = parameters_of(optimizer.optimizer)
+            is_held = not held.isdisjoint(map(id, parameters)) or any(each.shape in shapes for each in parameters)
+            if parameters and not is_held:
+                _log.warning(
+                    "the weights that the optimizer %r updates are not saved: nothing that is tracked has them; track"
+                    " the model, too, or a restart has the weights that the program makes",
+                    name,
+                )
 
     def _pack(self, name: str, state_dict: Callable[[], Any]) -> PackedState:
         stream, value = io.BytesIO(), None
         try:
             value = state_dict()
-            with contextlib.suppress(NotPlainError):
-                return PackedState.later(plain_copy(value))
+            if _is_plain(value):
+                return PackedState.later(copy.deepcopy(value))
             torch.save(value, stream)
         except Exception as error:
             where = place_of(value, name, cannot_be_pickled)
@@ -286,8 +280,8 @@ class TrackedState:
         return data
 
     def expected_bytes(self) -> int:
-        """Bytes that a rank's part takes at most when training is under way: of what is replicated, each rank saves a
-        share. Optimizers that have not stepped are estimated."""
+        """Return the bytes that a rank's part takes at most when training is under way: of what is replicated, each
+        rank saves a share. Optimizers that have not stepped are estimated."""
         tensors = [t for m in self._module_states.values() for t in m.current().values() if isinstance(t, torch.Tensor)]
         tensors += [t for o in self._optimizers.values() for t in o.expected_tensors()]
         own = [_sharded_bytes(tensor) for tensor in tensors]
@@ -297,7 +291,7 @@ class TrackedState:
     # ---- loading ------------------------------------------------------------------------------------------
 
     def target(self, metadata: Metadata) -> LoadTarget:
-        """What a checkpoint with this metadata is to be loaded into.
+        """Return the places that a checkpoint with this metadata is loaded into.
 
         Raises:
             LoadError: it does not hold what is tracked.
@@ -314,11 +308,11 @@ class TrackedState:
         if saved_by != self.world_size:
             for rank, name in packed:
                 packed_by.setdefault(rank, set()).add(name)
-        without_state = self._without_state(packed_names.union(structured, *packed_by.values()))
-        state: dict[str, Any] = {}
-        for name, module in self._module_states.items():
-            if name not in without_state and (tensors := module.current()):
-                state[name] = tensors
+        current = {name: module.current() for name, module in self._module_states.items()}
+        without_state = self._without_state(packed_names.union(structured, *packed_by.values()), current)
+        state: dict[str, Any] = {
+            name: tensors for name, tensors in current.items() if tensors and name not in without_state
+        }
         lacking: list[str] = []
         for name, optimizer in self._optimizers.items():
             if name in structured:
@@ -332,7 +326,7 @@ class TrackedState:
         return LoadTarget(state, frozenset(state) - {PACKED}, saved_by, source_rank, by_rank)
 
     def of_ranks(self, metadata: Metadata, names: Mapping[int, Collection[str]]) -> dict[str, Any]:
-        """What the packed states of some ranks are loaded into, and whatever tensors go with them.
+        """Return the places that the packed states of some ranks are loaded into, with the tensors that go with them.
 
         Args:
             names: of the states, by rank.
@@ -340,20 +334,18 @@ class TrackedState:
         return {PACKED: {rank_key(rank): dict.fromkeys(some, PackedState()) for rank, some in names.items()}}
 
     def whole(self, name: str, value: Any, state: Mapping[str, Any], rank: int) -> Any:
-        """The packed state of an object with the tensors that go with it, to be compared.
+        """Return the packed state of an object with the tensors that go with it, to be compared.
 
         Args:
             state: from :meth:`of_ranks`, loaded.
         """
         return value
 
-    def _without_state(self, saved: set[str]) -> list[str]:
-        """Names of what is tracked and was not saved, or not as the same thing."""
+    def _without_state(self, saved: set[str], current: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        """Return the names of what is tracked and was not saved, or not as the same thing."""
         # A module without any parameter or buffer leaves no trace in a checkpoint.
         lacking = sorted({*self._optimizers, *self._others} - saved)
-        lacking += sorted(
-            name for name, module in self._module_states.items() if name not in saved and module.current()
-        )
+        lacking += sorted(name for name, tensors in current.items() if name not in saved and tensors)
         if extra := sorted(saved - {*self.names, RNG, FROZEN}):
             _log.warning("the checkpoint also has state of %s, which is not tracked now", ", ".join(map(repr, extra)))
         return lacking
@@ -362,7 +354,7 @@ class TrackedState:
         """Give every object what was loaded: modules, optimizers, the others in the order of tracking, generators.
 
         Args:
-            packed: what the packed items held, by key.
+            packed: contents of the packed items, by key.
 
         Raises:
             Exception: an object refuses its state. Others may have theirs.
@@ -383,65 +375,27 @@ class TrackedState:
             other.load_state_dict(states[name])
         restore_rng_state(states[RNG])
         restored = RestoredRng(states[RNG])
-        for loader in self._loaders():
-            loader.restored = restored
+        for place in self._places():
+            place.restored = restored
 
     def device_of(self) -> Callable[[str], torch.device]:
-        """Where tensors in packed state are loaded to, by the name of the device that they were on."""
-        ours = self._devices()
+        """Return what gives the device for tensors in packed state, by the name of the device that they were on."""
+        tensors = itertools.chain.from_iterable((*m.parameters(), *m.buffers()) for m in self._modules.values())
+        ours = {tensor.device for tensor in tensors}
         return lambda location: device_today(location, ours)
 
-    def _devices(self) -> set[torch.device]:
-        """The devices that the tracked modules are on."""
-        tensors = itertools.chain.from_iterable((*m.parameters(), *m.buffers()) for m in self._modules.values())
-        return {tensor.device for tensor in tensors}
+    def fresh(self) -> list[OptimizerState | PlaceInData]:
+        """Return optimizers that have not stepped, and places: what a failed load must leave as they are."""
+        return [*(each for each in self._optimizers.values() if not each.optimizer.state), *self._places()]
 
-    def fresh(self) -> list[OptimizerState | LoaderState]:
-        """Optimizers that have not stepped, and loaders: what a failed load must leave as they are."""
-        return [*(each for each in self._optimizers.values() if not each.optimizer.state), *self._loaders()]
-
-    # ---- loaders ------------------------------------------------------------------------------------------
-
-    def _loaders(self) -> list[LoaderState]:
-        return [other for other in self._others.values() if isinstance(other, LoaderState)]
-
-    def batches(self, loader: object, through: Through | None) -> LoaderBatches:
-        """The batches of a tracked loader; see `Flashpoint.batches`.
-
-        Raises:
-            InvalidArgumentError: the loader is not tracked, or ``through`` cannot be called.
-        """
-        if through is not None and not callable(through):
-            raise InvalidArgumentError(
-                "must be a function that gives the batches of what it is given", argument="through", value=through
-            )
-        for state in self._loaders():
-            if state.loader is loader:
-                return LoaderBatches(state, through)
-        raise InvalidArgumentError(
-            "must be a DataLoader that is tracked",
-            argument="loader",
-            value=loader,
-            hint="call track(loader=loader); what has a state and is no DataLoader is looped over as it is",
-        )
-
-    def stepped(self) -> None:
-        """Take note that the program has done a step of training, or saves."""
-        self._steps += 1
-        loaders = self._loaders()
-        for loader in loaders:
-            loader.stepped()
-        if self._steps == 2 and loaders and not any(loader.is_looped_over for loader in loaders):
-            names = ", ".join(name for name, other in self._others.items() if isinstance(other, LoaderState))
-            _log.warning(
-                "nobody loops over fp.batches(...) of what is tracked as %s: a restart begins an epoch anew", names
-            )
+    def _places(self) -> list[PlaceInData]:
+        return [other for other in self._others.values() if isinstance(other, PlaceInData)]
 
 
 def checked_reshard(
     value: Reshard | Mapping[str, Reshard] | None, named: Mapping[str, object]
 ) -> Mapping[str, Reshard]:
-    """The functions for what is tracked by these names, by name.
+    """Return the functions for what is tracked by these names, by name.
 
     Raises:
         InvalidArgumentError: they are none, or for something else.
@@ -464,13 +418,13 @@ def checked_reshard(
 
 
 def rank_key(rank: int) -> str:
-    """The key of what belongs to a rank."""
+    """Return the key of what belongs to a rank."""
     return f"rank-{rank:05d}"
 
 
 def largest_share(sizes: Iterable[int], world_size: int) -> int:
-    """Bytes of the rank that saves most of some tensors that all ranks have, shared out as DCP does: each goes to the
-    rank that has least so far."""
+    """Return the bytes of the rank that saves most of some tensors that all ranks have, shared out as DCP does: each
+    goes to the rank that has least so far."""
     shares = [0] * world_size
     for nbytes in sizes:
         heapq.heapreplace(shares, shares[0] + nbytes)
@@ -478,9 +432,33 @@ def largest_share(sizes: Iterable[int], world_size: int) -> int:
 
 
 def _sharded_bytes(tensor: torch.Tensor) -> int | None:
-    """Bytes of this rank's own part of a tensor; None if it is plain, so that all ranks have it."""
+    """Return the bytes of this rank's own part of a tensor; None if it is plain, so that all ranks have it."""
     if isinstance(tensor, DTensor):
         return int(tensor.to_local().nbytes)
     if isinstance(tensor, ShardedTensor):
         return sum(shard.tensor.nbytes for shard in tensor.local_shards())
     return None
+
+
+def _is_plain(value: Any) -> bool:
+    """Return True if a small state can be copied now and packed later: pickling takes ten times as long as the copy."""
+    try:
+        leaves = tree_leaves(value, is_leaf=lambda each: type(each) not in (dict, list, tuple))
+    except RecursionError:
+        return False
+    if not set(map(type, leaves)) <= _PLAIN:
+        return False
+    arrays = [leaf for leaf in leaves if isinstance(leaf, np.ndarray)]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return (
+        len(leaves) + sum(array.nbytes for array in arrays) < _SMALL
+        and not any(array.dtype.hasobject for array in arrays)
+        and all(_is_small_and_plain(tensor) for tensor in tensors)
+    )
+
+
+def _is_small_and_plain(tensor: torch.Tensor) -> bool:
+    plain = tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_quantized
+    if not plain or tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
+        return False
+    return not tensor.is_nested and tensor.untyped_storage().nbytes() < _SMALL >> 4

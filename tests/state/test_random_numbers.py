@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ml_flashpoint.facade.rng_state import (
+from ml_flashpoint.state.random_numbers import (
     GeneratorState,
     capture_rng_state,
     new_seed,

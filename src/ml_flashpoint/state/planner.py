@@ -1,7 +1,4 @@
-"""DCP's planner for the façade's loads: packed items, and no silent differences.
-
-Owns what differs from torch's default planner. What a state dict holds is `tracked_state`'s business.
-"""
+"""DCP's planners for loads of tracked state: packed items, and no silent differences."""
 
 from __future__ import annotations
 
@@ -10,28 +7,28 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
-from ml_flashpoint.facade.fit import AS_SAVED, unplaced
-from ml_flashpoint.facade.packed_state import PACKED
 from ml_flashpoint.format.errors import LoadError
+from ml_flashpoint.state.fit import AS_SAVED, unplaced
+from ml_flashpoint.state.packed_state import PACKED
+from ml_flashpoint.state.private import set_element
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal, load_archive
 
 
-class FacadeLoadPlanner(DefaultLoadPlanner):
-    """Loads everything that was saved of the objects that are tracked, or nothing.
+class TrackedLoadPlanner(DefaultLoadPlanner):
+    """A planner that loads everything that was saved of the tracked objects, or nothing.
 
     Args:
         structured: names of tracked objects that were not packed.
         path: of the version, for errors.
         safe_globals: further types that may be loaded, see `Flashpoint`.
-        device_of: where tensors in packed state are loaded to, see `load_archive`.
+        device_of: gives the device that tensors in packed state are loaded to, see `load_archive`.
 
     Attributes:
-        packed: what the packed items held, by key.
-        touched: whether tensors may have been written to.
+        packed: the contents of the packed items, by key.
+        touched: True once tensors may have been written to.
     """
 
     def __init__(
@@ -51,7 +48,7 @@ class FacadeLoadPlanner(DefaultLoadPlanner):
         self.touched = False
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """On the coordinator: check that no tensor of a tracked object stays behind."""
+        """Check on the coordinator that no tensor of a tracked object stays behind."""
         wanted = {item.dest_index.fqn for plan in global_plan for item in plan.items}
         assert self.metadata is not None
         if left := unplaced(self.metadata, self._structured, wanted):
@@ -59,12 +56,12 @@ class FacadeLoadPlanner(DefaultLoadPlanner):
         return super().create_global_plan(global_plan)
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Reading starts after this."""
+        """Take note that reading starts."""
         self.touched = True
         return super().finish_plan(new_plan)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Take in an item that is no tensor, as it comes from the checkpoint.
+        """Load an item that is no tensor.
 
         Raises:
             UnsafeContentError: it names something that is not allowed.
@@ -78,3 +75,19 @@ class FacadeLoadPlanner(DefaultLoadPlanner):
             self.packed[fqn] = loaded
         else:
             set_element(self.original_state_dict, self.mappings[fqn], loaded)
+
+
+class ArchivePlanner(DefaultLoadPlanner):
+    """A planner that leaves packed items as they are.
+
+    Attributes:
+        archives: the items, by key.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.archives: dict[str, bytes] = {}
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Keep an item."""
+        self.archives[read_item.dest_index.fqn] = value.getvalue()

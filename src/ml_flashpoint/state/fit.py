@@ -1,7 +1,4 @@
-"""Whether a checkpoint has what the tracked objects are made of, before any of it is loaded.
-
-Owns the list of all differences: a program that has changed is told of every one at once.
-"""
+"""The comparison of a checkpoint with the tracked objects, before anything is loaded: all differences at once."""
 
 from __future__ import annotations
 
@@ -9,20 +6,16 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ml_flashpoint.format.errors import LoadError
+from ml_flashpoint.state.private import flatten_state_dict
 
 AS_SAVED = "make and track models and optimizers as they were when it was saved"
 
 
 def check_fit(
-    state: Mapping[str, Any],
-    metadata: Metadata,
-    *,
-    without_state: Sequence[str] = (),
-    lacking: Sequence[str] = (),
+    state: Mapping[str, Any], metadata: Metadata, *, without_state: Sequence[str] = (), lacking: Sequence[str] = ()
 ) -> None:
     """Compare what is to be loaded into with what the checkpoint has.
 
@@ -50,16 +43,14 @@ def check_fit(
 
 
 def unplaced(metadata: Metadata, structured: Collection[str], wanted: Collection[str] = ()) -> list[str]:
-    """Names of items of these objects, other than the wanted ones, that hold anything."""
+    """Return the names of items of these objects, other than the wanted ones, that hold anything."""
     return [
         key
         for key, entry in metadata.state_dict_metadata.items()
-        if key not in wanted and key.partition(".")[0] in structured and not _is_empty(entry)
+        if key not in wanted
+        and key.partition(".")[0] in structured
+        and not (isinstance(entry, TensorStorageMetadata) and entry.size.numel() == 0)
     ]
-
-
-def _is_empty(entry: object) -> bool:
-    return isinstance(entry, TensorStorageMetadata) and entry.size.numel() == 0
 
 
 def _difference(key: str, value: object, entry: object) -> str | None:

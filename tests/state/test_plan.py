@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
-from ml_flashpoint.facade.local_plan import Leaves, LocalPlan, Share, Structure
-from ml_flashpoint.facade.packed_state import PackedState, item_bytes
 from ml_flashpoint.format.errors import NotStagedError, SaveError
+from ml_flashpoint.state.packed_state import PackedState, item_bytes
+from ml_flashpoint.state.plan import Offer, Share
+from ml_flashpoint.state.tree import Tree
 
 _tensors = st.builds(
     lambda shape, dtype: torch.zeros(shape, dtype=dtype),
@@ -44,31 +46,31 @@ def _planned(state: dict[str, Any]) -> SavePlan:
     return planner.create_local_plan()
 
 
-@given(_states)
-def test_values_are_found_in_the_order_and_under_the_paths_that_dcp_has(state: dict[str, Any]) -> None:
-    flat, paths = flatten_state_dict(state)
-    leaves = Leaves(state)
-    assert [id(value) for value in leaves.values] == [id(value) for value in flat.values()]
-    assert list(leaves.paths(state)) == list(paths.values())
+def _offer(state: dict[str, Any]) -> Offer:
+    return Offer(Tree(state), coordinator=True)
+
+
+def _share(state: dict[str, Any]) -> tuple[Share, Tree]:
+    tree = Tree(state)
+    offer = Offer(tree, coordinator=True)
+    return Share(offer, range(len(offer.plan.items))), tree
 
 
 @given(_states, _states)
 def test_a_plan_is_used_again_only_where_dcp_would_make_the_same(one: dict[str, Any], other: dict[str, Any]) -> None:
-    same = Structure(Leaves(one)).is_of(Leaves(other))
+    same = _offer(one).is_of(Tree(other))
     first, second = _planned(one), _planned(other)
     if same:
         assert first.items == second.items
         assert first.planner_data == second.planner_data
-    assert Structure(Leaves(one)).is_of(Leaves(one))
+    assert _offer(one).is_of(Tree(one))
 
 
 @given(_states)
 def test_what_is_captured_is_the_state(state: dict[str, Any]) -> None:
-    leaves = Leaves(state)
-    local = LocalPlan(state, leaves, coordinator=True)
-    share = Share(local, range(len(local.plan.items)))
+    share, tree = _share(state)
     for _ in range(2):
-        captured = share.capture(leaves)
+        captured = share.capture(tree)
         copies = [tensor.clone() for _, tensor in captured.tensors]
         tensors, items = share.named(captured, copies, item_bytes)
         found: dict[str, Any] = dict(tensors) | {
@@ -105,32 +107,52 @@ def test_another_structure_is_noticed(change: Any) -> None:
     def state() -> dict[str, Any]:
         return {"a": [torch.ones(2)], "b": torch.ones(3)}
 
-    structure, changed = Structure(Leaves(state())), state()
-    assert structure.is_of(Leaves(changed))
+    offer, changed = _offer(state()), state()
+    assert offer.is_of(Tree(changed))
     change(changed)
-    assert not structure.is_of(Leaves(changed))
+    assert not offer.is_of(Tree(changed))
 
 
 def test_a_parameter_whose_memory_was_replaced_is_noticed() -> None:
     module = nn.Linear(4, 4)
-    structure = Structure(Leaves({"w": module.weight}))
+    offer = _offer({"w": module.weight})
     module.to(torch.bfloat16)
-    assert not structure.is_of(Leaves({"w": module.weight}))
+    assert not offer.is_of(Tree({"w": module.weight}))
 
 
-def _share(state: dict[str, Any]) -> tuple[Share, Leaves]:
-    leaves = Leaves(state)
-    local = LocalPlan(state, leaves, coordinator=True)
-    return Share(local, range(len(local.plan.items))), leaves
+def test_the_plan_is_the_same_object_while_nothing_but_content_changes() -> None:
+    one, other = torch.ones(3), torch.ones(3)
+    share, tree = _share({"a": one, "b": other, "n": 1})
+    plan = share.capture(tree).plan
+    one.add_(1)
+    assert share.capture(Tree({"a": one, "b": other, "n": 2})).plan is plan
+    assert share.capture(Tree({"a": one.clone(), "b": other, "n": 2})).plan is plan, "memory is no part of a plan"
+    tied = share.capture(Tree({"a": one, "b": one, "n": 2})).plan
+    assert tied is not plan
+    assert share.capture(Tree({"a": one, "b": one, "n": 2})).plan is tied
+
+
+class _Unknown(UserDict[str, Any]):
+    """A mapping that torch's pytree does not know, and DCP goes into."""
+
+
+def test_tensors_in_containers_that_are_not_compared_are_planned_anew_each_time() -> None:
+    state = {"a": _Unknown(b=torch.ones(2), n=3)}
+    share, tree = _share(state)
+    state["a"]["b"] = torch.full((2,), 2.0)
+    tensors, items = share.named(captured := share.capture(tree), [each for _, each in captured.tensors], item_bytes)
+    assert torch.equal(dict(tensors)["a.b"], torch.full((2,), 2.0))
+    assert [key for key, _ in items] == ["a.n"]
+    assert not _offer(state).is_of(Tree(state))
 
 
 def test_tied_tensors_are_taken_once_until_they_are_no_more() -> None:
     one = torch.ones(3)
     state = {"a": one, "b": one, "c": torch.zeros(3), "d": one[:2]}
-    share, leaves = _share(state)
-    assert [key for key, _ in share.capture(leaves).tensors] == ["a", "c", "d"]
+    share, tree = _share(state)
+    assert [key for key, _ in share.capture(tree).tensors] == ["a", "c", "d"]
     state["b"] = torch.full((3,), 2.0)
-    captured = share.capture(Leaves(state))
+    captured = share.capture(Tree(state))
     assert [key for key, _ in captured.tensors] == ["a", "b", "c", "d"]
     tensors, _ = share.named(captured, [tensor for _, tensor in captured.tensors], item_bytes)
     assert torch.equal(dict(tensors)["b"], torch.full((3,), 2.0))
@@ -138,8 +160,8 @@ def test_tied_tensors_are_taken_once_until_they_are_no_more() -> None:
 
 def test_values_are_as_they_were_when_they_were_taken() -> None:
     state: dict[str, Any] = {"a": [1, [2]], "p": PackedState(b"abc"), "s": torch.eye(2).to_sparse()}
-    share, leaves = _share(state)
-    captured = share.capture(leaves)
+    share, tree = _share(state)
+    captured = share.capture(tree)
     state["a"][1].append(3)
     state["s"].values().zero_()
     _, items = share.named(captured, [], lambda fqn, value: repr(value).encode())
@@ -151,10 +173,9 @@ def test_values_are_as_they_were_when_they_were_taken() -> None:
 
 def test_some_of_a_plan() -> None:
     state = {name: torch.full((2,), float(number)) for number, name in enumerate("abcd")}
-    leaves = Leaves(state)
-    local = LocalPlan(state, leaves, coordinator=False)
-    share = Share(local, (1, 3))
-    captured = share.capture(leaves)
+    tree = Tree(state)
+    share = Share(Offer(tree, coordinator=False), (1, 3))
+    captured = share.capture(tree)
     assert [(key, tensor[0].item()) for key, tensor in captured.tensors] == [("b", 1.0), ("d", 3.0)]
     assert all(item.type is not WriteItemType.BYTE_IO for item in share.items)
 
@@ -163,33 +184,33 @@ def test_what_cannot_be_saved_is_told_by_name() -> None:
     for tensor in (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), torch.ones(2).to_mkldnn()):
         with pytest.raises(SaveError, match=r"'a\.b'"):
             _share({"a": {"b": tensor}})
-    share, leaves = _share({"a": {"b": torch.empty(3, device="meta")}})
+    share, tree = _share({"a": {"b": torch.empty(3, device="meta")}})
     with pytest.raises(NotStagedError, match=r"'a\.b'"):
-        share.capture(leaves)
+        share.capture(tree)
 
     class Uncopied:
         def __deepcopy__(self, memo: object) -> object:
             raise ValueError("not me")
 
-    share, leaves = _share({"a": Uncopied()})
+    share, tree = _share({"a": Uncopied()})
     with pytest.raises(SaveError, match=r"'a' cannot be copied.*not me"):
-        share.capture(leaves)
+        share.capture(tree)
 
 
 def test_only_what_lies_within_the_memory_of_an_optimizers_tensor_is_copied_late() -> None:
     whole = torch.zeros(8)
     state = {"a": whole, "b": torch.zeros(2), "c": whole[:4]}
-    share, leaves = _share(state)
-    captured = share.capture(leaves, lambda: {state[key].data_ptr(): (state[key].nbytes, state[key]) for key in "cb"})
+    share, tree = _share(state)
+    captured = share.capture(tree, lambda: {state[key].data_ptr(): (state[key].nbytes, state[key]) for key in "cb"})
     assert [key for key, _ in captured.tensors] == ["a", "b", "c"]
-    assert captured.late_from == 1
+    assert captured.plan.late_from == 1
 
 
-def test_a_state_that_could_not_be_taken_leaves_nothing_behind() -> None:
+def test_a_state_that_could_not_be_taken_tree_nothing_behind() -> None:
     tied = torch.ones(3)
-    share, leaves = _share({"a": tied, "b": tied, "c": torch.ones(2)})
-    share.capture(leaves)
+    share, tree = _share({"a": tied, "b": tied, "c": torch.ones(2)})
+    share.capture(tree)
     with pytest.raises(NotStagedError):
-        share.capture(Leaves({"a": torch.ones(3), "b": torch.ones(3), "c": torch.ones(2, device="meta")}))
-    captured = share.capture(Leaves({"a": torch.ones(3), "b": torch.zeros(3), "c": torch.ones(2)}))
+        share.capture(Tree({"a": torch.ones(3), "b": torch.ones(3), "c": torch.ones(2, device="meta")}))
+    captured = share.capture(Tree({"a": torch.ones(3), "b": torch.zeros(3), "c": torch.ones(2)}))
     assert len(captured.tensors) == 3

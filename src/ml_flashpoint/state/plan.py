@@ -1,0 +1,294 @@
+"""The plan by which a rank writes its state: which tensors, under which names, and which of them are one and the same.
+
+`Offer` is everything that a rank has. The ranks agree on the `Share` of it that each one writes
+(`facade.plan_agreement`).
+`Plan` says how the share is taken out of a state. As long as nothing but content changes, successive saves have the
+same `Plan` object, and every cache below depends on that identity.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from ml_flashpoint.adapter.pytorch.plan_items import item_keys
+from ml_flashpoint.core.object_stages import BytesItem, TensorItem
+from ml_flashpoint.core.overlap import Owned
+from ml_flashpoint.core.picking import NamedTensors, elements
+from ml_flashpoint.format.errors import NotStagedError, SaveError
+from ml_flashpoint.staging.copy import view_identity
+from ml_flashpoint.staging.plain_modes import plain_modes
+from ml_flashpoint.staging.state_dict_stager import check_storable, is_plain_strided, materialized, whole_copy
+from ml_flashpoint.state.private import ShardedTensor
+from ml_flashpoint.state.tree import Path, Structure, Tree
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_IMMUTABLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """The place of an item's value in each state: a leaf, or else the keys that lead to it; and the local shard, if
+    any."""
+
+    leaf: int | None
+    keys: tuple[Any, ...]
+    shard: int | None = None
+
+    def value(self, tree: Tree) -> Any:
+        if self.leaf is not None:
+            return tree.leaves[self.leaf]
+        value: Any = tree.state
+        for key in self.keys:
+            value = value[key]
+        return value
+
+    def tensor(self, tree: Tree) -> torch.Tensor:
+        value = self.value(tree)
+        if type(value) in _PLAIN:
+            return value  # type: ignore[no-any-return]
+        if self.shard is not None:
+            value = value.local_shards()[self.shard].tensor
+        return materialized(value._local_tensor if isinstance(value, DTensor) else value)
+
+
+class Offer:
+    """Everything that a rank has to save, in states of one structure.
+
+    Args:
+        tree: the first of them.
+        coordinator: True on the rank that DCP's planner takes for the coordinator.
+
+    Attributes:
+        plan: DCP's plan of all items, whichever rank writes them.
+
+    Raises:
+        SaveError: checkpoints have no place for a tensor of such a kind.
+        ValueError: two values have one name.
+    """
+
+    def __init__(self, tree: Tree, *, coordinator: bool) -> None:
+        planner = DefaultSavePlanner()
+        planner.set_up_planner(dict(tree.state), is_coordinator=coordinator)
+        for name, value in planner.state_dict.items():
+            if isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor):
+                check_storable(value, name)
+        with plain_modes():
+            self.plan: SavePlan = planner.create_local_plan()
+        self._structure = Structure(tree)
+        self.sources: list[_Source] = []
+        places = tree.places()
+        for item in self.plan.items:
+            path = planner.mappings[item.index.fqn]
+            source = _Source(places.get(path), _keys(tree.state, path))
+            if isinstance(sharded := source.value(tree), ShardedTensor):
+                found = planner.lookup_object(item.index)
+                shard = next(i for i, each in enumerate(sharded.local_shards()) if each.tensor is found)
+                source = _Source(source.leaf, source.keys, shard)
+            self.sources.append(source)
+        # Tensors in a container that torch's pytree does not know are not compared.
+        pairs = zip(self.plan.items, self.sources, strict=True)
+        self._is_seen = all(item.type is WriteItemType.BYTE_IO or source.leaf is not None for item, source in pairs)
+
+    def is_of(self, tree: Tree) -> bool:
+        """Return True if a state has this structure."""
+        return self._is_seen and self._structure.is_of(tree)
+
+
+def _keys(state: Any, path: Path) -> tuple[Any, ...]:
+    """Return the keys that DCP has written as text."""
+    keys: list[Any] = []
+    for part in path:
+        key = next(each for each in state if str(each) == part) if isinstance(state, Mapping) else part
+        keys.append(key)
+        state = state[key]
+    return tuple(keys)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The way to take a share out of a state.
+
+    Attributes:
+        names: of the tensors that are copied, each memory once, in the order in which they are copied.
+        sources: of these tensors.
+        late_from: number of the first of them that an optimizer updates, so that it may be copied later than the
+        others.
+        numbers: which of these tensors each item is, by the number of the item.
+        others: numbers of the items that are written as bytes.
+        ties: pairs of numbers of items that are one and the same tensor.
+    """
+
+    names: tuple[str, ...]
+    sources: tuple[_Source, ...]
+    late_from: int
+    numbers: Mapping[int, int]
+    others: tuple[int, ...]
+    ties: tuple[tuple[int, int], ...]
+
+    @functools.cached_property
+    def _take(self) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+        return elements([source.leaf or 0 for source in self.sources])
+
+    def tensors(self, tree: Tree) -> Sequence[torch.Tensor]:
+        """Return the tensors that are copied of a state."""
+        found = self._take(tree.leaves)
+        if set(map(type, found)) <= set(_PLAIN):
+            return found
+        return [source.tensor(tree) for source in self.sources]
+
+    def owners(self, tree: Tree, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return what counts the operations on each tensor that may be copied late."""
+        values = [source.value(tree) for source in self.sources[self.late_from :]]
+        late = tensors[self.late_from :]
+        return [each if isinstance(each, DTensor) else own for each, own in zip(values, late, strict=True)]
+
+
+@dataclass(slots=True)
+class Captured:
+    """What one rank writes of one state. Training may go on once the tensors are copied.
+
+    Attributes:
+        plan: the way it was taken out.
+        tensors: to be copied, under the names of the plan.
+        owners: see `Plan.owners`.
+        whole: copies of tensors that are more than their memory, by item.
+        values: copies of everything else, by item.
+    """
+
+    plan: Plan
+    tensors: Sequence[TensorItem]
+    owners: Sequence[torch.Tensor]
+    whole: dict[int, torch.Tensor] = field(default_factory=dict)
+    values: dict[int, Any] = field(default_factory=dict)
+
+
+class Share:
+    """The items of an offer that one rank writes.
+
+    Args:
+        offer: of this rank.
+        wanted: numbers of the items, in order.
+
+    Attributes:
+        items: the items.
+        keys: the name of each in the object.
+        byte_keys: names of those that are bytes, as far as that is known before they are captured.
+    """
+
+    def __init__(self, offer: Offer, wanted: Sequence[int]) -> None:
+        self.items: list[WriteItem] = [offer.plan.items[number] for number in wanted]
+        self.keys = item_keys(self.items)
+        named = zip(self.items, self.keys, strict=True)
+        self.byte_keys = [key for item, key in named if item.type is WriteItemType.BYTE_IO]
+        self._sources = [offer.sources[number] for number in wanted]
+        self._plan: Plan | None = None
+        self._addresses: list[int] = []
+        self._owners: Sequence[object] = ()
+
+    def capture(
+        self, tree: Tree, owned: Callable[[], Mapping[int, Owned]] = dict, owners: Sequence[object] = ()
+    ) -> Captured:
+        """Take what is written out of a state.
+
+        Args:
+            owned: gives the tensors that may be copied late; see `Overlap.owned`.
+            owners: equal to those of the save before if ``owned`` would give tensors of the same names.
+
+        Raises:
+            NotStagedError: a tensor has no data.
+            SaveError: checkpoints have no place for a tensor of such a kind, or a value could not be copied.
+        """
+        plan = self._plan
+        tensors: Sequence[torch.Tensor] = () if plan is None else plan.tensors(tree)
+        if plan is None or self._differs(plan, tree, tensors, owners):
+            sorted_anew = self._sorted(tree, owned())
+            if plan != sorted_anew:
+                plan = sorted_anew
+            assert plan is not None
+            tensors = plan.tensors(tree)
+            self._plan, self._owners = plan, owners
+            self._addresses = list(map(torch.Tensor.data_ptr, tensors))
+        captured = Captured(plan, NamedTensors(plan.names, tensors), plan.owners(tree, tensors))
+        for number in plan.others:
+            fqn, source = self.items[number].index.fqn, self._sources[number]
+            if self.items[number].type is WriteItemType.BYTE_IO:
+                captured.values[number] = _copied(source.value(tree), fqn)
+            else:
+                captured.whole[number] = whole_copy(source.tensor(tree), fqn)
+        return captured
+
+    def _differs(self, plan: Plan, tree: Tree, tensors: Sequence[torch.Tensor], owners: Sequence[object]) -> bool:
+        """Return True if tensors may have become tied, untied, or others that may be copied late."""
+        sources = self._sources
+        return (
+            list(map(torch.Tensor.data_ptr, tensors)) != self._addresses
+            or owners != self._owners
+            or any(
+                view_identity(sources[one].tensor(tree)) != view_identity(sources[other].tensor(tree))
+                for one, other in plan.ties
+            )
+        )
+
+    def _sorted(self, tree: Tree, owned: Mapping[int, Owned]) -> Plan:
+        """Sort the items: tensors that are copied now, later, or with another one, and bytes."""
+        first_of: dict[int, int] = {}
+        seen: dict[tuple[object, ...], int] = {}
+        now, late, others, ties = list[int](), list[int](), list[int](), list[tuple[int, int]]()
+        for number, (item, source) in enumerate(zip(self.items, self._sources, strict=True)):
+            if item.type is WriteItemType.BYTE_IO:
+                others.append(number)
+                continue
+            tensor = source.tensor(tree)
+            if tensor.is_meta:
+                raise NotStagedError(f"tensor {item.index.fqn!r} has no data: it is a meta tensor", hint="give it data")
+            if not is_plain_strided(tensor):
+                others.append(number)
+                continue
+            first = first_of[number] = seen.setdefault(view_identity(tensor), number) if tensor.numel() else number
+            if first != number:
+                ties.append((first, number))
+            else:
+                is_late = tensor.data_ptr() in owned and tensor.nbytes <= owned[tensor.data_ptr()][0]
+                (late if is_late else now).append(number)
+        taken = now + late
+        place = {number: index for index, number in enumerate(taken)}
+        return Plan(
+            tuple(self.keys[number] for number in taken),
+            tuple(self._sources[number] for number in taken),
+            len(now),
+            {number: place[first] for number, first in first_of.items()},
+            tuple(others),
+            tuple(ties),
+        )
+
+    def named(
+        self, captured: Captured, copies: Sequence[torch.Tensor], encode: Callable[[str, Any], bytes]
+    ) -> tuple[list[TensorItem], list[BytesItem]]:
+        """Return the items under their names: tensors and bytes.
+
+        Args:
+            copies: of ``captured.tensors``.
+            encode: makes bytes of an item, given its FQN, that is no tensor or more than its memory.
+        """
+        tensors = [(self.keys[number], copies[index]) for number, index in captured.plan.numbers.items()]
+        others = {**captured.values, **captured.whole}
+        return tensors, [(self.keys[n], encode(self.items[n].index.fqn, others[n])) for n in sorted(others)]
+
+
+def _copied(value: Any, fqn: str) -> Any:
+    """Copy a value, so that training does not change what is written."""
+    if isinstance(value, _IMMUTABLE):
+        return value
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:  # of whatever kind a value's own copying raises
+        raise SaveError(f"the value {fqn!r} cannot be copied: {type(error).__name__}: {error}") from error

@@ -15,7 +15,7 @@ from ml_flashpoint.extras import require
 if TYPE_CHECKING:
     from ml_flashpoint.adapter.pytorch.engine import Engine
     from ml_flashpoint.adapter.pytorch.named_version import open_version
-    from ml_flashpoint.facade.rest_of_epoch import rest_of_epoch
+    from ml_flashpoint.data import rest_of_epoch
     from ml_flashpoint.flashpoint import Flashpoint
     from ml_flashpoint.ranks.retention import Keep
 
@@ -29,7 +29,7 @@ _LAZY = {
     "Flashpoint": "ml_flashpoint.flashpoint",
     "Keep": "ml_flashpoint.ranks.retention",
     "open_version": "ml_flashpoint.adapter.pytorch.named_version",
-    "rest_of_epoch": "ml_flashpoint.facade.rest_of_epoch",
+    "rest_of_epoch": "ml_flashpoint.data",
 }
 
 

@@ -35,13 +35,12 @@ from ml_flashpoint.core.persist_options import persist_options
 from ml_flashpoint.core.room import check_capacity
 from ml_flashpoint.core.schedule import checked_every, passes_multiple
 from ml_flashpoint.core.signals import answer_sigterm
+from ml_flashpoint.data import LoaderBatches, Loaders, Through
 from ml_flashpoint.facade.agreement import fall_back
 from ml_flashpoint.facade.claims import claim, release
 from ml_flashpoint.facade.health import Recovery
 from ml_flashpoint.facade.kept_versions import KeptVersions, checked_wanted
 from ml_flashpoint.facade.launcher import warn_of_shared_store
-from ml_flashpoint.facade.loader_pass import Through
-from ml_flashpoint.facade.loader_state import LoaderBatches, Loaders
 from ml_flashpoint.facade.notices import size, tell
 from ml_flashpoint.facade.readings import Readings
 from ml_flashpoint.facade.save_runner import SaveRunner

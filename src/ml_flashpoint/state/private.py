@@ -6,8 +6,10 @@ Attributes and methods that cannot be imported are used where they are needed:
   tensor for autograd at each call, which costs ten times as much.
 * ``DistributedDataParallel._get_ddp_logging_data``: the number of parameters whose gradients DDP synchronizes.
 * ``DataLoader._iterator``, ``DataLoader._get_iterator``: persistent workers, and the random numbers that torchdata
-draws.
+  draws.
 """
+
+from typing import Any
 
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor as ShardedTensor  # values of FSDP's state dicts
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict as flatten_state_dict  # the names DCP makes
@@ -18,3 +20,7 @@ from torch.utils._pytree import TreeSpec as TreeSpec
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
 from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils.data._utils.worker import _generate_state
+
+generate_state: Any = _generate_state
+"""Makes the seeds of NumPy's generator in a loader's workers."""

@@ -1,0 +1,872 @@
+"""The place of a tracked `DataLoader` in its data, and the way back to it, bit for bit.
+
+A program loops over ``fp.batches(loader)``. The loader itself stays as it is: iterating over it changes nothing.
+
+* A plain loader has no state. A pass that goes on draws the same indices again, from the generators as they were at the
+  begin of the pass, and leaves out those of the batches that were given. A checksum tells if they are others. No sample
+  is fetched for that.
+* A loader with a state (torchdata's `StatefulDataLoader`) goes on by itself. It draws from torch's global generator
+  then, which the undisturbed run does not do there, so the generators are put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import itertools
+import logging
+import random
+import threading
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from ml_flashpoint.format.errors import InvalidArgumentError, LoadError
+from ml_flashpoint.state.private import generate_state
+from ml_flashpoint.state.random_numbers import capture_rng_state, restore_rng_state
+from ml_flashpoint.state.tracked import PlaceInData
+
+_log = logging.getLogger(__name__)
+
+Through = Callable[[Iterable[Any]], Iterable[Any]]
+"""Gives the batches of an iterable, one for each and in their order; may take some ahead."""
+
+_STATEFUL = "use torchdata's StatefulDataLoader, which has a state of its own (pip install torchdata)"
+_DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+@dataclass(slots=True)
+class Epoch:
+    """The record of one pass over a loader.
+
+    Attributes:
+        number: from 1 on, over all lives of the job; 0 while there was none.
+        start: generators and samplers when it began.
+        position: batches given to the loop.
+        ended: True once the loop was told that there are no more.
+        checksum: of the indices of these batches; None if unknown.
+        workers: generators of each worker after its latest of these batches; empty without workers.
+        own: state of a loader that has one, after these batches; None if the loader itself is to be asked.
+        generators: states of the loader's generators after these batches; None if the generators are to be asked.
+        drawn: checksums after batches that are being fetched.
+    """
+
+    number: int = 0
+    start: dict[str, Any] = field(default_factory=dict)
+    position: int = 0
+    ended: bool = False
+    checksum: int | None = 0
+    workers: list[bytes] = field(default_factory=list)
+    own: dict[str, Any] | None = None
+    generators: list[torch.Tensor] | None = None
+    drawn: deque[int] = field(default_factory=deque)
+
+    @property
+    def under_way(self) -> bool:
+        """True if it has begun and not ended."""
+        return self.number > 0 and not self.ended
+
+    def again(self) -> Epoch:
+        """Return the record of a pass that goes on from here."""
+        return Epoch(self.number, self.start, self.position, self.ended, self.checksum, list(self.workers))
+
+
+class Loaders:
+    """The loaders that a program has tracked."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, LoaderState] = {}
+        self._steps = 0
+
+    def tracked(self, name: str, value: object) -> object:
+        """Return what is tracked of a value: its place, if it is a `DataLoader`.
+
+        Raises:
+            InvalidArgumentError: such a loader cannot be brought back to where it was.
+        """
+        if not isinstance(value, DataLoader):
+            return value
+        self._states[name] = LoaderState(name, value)
+        return self._states[name]
+
+    def batches(self, loader: object, through: Through | None) -> LoaderBatches:
+        """Return the batches of a tracked loader; see `Flashpoint.batches`."""
+        if through is not None and not callable(through):
+            raise InvalidArgumentError(
+                "must be a function that gives the batches of what it is given", argument="through", value=through
+            )
+        for state in self._states.values():
+            if state.loader is loader:
+                return LoaderBatches(state, through)
+        raise InvalidArgumentError(
+            "must be a DataLoader that is tracked",
+            argument="loader",
+            value=loader,
+            hint="call track(loader=loader); what has a state and is no DataLoader is looped over as it is",
+        )
+
+    def stepped(self) -> None:
+        """Take note that the program has done a step of training, or saves."""
+        self._steps += 1
+        for state in self._states.values():
+            state.stepped()
+        if self._steps == 2 and self._states and not any(each.is_looped_over for each in self._states.values()):
+            _log.warning(
+                "nobody loops over fp.batches(...) of what is tracked as %s: a restart begins an epoch anew",
+                ", ".join(self._states),
+            )
+
+
+class LoaderBatches:
+    """The batches of a tracked loader. Each ``for`` loop over this is one pass; ``len()`` is the loader's."""
+
+    def __init__(self, state: LoaderState, through: Through | None) -> None:
+        self._state = state
+        self._through = through
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._state.begin(self._through)
+
+    def __len__(self) -> int:
+        return len(self._state.loader)
+
+
+class LoaderState(PlaceInData):
+    """The place of a tracked loader. Belongs to the training thread.
+
+    Args:
+        name: under which it is tracked, for messages.
+        loader: stays as it is.
+
+    Attributes:
+        is_looped_over: True once a pass was begun, or if none need be: the loader has a state of its own.
+
+    Raises:
+        InvalidArgumentError: such a loader cannot be brought back to where it was.
+    """
+
+    def __init__(self, name: str, loader: DataLoader[Any]) -> None:
+        self._name = name
+        self.loader: Any = loader
+        # Accelerate's wrappers always have the methods; their ``__class__`` is that of the loader within.
+        self._stateful = _has_state(loader) and _has_state(loader.__class__)
+        _check(name, loader, stateful=self._stateful)
+        self.is_looped_over = self._stateful
+        self._epoch = Epoch()
+        # The epoch that was loaded, until a step is done after a pass that went on from there.
+        self._pending: Epoch | None = None
+        self._loaded_generators: list[torch.Tensor] = []
+        self._loaded_set_epoch: int | None = None
+        self._batches: weakref.ref[_Batches] | None = None  # the newest iterator
+        self._pace: list[int] = []  # positions at the begin of its pass, and at each of its first steps
+        self._warned: set[str] = set()
+        self._workers_shifted = False  # True while persistent workers have each other's numbers
+        self._iterator: Any = None  # the one that has persistent workers
+        self._indices: _Indices | None = None
+
+    # ---- saving and loading -------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values and tensors."""
+        epoch = self._epoch
+        state: dict[str, Any] = {
+            "number": epoch.number,
+            "ended": epoch.ended,
+            "position": epoch.position,
+            "set_epoch": self._set_epoch(),
+            "dealing": _dealing_of(self.loader),
+            "generators": self._states() if epoch.generators is None else epoch.generators,
+        }
+        if self._stateful:
+            own = self.loader.state_dict() if epoch.own is None else epoch.own
+            if epoch.under_way and self._pace and _given_by(own) not in (epoch.position, None):
+                self._warn(_AHEAD_WITHIN)
+            return state | {"own": own}
+        return state | {
+            "start": epoch.start,
+            "checksum": epoch.checksum,
+            "workers": [_as_tensor(each) for each in epoch.workers],
+            "replicas": self._replicas(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state with the next pass over the loader."""
+        state = state_dict
+        if self._stateful:
+            own, ended = state["own"], state["ended"] or _is_finished(state["own"])
+            pending = Epoch(state["number"], position=state["position"], ended=ended, own=own)
+            self.loader.load_state_dict(own)
+        else:
+            position, checksum = state["position"], state["checksum"]
+            before, now = state["replicas"], self._replicas()
+            if before not in (now, None):  # ranks take turns: go on after as many samples as all of them have had
+                position, checksum = position * before // now, None
+            workers = [each.numpy().tobytes() for each in state["workers"]]
+            pending = Epoch(state["number"], state["start"], position, state["ended"], checksum, workers)
+        self._loaded_generators = state.get("generators", [])
+        self._put_back(self._loaded_generators)
+        epoch = self._loaded_set_epoch = state.get("set_epoch")
+        for sampler in self._samplers():
+            if epoch is not None and hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+        _deal(self.loader, state.get("dealing") if pending.under_way else None)
+        self._pending, self._epoch = pending, pending.again()
+        self._batches, self._pace = None, []
+
+    def forget(self) -> None:
+        """Undo a `load_state_dict` that was part of a load that failed elsewhere."""
+        if self._pending is not None:
+            self._epoch, self._pending, self.restored = Epoch(), None, None
+            _deal(self.loader)
+
+    def _samplers(self) -> list[Any]:
+        return [each for each in (self.loader.sampler, self.loader.batch_sampler) if each is not None]
+
+    def _generators(self) -> list[torch.Generator]:
+        found = (getattr(each, "generator", None) for each in (self.loader, *self._samplers()))
+        return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+
+    def _states(self) -> list[torch.Tensor]:
+        return [each.get_state() for each in self._generators()]
+
+    def _put_back(self, generators: list[torch.Tensor]) -> None:
+        for generator, saved in zip(self._generators(), generators, strict=False):
+            generator.set_state(saved)
+
+    def _capture(self) -> dict[str, Any]:
+        """Return the state of all generators that indices may be drawn from."""
+        return {"rng": capture_rng_state(), "own": self._states()}
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        restore_rng_state({**state["rng"], "cuda": []})
+        self._put_back(state["own"])
+
+    def _to_start(self, epoch: Epoch) -> None:
+        """Put back what there was at the begin of an epoch."""
+        self._restore(epoch.start)
+        for sampler, saved in zip(self._samplers(), epoch.start["samplers"], strict=False):
+            if saved is not None and _has_state(sampler):
+                sampler.load_state_dict(saved)
+
+    def _set_epoch(self) -> int | None:
+        """Return the epoch that ``set_epoch`` has set, as of a `DistributedSampler`."""
+        epochs = (getattr(each, "epoch", None) for each in self._samplers() if hasattr(each, "set_epoch"))
+        return next((each for each in epochs if isinstance(each, int)), None)
+
+    def _replicas(self) -> int:
+        replicas = getattr(self.loader.sampler, "num_replicas", None)
+        return replicas if isinstance(replicas, int) and replicas > 0 else 1
+
+    # ---- a pass over the loader ---------------------------------------------------------------------------
+
+    def begin(self, through: Through | None) -> Iterator[Any]:
+        """Return the iterator for a new ``for`` loop.
+
+        Raises:
+            LoadError: the loader does not give what it gave to the run that was saved.
+        """
+        if self._pace and self._epoch.ended:  # nothing was left of what was loaded
+            self._pending = None
+        resumed, before = self._pending is not None, self._pending or self._epoch
+        goes_on = resumed and before.under_way and (self._stateful or not self._is_next_epoch(before))
+        if goes_on:
+            if self.restored is not None:
+                self.restored.put_back(self)
+            self._put_back(self._loaded_generators)
+        else:
+            _deal(self.loader)
+        make = self._begin_stateful if self._stateful else self._begin_plain
+        epoch, inner = make(before, goes_on, resumed)
+        if not goes_on:
+            self._pending = None
+        self._epoch, self._pace, self.is_looped_over = epoch, [epoch.position], True
+        batches = _Batches(
+            inner,
+            epoch,
+            0 if self._stateful else self.loader.num_workers,
+            through=through,
+            ahead=lambda: (self.loader.state_dict() if self._stateful else None, self._states()),
+            is_current=lambda batches: self._batches is not None and self._batches() is batches,
+            warn=self._warn,
+        )
+        self._batches = weakref.ref(batches)
+        return batches
+
+    def _begin_plain(self, before: Epoch, goes_on: bool, resumed: bool) -> tuple[Epoch, Iterator[Any]]:
+        loader, now = self.loader, self._capture()
+        dealt_anew = goes_on and not before.start  # by other ranks, whose generators and workers mean nothing here
+        goes_on = goes_on and not dealt_anew
+        if goes_on:
+            epoch = before.again()
+        else:
+            samplers = [each.state_dict() if _has_state(each) else None for each in self._samplers()]
+            epoch = Epoch(before.number + (not dealt_anew), {**now, "samplers": samplers})
+        # Persistent workers are not seeded again for their second epoch: their successors leave the seed out.
+        persistent = loader.num_workers > 0 and loader.persistent_workers
+        anew = persistent and (resumed or self._workers_shifted)
+        if anew:
+            self._iterator = None  # workers of a resumed epoch were numbered otherwise
+        if persistent:
+            epoch.workers = list(before.workers)
+        self._workers_shifted = persistent and goes_on
+        late = anew and epoch.number > 1 and not dealt_anew
+        draw = _Draw(epoch, lambda *skipped: self._compare(epoch, *skipped), lambda: self._to_start(epoch), late=late)
+        with self._in_place(draw, epoch, resumed=goes_on or anew):
+            if not goes_on:
+                return epoch, iter(loader)
+            self._to_start(epoch)
+            try:
+                inner = iter(loader)
+                draw.skip()
+            finally:
+                self._restore(now)
+        return epoch, inner
+
+    def _begin_stateful(self, before: Epoch, goes_on: bool, resumed: bool) -> tuple[Epoch, Iterator[Any]]:
+        if not resumed or not (goes_on or _is_finished(before.own)):
+            return Epoch(before.number + 1), iter(self.loader)
+        self.loader.load_state_dict(before.own)  # somebody may have iterated over it since
+        now = self._capture()
+        with self._made_quietly():
+            inner = iter(self.loader)
+        if goes_on:
+            self._restore(now)
+        return before.again() if goes_on else Epoch(before.number + 1), self._first_quietly(inner)
+
+    def _first_quietly(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Give the same batches. An ``__iter__`` that is a generator makes torch's iterator at the first one."""
+        with self._made_quietly():
+            first = next(batches, self)
+        if first is not self:
+            yield first
+            yield from batches
+
+    @contextlib.contextmanager
+    def _made_quietly(self) -> Iterator[None]:
+        """Put back what torchdata draws when it makes an iterator of a state: an undisturbed run makes none there."""
+        loader: Any = getattr(self.loader, "base_dataloader", self.loader)  # which Accelerate's wrap
+        make = loader._get_iterator
+
+        def make_quietly() -> Iterator[Any]:
+            del loader._get_iterator
+            now = self._capture()
+            try:
+                return make()  # type: ignore[no-any-return]
+            finally:
+                self._restore(now)
+
+        loader._get_iterator = make_quietly
+        try:
+            yield
+        finally:
+            vars(loader).pop("_get_iterator", None)
+
+    @contextlib.contextmanager
+    def _in_place(self, draw: _Draw, epoch: Epoch, *, resumed: bool) -> Iterator[None]:
+        """Have the loader make an iterator that takes over indices that are counted, and workers that go on."""
+        loader, old = self.loader, (self.loader.collate_fn, self.loader.worker_init_fn)
+        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        sampler = getattr(loader, name)
+        indices = self._indices = self._indices or _Indices(sampler)
+        indices.draw = draw.begin
+        theirs, loader._iterator = loader._iterator, self._iterator
+        object.__setattr__(loader, name, indices)  # torch lets nobody change it, since iterators keep the old one
+        try:
+            if loader.num_workers:
+                loader.collate_fn = _Reporting(loader.collate_fn)
+                if resumed:
+                    loader.worker_init_fn = _GoingOn(old[1], epoch.workers, epoch.position)
+            yield
+        finally:
+            object.__setattr__(loader, name, sampler)
+            loader.collate_fn, loader.worker_init_fn = old
+            self._iterator, loader._iterator = loader._iterator, theirs
+
+    def stepped(self) -> None:
+        """Take note that the program has done a step of training, or saves."""
+        if not self._pace:
+            return
+        self._pending = None
+        batches = None if self._batches is None else self._batches()
+        if batches is not None and batches.thread not in (0, threading.get_ident()):
+            self._warn(_ANOTHER_THREAD)
+        elif len(self._pace) < 4:
+            self._pace.append(self._epoch.position)
+            if len(self._pace) == 4:
+                start, first, second, third = self._pace
+                if first - start > second - first == third - second > 0:
+                    self._warn(_AHEAD)
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            _log.warning("%r: %s", self._name, text)
+
+    def _compare(self, epoch: Epoch, given: int, checksum: int) -> None:
+        """Compare what was skipped with what was given before.
+
+        Raises:
+            LoadError: it was something else.
+        """
+        if epoch.checksum is None:
+            epoch.checksum = checksum
+        if (given, checksum) != (epoch.position, epoch.checksum):
+            raise LoadError(
+                f"{self._name!r} does not give the {epoch.position} batches again that it gave before: its data, the "
+                "size of a batch or the sampler's seed are others, or the sampler has a state that nobody saves",
+                hint=f"make the loader as it was, {_STATEFUL}, or begin the epoch anew by not tracking {self._name!r}",
+            )
+
+    def _is_next_epoch(self, epoch: Epoch) -> bool:
+        """Return True if the program has gone on to the next epoch by itself, after the last batch of the one
+        before."""
+        begun, loaded = self._set_epoch(), self._loaded_set_epoch
+        if begun == loaded:
+            return False
+        with contextlib.suppress(TypeError):
+            if epoch.position >= len(self.loader):
+                return True
+        raise LoadError(
+            f"the sampler of {self._name!r} was set to epoch {begun}, and its state is of the midst of epoch {loaded}",
+            hint=f"begin the loop over epochs with {loaded}, which is step // len({self._name})",
+        )
+
+
+def _check(name: str, loader: DataLoader[Any], *, stateful: bool) -> None:
+    """Refuse loaders that cannot be brought back to where they were."""
+    batches, problem = loader.batch_sampler, ""
+    hint = _STATEFUL
+    if stateful:
+        # torchdata draws the order again from wherever the generator is, and leaves out as many as the loop has had.
+        sampler = getattr(batches, "sampler", loader.sampler)
+        if type(sampler) in _DRAWING:
+            problem = f"its {type(sampler).__name__} has no state_dict()"
+            hint = "track torch's DataLoader with it, or StatefulDataLoader(shuffle=True)"
+    elif isinstance(loader.dataset, IterableDataset):
+        problem = "its dataset is iterable, so that only reading it again would lead to where it was"
+    elif batches is not None and type(batches) is not BatchSampler and not _has_state(batches):
+        problem = f"its batch sampler ({type(batches).__name__}) has no state_dict() and load_state_dict()"
+    elif type(loader).__iter__ is not DataLoader.__iter__:
+        problem = f"its class ({type(loader).__name__}) has an __iter__ of its own, but no state_dict()"
+    elif loader.num_workers and not getattr(loader, "in_order", True):
+        problem = "its batches come in any order (in_order=False)"
+    if problem:
+        raise InvalidArgumentError(
+            f"this DataLoader cannot be brought back to where it was: {problem}", argument=name, value=loader, hint=hint
+        )
+
+
+def _has_state(value: object) -> bool:
+    return all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict"))
+
+
+def _as_tensor(content: bytes) -> torch.Tensor:
+    if not content:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def _is_finished(own: dict[str, Any] | None) -> bool:
+    """Return True if a loader of torchdata has told its loop that there are no more batches, by its state."""
+    return bool(own and own.get("_iterator_finished"))
+
+
+def _given_by(own: dict[str, Any]) -> int | None:
+    """Return the batches that a loader of torchdata has given in this epoch, by its state; None if it is of another."""
+    if isinstance(given := own.get("_num_yielded"), int):
+        return given
+    snapshot, since = own.get("_snapshot"), own.get("_steps_since_snapshot")
+    step = snapshot.get("_snapshot_step") if isinstance(snapshot, dict) else None
+    return step + since if isinstance(step, int) and isinstance(since, int) else None
+
+
+# ---- indices and batches of a pass -----------------------------------------------------------------------------
+
+
+class _Indices:
+    """The stand-in for a loader's sampler: the same indices, counted, after those of batches that were given
+    already."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self.draw: Callable[[Any], Iterator[Any]] = iter
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.draw(self._sampler)
+
+
+class _Draw:
+    """The indices of one pass.
+
+    Args:
+        epoch: keeps count.
+        check: called with the number and the checksum of the indices that were left out.
+        to_start: puts the generators back to where they were when the epoch began.
+        late: leave out what is drawn before the first index.
+    """
+
+    def __init__(
+        self, epoch: Epoch, check: Callable[[int, int], None], to_start: Callable[[], None], *, late: bool
+    ) -> None:
+        self._epoch = epoch
+        self._check, self._to_start = check, to_start
+        self._late = late
+        self._skip = epoch.position
+        self._drawn: Iterator[Any] | None = None
+        self._sampler: Any = None
+        self._skipped = True
+        self._checksum = 0
+
+    def begin(self, sampler: Any) -> Iterator[Any]:
+        """Return the indices of the batches to fetch. Called more than once where torch makes its iterator so."""
+        self._sampler, self._skipped, self._checksum = sampler, False, 0
+        self._drawn = None if self._late else iter(sampler)
+        return self._rest()
+
+    def skip(self) -> None:
+        """Leave out the indices of batches that were given, if that was not done yet.
+
+        Raises:
+            LoadError: they are others than those of the run that was saved.
+        """
+        if self._skipped:
+            return
+        self._epoch.drawn.clear()
+        if self._drawn is None:
+            self._to_start()
+            self._drawn = iter(self._sampler)
+        given = 0
+        for batch in itertools.islice(self._drawn, self._skip):
+            given += 1
+            self._count(batch)
+        self._check(given, self._checksum)
+        self._skipped = True
+
+    def _rest(self) -> Iterator[Any]:
+        self.skip()
+        assert self._drawn is not None
+        for batch in self._drawn:
+            self._count(batch)
+            self._epoch.drawn.append(self._checksum)
+            yield batch
+
+    def _count(self, batch: object) -> None:
+        self._checksum = zlib.crc32(repr(batch).encode(), self._checksum)
+
+
+class _Fetched(NamedTuple):
+    """The facts about a batch that count once the loop has it; see `Epoch`."""
+
+    checksum: int | None
+    worker: bytes
+    ahead: tuple[dict[str, Any] | None, list[torch.Tensor]] | None
+
+
+class _Batches(Iterator[Any]):
+    """The batches of a pass, counted as the loop takes them.
+
+    Args:
+        inner: the loader's own iterator.
+        epoch: keeps count.
+        workers: their number, of a loader whose workers report; 0 if they do not.
+        through: takes them before the loop does.
+        ahead: gives the state of the loader, if it has one, and of its generators; called where ``through`` may fetch
+            batches before the loop has them.
+        is_current: says if no other pass over the loader was begun since.
+        warn: called with a text.
+    """
+
+    def __init__(
+        self,
+        inner: Iterator[Any],
+        epoch: Epoch,
+        workers: int,
+        *,
+        through: Through | None,
+        ahead: Callable[[], tuple[dict[str, Any] | None, list[torch.Tensor]]],
+        is_current: Callable[[_Batches], bool],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._epoch = epoch
+        self._workers = workers
+        self._is_current, self._warn = is_current, warn
+        self._fetched: deque[_Fetched] = deque()
+        if through is not None:
+            epoch.own, epoch.generators = copy.deepcopy(ahead())
+        self._given = iter((through or iter)(_fetch(inner, epoch, None if through is None else ahead, self._fetched)))
+        self.thread = 0
+
+    def __next__(self) -> Any:
+        self.thread = threading.get_ident()
+        try:
+            batch = next(self._given)
+        except StopIteration:
+            self._epoch.ended, self._epoch.own, self._epoch.generators = True, None, None
+            if self._fetched:
+                self._warn(_NOT_ONE_FOR_EACH)
+            raise
+        if not self._is_current(self):
+            self._warn(_TWO_ITERATORS)
+        if self._fetched:
+            self._count(self._fetched.popleft())
+        else:
+            self._warn(_NOT_ONE_FOR_EACH)
+        return batch
+
+    def _count(self, batch: _Fetched) -> None:
+        epoch = self._epoch
+        if self._workers:
+            if len(epoch.workers) != self._workers:
+                epoch.workers = [b""] * self._workers
+            if batch.worker:
+                epoch.workers[epoch.position % self._workers] = batch.worker
+        epoch.position += 1
+        if batch.checksum is not None:
+            epoch.checksum = batch.checksum
+        if batch.ahead is not None:
+            epoch.own, epoch.generators = batch.ahead
+
+
+def _fetch(
+    inner: Iterator[Any], epoch: Epoch, ahead: Callable[[], Any] | None, fetched: deque[_Fetched]
+) -> Iterator[Any]:
+    """Give the batches, and note their facts. Has no reference to `_Batches`: a loop that is left ends at once."""
+    for batch in inner:
+        worker = b""
+        if isinstance(batch, _Tagged):
+            batch, worker = batch
+        checksum = epoch.drawn.popleft() if epoch.drawn else None
+        fetched.append(_Fetched(checksum, worker, None if ahead is None else copy.deepcopy(ahead())))
+        yield batch
+
+
+# ---- random numbers of workers ---------------------------------------------------------------------------------
+
+
+class _Tagged(NamedTuple):
+    """A batch, and its worker's generators after it, empty if they are as they were after the one before.
+
+    A named tuple, since torch's pinning of memory passes through it.
+    """
+
+    batch: Any
+    generators: bytes
+
+
+class _Reporting:
+    """The stand-in for a ``collate_fn`` in workers: the same, and tells of the generators."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self._collate = collate
+        self._told = b""
+
+    def __call__(self, samples: Any) -> _Tagged:
+        batch, before = self._collate(samples), self._told
+        self._told = _captured()
+        return _Tagged(batch, b"" if self._told == before else self._told)
+
+
+class _GoingOn:
+    """The stand-in for a ``worker_init_fn``: the same, in workers that take others' places.
+
+    The next batch is always that of torch's worker 0, in the midst of an epoch too.
+
+    Args:
+        init: the function in whose place it is, if any.
+        generators: of each worker so far; a worker whose own are unknown or empty has given nothing yet.
+        given: batches given in this epoch.
+    """
+
+    def __init__(self, init: Callable[[int], Any] | None, generators: Sequence[bytes], given: int) -> None:
+        self._init = init
+        self._generators = tuple(generators)
+        self._given = given
+
+    def __call__(self, worker: int) -> None:
+        info: Any = get_worker_info()
+        place = (worker + self._given) % info.num_workers
+        if place != worker:
+            base = info.seed - info.id
+            for name, value in (("id", place), ("seed", base + place)):
+                object.__setattr__(info, name, value)
+            random.seed(info.seed)
+            torch.manual_seed(info.seed)
+            np.random.seed(generate_state(base, place))
+        if self._init is not None:
+            self._init(place)
+        if place < len(self._generators) and self._generators[place]:
+            _put_back(self._generators[place])
+
+
+def _captured() -> bytes:
+    kind, key, *rest = np.random.get_state(legacy=True)
+    keys = torch.from_numpy(np.asarray(key).astype(np.int64))
+    stream = io.BytesIO()
+    torch.save((torch.get_rng_state(), random.getstate(), (kind, keys, *rest)), stream)
+    return stream.getvalue()
+
+
+def _put_back(state: bytes) -> None:
+    of_torch, of_python, (kind, keys, *rest) = torch.load(io.BytesIO(state), weights_only=True)
+    torch.set_rng_state(of_torch)
+    random.setstate(of_python)
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+
+
+# ---- the rest of an epoch, dealt to another number of ranks ----------------------------------------------------
+
+_ALIKE = ("number", "ended", "position", "set_epoch", "dealing")
+
+
+def rest_of_epoch(states: list[Any], rank: int, world_size: int) -> dict[str, Any]:
+    """Deal what is left of an epoch, for ``track(loader=loader, reshard={"loader": rest_of_epoch})``.
+
+    For a `DataLoader`, or torchdata's `StatefulDataLoader`, whose sampler is a `DistributedSampler` (of that class
+    itself) for the ranks that there are. Every sample of the epoch is given once, over all numbers of ranks; at the
+    end, a few come twice or not at all (``drop_last``), so that all ranks have as many, as ever with that sampler.
+
+    Args:
+        states: of the loader on all ranks that saved. rank, world_size: of this process.
+
+    Raises:
+        LoadError: the loader was another one, or ranks were at different places.
+    """
+    reported = [state if isinstance(state, Mapping) else {} for state in states]
+    first = reported[0]
+    if not all(isinstance(state.get("dealing"), Mapping) for state in reported):
+        raise LoadError(
+            "the loader that was saved had no DistributedSampler, so nothing tells which samples other ranks had",
+            hint="write a function of your own, or make the loader with torch's DistributedSampler",
+        )
+    if differing := [name for name in _ALIKE if any(state[name] != first[name] for state in reported)]:
+        raise LoadError(f"ranks were at different places in the data: {differing[0]} differs")
+    if "own" in first and not first["number"]:
+        raise LoadError(
+            "nobody has looped over fp.batches(loader), so nothing tells how many batches ranks had",
+            hint="loop over fp.batches(loader) from the first step on",
+        )
+    dealing = dict(first["dealing"])
+    given = dealing["given"] + first["position"] * dealing["batch_size"] * dealing["replicas"]
+    dealing["given"] = min(given, dealing["samples"])
+    own = reported[rank] if rank < len(reported) else {}
+    return {
+        **{name: first[name] for name in _ALIKE},
+        "position": 0,
+        "dealing": dealing,
+        "own": {},  # which StatefulDataLoader takes for a loader that nobody has iterated over
+        "start": {},
+        "checksum": 0,
+        "generators": own.get("generators", []),
+        "workers": [],
+        "replicas": None,
+    }
+
+
+class _Dealing(DistributedSampler[Any]):
+    """A sampler that deals the rest of an epoch: ranks take turns in what is left of its order."""
+
+    given = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.given:
+            return super().__iter__()
+        order = self._order()
+        rest, missing = order[self.given :], -(len(order) - self.given) % self.num_replicas
+        if self.drop_last and missing:
+            rest = rest[: missing - self.num_replicas]
+        elif missing:
+            rest += (order * missing)[:missing]
+        return iter(rest[self.rank :: self.num_replicas])
+
+    def __len__(self) -> int:
+        if not self.given:
+            return super().__len__()
+        left = len(self._data) - self.given
+        return left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
+
+    def _order(self) -> list[Any]:
+        """Return the order of the whole epoch, which one rank alone would get."""
+        alone = copy.copy(self)
+        alone.given, alone.num_replicas, alone.rank = 0, 1, 0
+        alone.num_samples = alone.total_size = len(self._data)
+        return list(alone)
+
+    @property
+    def _data(self) -> Sized:
+        return cast(Sized, self.dataset)
+
+
+def _dealing_of(loader: DataLoader[Any]) -> dict[str, int] | None:
+    """Return how a loader's sampler deals out the samples; None if it is another sampler."""
+    sampler: Any = loader.sampler
+    if type(sampler) not in (DistributedSampler, _Dealing):
+        return None
+    return {
+        "given": getattr(sampler, "given", 0),
+        "replicas": sampler.num_replicas,
+        "batch_size": loader.batch_size or 1,
+        "samples": len(sampler.dataset),
+    }
+
+
+def _deal(loader: DataLoader[Any], dealing: Mapping[str, int] | None = None) -> None:
+    """Have a loader deal what an epoch has left, as `_dealing_of` gives it; a whole epoch by default.
+
+    Raises:
+        LoadError: its sampler cannot do that, or its samples are others.
+    """
+    sampler: Any = loader.sampler
+    given = dealing["given"] if dealing else 0
+    if given and type(sampler) is DistributedSampler:
+        sampler.__class__ = _Dealing  # which the loader's batch sampler need not know of
+    if type(sampler) is _Dealing:
+        sampler.given = given
+        now = _dealing_of(loader)
+        if dealing and now and now["samples"] != dealing["samples"]:
+            raise LoadError(f"the epoch that was begun has {dealing['samples']} samples, not {now['samples']}")
+    elif given:
+        raise LoadError(
+            f"the rest of an epoch was to be dealt, and the sampler is a {type(sampler).__name__}",
+            hint="make the loader with torch's DistributedSampler, on one rank too",
+        )
+
+
+_ANOTHER_THREAD = (
+    "another thread takes the batches, ahead of training, and a restart leaves out those that were not trained on. Give"
+    " whatever fetches ahead as fp.batches(loader, through=...), and loop over that in the training thread"
+)
+_AHEAD_WITHIN = (
+    "its class has an __iter__ that takes batches ahead, and a state_dict() that counts those, too: a restart leaves"
+    " out what was not trained on"
+)
+_AHEAD = (
+    "more batches were taken before the first step than before each of the next. If something fetches ahead, a restart"
+    " leaves out what was not trained on: give it as fp.batches(loader, through=...), and loop over that"
+)
+_NOT_ONE_FOR_EACH = (
+    "through= has not given one batch for each that it took, in their order, so that a restart goes on with other data"
+)
+_TWO_ITERATORS = (
+    "an iterator gives batches that was begun before another one, or before resume(): only the newest one counts where"
+    " a restart goes on. Loop over one at a time, and over a new one after resume()"
+)

@@ -215,9 +215,6 @@ class TrackedState:
         Raises:
             SaveError: an object could not be packed; says which.
         """
-        if not self._warned_of_weights:
-            self._warned_of_weights = True
-            self._warn_of_weights()
         state: dict[str, Any] = {}
         packed: dict[str, PackedState] = {}
         for name, module in self._module_states.items():
@@ -232,19 +229,20 @@ class TrackedState:
                 packed[name] = self._pack(name, optimizer.optimizer.state_dict)
         for name, other in self._others.items():
             packed[name] = self._pack(name, other.state_dict)
+        if not self._warned_of_weights:
+            self._warned_of_weights = True
+            self._warn_of_weights(packed)
         packed[RNG] = PackedState.later(capture_rng_state())
         packed[FROZEN] = PackedState.later({name: module.frozen() for name, module in self._module_states.items()})
         return {**state, PACKED: {rank_key(self.rank): packed}}
 
-    def _warn_of_weights(self) -> None:
+    def _warn_of_weights(self, packed: Mapping[str, PackedState]) -> None:
         """Warn of optimizers whose parameters nothing that is tracked has in its state."""
         places = (PlaceInData, GeneratorState, LRScheduler)
-        shapes = set[torch.Size]()
-        for other in self._others.values():
-            if not isinstance(other, places):
-                with contextlib.suppress(Exception):  # a save will say so
-                    leaves = tree_leaves(other.state_dict())
-                    shapes.update(leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor))
+        others = [packed[name].made_of for name, other in self._others.items() if not isinstance(other, places)]
+        with contextlib.suppress(RecursionError):
+            others = tree_leaves(others)
+        shapes = {leaf.shape for leaf in others if isinstance(leaf, torch.Tensor)}
         held = {id(parameter) for module in self._modules.values() for parameter in module.parameters()}
         for name, optimizer in self._optimizers.items():
             parameters = parameters_of(optimizer.optimizer)

@@ -22,7 +22,7 @@ from ml_flashpoint.checkpoint_object_manager.arena_pool import with_headroom
 from ml_flashpoint.checkpoint_object_manager.arena_tensor import ArenaTensor, SharedArena
 from ml_flashpoint.core.background import GIVEN_S
 from ml_flashpoint.core.object_stages import BytesItem, FilledObject, Interior, StagedObject, TensorItem, WrittenObject
-from ml_flashpoint.core.picking import elements, tensors_of
+from ml_flashpoint.core.picking import tensors_of
 from ml_flashpoint.format import knobs
 from ml_flashpoint.format.digest import BlockDigester, digest_workers
 from ml_flashpoint.format.errors import CapacityError
@@ -40,6 +40,7 @@ from ml_flashpoint.staging.copy import Piece, copy_all, cut, view_identity
 from ml_flashpoint.staging.late_device_copy import LateDeviceCopy, NotDirectError
 from ml_flashpoint.staging.torch_dtypes import described, dtype_name, torch_dtype
 from ml_flashpoint.staging.transfer_plan import Memo
+from ml_flashpoint.state.tree import elements
 
 Acquire = Callable[[int], Arena]
 

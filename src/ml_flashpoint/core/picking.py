@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, overload
+from collections.abc import Iterator, Sequence
+from typing import overload
 
 import torch
-
-
-def elements(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """What takes these elements out of a sequence, in one call."""
-    if len(indices) > 1:
-        return operator.itemgetter(*indices)
-    return lambda values: tuple(values[index] for index in indices)
 
 
 class NamedTensors(Sequence[tuple[str, torch.Tensor]]):

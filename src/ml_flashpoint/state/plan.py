@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,19 +20,35 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from ml_flashpoint.adapter.pytorch.plan_items import item_keys
-from ml_flashpoint.core.object_stages import BytesItem, TensorItem
-from ml_flashpoint.core.overlap import Owned
-from ml_flashpoint.core.picking import NamedTensors, elements
 from ml_flashpoint.format.errors import NotStagedError, SaveError
 from ml_flashpoint.staging.copy import view_identity
 from ml_flashpoint.staging.plain_modes import plain_modes
-from ml_flashpoint.staging.state_dict_stager import check_storable, is_plain_strided, materialized, whole_copy
+from ml_flashpoint.staging.state_dict_stager import (
+    check_storable,
+    is_plain_strided,
+    materialized,
+    storable_name,
+    whole_copy,
+)
 from ml_flashpoint.state.private import ShardedTensor
-from ml_flashpoint.state.tree import Path, Structure, Tree
+from ml_flashpoint.state.tree import Path, Structure, Tree, elements
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _IMMUTABLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+def item_keys(items: Sequence[WriteItem]) -> list[str]:
+    """Return the name of each item in the object: its FQN, with the offset where a rank writes several shards of it."""
+    counts = Counter(item.index.fqn for item in items)
+    keys: dict[str, None] = {}
+    for item in items:
+        key = storable_name(item.index.fqn)
+        if counts[item.index.fqn] > 1 and item.index.offset is not None:
+            key = f"{key}@{','.join(map(str, item.index.offset))}"
+        while key in keys:
+            key += "'"
+        keys[key] = None
+    return list(keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +182,7 @@ class Captured:
     """
 
     plan: Plan
-    tensors: Sequence[TensorItem]
+    tensors: Sequence[tuple[str, torch.Tensor]]
     owners: Sequence[torch.Tensor]
     whole: dict[int, torch.Tensor] = field(default_factory=dict)
     values: dict[int, Any] = field(default_factory=dict)
@@ -195,7 +212,10 @@ class Share:
         self._owners: Sequence[object] = ()
 
     def capture(
-        self, tree: Tree, owned: Callable[[], Mapping[int, Owned]] = dict, owners: Sequence[object] = ()
+        self,
+        tree: Tree,
+        owned: Callable[[], Mapping[int, tuple[int, torch.Tensor]]] = dict,
+        owners: Sequence[object] = (),
     ) -> Captured:
         """Take what is written out of a state.
 
@@ -217,7 +237,7 @@ class Share:
             tensors = plan.tensors(tree)
             self._plan, self._owners = plan, owners
             self._addresses = list(map(torch.Tensor.data_ptr, tensors))
-        captured = Captured(plan, NamedTensors(plan.names, tensors), plan.owners(tree, tensors))
+        captured = Captured(plan, list(zip(plan.names, tensors, strict=True)), plan.owners(tree, tensors))
         for number in plan.others:
             fqn, source = self.items[number].index.fqn, self._sources[number]
             if self.items[number].type is WriteItemType.BYTE_IO:
@@ -238,7 +258,7 @@ class Share:
             )
         )
 
-    def _sorted(self, tree: Tree, owned: Mapping[int, Owned]) -> Plan:
+    def _sorted(self, tree: Tree, owned: Mapping[int, tuple[int, torch.Tensor]]) -> Plan:
         """Sort the items: tensors that are copied now, later, or with another one, and bytes."""
         first_of: dict[int, int] = {}
         seen: dict[tuple[object, ...], int] = {}
@@ -272,7 +292,7 @@ class Share:
 
     def named(
         self, captured: Captured, copies: Sequence[torch.Tensor], encode: Callable[[str, Any], bytes]
-    ) -> tuple[list[TensorItem], list[BytesItem]]:
+    ) -> tuple[list[tuple[str, torch.Tensor]], list[tuple[str, bytes]]]:
         """Return the items under their names: tensors and bytes.
 
         Args:

@@ -17,12 +17,11 @@ import io
 import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import ReshardError
 from ml_flashpoint.staging.plain_modes import plain_modes
@@ -33,6 +32,9 @@ from ml_flashpoint.state.planner import ArchivePlanner
 from ml_flashpoint.state.random_numbers import new_seed, seed_of, seeded_rng_state
 from ml_flashpoint.state.tracked import RNG, LoadTarget, TrackedState, rank_key
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal, load_archive
+
+if TYPE_CHECKING:
+    from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
 
 _log = logging.getLogger(__name__)
 

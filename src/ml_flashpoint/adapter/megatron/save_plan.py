@@ -32,10 +32,10 @@ from ml_flashpoint.adapter.megatron.local_plan import Data, LocalPlan
 from ml_flashpoint.adapter.megatron.releases import metadata_types
 from ml_flashpoint.adapter.megatron.translation import save_planner
 from ml_flashpoint.adapter.pytorch.metadata_format import encode_metadata
-from ml_flashpoint.adapter.pytorch.plan_items import item_keys
 from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace
 from ml_flashpoint.format.errors import FlashpointError, SaveError, UnsafeContentError
 from ml_flashpoint.ranks.rank_group import RankGroup
+from ml_flashpoint.state.plan import item_keys
 from ml_flashpoint.unpickling.safe_archive import load_archive
 
 _log = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from torch.futures import Future
 from ml_flashpoint import events
 from ml_flashpoint.adapter.pytorch.metadata_format import encode_metadata
 from ml_flashpoint.adapter.pytorch.omission import Omission, left_to_others, tensor_names
-from ml_flashpoint.adapter.pytorch.plan_items import WrittenPlan, item_keys, resolve_items, written_plan
+from ml_flashpoint.adapter.pytorch.plan_items import WrittenPlan, resolve_items, written_plan
 from ml_flashpoint.adapter.pytorch.plan_rider import CompletionRider, PlanRider, listen, listen_for_completion
 from ml_flashpoint.adapter.pytorch.staged_state import StagedStateDict, wait_until_over
 from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE
@@ -48,6 +48,7 @@ from ml_flashpoint.format.errors import DivergedError, FlashpointError, InvalidA
 from ml_flashpoint.format.knobs import seal_deadline_s
 from ml_flashpoint.staging.copy import cpu_clones
 from ml_flashpoint.staging.state_dict_stager import TensorLeaves
+from ml_flashpoint.state.plan import item_keys
 from ml_flashpoint.unpickling.checks import by_name
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 

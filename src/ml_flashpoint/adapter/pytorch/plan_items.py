@@ -1,4 +1,4 @@
-"""The items of a DCP plan as items of an object: their names, their data, and what DCP is told of them.
+"""The items of a DCP plan as items of an object: their data, and what DCP is told of them.
 
 Owns which tensors an object stores as such and which as archives of torch.
 """
@@ -6,18 +6,17 @@ Owns which tensors an object stores as such and which as archives of torch.
 from __future__ import annotations
 
 import io
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace
 from ml_flashpoint.core.object_stages import BytesItem, TensorItem
 from ml_flashpoint.format.errors import NotStagedError
-from ml_flashpoint.staging.state_dict_stager import is_plain_strided, materialized, storable_name
+from ml_flashpoint.staging.state_dict_stager import is_plain_strided, materialized
 from ml_flashpoint.unpickling.checks import refuse_unloadable
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
@@ -36,20 +35,6 @@ class WrittenPlan:
     keys: list[str]
     sizes: dict[str, int]
     results: list[WriteResult]
-
-
-def item_keys(items: Sequence[WriteItem]) -> list[str]:
-    """Name of each item in the object: its FQN, with the offset where one rank writes several shards of it."""
-    counts = Counter(item.index.fqn for item in items)
-    keys: dict[str, None] = {}
-    for item in items:
-        key = storable_name(item.index.fqn)
-        if counts[item.index.fqn] > 1 and item.index.offset is not None:
-            key = f"{key}@{','.join(map(str, item.index.offset))}"
-        while key in keys:
-            key += "'"
-        keys[key] = None
-    return list(keys)
 
 
 def resolve_items(

@@ -132,6 +132,27 @@ def test_the_plan_is_the_same_object_while_nothing_but_content_changes() -> None
     assert share.capture(Tree({"a": one, "b": one, "n": 2})).plan is tied
 
 
+def test_values_are_encoded_anew_only_where_they_differ() -> None:
+    state: dict[str, Any] = {"a": 1, "b": [0.0], "c": {"d": (1, 2)}, "s": {1, 2}}
+    share, tree = _share(state)
+    written = list[str]()
+
+    def encode(fqn: str, value: Any) -> bytes:
+        written.append(fqn)
+        return repr(value).encode()
+
+    _, first = share.named(share.capture(tree), [], encode)
+    written.clear()
+    assert share.named(share.capture(Tree(state)), [], encode)[1] == first
+    assert written == ["s"], "of which nothing cheap tells that it is equal"
+    written.clear()
+    state.update(a=True, b=[-0.0])
+    _, items = share.named(share.capture(Tree(state)), [], encode)
+    assert written == ["a", "b", "s"]
+    assert dict(items)["a"] == b"True"
+    assert dict(items)["b"] == b"[-0.0]"
+
+
 class _Unknown(UserDict[str, Any]):
     """A mapping that torch's pytree does not know, and DCP goes into."""
 

@@ -33,6 +33,7 @@ _log = logging.getLogger(__name__)
 
 _State = dict[str, Any]
 _NOTHING = object()
+_PLAIN = frozenset({torch.Tensor, nn.Parameter, int, float, str})
 _SIMPLE = (torch.Tensor, bool, int, float, str, type(None))
 
 
@@ -358,16 +359,14 @@ def _is_same(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
 def _is_table(optimizer: Optimizer) -> bool:
     """Return True if all of the state has a name of its own in a checkpoint, under which it comes back as it was."""
     tables = list(optimizer.state.values())
-    if not set(map(type, tables)) <= {dict} and not all(isinstance(table, dict) for table in tables):
+    if not all(issubclass(kind, dict) for kind in set(map(type, tables))):
         return False
-    kinds = set(map(type, chain.from_iterable(table.values() for table in tables)))
-    keys = set(map(type, chain.from_iterable(tables)))
-    owners = set(map(type, optimizer.state))
+    kinds = set(map(type, chain.from_iterable(map(operator.methodcaller("values"), tables))))
     return (
-        all(issubclass(kind, torch.Tensor) for kind in owners)
-        and keys <= {str}
+        all(issubclass(kind, torch.Tensor) for kind in set(map(type, optimizer.state)))
+        and set(map(type, chain.from_iterable(tables))) <= {str}
         and all(issubclass(kind, _SIMPLE) for kind in kinds)
-        and all(_has_named_parts(value) for group in optimizer.param_groups for value in group.values())
+        and all(map(_has_named_parts, chain.from_iterable(group.values() for group in optimizer.param_groups)))
     )
 
 
@@ -375,7 +374,9 @@ def _has_named_parts(value: object) -> bool:
     """Return True if all keys in a value are strings, as DCP makes them of any others."""
     if isinstance(value, Mapping):
         return set(map(type, value)) <= {str} and all(map(_has_named_parts, value.values()))
-    return not isinstance(value, list) or all(map(_has_named_parts, value))
+    if not isinstance(value, list):
+        return True
+    return set(map(type, value)) <= _PLAIN or all(map(_has_named_parts, value))
 
 
 def _unshared(group: _State) -> _State:

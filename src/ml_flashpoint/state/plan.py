@@ -34,6 +34,7 @@ from ml_flashpoint.state.private import ShardedTensor
 from ml_flashpoint.state.tree import Path, Structure, Tree, elements
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN_VALUES = frozenset({bool, int, float, str, bytes, type(None)})
 _IMMUTABLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -210,6 +211,7 @@ class Share:
         self._plan: Plan | None = None
         self._addresses: list[int] = []
         self._owners: Sequence[object] = ()
+        self._written: dict[int, tuple[str | None, bytes]] = {}
 
     def capture(
         self,
@@ -301,7 +303,22 @@ class Share:
         """
         tensors = [(self.keys[number], copies[index]) for number, index in captured.plan.numbers.items()]
         others = {**captured.values, **captured.whole}
-        return tensors, [(self.keys[n], encode(self.items[n].index.fqn, others[n])) for n in sorted(others)]
+        return tensors, [(self.keys[n], self._encoded(n, others[n], encode)) for n in sorted(others)]
+
+    def _encoded(self, number: int, value: Any, encode: Callable[[str, Any], bytes]) -> bytes:
+        """Return an item as bytes: those of the save before, if the value is equal and of the same types."""
+        text = repr(value) if _is_flat(value) else None  # which tells 1 from True, and 0.0 from -0.0
+        known, content = self._written.get(number, (None, b""))
+        if text is None or text != known:
+            content = encode(self.items[number].index.fqn, value)
+            self._written[number] = text, content
+        return content
+
+
+def _is_flat(value: Any) -> bool:
+    """Return True if a value is one of the plain types, or a list or tuple of such."""
+    kinds = set(map(type, value)) if type(value) in (list, tuple) else {type(value)}
+    return kinds <= _PLAIN_VALUES
 
 
 def _copied(value: Any, fqn: str) -> Any:

@@ -172,7 +172,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Captured:
-    """What one rank writes of one state. Training may go on once the tensors are copied.
+    """The data that one rank writes of one state. Training may go on once the tensors are copied.
 
     Attributes:
         plan: the way it was taken out.

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict as flat
 from torch.distributed.checkpoint._traverse import set_element as set_element  # the way back from such a name
 from torch.utils._pytree import MappingKey as MappingKey  # public only as torch.utils.pytree, of torch 2.8 on
 from torch.utils._pytree import SequenceKey as SequenceKey
-from torch.utils._pytree import TreeSpec as TreeSpec
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
 from torch.utils._pytree import tree_leaves as tree_leaves

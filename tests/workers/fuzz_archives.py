@@ -12,6 +12,7 @@ import faulthandler
 import fractions
 import io
 import pathlib
+import pickletools
 import struct
 import sys
 import uuid
@@ -25,8 +26,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from ml_flashpoint.format.errors import DamagedError, UnsafeContentError
-from ml_flashpoint.unpickling import safe_archive
-from ml_flashpoint.unpickling.safe_archive import load_archive
+from ml_flashpoint.state.archive import load_archive, save_archive
 
 VALUES: dict[str, Any] = {
     "plain": {"a": [1, 2.5, None, True, "x", (b"y", -(1 << 70))], "e": ()},
@@ -115,7 +115,12 @@ def archive_of(pickle: bytes, records: dict[str, bytes] | None = None) -> bytes:
 
 
 def saved(value: Any) -> bytes:
-    """What ``torch.save`` writes."""
+    """What is written here."""
+    return save_archive(value, "value", allowed=None)
+
+
+def pickled(value: Any) -> bytes:
+    """What ``torch.save`` writes by itself."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
@@ -177,7 +182,17 @@ def _text(text: str) -> bytes:
     return b"X" + struct.pack("<I", len(data)) + data
 
 
-_NAMES = [*safe_archive._TYPES, *safe_archive._TOKENS, *safe_archive._Words((), torch.device)._tokens]
+_NAMES = sorted(
+    {
+        ".".join(str(argument).split(" "))
+        for value in VALUES.values()
+        for archive in (saved(value), pickled(value))
+        for code, argument, _ in pickletools.genops(parts_of(archive)[0])
+        if code.name == "GLOBAL"
+    }
+)
+_NAMES += ["torch.FloatTensor", "torch.sparse.FloatTensor", "torch.UntypedStorage", "torch.Generator"]
+_NAMES += ["torch._utils._rebuild_device_tensor_from_numpy", "torch._utils._rebuild_wrapper_subclass"]
 _NAMES += ["torch.float32", "torch.int64", "torch.FloatStorage", "torch.sparse_coo", "torch.per_channel_affine"]
 _INTS = [0, 1, 2, 3, 8, 255, -1, -(1 << 31), (1 << 31) - 1, 1 << 40, 1 << 62, 1 << 63, 1 << 64, -(1 << 63)]
 _ATOMS = [

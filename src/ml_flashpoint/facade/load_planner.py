@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from ml_flashpoint.facade.fit import AS_SAVED, unplaced
 from ml_flashpoint.facade.packed_state import PACKED
 from ml_flashpoint.format.errors import LoadError
-from ml_flashpoint.unpickling.safe_archive import SafeGlobal, load_archive
+from ml_flashpoint.state.archive import SafeGlobal, load_archive
 
 
 class FacadeLoadPlanner(DefaultLoadPlanner):

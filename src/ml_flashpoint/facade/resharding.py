@@ -33,7 +33,7 @@ from ml_flashpoint.format.errors import ReshardError
 from ml_flashpoint.staging.plain_modes import plain_modes
 from ml_flashpoint.staging.state_dict_stager import is_plain_strided
 from ml_flashpoint.staging.torch_dtypes import octets_of
-from ml_flashpoint.unpickling.safe_archive import SafeGlobal, load_archive
+from ml_flashpoint.state.archive import SafeGlobal, load_archive
 
 _log = logging.getLogger(__name__)
 

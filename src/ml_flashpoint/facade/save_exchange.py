@@ -19,7 +19,7 @@ from ml_flashpoint.facade.plan_agreement import Answer, PlanAgreement, Report
 from ml_flashpoint.format.errors import FlashpointError
 from ml_flashpoint.ranks.lasting_group import LastingGroup
 from ml_flashpoint.ranks.roll_call import Late
-from ml_flashpoint.unpickling.safe_archive import SafeGlobal
+from ml_flashpoint.state.archive import SafeGlobal
 
 
 class SaveExchange:

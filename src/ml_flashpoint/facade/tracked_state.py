@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import io
 import itertools
 import logging
 import re
@@ -47,7 +46,7 @@ from ml_flashpoint.facade.steady_state import SteadyState
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, SaveError
 from ml_flashpoint.staging.cuda import device_today
 from ml_flashpoint.staging.state_dict_stager import held_bytes
-from ml_flashpoint.unpickling.checks import cannot_be_pickled, place_of
+from ml_flashpoint.state.archive import cannot_be_pickled, place_of, save_archive
 
 _log = logging.getLogger(__name__)
 
@@ -263,18 +262,17 @@ class TrackedState:
         return tuple(module.left_out for module in self._module_states.values())
 
     def _pack(self, name: str, state_dict: Callable[[], Any]) -> PackedState:
-        stream, value = io.BytesIO(), None
+        value = None
         try:
             value = state_dict()
             with contextlib.suppress(NotPlainError):
                 return PackedState.later(plain_copy(value))
-            torch.save(value, stream)
+            data = PackedState(save_archive(value, name, allowed=None))
         except Exception as error:
             where = place_of(value, name, cannot_be_pickled)
             raise SaveError(
                 f"the state of {where!r} cannot be saved: {type(error).__name__}: {error}", rank=self.rank
             ) from error
-        data = PackedState(stream.getbuffer())
         data.made_of = value
         if len(data) > _LARGE_PACKED and name not in self._warned_large:
             self._warned_large.add(name)

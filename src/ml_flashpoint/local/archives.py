@@ -14,7 +14,7 @@ import torch
 from ml_flashpoint.format.errors import InvalidArgumentError, UnsafeContentError
 from ml_flashpoint.local.known_types import KnownTypes
 from ml_flashpoint.staging.cuda import device_today
-from ml_flashpoint.unpickling.safe_archive import load_archive
+from ml_flashpoint.state.archive import load_archive
 
 
 def pack(value: Any, where: str, types: KnownTypes) -> bytes:

@@ -16,7 +16,7 @@ from typing import Any
 from ml_flashpoint.format.errors import UnsafeContentError
 from ml_flashpoint.local.base_state_dict import TensorAwareStateDict
 from ml_flashpoint.local.nesting import is_namedtuple, is_plain_dataclass, is_plain_object
-from ml_flashpoint.unpickling.safe_archive import SafeGlobal
+from ml_flashpoint.state.archive import SafeGlobal
 
 _ALWAYS: tuple[type, ...] = (argparse.Namespace,)
 

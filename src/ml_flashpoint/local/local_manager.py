@@ -54,7 +54,7 @@ from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.ranks.retention import Keep, checked_keep
 from ml_flashpoint.ranks.strategies import NoReplicationStrategy, ReplicationStrategy, checked_strategy
 from ml_flashpoint.staging.collection import collection_paused
-from ml_flashpoint.unpickling.safe_archive import SafeGlobal
+from ml_flashpoint.state.archive import SafeGlobal
 
 _log = logging.getLogger(__name__)
 

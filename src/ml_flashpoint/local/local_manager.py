@@ -47,7 +47,6 @@ from ml_flashpoint.local.errors import (
     StaleIterationError,
 )
 from ml_flashpoint.local.failures import check_world_size, nothing_to_load, save_failed
-from ml_flashpoint.local.known_types import KnownTypes
 from ml_flashpoint.local.part_loader import PartLoader
 from ml_flashpoint.local.structure import encode
 from ml_flashpoint.ranks.rank_group import rank_group
@@ -121,7 +120,7 @@ class LocalCheckpointManager(OverlappingDoor):
         rule = checked_keep(keep)
         options = persist_options(persist, persist_every, persist_keep, persist_bytes_per_s)
         grace = checked_grace(handle_sigterm, grace_s)
-        self._types = KnownTypes(checked_globals(safe_globals))
+        self._allowed = checked_globals(safe_globals)
         self._meshes = Meshes()
         self.session_id = session_id
         self.latest_iteration = -1
@@ -147,7 +146,7 @@ class LocalCheckpointManager(OverlappingDoor):
             ) from error
         self._saver = self._engine.saver
         self._overlap = Overlap()
-        self._parts = PartLoader(self._engine.loader, self._ranks, self._types, self._meshes)
+        self._parts = PartLoader(self._engine.loader, self._ranks, self._allowed, self._meshes)
         _managers[self._key] = self
         if repl_strategy is not None and self.rank == 0 and not strategy.survivable_losses(self._ranks.topology):
             _log.warning(
@@ -326,7 +325,7 @@ class LocalCheckpointManager(OverlappingDoor):
             with collection_paused():
                 if not is_async:
                     self._saver.agree(save, version)
-                encoded = encode(state_dict, self._types, self._meshes)
+                encoded = encode(state_dict, self._allowed, self._meshes)
                 if is_async:
                     staged = self._overlap.stage_owned(self._saver, save, encoded.tensors)
                     assert staged is not None

@@ -5,15 +5,17 @@ Owns the steps. How ranks vote on them, and which version comes next, is `core.j
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ml_flashpoint.core.checkpoint_loader import MLFlashpointCheckpointLoader
 from ml_flashpoint.core.joint_load import JointLoad
 from ml_flashpoint.core.part_reader import ObjectReader
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.local.base_state_dict import TensorAwareStateDict
 from ml_flashpoint.local.dtensors import Meshes
-from ml_flashpoint.local.known_types import KnownTypes
-from ml_flashpoint.local.structure_reader import Description, read_description, read_state
+from ml_flashpoint.local.structure import Header, read_header, read_state
 from ml_flashpoint.ranks.rank_group import RankGroup
+from ml_flashpoint.state.archive import SafeGlobal
 
 
 class PartLoader:
@@ -22,16 +24,16 @@ class PartLoader:
     Args:
         loader: the engine's loader.
         ranks: who votes.
-        types: what a state may be made of.
+        allowed: further types that a state may be made of.
         meshes: for DTensors.
     """
 
     def __init__(
-        self, loader: MLFlashpointCheckpointLoader, ranks: RankGroup, types: KnownTypes, meshes: Meshes
+        self, loader: MLFlashpointCheckpointLoader, ranks: RankGroup, allowed: Sequence[SafeGlobal], meshes: Meshes
     ) -> None:
         self._loader = loader
         self._ranks = ranks
-        self._types = types
+        self._allowed = allowed
         self._meshes = meshes
 
     def load(self, version: CheckpointContainerId, joint: JointLoad) -> TensorAwareStateDict:
@@ -41,17 +43,17 @@ class PartLoader:
             FailedStepError: a rank cannot load its part.
         """
 
-        def open_part() -> tuple[ObjectReader, Description]:
+        def open_part() -> tuple[ObjectReader, Header]:
             manifest = self._loader.read_manifest(version, self._ranks.rank)
             reader = self._loader.open_object(version, manifest, manifest.objects[0])
-            return reader, read_description(reader)
+            return reader, read_header(reader)
 
         def read_part() -> TensorAwareStateDict:
-            state = read_state(reader, description, self._types, self._meshes)
+            state = read_state(reader, header, self._allowed, self._meshes)
             state.restore_tensor_device()
             reader.check_kept()
             return state
 
-        reader, description = joint.step(version, open_part)
-        self._meshes.prepare(description.meshes, self._ranks)
+        reader, header = joint.step(version, open_part)
+        self._meshes.prepare(header.meshes, self._ranks)
         return joint.step(version, read_part)

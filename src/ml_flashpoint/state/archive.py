@@ -5,7 +5,7 @@ scalars, and dataclasses, namedtuples and enums of modules that this process has
 name in an archive never leads to code that is not on this list, and no module is imported because an archive names it.
 
 Some values are written otherwise than pickle would write them, so that nothing of NumPy is ever unpickled and no
-constructor of a dataclass runs: as a call of a function below, which checks its arguments. An archive that pickle wrote
+constructor of a dataclass runs: as calls of one function, which checks its arguments. An archive that pickle wrote
 (DCP's planners write those) is read as well, unless it holds such values.
 """
 
@@ -20,7 +20,6 @@ import decimal
 import enum
 import fractions
 import io
-import itertools
 import logging
 import operator
 import pathlib
@@ -36,7 +35,7 @@ import zipfile
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -47,13 +46,24 @@ from ml_flashpoint.format.numpy_values import array_of, describe_dtype, dtype_of
 from ml_flashpoint.staging.plain_modes import plain_modes
 
 SafeGlobal = Callable[..., Any] | tuple[Callable[..., Any], str]
-Leaf = Callable[..., Any]
 
 _log = logging.getLogger(__name__)
 _INLINE_BYTES = 1024
 _MOST_CHECKED = 100_000
 _SAFE_SINCE = (2, 10)
 HINT = "keep plain values in it, or pass safe_globals=[{}] if you trust that"
+
+
+class Leaves(Protocol):
+    """Tensors that are kept outside of an archive."""
+
+    def take(self, tensor: torch.Tensor) -> tuple[Any, ...] | None:
+        """Keep a tensor. Return what the archive holds in its place; None if the archive is to hold the tensor."""
+        ...
+
+    def give(self, *described: Any) -> Any:
+        """Return the tensor that ``take`` described so. The description is not trusted."""
+        ...
 
 
 # ---- writing ------------------------------------------------------------------------------------------------------
@@ -64,7 +74,7 @@ def save_archive(
     name: str,
     *,
     allowed: Sequence[SafeGlobal] | None = (),
-    leaf: Callable[[torch.Tensor], tuple[Any, ...] | None] | None = None,
+    leaves: Leaves | None = None,
     hint: str = HINT,
 ) -> bytes:
     """Return the archive of a value that `load_archive` accepts with the same ``allowed``.
@@ -72,19 +82,18 @@ def save_archive(
     Args:
         name: what errors call the value.
         allowed: further types that may be in it; None if `check_archive` follows.
-        leaf: called for each tensor. Returns what the archive holds in its place, as arguments of the ``leaf`` that
-            `load_archive` is given; None for a tensor that the archive is to hold itself.
+        leaves: keeps tensors. Also asked for them, since the archive is loaded once.
         hint: of the error for a type that is not allowed; ``{}`` stands for the type.
 
     Raises:
         UnsafeContentError: it holds a type that is not allowed. Names the place and the type.
         Exception: pickling it fails.
     """
-    data, pickled = _pickled(value, leaf)
+    data, pickled = _pickled(value, leaves)
     if allowed is not None:
         # Values of the same types are loaded alike, but for integers that torch has no opcode for.
         seen = (frozenset(_GLOBALS.findall(pickled)), b"\x8b" in pickled, _names(allowed))
-        _check(seen, data, value, name, allowed, leaf, hint)
+        _check(seen, data, value, name, allowed, leaves, hint)
     return data
 
 
@@ -97,14 +106,16 @@ def check_archive(data: bytes, value: Any, name: str, *, allowed: Sequence[SafeG
     _check((xxhash.xxh3_128_digest(data), _names(allowed)), data, value, name, allowed, None, hint)
 
 
-def _check(seen: Any, data: bytes, value: Any, name: str, allowed: Sequence[SafeGlobal], leaf: Any, hint: str) -> None:
+def _check(
+    seen: Any, data: bytes, value: Any, name: str, allowed: Sequence[SafeGlobal], leaves: Any, hint: str
+) -> None:
     if seen in _checked:
         return
-    why = _refusal(data, allowed, None if leaf is None else _nothing)
+    why = _refusal(data, allowed, leaves)
     if why is None:
         _note(seen)
         return
-    where = place_of(value, name, lambda each: _is_refused(each, allowed, leaf))
+    where = place_of(value, name, lambda each: _is_refused(each, allowed, leaves))
     if isinstance(why, _UnknownNameError):
         text = f"the state of {where!r} holds {why}, which loading would refuse, because such types may run code"
         raise UnsafeContentError(text, hint=hint.format(why))
@@ -147,9 +158,9 @@ def _note(seen: tuple[Any, ...]) -> None:
     _checked.add(seen)
 
 
-def _pickled(value: Any, leaf: Any) -> tuple[bytes, bytes]:
+def _pickled(value: Any, leaves: Any) -> tuple[bytes, bytes]:
     """An archive, and the pickle in it."""
-    table, buffers = _Reducers(leaf), []
+    table, buffers = _Reducers(leaves), []
 
     class Pickler(pickle.Pickler):
         dispatch_table = table
@@ -164,25 +175,21 @@ def _pickled(value: Any, leaf: Any) -> tuple[bytes, bytes]:
     return stream.getvalue(), buffers[0].getvalue()
 
 
-def _refusal(data: bytes, allowed: Sequence[SafeGlobal], leaf: Leaf | None) -> Exception | None:
+def _refusal(data: bytes, allowed: Sequence[SafeGlobal], leaves: Leaves | None) -> Exception | None:
     """Why an archive that was just written would not be loaded."""
     try:
-        _load(data, allowed, None, leaf)
+        _load(data, allowed, None, leaves)
     except Exception as error:
         return error
     return None
 
 
-def _is_refused(value: Any, allowed: Sequence[SafeGlobal], leaf: Any) -> bool:
+def _is_refused(value: Any, allowed: Sequence[SafeGlobal], leaves: Any) -> bool:
     try:
-        data, _ = _pickled(value, leaf)
+        data, _ = _pickled(value, leaves)
     except Exception:  # of whatever kind pickling raises
         return True
-    return _refusal(data, allowed, None if leaf is None else _nothing) is not None
-
-
-def _nothing(*args: Any) -> None:
-    return None
+    return _refusal(data, allowed, leaves) is not None
 
 
 def place_of(value: Any, name: str, is_bad: Callable[[Any], bool]) -> str:
@@ -228,7 +235,7 @@ def load_archive(
     path: str,
     allowed: Sequence[SafeGlobal] = (),
     device_of: Callable[[str], torch.device] | None = None,
-    leaf: Leaf | None = None,
+    leaves: Leaves | None = None,
 ) -> Any:
     """Return the value in an archive, in memory of its own.
 
@@ -237,14 +244,14 @@ def load_archive(
         key: what errors call the archive. path: of the object that holds it.
         allowed: types it may be made of, beyond those that always are allowed.
         device_of: where a tensor is loaded to that was on the device of this name; the CPU if it is None.
-        leaf: makes the tensors that `save_archive` left out.
+        leaves: has the tensors that were kept outside.
 
     Raises:
         UnsafeContentError: it names something that is not allowed, or is no archive of ``torch.save``.
         DamagedError: it makes no sense.
     """
     try:
-        return _load(data, allowed, device_of, leaf)
+        return _load(data, allowed, device_of, leaves)
     except _NoArchiveError:
         raise UnsafeContentError(
             f"item {key!r} was not written by torch.save, so it cannot be checked",
@@ -314,10 +321,10 @@ _REFUSED = re.compile(r"GLOBAL ([^\s]+)")
 _NEVER = re.compile(rb"cnumpy[\w.]*\n|ctorch\._utils\n_rebuild_(nested_tensor|qtensor)\n")
 
 
-def _load(data: Any, allowed: Sequence[SafeGlobal], device_of: Any, leaf: Leaf | None) -> Any:
+def _load(data: Any, allowed: Sequence[SafeGlobal], device_of: Any, leaves: Leaves | None) -> Any:
     with memoryview(data) as octets, octets.cast("B") as whole:
         stream = _rewritten(_records(whole))
-    words = _words(allowed, leaf)
+    words = _words(allowed, leaves)
     with _lock, _plain():
         # The list is the process's: what the program has put there must still be there afterwards.
         present = set(torch.serialization.get_safe_globals())
@@ -357,6 +364,8 @@ def _records(whole: memoryview) -> dict[str, memoryview]:
         if name in found:
             raise ValueError(f"it has two records {name!r}")
         found[name] = data
+    if sum(map(len, found.values())) > len(whole):
+        raise ValueError("its records overlap")
     if "constants.pkl" in found or "data.pkl" not in found:
         raise _NoArchiveError
     return found
@@ -400,135 +409,181 @@ def _text(error: BaseException) -> str:
 # ---- what a name stands for ---------------------------------------------------------------------------------------
 
 
-def _words(allowed: Sequence[SafeGlobal], leaf: Leaf | None) -> list[SafeGlobal]:
+def _words(allowed: Sequence[SafeGlobal], leaves: Leaves | None) -> list[SafeGlobal]:
     """What an archive may name."""
     listed = {name: kind for kind, name in by_name(allowed)}
     trusted = [*listed.values(), *(kind for kind, _ in by_name(torch.serialization.get_safe_globals()))]
-    words = [*_WORDS, *by_name(allowed)]
-    words += [(partial(make, listed), f"{__name__}.{make.__name__}") for make in (_instance, _named, _member)]
-    words.append((partial(_filled, trusted), f"{__name__}._filled"))
-    if leaf is not None:
-        words.append((leaf, f"{__name__}._leaf"))
-    return words
+    return [*_WORDS, *by_name(allowed), (_Maker(listed, trusted, leaves), f"{__name__}._made")]
+
+
+def _made(kind: str, *args: Any) -> Any:
+    """Stand in a pickle for what `_Maker` makes."""
+    return _Maker({}, (), None)(kind, *args)
+
+
+class _Maker:
+    """Makes the values that are not written as pickle would write them, from arguments that it does not trust."""
+
+    def __init__(self, listed: Mapping[str, Any], trusted: Sequence[Any], leaves: Leaves | None) -> None:
+        self._listed = listed
+        self._trusted = trusted
+        self._leaves = leaves
+
+    def __call__(self, kind: str, *args: Any) -> Any:
+        if kind == "leaf" and self._leaves is not None:
+            return self._leaves.give(*args)
+        own: dict[str, Callable[..., Any]]
+        own = {"instance": self._instance, "tuple": self._tuple, "member": self._member, "filled": self._filled}
+        return (own.get(kind) or _MAKERS[kind])(*args)
+
+    def _found(self, name: Any, is_such: Callable[[type], bool]) -> Any:
+        found = self._listed.get(name.replace(":", ".")) or imported(name)
+        if not isinstance(found, type) or not is_such(found):
+            raise _UnknownNameError(name.replace(":", "."))
+        return found
+
+    def _instance(self, name: Any, attributes: Any) -> Any:
+        if type(attributes) is not dict or not all(type(each) is str for each in attributes):
+            raise TypeError("attributes that are no dict")
+        return new_instance(self._found(name, is_plain), attributes)
+
+    def _tuple(self, name: Any, values: Any) -> Any:
+        kind = self._found(name, is_namedtuple)
+        if type(values) is not tuple or len(kind._fields) != len(values):
+            raise TypeError(f"{name} is no namedtuple of these fields")
+        return tuple.__new__(kind, values)
+
+    def _member(self, name: Any, member: Any) -> Any:
+        return self._found(name, lambda kind: issubclass(kind, enum.Enum))._member_map_[member]
+
+    def _filled(self, kind: Any, args: Any, items: Any, pairs: Any) -> Any:
+        if not any(kind is each for each in self._trusted) or (type(items), type(pairs)) != (list, dict):
+            raise TypeError(f"{kind!r} may not be made")
+        made = kind.__new__(kind, *args)
+        if items:
+            made.extend(items)
+        for key, value in pairs.items():
+            made[key] = value
+        return made
 
 
 class _Reducers(dict[type, Any]):
     """How values of a type are pickled, by the type; for pickle, which asks for each type that it has no opcode for."""
 
-    def __init__(self, leaf: Any) -> None:
+    def __init__(self, leaves: Leaves | None) -> None:
         super().__init__(_REDUCERS)
-        self._leaf = leaf
+        self._leaves = leaves
 
     def __missing__(self, kind: type) -> Any:
-        reducer: Any
         if issubclass(kind, type):
             raise KeyError  # a class, which is pickled by its name
+        reducer: Any = copyreg.dispatch_table.get(kind, operator.methodcaller("__reduce_ex__", 2))
         if issubclass(kind, torch.Tensor):
-            reducer = partial(_of_tensor, self._leaf)
+            reducer = partial(_of_tensor, self._leaves)
         elif issubclass(kind, np.dtype):
-            reducer = _of_dtype
+            reducer = lambda value: (_made, ("dtype", describe_dtype(value)))  # noqa: E731
         elif issubclass(kind, np.generic):
             reducer = _of_scalar
         elif issubclass(kind, enum.Enum):
             reducer = _of_enum
         elif is_namedtuple(kind):
-            reducer = lambda value: (_named, (_checked_name(type(value)), tuple(value)))  # noqa: E731
-        elif is_plain_dataclass(kind):
-            reducer = lambda value: (_instance, (_checked_name(type(value)), attributes_of(value)))  # noqa: E731
-        elif kind in copyreg.dispatch_table:
-            reducer = copyreg.dispatch_table[kind]
+            reducer = lambda value: (_made, ("tuple", _checked_name(type(value)), tuple(value)))  # noqa: E731
+        elif is_plain(kind):
+            reducer = lambda value: (_made, ("instance", _checked_name(type(value)), attributes_of(value)))  # noqa: E731
         elif issubclass(kind, (list, dict)) and kind not in (collections.OrderedDict, collections.Counter):
             reducer = _of_container
-        else:
-            reducer = operator.methodcaller("__reduce_ex__", 2)
         self[kind] = reducer
         return reducer
 
 
-def _leaf(*args: Any) -> Any:
-    raise ValueError("a tensor of the archive is kept elsewhere")
-
-
-def _of_tensor(leaf: Any, value: torch.Tensor) -> Any:
-    if leaf is not None and (args := leaf(value)) is not None:
-        return _leaf, args
-    if type(value) is torch.Tensor and value.is_quantized:
-        scales: tuple[Any, ...] = ()
+def _of_tensor(leaves: Leaves | None, value: torch.Tensor) -> Any:
+    if leaves is not None and (described := leaves.take(value)) is not None:
+        return _made, ("leaf", *described)
+    if type(value) in (torch.Tensor, torch.nn.Parameter) and (value.layout is not torch.strided or value.is_nested):
+        if value.requires_grad:  # which torch forgets of these
+            return _made, ("gradient", value.detach(), type(value) is torch.nn.Parameter)
+        if value.is_nested and value.layout is torch.strided:
+            return _made, ("nested", list(value.unbind()), value.dtype)
+    if type(value) is torch.Tensor and value.is_quantized and value.dtype in _QUANTIZED:
         if value.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-            scales = (value.q_scale(), value.q_zero_point())
-        elif value.qscheme() in (torch.per_channel_affine, torch.per_channel_affine_float_qparams):
-            scales = (value.q_per_channel_scales(), value.q_per_channel_zero_points(), value.q_per_channel_axis())
-        if scales:
-            return _quantized, (value.int_repr(), value.dtype, *scales)
-    if type(value) is torch.Tensor and value.is_nested and value.layout is torch.strided:
-        return _nested, ([each.detach() for each in value.detach().unbind()], value.dtype, value.requires_grad)
+            return _made, ("quantized", value.int_repr(), value.dtype, value.q_scale(), value.q_zero_point())
+        channels = value.q_per_channel_scales(), value.q_per_channel_zero_points(), value.q_per_channel_axis()
+        return _made, ("quantized", value.int_repr(), value.dtype, *channels)
     return value.__reduce_ex__(2)  # type: ignore[no-untyped-call]
-
-
-def _quantized(values: Any, dtype: Any, *scales: Any) -> torch.Tensor:
-    made: torch.Tensor
-    if len(scales) == 2:
-        made = torch._make_per_tensor_quantized_tensor(_exactly(values), float(scales[0]), int(scales[1]))
-    else:
-        scale, zero, axis = scales
-        if type(axis) is not int or not 0 <= axis < _exactly(values).dim():
-            raise ValueError("a quantized tensor without its axis")
-        for each in (scale, zero):
-            if tuple(_exactly(each).shape) != (values.shape[axis],):
-                raise ValueError("a quantized tensor without a scale for each channel")
-        made = torch._make_per_channel_quantized_tensor(values, scale, zero, axis)
-    if made.dtype is not dtype:
-        raise ValueError(f"a quantized tensor of {made.dtype}, not {dtype}")
-    return made
-
-
-def _nested(parts: Any, dtype: Any, requires_grad: Any) -> torch.Tensor:
-    return torch.nested.nested_tensor(
-        [_exactly(each) for each in parts],
-        dtype=dtype,
-        device=parts[0].device if parts else "cpu",
-        requires_grad=bool(requires_grad),
-    )
-
-
-def _exactly(value: Any) -> torch.Tensor:
-    if type(value) is not torch.Tensor:
-        raise TypeError(f"a {type(value).__name__} in the place of a tensor")
-    return value
-
-
-def _generator(device: Any, state: Any) -> torch.Generator:
-    made = torch.Generator(str(device))
-    made.set_state(_exactly(state))
-    return made
-
-
-def _constant(name: Any) -> Any:
-    value = vars(torch).get(name)
-    if not isinstance(value, (torch.memory_format, torch.layout, torch.qscheme, torch.dtype)):
-        raise ValueError(f"torch has no constant {name!r}")
-    return value
-
-
-# NumPy.
 
 
 def _of_array(value: Any) -> Any:
     if value.dtype == object and value.dtype.names is None:
-        return _objects, (value.shape, list(value.flat))
+        return _made, ("objects", value.shape, list(value.flat))
     by_columns = value.flags.f_contiguous and not value.flags.c_contiguous
-    plain = np.ascontiguousarray(value.T if by_columns else value)
-    octets: Any = plain.tobytes()
+    value = value.T if by_columns else value
+    octets: Any = value.tobytes()
     if len(octets) > _INLINE_BYTES:
         octets = torch.frombuffer(bytearray(octets), dtype=torch.uint8)
-    shape = value.T.shape if by_columns else value.shape
-    return _array, (octets, describe_dtype(value.dtype), shape, by_columns)
+    return _made, ("array", octets, describe_dtype(value.dtype), value.shape, by_columns)
+
+
+def _of_scalar(value: Any) -> Any:
+    if type(value) in (np.str_, np.bytes_):  # an array's lose trailing zeros
+        return _made, ("string", str.__str__(value) if isinstance(value, str) else bytes(value))
+    if type(value) is not value.dtype.type:
+        return value.__reduce_ex__(2)
+    return _made, ("scalar", value.tobytes(), describe_dtype(value.dtype))
+
+
+def _of_enum(value: Any) -> Any:
+    if type(value)._member_map_.get(value.name or "") is not value:  # a combination of flags
+        return value.__reduce_ex__(2)
+    return _made, ("member", _checked_name(type(value)), value.name)
+
+
+def _of_container(value: Any) -> Any:
+    """Containers of other types, into which torch fills no items."""
+    reduced = value.__reduce_ex__(2)
+    if not isinstance(reduced, tuple) or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
+        return reduced
+    _, (kind, *args), state, items, pairs = (*reduced, None, None, None)[:5]
+    return _made, ("filled", kind, args, list(items or ()), dict(pairs or ())), state
+
+
+def _of_defaultdict(value: Any) -> Any:
+    factory = value.default_factory
+    name = next((name for name, each in _FACTORIES.items() if each is factory), None)
+    return _made, ("defaultdict", name or factory, dict(value))
+
+
+def _of_time(value: Any) -> Any:
+    names = ["year", "month", "day"] * isinstance(value, datetime.date)
+    names += ["hour", "minute", "second", "microsecond", "tzinfo"] * hasattr(value, "hour")
+    fields = [getattr(value, name) for name in names]
+    return _made, (type(value).__name__, *fields, *([value.fold] if hasattr(value, "fold") else []))
+
+
+def _of_constant(value: Any) -> Any:
+    return _made, ("constant", str(value).removeprefix("torch."))
+
+
+_FACTORIES: dict[Any, Any] = {each.__name__: each for each in (dict, list, set, int, float, str)}
+_QUANTIZED = (torch.quint8, torch.qint8, torch.qint32)
+_REDUCERS: dict[type, Any] = {
+    np.ndarray: _of_array,
+    collections.defaultdict: _of_defaultdict,
+    collections.deque: lambda value: (_made, ("deque", list(value), value.maxlen)),
+    datetime.date: _of_time,
+    datetime.time: _of_time,
+    datetime.datetime: _of_time,
+    io.BytesIO: lambda value: (_made, ("stream", value.getvalue(), value.tell())),
+    torch.Generator: lambda value: (_made, ("generator", str(value.device), value.get_state())),
+    torch.memory_format: _of_constant,
+    torch.qscheme: _of_constant,
+    type(...): lambda value: (_made, ("ellipsis",)),
+}
 
 
 def _array(octets: Any, described: Any, shape: Any, by_columns: Any) -> Any:
-    if isinstance(octets, torch.Tensor):
-        octets = _exactly(octets).numpy().tobytes()
-    made = array_of(octets, described, shape)
+    made = array_of(
+        _exactly(octets).numpy().tobytes() if isinstance(octets, torch.Tensor) else octets, described, shape
+    )
     return made.T if by_columns else made
 
 
@@ -539,33 +594,123 @@ def _objects(shape: Any, values: Any) -> Any:
     return flat.reshape(shape)
 
 
-def _of_scalar(value: Any) -> Any:
-    if type(value) in (np.str_, np.bytes_):  # an array's lose trailing zeros
-        return _string, (str.__str__(value) if isinstance(value, str) else bytes(value),)
-    if type(value) is not value.dtype.type:
-        return value.__reduce_ex__(2)
-    return _scalar, (value.tobytes(), describe_dtype(value.dtype))
+def _quantized(values: Any, dtype: Any, scale: Any, zero: Any, axis: Any = None) -> torch.Tensor:
+    if axis is None:
+        made = torch._make_per_tensor_quantized_tensor(_exactly(values), float(scale), int(zero))
+    else:
+        sizes = {tuple(_exactly(each).shape) for each in (scale, zero)}
+        if type(axis) is not int or not 0 <= axis < _exactly(values).dim() or sizes != {(values.shape[axis],)}:
+            raise ValueError("a quantized tensor without a scale for each channel")
+        made = torch._make_per_channel_quantized_tensor(values, scale, zero, axis)
+    if made.dtype is not dtype:
+        raise ValueError(f"a quantized tensor of {made.dtype}, not {dtype}")
+    return made
 
 
-def _scalar(octets: Any, described: Any) -> Any:
-    return scalar_of(octets, described)
+def _nested(parts: Any, dtype: Any) -> torch.Tensor:
+    device = parts[0].device if parts else torch.device("cpu")
+    return torch.nested.nested_tensor([_exactly(each) for each in parts], dtype=dtype, device=device)
+
+
+def _generator(device: Any, state: Any) -> torch.Generator:
+    made = torch.Generator(str(device))
+    made.set_state(_exactly(state))
+    return made
+
+
+def _constant(name: Any) -> Any:
+    if not isinstance(value := vars(torch).get(name), (torch.memory_format, torch.qscheme)):
+        raise ValueError(f"torch has no constant {name!r}")
+    return value
 
 
 def _string(value: Any) -> Any:
-    if type(value) not in (str, bytes):
-        raise TypeError("no string")
-    return np.str_(value) if type(value) is str else np.bytes_(value)
+    return np.str_(value) if type(value) is str else np.bytes_(_bytes(value))
 
 
-def _of_dtype(value: Any) -> Any:
-    return _dtype, (describe_dtype(value),)
+def _stream(data: Any, position: Any) -> io.BytesIO:
+    made = io.BytesIO(_bytes(data))
+    made.seek(position)
+    return made
 
 
-def _dtype(described: Any) -> Any:
-    return dtype_of(described)
+def _exactly(value: Any) -> torch.Tensor:
+    if type(value) is not torch.Tensor:
+        raise TypeError(f"a {type(value).__name__} in the place of a tensor")
+    return value
 
 
-# Types that are found by their names.
+_MAKERS: dict[str, Callable[..., Any]] = {
+    "array": _array,
+    "objects": _objects,
+    "scalar": scalar_of,
+    "string": _string,
+    "dtype": dtype_of,
+    "quantized": _quantized,
+    "nested": _nested,
+    "gradient": lambda value, is_parameter: (
+        torch.nn.Parameter(_exactly(value)) if is_parameter else _exactly(value).requires_grad_()
+    ),
+    "generator": _generator,
+    "constant": _constant,
+    "deque": lambda items, most: collections.deque(items, most),
+    "defaultdict": lambda factory, items: collections.defaultdict(
+        _FACTORIES[factory] if type(factory) is str else factory, items
+    ),
+    "date": datetime.date,
+    "time": lambda *fields: datetime.time(*fields[:-1], fold=fields[-1]),
+    "datetime": lambda *fields: datetime.datetime(*fields[:-1], fold=fields[-1]),
+    "stream": _stream,
+    "ellipsis": lambda: ...,
+}
+
+
+# What pickle itself writes of the standard library. These believe no internal form.
+
+
+def _bytes(data: Any = b"", encoding: Any = "latin1") -> bytes:
+    if type(data) is bytes:
+        return data
+    if type(data) is not str or encoding not in ("latin1", "latin-1"):
+        raise ValueError(f"bytes in the encoding {encoding!r}")
+    return data.encode("latin1")
+
+
+def _frozenset(items: Any = ()) -> frozenset[Any]:
+    if type(items) not in (list, tuple):
+        raise TypeError("items that are no list")
+    return frozenset(items)
+
+
+def _datetime(data: Any, *zone: Any) -> datetime.datetime:
+    at = datetime.datetime(_bytes(data), *zone)  # type: ignore[arg-type]
+    fields = (at.year, at.month, at.day, at.hour, at.minute, at.second, at.microsecond)
+    return datetime.datetime(*fields, tzinfo=at.tzinfo, fold=at.fold)
+
+
+def _fraction(numerator: Any, denominator: Any = 1) -> fractions.Fraction:
+    if type(numerator) is str:  # of Python 3.11 and older
+        numerator, _, denominator = numerator.partition("/")
+    return fractions.Fraction(int(numerator), int(denominator or 1))
+
+
+_WORDS: list[SafeGlobal] = [
+    (_bytes, "builtins.bytes"),
+    (_frozenset, "builtins.frozenset"),
+    (slice, "builtins.slice"),
+    (range, "builtins.range"),
+    (_datetime, "datetime.datetime"),
+    (_fraction, "fractions.Fraction"),
+    *(datetime.timedelta, datetime.timezone, decimal.Decimal, uuid.UUID, Namespace),
+    *(
+        (kind, f"pathlib{sub}.{kind.__name__}")
+        for sub in ("", "._local")  # of Python 3.13
+        for kind in (pathlib.Path, pathlib.PosixPath, pathlib.PurePosixPath)
+    ),
+]
+
+
+# ---- types that are found by their names --------------------------------------------------------------------------
 
 
 def is_namedtuple(kind: type) -> bool:
@@ -576,35 +721,26 @@ def is_namedtuple(kind: type) -> bool:
     return tuple in kind.__bases__ and isinstance(fields, tuple) and all(isinstance(name, str) for name in fields)
 
 
-def is_plain_object(kind: type) -> bool:
-    """Return whether instances are their attributes and nothing else: no container, and none of pickle's hooks."""
+def is_plain(kind: type) -> bool:
+    """Return whether a type is a dataclass, or derived from one of `PLAIN_BASES`, and instances are their attributes.
+
+    Such a type is no container, and has none of pickle's hooks.
+    """
+    if not dataclasses.is_dataclass(kind) and not issubclass(kind, tuple(PLAIN_BASES)):
+        return False
     inherited = all(getattr(kind, name) is getattr(object, name) for name in ("__new__", "__reduce__", "__reduce_ex__"))
     return inherited and not any(_has_hook(kind, name) for name in _HOOKS)
 
 
+PLAIN_BASES: list[type] = []
+"""Types beside dataclasses that are always allowed, with their subclasses, if instances are their attributes."""
 _HOOKS = ("__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__", "__del__")
 
 
 def _has_hook(kind: type, name: str) -> bool:
     hook = getattr(kind, name, None)
-    if hook is None or hook is getattr(object, name, None):
-        return False
     # Frozen dataclasses with slots get hooks of the standard library's, which do no more than is done here.
-    return getattr(hook, "__module__", "") != "dataclasses"
-
-
-def is_plain_dataclass(kind: type) -> bool:
-    """Return whether a type is a dataclass whose instances are their attributes."""
-    return dataclasses.is_dataclass(kind) and is_plain_object(kind)
-
-
-def _slots_of(kind: type) -> dict[str, types.MemberDescriptorType]:
-    return {
-        name: value
-        for base in reversed(kind.__mro__)
-        for name, value in vars(base).items()
-        if isinstance(value, types.MemberDescriptorType)
-    }
+    return hook not in (None, getattr(object, name, None)) and getattr(hook, "__module__", "") != "dataclasses"
 
 
 def attributes_of(instance: object) -> dict[str, Any]:
@@ -632,13 +768,13 @@ def new_instance(kind: type, attributes: Mapping[str, Any]) -> Any:
     return instance
 
 
-def name_of(kind: type) -> str:
-    """Return the full name of a type: ``module:qualified.name``."""
-    return f"{kind.__module__}:{kind.__qualname__}"
+def _slots_of(kind: type) -> dict[str, types.MemberDescriptorType]:
+    every = (item for base in reversed(kind.__mro__) for item in vars(base).items())
+    return {name: value for name, value in every if isinstance(value, types.MemberDescriptorType)}
 
 
-def imported(name: Any) -> type | None:
-    """Return the type of this name in a module that this process has imported, None if there is none."""
+def imported(name: str) -> type | None:
+    """Return the type ``module:qualified.name`` of a module that this process has imported, None if there is none."""
     module, _, qualified = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in qualified.split("."):
@@ -648,162 +784,10 @@ def imported(name: Any) -> type | None:
 
 
 def _checked_name(kind: type) -> str:
-    name = name_of(kind)
+    name = f"{kind.__module__}:{kind.__qualname__}"
     if imported(name) is not kind:
         raise UnsafeContentError(
             f"the type {name.replace(':', '.')} cannot be found again by its name",
             hint="define it at the top level of a module",
         )
     return name
-
-
-def _found(listed: Mapping[str, Any], name: Any, is_such: Callable[[type], bool]) -> Any:
-    kind = listed.get(name.replace(":", ".")) or imported(name)
-    if not isinstance(kind, type) or not is_such(kind):
-        raise _UnknownNameError(name.replace(":", "."))
-    return kind
-
-
-def _instance(listed: Mapping[str, Any], name: Any, attributes: Any) -> Any:
-    if type(attributes) is not dict or not all(type(each) is str for each in attributes):
-        raise TypeError("attributes that are no dict")
-    return new_instance(_found(listed, name, is_plain_dataclass), attributes)
-
-
-def _named(listed: Mapping[str, Any], name: Any, values: Any) -> Any:
-    kind = _found(listed, name, is_namedtuple)
-    if type(values) is not tuple or len(kind._fields) != len(values):
-        raise TypeError(f"{name} is no namedtuple of these fields")
-    return tuple.__new__(kind, values)
-
-
-def _of_enum(value: Any) -> Any:
-    if type(value)._member_map_.get(value.name or "") is not value:  # a combination of flags
-        return value.__reduce_ex__(2)
-    return _member, (_checked_name(type(value)), value.name)
-
-
-def _member(listed: Mapping[str, Any], name: Any, member: Any) -> Any:
-    return _found(listed, name, lambda kind: issubclass(kind, enum.Enum))._member_map_[member]
-
-
-# Containers that torch fills no items into.
-
-
-def _of_container(value: Any) -> Any:
-    reduced = value.__reduce_ex__(2)
-    make, args, *rest = reduced if isinstance(reduced, tuple) else (None, ())
-    state, items, pairs = itertools.islice(itertools.chain(rest, (None,) * 3), 3)
-    if make is not copyreg.__newobj__ or (items is None and pairs is None):  # type: ignore[attr-defined]
-        return reduced
-    return _filled, (*args, list(items or ()), dict(pairs or ())), state
-
-
-def _filled(trusted: Sequence[Any], kind: Any, *content: Any) -> Any:
-    *args, items, pairs = content
-    if not any(kind is each for each in trusted) or type(items) is not list or type(pairs) is not dict:
-        raise TypeError(f"{kind!r} may not be made")
-    made = kind.__new__(kind, *args)
-    if items:
-        made.extend(items)
-    for key, value in pairs.items():
-        made[key] = value
-    return made
-
-
-_FACTORIES: dict[Any, Any] = {each.__name__: each for each in (dict, list, set, int, float, str)}
-
-
-def _of_defaultdict(value: Any) -> Any:
-    factory = value.default_factory
-    name = next((name for name, each in _FACTORIES.items() if each is factory), None)
-    return _defaultdict, (name or factory, dict(value))
-
-
-def _defaultdict(factory: Any, items: Any) -> Any:
-    return collections.defaultdict(_FACTORIES[factory] if type(factory) is str else factory, items)
-
-
-# The standard library. Where pickle's own way is kept, these stand behind its names; they believe no internal form.
-
-
-def _bytes(data: Any = b"", encoding: Any = "latin1") -> bytes:
-    if type(data) is bytes:
-        return data
-    if type(data) is not str or encoding not in ("latin1", "latin-1"):
-        raise ValueError(f"bytes in the encoding {encoding!r}")
-    return data.encode("latin1")
-
-
-def _frozenset(items: Any = ()) -> frozenset[Any]:
-    if type(items) not in (list, tuple):
-        raise TypeError("items that are no list")
-    return frozenset(items)
-
-
-def _date(data: Any) -> datetime.date:
-    made = datetime.date(_bytes(data))  # type: ignore[call-arg, arg-type]
-    return datetime.date(made.year, made.month, made.day)
-
-
-def _time(data: Any, *zone: Any) -> datetime.time:
-    at = datetime.time(_bytes(data), *zone)  # type: ignore[arg-type]
-    return datetime.time(at.hour, at.minute, at.second, at.microsecond, at.tzinfo, fold=at.fold)
-
-
-def _datetime(data: Any, *zone: Any) -> datetime.datetime:
-    at = datetime.datetime(_bytes(data), *zone)  # type: ignore[arg-type]
-    fields = (at.year, at.month, at.day, at.hour, at.minute, at.second, at.microsecond)
-    return datetime.datetime(*fields, tzinfo=at.tzinfo, fold=at.fold)
-
-
-def _fraction(numerator: Any, denominator: Any = 1) -> fractions.Fraction:
-    if type(numerator) is str:  # of Python 3.11 and older
-        numerator, _, denominator = numerator.partition("/")
-    return fractions.Fraction(int(numerator), int(denominator or 1))
-
-
-def _stream(data: Any, position: Any) -> io.BytesIO:
-    made = io.BytesIO(_bytes(data))
-    made.seek(position)
-    return made
-
-
-def _deque(items: Any, most: Any) -> Any:
-    return collections.deque(_bytes(items) if type(items) is bytes else items, most)
-
-
-_REDUCERS: dict[type, Any] = {
-    np.ndarray: _of_array,
-    collections.defaultdict: _of_defaultdict,
-    collections.deque: lambda value: (_deque, (list(value), value.maxlen)),
-    io.BytesIO: lambda value: (_stream, (value.getvalue(), value.tell())),
-    torch.Generator: lambda value: (_generator, (str(value.device), value.get_state())),
-    torch.memory_format: lambda value: (_constant, (str(value).removeprefix("torch."),)),
-    torch.qscheme: lambda value: (_constant, (str(value).removeprefix("torch."),)),
-    type(...): lambda value: (_ellipsis, ()),
-}
-
-
-def _ellipsis() -> Any:
-    return ...
-
-
-_WORDS: list[SafeGlobal] = [
-    *(_quantized, _nested, _generator, _constant, _array, _objects, _scalar, _string, _dtype, _defaultdict, _stream),
-    *(_deque, _ellipsis),
-    (_bytes, "builtins.bytes"),
-    (_frozenset, "builtins.frozenset"),
-    (slice, "builtins.slice"),
-    (range, "builtins.range"),
-    (_date, "datetime.date"),
-    (_time, "datetime.time"),
-    (_datetime, "datetime.datetime"),
-    (_fraction, "fractions.Fraction"),
-    *(datetime.timedelta, datetime.timezone, decimal.Decimal, uuid.UUID, Namespace),
-    *(
-        (kind, f"pathlib{sub}.{kind.__name__}")
-        for sub in ("", "._local")  # of Python 3.13
-        for kind in (pathlib.Path, pathlib.PosixPath, pathlib.PurePosixPath)
-    ),
-]

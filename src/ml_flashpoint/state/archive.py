@@ -330,7 +330,7 @@ def _load(data: Any, allowed: Sequence[SafeGlobal], device_of: Any, leaves: Leav
         present = set(torch.serialization.get_safe_globals())
         with torch.serialization.safe_globals([word for word in words if word not in present]):
             try:
-                return torch.load(stream, map_location=partial(_on_device, device_of), weights_only=True, mmap=False)
+                return torch.load(stream, map_location=_Devices(device_of), weights_only=True, mmap=False)
             except pickle.UnpicklingError as error:
                 if (found := _REFUSED.search(str(error))) is not None:
                     raise _UnknownNameError(found[1].rstrip(".")) from None
@@ -394,12 +394,18 @@ def _rewritten(records: Mapping[str, memoryview]) -> io.BytesIO:
     return stream
 
 
-def _on_device(device_of: Callable[[str], torch.device] | None, storage: Any, location: str) -> Any:
-    device = torch.device("cpu") if device_of is None or location == "cpu" else device_of(location)
-    if device.type == "cpu":
-        return storage
-    octets = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
-    return octets.to(device=device).untyped_storage()
+class _Devices(dict[str, str]):
+    """The ``map_location`` of `torch.load`, which takes no function for tensors of other classes."""
+
+    def __init__(self, device_of: Callable[[str], torch.device] | None) -> None:
+        super().__init__()
+        self._device_of = device_of
+
+    def get(self, location: Any, default: Any = None) -> str:
+        name = str(location)
+        if name in ("cpu", "meta"):
+            return name
+        return "cpu" if self._device_of is None else str(self._device_of(name))
 
 
 def _text(error: BaseException) -> str:

@@ -33,7 +33,7 @@ import types
 import uuid
 import zipfile
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -49,7 +49,7 @@ SafeGlobal = Callable[..., Any] | tuple[Callable[..., Any], str]
 
 _log = logging.getLogger(__name__)
 _INLINE_BYTES = 1024
-_MOST_CHECKED = 100_000
+_MOST_KNOWN = 100_000
 _SAFE_SINCE = (2, 10)
 HINT = "keep plain values in it, or pass safe_globals=[{}] if you trust that"
 
@@ -107,13 +107,10 @@ def check_archive(data: bytes, value: Any, name: str, *, allowed: Sequence[SafeG
 
 
 def _check(
-    seen: Any, data: bytes, value: Any, name: str, allowed: Sequence[SafeGlobal], leaves: Any, hint: str
+    seen: Any, data: bytes, value: Any, name: str, allowed: Sequence[SafeGlobal], leaves: Leaves | None, hint: str
 ) -> None:
-    if seen in _checked:
-        return
-    why = _refusal(data, allowed, leaves)
+    why = _refusal(data, allowed, leaves, seen)
     if why is None:
-        _note(seen)
         return
     where = place_of(value, name, lambda each: _is_refused(each, allowed, leaves))
     if isinstance(why, _UnknownNameError):
@@ -131,10 +128,7 @@ def refuse_unloadable(data: bytes, what: str, *, allowed: Sequence[SafeGlobal] =
     Raises:
         UnsafeContentError: it would.
     """
-    seen = (xxhash.xxh3_128_digest(data), _names(allowed))
-    if seen in _checked:
-        return
-    why = _refusal(data, allowed, None)
+    why = _refusal(data, allowed, None, (xxhash.xxh3_128_digest(data), _names(allowed)))
     if isinstance(why, _UnknownNameError):
         raise UnsafeContentError(
             f"{what} holds {why}, which loading would refuse, because such types may run code",
@@ -145,17 +139,25 @@ def refuse_unloadable(data: bytes, what: str, *, allowed: Sequence[SafeGlobal] =
             f"{what} is nothing that torch.save wrote of plain values, so loading would refuse it ({_text(why)})",
             hint="pass trust_bytes=True to writer and reader if their planners write bytes that are never unpickled",
         ) from why
-    _note(seen)
+
+
+def _refusal(data: bytes, allowed: Sequence[SafeGlobal], leaves: Leaves | None, seen: Any = None) -> Exception | None:
+    """Why an archive that was just written would not be loaded. What was found to be loadable is remembered."""
+    if seen in _loadable:
+        return None
+    try:
+        _load(data, allowed, None, leaves)
+    except Exception as error:
+        return error
+    if seen is not None:
+        if len(_loadable) >= _MOST_KNOWN:
+            _loadable.clear()
+        _loadable.add(seen)
+    return None
 
 
 # Most items that are no tensors are the same in every save, such as the settings of an optimizer.
-_checked: set[tuple[Any, ...]] = set()
-
-
-def _note(seen: tuple[Any, ...]) -> None:
-    if len(_checked) >= _MOST_CHECKED:
-        _checked.clear()
-    _checked.add(seen)
+_loadable: set[tuple[Any, ...]] = set()
 
 
 def _pickled(value: Any, leaves: Any) -> tuple[bytes, bytes]:
@@ -170,18 +172,9 @@ def _pickled(value: Any, leaves: Any) -> tuple[bytes, bytes]:
             buffers.append(file)
 
     stream = io.BytesIO()
-    with _plain():
+    with plain_modes():
         torch.save(value, stream, pickle_module=types.SimpleNamespace(__name__="pickle", Pickler=Pickler))
     return stream.getvalue(), buffers[0].getvalue()
-
-
-def _refusal(data: bytes, allowed: Sequence[SafeGlobal], leaves: Leaves | None) -> Exception | None:
-    """Why an archive that was just written would not be loaded."""
-    try:
-        _load(data, allowed, None, leaves)
-    except Exception as error:
-        return error
-    return None
 
 
 def _is_refused(value: Any, allowed: Sequence[SafeGlobal], leaves: Any) -> bool:
@@ -259,11 +252,13 @@ def load_archive(
             hint="pass trust_bytes=True to the reader if its planner does not unpickle it",
         ) from None
     except _UnknownNameError as error:
+        hint = (
+            "import its module if it is a dataclass, namedtuple or enum; else list it in safe_globals to trust it"
+        )
+        if str(error).startswith("numpy."):
+            hint = "no pickle of NumPy is read: this was written by an older version of this package, or by a planner"
         raise UnsafeContentError(
-            f"item {key!r} needs {error}, which may run code when it is loaded",
-            path=path,
-            hint="import its module if it is a dataclass, namedtuple or enum; "
-            "else pass it as safe_globals to the reader if you trust it",
+            f"item {key!r} needs {error}, which may run code when it is loaded", path=path, hint=hint
         ) from None
     except FlashpointError:
         raise
@@ -315,7 +310,7 @@ class _UnknownNameError(Exception):
 
 
 # In a pickle, and in the text of torch's errors.
-_GLOBALS = re.compile(rb"c([\w.]+\n[\w.<>]+)\n")
+_GLOBALS = re.compile(rb"c([\w.\x80-\xff]+\n[\w.\x80-\xff]+)\n")
 _REFUSED = re.compile(r"GLOBAL ([^\s]+)")
 # Torch would call these: of NumPy if the program has allowed it, the others unchecked.
 _NEVER = re.compile(rb"cnumpy[\w.]*\n|ctorch\._utils\n_rebuild_(nested_tensor|qtensor)\n")
@@ -325,7 +320,9 @@ def _load(data: Any, allowed: Sequence[SafeGlobal], device_of: Any, leaves: Leav
     with memoryview(data) as octets, octets.cast("B") as whole:
         stream = _rewritten(_records(whole))
     words = _words(allowed, leaves)
-    with _lock, _plain():
+    # Torch leaves sparse tensors unchecked unless it is asked to check them.
+    sparse = torch.sparse.check_sparse_tensor_invariants(enable=True)  # type: ignore[no-untyped-call]
+    with _lock, plain_modes(), sparse:
         # The list is the process's: what the program has put there must still be there afterwards.
         present = set(torch.serialization.get_safe_globals())
         with torch.serialization.safe_globals([word for word in words if word not in present]):
@@ -335,13 +332,6 @@ def _load(data: Any, allowed: Sequence[SafeGlobal], device_of: Any, leaves: Leav
                 if (found := _REFUSED.search(str(error))) is not None:
                     raise _UnknownNameError(found[1].rstrip(".")) from None
                 raise
-
-
-@contextlib.contextmanager
-def _plain() -> Iterator[None]:
-    # Torch leaves sparse tensors unchecked unless it is asked for.
-    with plain_modes(), torch.sparse.check_sparse_tensor_invariants(enable=True):  # type: ignore[no-untyped-call]
-        yield
 
 
 def _records(whole: memoryview) -> dict[str, memoryview]:

@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
@@ -30,12 +28,10 @@ from ml_flashpoint.local import (
 from ml_flashpoint.local.structure import ARCHIVE_KEY, HEADER_KEY, VERSION
 from ml_flashpoint.state.archive import save_archive
 from tests.local.states import (
-    Colour,
     Frozen,
     Hooked,
     HookedState,
     Ordinary,
-    Pair,
     Plain,
     WholeState,
     assert_equal,
@@ -97,40 +93,6 @@ def test_what_is_loaded_is_independent_of_the_checkpoint(manager: LocalCheckpoin
     got["a"].zero_()
     again, _ = manager.load()
     assert_equal(again.state_dict, {"a": torch.ones(10)})  # type: ignore[attr-defined]
-
-
-_leaves = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False)
-    | st.text()
-    | st.binary(max_size=8)
-    | st.sampled_from([*Colour, torch.float32, torch.Size([1, 2])])
-    | st.lists(st.integers(-5, 5), max_size=4).map(torch.tensor)
-)
-_nests = st.recursive(
-    _leaves,
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.lists(inner, max_size=3).map(tuple)
-        | st.dictionaries(st.text(max_size=4) | st.integers() | st.tuples(st.integers(), st.text()), inner, max_size=3)
-        | st.builds(Pair, inner, inner)
-        | st.builds(Frozen, inner, inner)
-        | st.builds(Plain, inner)
-    ),
-    max_leaves=12,
-)
-
-
-def test_any_nesting_comes_back(manager: LocalCheckpointManager) -> None:
-    @settings(max_examples=60)
-    @given(_nests)
-    def check(nest: Any) -> None:
-        state = {"nest": nest}
-        assert_equal(round_trip(manager, state), state)
-
-    check()
 
 
 def test_a_subclass_with_only_the_two_methods_is_stored_whole(manager: LocalCheckpointManager) -> None:

@@ -252,9 +252,7 @@ def load_archive(
             hint="pass trust_bytes=True to the reader if its planner does not unpickle it",
         ) from None
     except _UnknownNameError as error:
-        hint = (
-            "import its module if it is a dataclass, namedtuple or enum; else list it in safe_globals to trust it"
-        )
+        hint = "import its module if it is a dataclass, namedtuple or enum; else list it in safe_globals to trust it"
         if str(error).startswith("numpy."):
             hint = "no pickle of NumPy is read: this was written by an older version of this package, or by a planner"
         raise UnsafeContentError(

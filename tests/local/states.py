@@ -193,7 +193,7 @@ def _assert_equal_tensors(one: torch.Tensor, other: torch.Tensor, where: str) ->
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    plain = tensor.resolve_conj().resolve_neg()
+    plain = tensor.resolve_conj().resolve_neg() if tensor.numel() else torch.empty(0)
     if not plain.is_contiguous():
         copied = torch.empty(plain.shape, dtype=plain.dtype)
         copy_all([copied], [plain])

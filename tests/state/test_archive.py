@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from ml_flashpoint.format.errors import DamagedError, UnsafeContentError
-from ml_flashpoint.state.archive import check_bytes, load_archive, refuse_unloadable, save_archive
+from ml_flashpoint.state.archive import check_bytes, load_archive, refuse_unloadable, save_archive, warn_of_old_torch
+from tests.local.states import assert_equal
 from tests.workers.fuzz_archives import VALUES, archive_of, parts_of, pickled, saved
 
 
@@ -56,49 +57,15 @@ def _load(archive: bytes, **options: Any) -> Any:
 
 
 def _same(one: Any, other: Any) -> None:
-    assert type(one) is type(other)
-    if isinstance(one, torch.Tensor):
-        assert (one.dtype, one.layout, one.requires_grad) == (other.dtype, other.layout, other.requires_grad)
-        assert one.is_nested or (one.shape == other.shape and one.is_conj() == other.is_conj())
-        if one.device.type == "cpu":
-            assert _bytes_of(one) == _bytes_of(other)
-    elif isinstance(one, np.ndarray):
-        assert (one.dtype, one.shape) == (other.dtype, other.shape)
-        assert repr(one.tolist()) == repr(other.tolist())
-        assert one.flags.f_contiguous == other.flags.f_contiguous
-    elif isinstance(one, dict):
-        assert list(one) == list(other)
-        for key in one:
-            _same(one[key], other[key])
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other)
-        for mine, its in zip(one, other, strict=True):
-            _same(mine, its)
-    elif isinstance(one, io.BytesIO):
-        assert (one.getvalue(), one.tell()) == (other.getvalue(), other.tell())
-    elif isinstance(one, torch.Generator):
-        assert torch.equal(one.get_state(), other.get_state())
-    else:
-        assert one == other
-
-
-def _bytes_of(tensor: torch.Tensor) -> list[Any]:
-    held = tensor.detach()
-    if held.is_nested:
-        return [each.tolist() for each in held.unbind()]
-    if held.layout is not torch.strided:
-        held = held.to_dense()
-    if held.is_quantized:
-        held = held.dequantize()
-    if held.is_complex():
-        return held.tolist()  # type: ignore[no-any-return]
-    return held.contiguous().view(torch.uint8).tolist() if held.numel() else []
+    if isinstance(one, torch.Tensor) and one.is_nested:
+        one, other = list(one.unbind()), list(other.unbind())
+    assert_equal(one, other)
 
 
 OURS = {
     **VALUES,
     "types of this process": [Settings(0.5, ["a"]), Pair(1, Pair(torch.ones(2), None)), {Colour.RED: Colour.RED}],
-    "generators": [random.getstate(), torch.Generator().manual_seed(3), np.random.default_rng(1).bit_generator.state],
+    "generators": [random.getstate(), np.random.default_rng(1).bit_generator.state],
 }
 
 
@@ -123,10 +90,13 @@ def test_what_pickle_writes_of_plain_values_is_read_as_well(name: str) -> None:
 def test_what_shared_memory_shares_it_again() -> None:
     base = torch.arange(10.0)
     array = np.arange(3)
-    one, other, first, second = _load(saved([base[2:5], base[4:7], array, array]))
+    generator = torch.Generator().manual_seed(3)
+    one, other, first, second, same, again = _load(saved([base[2:5], base[4:7], array, array, generator, generator]))
     one[2] = 70
     assert other[0] == 70
     assert first is second
+    assert same is again
+    assert torch.equal(same.get_state(), generator.get_state())
 
 
 def test_attributes_of_tensors_come_back() -> None:
@@ -144,6 +114,15 @@ def test_it_loads_under_another_default_device() -> None:
         sparse, tensor, array = _load(archive)
         assert save_archive([sparse, tensor, array], "value")
     assert (sparse.device.type, tensor.device.type, len(array)) == ("cpu", "cpu", 2000)
+
+
+def test_an_old_torch_is_warned_of_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_old_torch()
+    assert not caplog.records
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
+    warn_of_old_torch()
+    warn_of_old_torch()
+    assert [record.getMessage().count("CVE-2026-24747") for record in caplog.records] == [1]
 
 
 # ---- what is not allowed --------------------------------------------------------------------------------------------

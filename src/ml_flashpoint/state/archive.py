@@ -676,10 +676,12 @@ def _frozenset(items: Any = ()) -> frozenset[Any]:
     return frozenset(items)
 
 
-def _datetime(data: Any, *zone: Any) -> datetime.datetime:
-    at = datetime.datetime(_bytes(data), *zone)  # type: ignore[arg-type]
-    fields = (at.year, at.month, at.day, at.hour, at.minute, at.second, at.microsecond)
-    return datetime.datetime(*fields, tzinfo=at.tzinfo, fold=at.fold)
+def _from_bytes(kind: Any) -> Callable[..., Any]:
+    def make(data: Any, *zone: Any) -> Any:
+        _, (name, *fields) = _of_time(kind(_bytes(data), *zone))
+        return _MAKERS[name](*fields)
+
+    return make
 
 
 def _fraction(numerator: Any, denominator: Any = 1) -> fractions.Fraction:
@@ -693,7 +695,7 @@ _WORDS: list[SafeGlobal] = [
     (_frozenset, "builtins.frozenset"),
     (slice, "builtins.slice"),
     (range, "builtins.range"),
-    (_datetime, "datetime.datetime"),
+    *((_from_bytes(kind), f"datetime.{kind.__name__}") for kind in (datetime.date, datetime.time, datetime.datetime)),
     (_fraction, "fractions.Fraction"),
     *(datetime.timedelta, datetime.timezone, decimal.Decimal, uuid.UUID, Namespace),
     *(

@@ -216,7 +216,7 @@ def test_a_pickle_is_not_opened(tmpfs: Path) -> None:
     assert not (tmpfs / "exploded").exists()
 
 
-@pytest.mark.parametrize("described", [(1, 0), (-1, 0), ("0", 0), (0,), (0, 0, 0), (0, 0, 0, [], [], [])], ids=str)
+@pytest.mark.parametrize("described", [(1, 0), (-1, 0), ("0", 0), (), (0, 0, 0), (0, 0, 0, [], [], [])], ids=str)
 def test_an_archive_that_makes_no_sense_is_passed_over(tmpfs: Path, described: Any) -> None:
     with pytest.raises(NoReplicasAvailableError):
         _load_crafted(tmpfs / "job", _archive(*described))

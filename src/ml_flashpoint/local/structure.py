@@ -130,51 +130,58 @@ class _Tensors:
         self._meshes = meshes
         self._stored: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
-        self._numbers: dict[tuple[Any, ...], int] = {}
+        self._numbers: dict[int, list[int]] = {}
         self.devices: list[torch.device] = []
         self.meshes: dict[MeshKey, int] = {}
 
     def take(self, tensor: torch.Tensor) -> tuple[Any, ...] | None:
         """Keep a tensor, and describe it; None if it is more than its memory."""
-        flags = int(tensor.requires_grad) + 2 * isinstance(tensor, torch.nn.Parameter)
-        source, described = tensor, None
+        kind = type(tensor)
         if isinstance(tensor, DTensor):
-            described = self._describe(tensor)
-            tensor = tensor.to_local().detach()
-            if isinstance(tensor, AsyncCollectiveTensor):
-                tensor = tensor.wait()
-        strided = tensor.layout is torch.strided and not tensor.is_nested
-        if (
-            type(tensor) not in (torch.Tensor, torch.nn.Parameter)
-            or not strided
-            or tensor.is_meta
-            or tensor.dtype not in STORABLE_DTYPES
-        ):
-            if described is not None:
-                raise InvalidArgumentError(
-                    "a DTensor of tensors of this class cannot be stored", argument="state_dict", value=type(tensor)
-                )
+            return self._take_sharded(tensor)
+        if kind is not torch.Tensor and kind is not torch.nn.Parameter:
             return None
-        plain = tensor.detach()
+        flags = int(tensor.requires_grad) + 2 * (kind is torch.nn.Parameter)
+        number = self._number(tensor.detach() if flags else tensor, tensor)
+        if number is None:
+            return None
+        return (number, flags) if flags else (number,)
+
+    def _take_sharded(self, tensor: DTensor) -> tuple[Any, ...]:
+        local: Any = tensor.to_local().detach()
+        if isinstance(local, AsyncCollectiveTensor):
+            local = local.wait()
+        number = self._number(local, tensor) if type(local) is torch.Tensor else None
+        if number is None:
+            raise InvalidArgumentError(
+                "a DTensor of tensors of this class cannot be stored", argument="state_dict", value=type(local)
+            )
+        flags = int(tensor.requires_grad) + 2 * isinstance(tensor, torch.nn.Parameter)
+        mesh = self.meshes.setdefault(self._meshes.note(tensor.device_mesh), len(self.meshes))
+        placements = [describe_placement(each, "state_dict") for each in tensor.placements]
+        return number, flags, mesh, placements, list(tensor.shape), list(tensor.stride())
+
+    def _number(self, plain: torch.Tensor, source: torch.Tensor) -> int | None:
+        """The number of a tensor; of tensors that are one memory (tied weights) it is the same."""
+        strided = plain.layout is torch.strided and not plain.is_nested
+        if not strided or plain.is_meta or plain.dtype not in STORABLE_DTYPES:
+            return None
         if plain.is_conj() or plain.is_neg():
             # Its memory holds other values, and may be another tensor's.
             plain = plain.resolve_conj().resolve_neg()
         number = len(self._stored)
-        if plain.numel():  # tensors that are one memory (tied weights) are stored, and loaded, as one
-            identity = (plain.data_ptr(), plain.dtype, plain.shape, plain.stride(), plain.device)
-            number = self._numbers.setdefault(identity, number)
+        earlier = self._numbers.setdefault(plain.data_ptr(), [])
+        if earlier and plain.numel():
+            form = _form(plain)
+            number = next((each for each in earlier if _form(self._stored[each]) == form), number)
         if number == len(self._stored):
+            earlier.append(number)
             self._stored.append(plain)
             self._sources.append(source)
             self.devices.append(plain.device)
-        return (number, flags) if described is None else (number, flags, *described)
+        return number
 
-    def _describe(self, tensor: DTensor) -> tuple[Any, ...]:
-        mesh = self.meshes.setdefault(self._meshes.note(tensor.device_mesh), len(self.meshes))
-        placements = [describe_placement(each, "state_dict") for each in tensor.placements]
-        return mesh, placements, list(tensor.shape), list(tensor.stride())
-
-    def give(self, number: int, flags: int, *described: Any) -> torch.Tensor:
+    def give(self, number: int, flags: int = 0, *described: Any) -> torch.Tensor:
         """Return what was taken, so that an archive can be tried."""
         return self._stored[number]
 
@@ -187,6 +194,10 @@ class _Tensors:
                 name = f"{name}#{number}"
             items[name] = tensor
         return list(items.items())
+
+
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
 def _printable(name: str) -> str:
@@ -316,7 +327,7 @@ class _Loaded:
     def take(self, tensor: torch.Tensor) -> None:
         """Leave a tensor in the archive."""
 
-    def give(self, number: int, flags: int, *described: Any) -> torch.Tensor:
+    def give(self, number: int, flags: int = 0, *described: Any) -> torch.Tensor:
         """Return the tensor that an archive describes."""
         if not all(type(each) is int and each >= 0 for each in (number, flags, *described[:1])):
             raise ValueError(f"no tensor: {number!r}")

@@ -160,21 +160,36 @@ def _refusal(data: bytes, allowed: Sequence[SafeGlobal], leaves: Leaves | None, 
 _loadable: set[tuple[Any, ...]] = set()
 
 
-def _pickled(value: Any, leaves: Any) -> tuple[bytes, bytes]:
+def _pickled(value: Any, leaves: Leaves | None) -> tuple[bytes, bytes]:
     """An archive, and the pickle in it."""
-    table, buffers = _Reducers(leaves), []
+    if leaves is not None:
+        # Where all tensors are kept outside, torch.save would ask for each object whether it is the memory of one.
+        with contextlib.suppress(_StorageError):
+            plain = io.BytesIO()
+            _pickler_of(_Reducers(leaves, storages=False))(plain, protocol=2).dump(value)
+            records = {"data.pkl": plain.getvalue(), "byteorder": sys.byteorder.encode(), "version": b"3\n"}
+            return _zipped(records).getvalue(), plain.getvalue()
+    pickler = _pickler_of(_Reducers(leaves))
+    stream = io.BytesIO()
+    with plain_modes():
+        torch.save(value, stream, pickle_module=types.SimpleNamespace(__name__="pickle", Pickler=pickler))
+    return stream.getvalue(), pickler.file.getvalue()
 
+
+def _pickler_of(table: _Reducers) -> Any:
     class Pickler(pickle.Pickler):
         dispatch_table = table
+        file: Any = None
 
         def __init__(self, file: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(file, *args, **kwargs)
-            buffers.append(file)
+            Pickler.file = file
 
-    stream = io.BytesIO()
-    with plain_modes():
-        torch.save(value, stream, pickle_module=types.SimpleNamespace(__name__="pickle", Pickler=Pickler))
-    return stream.getvalue(), buffers[0].getvalue()
+    return Pickler
+
+
+class _StorageError(Exception):
+    """An archive needs the memory of a tensor."""
 
 
 def _is_refused(value: Any, allowed: Sequence[SafeGlobal], leaves: Any) -> bool:
@@ -371,13 +386,15 @@ def _rewritten(records: Mapping[str, memoryview]) -> io.BytesIO:
             found = str(argument).replace(" ", "\n")
             if code.name == "GLOBAL" and _NEVER.match(f"c{found}\n".encode()):
                 raise _UnknownNameError(found.replace("\n", "."))
+    return _zipped({"version": b"3\n", **records})
+
+
+def _zipped(records: Mapping[str, Any]) -> io.BytesIO:
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w") as file:
         for name, data in records.items():
-            with file.open(f"archive/{name}", "w") as record:
+            with file.open(f"archive/{name}", "w", force_zip64=len(data) >= 1 << 31) as record:
                 record.write(data)
-        if "version" not in records:
-            file.writestr("archive/version", b"3\n")
     stream.seek(0)
     return stream
 
@@ -407,25 +424,28 @@ def _words(allowed: Sequence[SafeGlobal], leaves: Leaves | None) -> list[SafeGlo
     """What an archive may name."""
     listed = {name: kind for kind, name in by_name(allowed)}
     trusted = [*listed.values(), *(kind for kind, _ in by_name(torch.serialization.get_safe_globals()))]
-    return [*_WORDS, *by_name(allowed), (_Maker(listed, trusted, leaves), f"{__name__}._made")]
+    words = [*_WORDS, *by_name(allowed), (_Maker(listed, trusted), f"{__name__}._made")]
+    return words if leaves is None else [*words, (leaves.give, f"{__name__}._leaf")]
 
 
 def _made(kind: str, *args: Any) -> Any:
     """Stand in a pickle for what `_Maker` makes."""
-    return _Maker({}, (), None)(kind, *args)
+    return _Maker({}, ())(kind, *args)
+
+
+def _leaf(*described: Any) -> Any:
+    """Stand in a pickle for a tensor that is kept outside."""
+    raise ValueError("a tensor is kept outside of the archive")
 
 
 class _Maker:
     """Makes the values that are not written as pickle would write them, from arguments that it does not trust."""
 
-    def __init__(self, listed: Mapping[str, Any], trusted: Sequence[Any], leaves: Leaves | None) -> None:
+    def __init__(self, listed: Mapping[str, Any], trusted: Sequence[Any]) -> None:
         self._listed = listed
         self._trusted = trusted
-        self._leaves = leaves
 
     def __call__(self, kind: str, *args: Any) -> Any:
-        if kind == "leaf" and self._leaves is not None:
-            return self._leaves.give(*args)
         own: dict[str, Callable[..., Any]]
         own = {"instance": self._instance, "tuple": self._tuple, "member": self._member, "filled": self._filled}
         return (own.get(kind) or _MAKERS[kind])(*args)
@@ -464,16 +484,19 @@ class _Maker:
 class _Reducers(dict[type, Any]):
     """How values of a type are pickled, by the type; for pickle, which asks for each type that it has no opcode for."""
 
-    def __init__(self, leaves: Leaves | None) -> None:
+    def __init__(self, leaves: Leaves | None, *, storages: bool = True) -> None:
         super().__init__(_REDUCERS)
         self._leaves = leaves
+        self._storages = storages
 
     def __missing__(self, kind: type) -> Any:
         if issubclass(kind, type):
             raise KeyError  # a class, which is pickled by its name
         reducer: Any = copyreg.dispatch_table.get(kind, operator.methodcaller("__reduce_ex__", 2))
         if issubclass(kind, torch.Tensor):
-            reducer = partial(_of_tensor, self._leaves)
+            reducer = partial(_of_tensor, self._leaves, self._storages)
+        elif not self._storages and issubclass(kind, (torch.UntypedStorage, torch.TypedStorage)):
+            reducer = _refuse_storage
         elif issubclass(kind, np.dtype):
             reducer = lambda value: (_made, ("dtype", describe_dtype(value)))  # noqa: E731
         elif issubclass(kind, np.generic):
@@ -490,9 +513,15 @@ class _Reducers(dict[type, Any]):
         return reducer
 
 
-def _of_tensor(leaves: Leaves | None, value: torch.Tensor) -> Any:
+def _refuse_storage(value: Any) -> Any:
+    raise _StorageError
+
+
+def _of_tensor(leaves: Leaves | None, storages: bool, value: torch.Tensor) -> Any:
     if leaves is not None and (described := leaves.take(value)) is not None:
-        return _made, ("leaf", *described)
+        return _leaf, described
+    if not storages:
+        raise _StorageError
     if type(value) in (torch.Tensor, torch.nn.Parameter) and (value.layout is not torch.strided or value.is_nested):
         if value.requires_grad:  # which torch forgets of these
             return _made, ("gradient", value.detach(), type(value) is torch.nn.Parameter)

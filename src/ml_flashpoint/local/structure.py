@@ -97,7 +97,7 @@ def encode(state: TensorAwareStateDict, allowed: Sequence[SafeGlobal], meshes: M
         "local": VERSION,
         "wrapped": wrapped,
         "names": [name for name, _ in items],
-        "devices": [[name, len(list(run))] for name, run in itertools.groupby(map(_portable, tensors.devices))],
+        "devices": [[_portable(device), len(list(run))] for device, run in itertools.groupby(tensors.devices)],
         "meshes": list(tensors.meshes),
     }
     return Encoded(items, [(HEADER_KEY, json.dumps(header).encode()), (ARCHIVE_KEY, archive)])

@@ -55,8 +55,8 @@ from ml_flashpoint.ranks.lasting_group import LastingGroup
 from ml_flashpoint.ranks.rank_group import default_group, rank_group
 from ml_flashpoint.ranks.retention import Keep, checked_keep
 from ml_flashpoint.ranks.strategies import ReplicationStrategy, checked_strategy
+from ml_flashpoint.state.archive import SafeGlobal
 from ml_flashpoint.state.tracked import Reshard, TrackedState, checked_reshard
-from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
 _log = logging.getLogger(__name__)
 

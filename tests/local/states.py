@@ -105,7 +105,7 @@ def everything() -> dict[Any, Any]:
         "large bytes": b"\x00\xff" * 4000,
         "bytes": [b"", b"\x00\xff", bytearray(b"xyz")],
         "stream": io.BytesIO(b"content"),
-        "numbers": [0, -1, 2**63, -(2**5000), 1.5, float("inf"), -0.0, 1e-320, 3 + 4j, True, None],
+        "numbers": [0, -1, 2**63, -(2**500), 1.5, float("inf"), -0.0, 1e-320, 3 + 4j, True, None],
         "text": ["", "é", "\ud800", "line\nend"],
         "torch": [torch.float16, torch.strided, torch.channels_last, torch.device("cpu"), weight.shape],
         "sets": [{1, 2}, frozenset({"a"}), slice(1, None, 2), range(0, 9, 3)],
@@ -193,7 +193,7 @@ def _assert_equal_tensors(one: torch.Tensor, other: torch.Tensor, where: str) ->
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    plain = tensor.resolve_conj().resolve_neg()
+    plain = tensor.resolve_conj().resolve_neg() if tensor.numel() else torch.empty(0)
     if not plain.is_contiguous():
         copied = torch.empty(plain.shape, dtype=plain.dtype)
         copy_all([copied], [plain])

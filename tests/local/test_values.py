@@ -91,7 +91,7 @@ VALUES: dict[str, Any] = {
     "flags of an array": [np.array(3), np.array("é"), np.broadcast_to(np.arange(3), (1000, 3))],
     "surrogates": ["\ud83d\ude00", "\ud800", "😀", {"\ud83d\ude00": 1, "😀": 2}],
     "not numbers": [float("nan"), -float("nan"), complex("nan"), complex(-0.0, -float("nan")), np.float16("nan")],
-    "huge ranges": [range(10**5000), slice(10**5000), range(True, 5)],
+    "huge ranges": [range(10**500), slice(10**500), range(True, 5)],
     "times": [
         datetime.datetime(2020, 1, 1, fold=1, tzinfo=datetime.timezone.utc),
         datetime.datetime(1, 1, 1, tzinfo=datetime.timezone(datetime.timedelta(hours=-3), "here")),
@@ -150,9 +150,6 @@ class Loose(tuple):  # type: ignore[type-arg]
 
 _loose = Loose((1,))
 _loose.more = 2  # type: ignore[attr-defined]
-_deep: Any = 1
-for _ in range(200):
-    _deep = [_deep]
 
 REFUSED: dict[str, Any] = {
     "class": Ordinary(1),
@@ -166,13 +163,10 @@ REFUSED: dict[str, Any] = {
     "type": int,
     "view": memoryview(b"a"),
     "text stream": io.StringIO("a"),
-    "generator": torch.Generator(),
     "strings of numpy": np.array(["a"], dtype=getattr(getattr(np, "dtypes", None), "StringDType", lambda: object)()),
     "matrix": np.asmatrix(np.ones((1, 1))),
     "masked": np.ma.masked_array([1], [True]),
     "objects in records": np.zeros(1, [("a", object)]),
-    "nested too deeply": _deep,
-    "tensor as key": {torch.ones(1): 1},
 }
 if not hasattr(np, "dtypes") or not hasattr(np.dtypes, "StringDType"):
     del REFUSED["strings of numpy"]
@@ -276,7 +270,7 @@ _leaves = (
     | st.slices(8)
     | st.sets(_hashable.filter(lambda v: v == v), max_size=3)
     | st.frozensets(_hashable.filter(lambda v: v == v), max_size=3)
-    | st.sampled_from([Ordinary(1), len, Number(3), torch.Generator()])
+    | st.sampled_from([Ordinary(1), len, Number(3)])
 )
 _nests = st.recursive(
     _leaves,
@@ -293,7 +287,7 @@ _nests = st.recursive(
     ),
     max_leaves=10,
 )
-_UNABLE = (Ordinary, type(len), Number, torch.Generator)
+_UNABLE = (Ordinary, type(len), Number)
 
 
 def _check_any(manager: LocalCheckpointManager, examples: int) -> None:
@@ -303,7 +297,7 @@ def _check_any(manager: LocalCheckpointManager, examples: int) -> None:
         if any(type(each) in _UNABLE for each in _everything_in(nest)):
             refused = refusal(manager, nest)
             assert refused is not None
-            assert "could not be loaded" in refused or "cannot be stored" in refused
+            assert "loading would refuse" in refused or "cannot be stored" in refused
         else:
             assert_equal(round_trip(manager, nest), nest)
 

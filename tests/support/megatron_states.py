@@ -9,6 +9,7 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedObject, ShardedTensor
@@ -173,7 +174,11 @@ def sharded_state(layout: Layout, step: int, *, blank: bool = False, own_objects
         }
     state["optimizer"]["step"] = sharded("optimizer.step", torch.tensor(float(step)), replica=(0, 0, rank))
     if own_objects:
-        mine = None if blank else {"rank": rank, "numbers": [step, rank], "state": torch.arange(3) + rank}
+        mine = (
+            None
+            if blank
+            else {"rank": rank, "numbers": [step, rank], "state": torch.arange(3) + rank, "at": np.int64(step)}
+        )
         state["rng"] = ShardedObject("rng", mine, (layout.world_size,), (rank,))
     if not blank:
         state |= {"step": step, "args": argparse.Namespace(lr=0.1, step=step), "nested": {"names": ["a", "b"]}}

@@ -12,6 +12,7 @@ import faulthandler
 import fractions
 import io
 import pathlib
+import pickletools
 import struct
 import sys
 import uuid
@@ -25,8 +26,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from ml_flashpoint.format.errors import DamagedError, UnsafeContentError
-from ml_flashpoint.unpickling import safe_archive
-from ml_flashpoint.unpickling.safe_archive import load_archive
+from ml_flashpoint.state.archive import load_archive, save_archive
 
 VALUES: dict[str, Any] = {
     "plain": {"a": [1, 2.5, None, True, "x", (b"y", -(1 << 70))], "e": ()},
@@ -115,7 +115,12 @@ def archive_of(pickle: bytes, records: dict[str, bytes] | None = None) -> bytes:
 
 
 def saved(value: Any) -> bytes:
-    """What ``torch.save`` writes."""
+    """What is written here."""
+    return save_archive(value, "value", allowed=None)
+
+
+def pickled(value: Any) -> bytes:
+    """What ``torch.save`` writes by itself."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
@@ -177,13 +182,24 @@ def _text(text: str) -> bytes:
     return b"X" + struct.pack("<I", len(data)) + data
 
 
-_NAMES = [*safe_archive._TYPES, *safe_archive._TOKENS, *safe_archive._Words((), torch.device)._tokens]
+_SAID = [
+    (code.name, argument)
+    for value in VALUES.values()
+    for archive in (saved(value), pickled(value))
+    for code, argument, _ in pickletools.genops(parts_of(archive)[0])
+]
+_NAMES = sorted({str(said).replace(" ", ".") for name, said in _SAID if name == "GLOBAL"})
+_MADE = next(name for name in _NAMES if name.endswith("._made"))
+_TEXTS = sorted({str(said) for name, said in _SAID if name == "BINUNICODE" and len(str(said)) < 16})
+_NAMES += ["torch.FloatTensor", "torch.sparse.FloatTensor", "torch.UntypedStorage", "torch.Generator"]
+_NAMES += ["torch._utils._rebuild_device_tensor_from_numpy", "torch._utils._rebuild_wrapper_subclass"]
 _NAMES += ["torch.float32", "torch.int64", "torch.FloatStorage", "torch.sparse_coo", "torch.per_channel_affine"]
 _INTS = [0, 1, 2, 3, 8, 255, -1, -(1 << 31), (1 << 31) - 1, 1 << 40, 1 << 62, 1 << 63, 1 << 64, -(1 << 63)]
 _ATOMS = [
     *(b"N\x88\x89)]}("[n : n + 1] for n in range(7)),
     *(b"\x8a" + bytes([9]) + n.to_bytes(9, "little", signed=True) for n in _INTS),
     *map(_text, ["", "O8", "f8", "V8", "i4", "storage", "0", "cpu", "<", "|", "latin1", "b", "a"]),
+    *map(_text, _TEXTS),
     *map(_name, _NAMES),
 ]
 _ACTS = [b"R", b"\x81", b"b", b"t", b"\x85", b"\x86", b"\x87", b"a", b"e", b"s", b"u", b"Q", b"0", b"q\x00", b"h\x00"]
@@ -224,11 +240,21 @@ def calls(draw: st.DrawFn) -> bytes:
     storage = b"(" + _text("storage") + _name("torch.FloatStorage") + _text("0") + _text("cpu")
     held = atom.map(lambda number: storage + number + b"tQ")
     flat = st.one_of(atom, held, st.lists(atom, max_size=3).map(lambda each: b"(" + b"".join(each) + b"t"))
+    ours = st.sampled_from(_TEXTS).map(lambda kind: _text(kind))
+    flat = st.one_of(flat, ours)
     made = st.tuples(st.sampled_from(_NAMES), st.lists(flat, max_size=4)).map(
         lambda each: _name(each[0]) + b"(" + b"".join(each[1]) + b"tR"
     )
     args = draw(st.lists(st.one_of(flat, made), max_size=8))
-    call = _name(draw(st.sampled_from(_NAMES))) + b"(" + b"".join(args) + b"t" + draw(st.sampled_from((b"R", b"\x81")))
+    if draw(st.booleans()):
+        args.insert(0, draw(ours))
+    call = (
+        _name(draw(st.sampled_from([*_NAMES, *[_MADE] * 20])))
+        + b"("
+        + b"".join(args)
+        + b"t"
+        + draw(st.sampled_from((b"R", b"\x81")))
+    )
     state = draw(
         st.one_of(st.just(b""), st.lists(st.one_of(flat, made), max_size=9).map(lambda s: b"(" + b"".join(s) + b"tb"))
     )

@@ -12,7 +12,7 @@ from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidArgumentError, InvalidNameError
 
 if TYPE_CHECKING:
-    from ml_flashpoint.unpickling.safe_archive import SafeGlobal
+    from ml_flashpoint.state.archive import SafeGlobal
 
 _F = TypeVar("_F", bound=Callable[..., object])
 _log = logging.getLogger(__name__)

@@ -12,6 +12,7 @@ from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, L
 from ml_flashpoint.format.failure_kinds import is_shortage, retrying
 from ml_flashpoint.format.knobs import recovery_deadline_s
 from ml_flashpoint.ranks.rank_group import RankGroup, boot_id
+from ml_flashpoint.state.archive import warn_of_old_torch
 
 
 def open_together(
@@ -29,6 +30,8 @@ def open_together(
         UnreadableError: this rank's system is short of descriptors or memory, say.
         FlashpointError: this rank, or another one, cannot use it. Raised on all ranks.
     """
+
+    warn_of_old_torch()
 
     def open_here() -> RankStore:
         try:

@@ -22,8 +22,8 @@ from ml_flashpoint.core.save_identity import SaveIdentity, common_identity
 from ml_flashpoint.facade.failures import as_flashpoint_error
 from ml_flashpoint.format.errors import FlashpointError, SaveError
 from ml_flashpoint.staging.plain_modes import plain_modes
+from ml_flashpoint.state.archive import SafeGlobal
 from ml_flashpoint.state.plan import item_keys
-from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
 # What torch's own writer says; torch 2.6 has none.
 _DCP_VERSION: str | None = getattr(filesystem, "CURRENT_DCP_VERSION", None)

@@ -18,9 +18,9 @@ from ml_flashpoint.facade.plan_agreement import Answer, PlanAgreement, Report
 from ml_flashpoint.format.errors import FlashpointError
 from ml_flashpoint.ranks.lasting_group import LastingGroup
 from ml_flashpoint.ranks.roll_call import Late
+from ml_flashpoint.state.archive import SafeGlobal
 from ml_flashpoint.state.plan import Offer, Share
 from ml_flashpoint.state.tree import Tree
-from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
 
 class SaveExchange:

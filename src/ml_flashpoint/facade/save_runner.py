@@ -33,11 +33,11 @@ from ml_flashpoint.format.errors import DeadlineError, DivergedError, Flashpoint
 from ml_flashpoint.ranks.lasting_group import LastingGroup
 from ml_flashpoint.staging.collection import collection_paused
 from ml_flashpoint.staging.device_copy import take_queued_s
+from ml_flashpoint.state.archive import SafeGlobal
 from ml_flashpoint.state.packed_state import item_bytes
 from ml_flashpoint.state.plan import Captured, Share
 from ml_flashpoint.state.tracked import TrackedState
 from ml_flashpoint.state.tree import Tree
-from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
 _log = logging.getLogger(__name__)
 _DIGITS = re.compile(r"\d+")

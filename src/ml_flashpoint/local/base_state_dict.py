@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from ml_flashpoint.state.archive import PLAIN_BASES
+
 
 class TensorAwareStateDict(ABC):
     """A state to checkpoint, as `LocalCheckpointManager.save` takes it and `load` returns it.
@@ -65,3 +67,6 @@ class TensorAwareStateDict(ABC):
 
     def _cannot(self, what: str) -> NotImplementedError:
         return NotImplementedError(f"{type(self).__name__} has no {what}: it is stored whole")
+
+
+PLAIN_BASES.append(TensorAwareStateDict)

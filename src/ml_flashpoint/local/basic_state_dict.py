@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, ValuesView
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, ValuesView
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.local.base_state_dict import TensorAwareStateDict
 from ml_flashpoint.local.errors import CallOrderError
-from ml_flashpoint.local.nesting import map_tensors
 from ml_flashpoint.staging.copy import cpu_clone
+from ml_flashpoint.state.archive import attributes_of, is_namedtuple, is_plain, new_instance
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +58,7 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
                 "is tensor-aware already: save it as it is", argument="state_dict", value=type(state_dict)
             )
         try:
-            self._nest = map_tensors(lambda tensor: tensor, state_dict)
+            self._nest = _map_tensors(lambda tensor: tensor, state_dict)
         except RecursionError:
             raise InvalidArgumentError(
                 "is nested too deeply, or contains itself", argument="state_dict", value=type(state_dict)
@@ -109,7 +110,7 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
             popped.append(_local(tensor))
             return TensorPlaceholder.of(tensor, origins[len(popped) - 1])
 
-        self._nest = map_tensors(take, self._nest)
+        self._nest = _map_tensors(take, self._nest)
         self._origins = []
         self._is_hollow = True
         return popped
@@ -135,7 +136,7 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
                     value=(tensor.dtype, tuple(tensor.shape)),
                 )
         remaining = iter(given)
-        self._nest = map_tensors(lambda place: place.wrap(next(remaining)), self._nest, TensorPlaceholder)
+        self._nest = _map_tensors(lambda place: place.wrap(next(remaining)), self._nest, TensorPlaceholder)
         self._is_hollow = False
         if any(tensor.device.type != place.device.type for tensor, place in zip(given, places, strict=True)):
             self._origins = [place.device for place in places]
@@ -174,18 +175,18 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
 
     def _replace(self, change: Any) -> None:
         origins = iter(self._origins)
-        self._nest = map_tensors(
+        self._nest = _map_tensors(
             lambda tensor: _wrapper_like(tensor)(change(_local(tensor), next(origins))), self._nest
         )
 
     def _leaves(self) -> list[torch.Tensor]:
         found: list[torch.Tensor] = []
-        map_tensors(found.append, self._nest)
+        _map_tensors(found.append, self._nest)
         return found
 
     def _placeholders(self) -> list[TensorPlaceholder]:
         found: list[TensorPlaceholder] = []
-        map_tensors(found.append, self._nest, TensorPlaceholder)
+        _map_tensors(found.append, self._nest, TensorPlaceholder)
         return found
 
     def _check_hollow(self, expected: bool, what: str) -> None:
@@ -222,3 +223,38 @@ def _wrapper_like(tensor: torch.Tensor) -> Any:
         return wrapped.requires_grad_() if requires_grad else wrapped
 
     return wrap
+
+
+_DICTS = (dict, OrderedDict, defaultdict)
+
+
+def _map_tensors(change: Callable[[Any], Any], nest: Any, leaf: type | tuple[type, ...] = torch.Tensor) -> Any:
+    """A copy of the containers of ``nest`` in which every leaf of type ``leaf`` is ``change(leaf)``.
+
+    Other leaves are the same objects.
+    """
+    if isinstance(nest, leaf):
+        return change(nest)
+    kind = type(nest)
+    if kind in _DICTS:
+        items = [(key, _map_tensors(change, value, leaf)) for key, value in nest.items()]
+        if kind is dict:
+            return dict(items)
+        copied: dict[Any, Any] = defaultdict(nest.default_factory) if kind is defaultdict else OrderedDict()
+        copied.update(items)
+        vars_of = getattr(nest, "__dict__", None)
+        if vars_of:  # `_metadata` of a module's state
+            copied.__dict__.update(vars_of)
+        return copied
+    if kind is list:
+        return [_map_tensors(change, each, leaf) for each in nest]
+    if kind is tuple:
+        return tuple([_map_tensors(change, each, leaf) for each in nest])
+    if kind in (int, float, str, bool, bytes, type(None)) or isinstance(nest, type):
+        return nest
+    if is_namedtuple(kind):
+        return tuple.__new__(kind, [_map_tensors(change, each, leaf) for each in nest])
+    if is_plain(kind):
+        changed = {name: _map_tensors(change, value, leaf) for name, value in attributes_of(nest).items()}
+        return new_instance(kind, changed)
+    return nest

@@ -7,7 +7,7 @@ ones are made by all ranks together, since that takes process groups. The bytes 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,15 +62,17 @@ def placement_of(described: Sequence[Any]) -> Placement:
     raise ValueError(f"no placement: {described!r}")
 
 
-def rebuild(local: torch.Tensor, mesh: DeviceMesh, description: Mapping[str, Any]) -> DTensor:
+def rebuild(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int], stride: Sequence[int]
+) -> DTensor:
     """A DTensor of this rank's shard. Nothing is communicated."""
     return DTensor.from_local(
         local,
         mesh,
-        [placement_of(each) for each in description["placements"]],
+        [placement_of(each) for each in placements],
         run_check=False,
-        shape=torch.Size(description["shape"]),
-        stride=tuple(description["stride"]),
+        shape=torch.Size(shape),
+        stride=tuple(stride),
     )
 
 

@@ -1,8 +1,7 @@
 """`LocalCheckpointManager`: saves a tensor-aware state in this node's memory, and finds and loads the newest one.
 
 Owns what its calls mean: iterations and their order, when a save counts as done, and how one rank's failure becomes
-everybody's. Bytes, copies, recovery and pruning are the engine's; what a state is made of is `structure`'s, and
-loading a version on all ranks or on none is `part_loader`'s.
+everybody's. Bytes, copies, recovery and pruning are the engine's; what a state is made of is `structure`'s.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from ml_flashpoint.core.engine import CheckpointEngine
 from ml_flashpoint.core.joint_load import FailedStepError, JointLoad
 from ml_flashpoint.core.object_stages import BytesItem, TensorItem
 from ml_flashpoint.core.overlap import Overlap, OverlappingDoor
+from ml_flashpoint.core.part_reader import ObjectReader
 from ml_flashpoint.core.persist_options import PersistHealth, persist_options
 from ml_flashpoint.core.save import Save, SaveState
 from ml_flashpoint.format.checkpoint_id_types import MAX_STEP, CheckpointContainerId
@@ -47,14 +47,12 @@ from ml_flashpoint.local.errors import (
     StaleIterationError,
 )
 from ml_flashpoint.local.failures import check_world_size, nothing_to_load, save_failed
-from ml_flashpoint.local.known_types import KnownTypes
-from ml_flashpoint.local.part_loader import PartLoader
-from ml_flashpoint.local.structure import encode
+from ml_flashpoint.local.structure import Header, encode, read_header, read_state
 from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.ranks.retention import Keep, checked_keep
 from ml_flashpoint.ranks.strategies import NoReplicationStrategy, ReplicationStrategy, checked_strategy
 from ml_flashpoint.staging.collection import collection_paused
-from ml_flashpoint.unpickling.safe_archive import SafeGlobal
+from ml_flashpoint.state.archive import SafeGlobal
 
 _log = logging.getLogger(__name__)
 
@@ -121,7 +119,7 @@ class LocalCheckpointManager(OverlappingDoor):
         rule = checked_keep(keep)
         options = persist_options(persist, persist_every, persist_keep, persist_bytes_per_s)
         grace = checked_grace(handle_sigterm, grace_s)
-        self._types = KnownTypes(checked_globals(safe_globals))
+        self._allowed = checked_globals(safe_globals)
         self._meshes = Meshes()
         self.session_id = session_id
         self.latest_iteration = -1
@@ -147,7 +145,6 @@ class LocalCheckpointManager(OverlappingDoor):
             ) from error
         self._saver = self._engine.saver
         self._overlap = Overlap()
-        self._parts = PartLoader(self._engine.loader, self._ranks, self._types, self._meshes)
         _managers[self._key] = self
         if repl_strategy is not None and self.rank == 0 and not strategy.survivable_losses(self._ranks.topology):
             _log.warning(
@@ -249,7 +246,7 @@ class LocalCheckpointManager(OverlappingDoor):
 
         def load_part(version: CheckpointContainerId) -> TensorAwareStateDict:
             self._looked = False  # if this one cannot be loaded, another is looked for
-            state = self._parts.load(version, joint)
+            state = self._load_part(version, joint)
             self._looked = True
             return state
 
@@ -267,12 +264,31 @@ class LocalCheckpointManager(OverlappingDoor):
             rank=self.rank,
         ) from joint.cause
 
+    def _load_part(self, version: CheckpointContainerId, joint: JointLoad) -> TensorAwareStateDict:
+        """Load this rank's part of a version. Collective; a `FailedStepError` says which rank cannot load its own."""
+        loader = self._engine.loader
+
+        def open_part() -> tuple[ObjectReader, Header]:
+            manifest = loader.read_manifest(version, self.rank)
+            reader = loader.open_object(version, manifest, manifest.objects[0])
+            return reader, read_header(reader)
+
+        def read_part() -> TensorAwareStateDict:
+            state = read_state(reader, header, self._allowed, self._meshes)
+            state.restore_tensor_device()
+            reader.check_kept()
+            return state
+
+        reader, header = joint.step(version, open_part)
+        self._meshes.prepare(header.meshes, self._ranks)
+        return joint.step(version, read_part)
+
     def _load_kept(self, iteration: int, joint: JointLoad) -> tuple[TensorAwareStateDict, CheckpointId]:
         self._check_open()
         version = self._engine.bring(iteration)
         try:
             check_world_size(self._engine.loader.last_recovery, version, self._ranks, self._base)
-            state = self._parts.load(version, joint)
+            state = self._load_part(version, joint)
         except FailedStepError as failed:
             raise CheckpointingException(
                 f"rank {failed.failure.rank} cannot load iteration {iteration}: {failed.failure.text}",
@@ -326,7 +342,7 @@ class LocalCheckpointManager(OverlappingDoor):
             with collection_paused():
                 if not is_async:
                     self._saver.agree(save, version)
-                encoded = encode(state_dict, self._types, self._meshes)
+                encoded = encode(state_dict, self._allowed, self._meshes)
                 if is_async:
                     staged = self._overlap.stage_owned(self._saver, save, encoded.tensors)
                     assert staged is not None

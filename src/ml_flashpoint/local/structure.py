@@ -1,63 +1,56 @@
-"""States as tensors, byte strings and a description: what one object of a local checkpoint holds.
+"""States as tensors and an archive: what one object of a local checkpoint holds.
 
-Owns the description (JSON with a schema of its own, from which nothing is ever executed), the names of tensors in
-the object, and the way back. Which types may occur is `known_types`', DTensors are `dtensors`'. Values of a kind that
-the schema does not know travel as an archive of ``torch.save``, if everything in it is allowed, which is checked
-when it is made and again before it is opened.
+Owns the names of tensors in the object, the header that says what they are, and the way back. Everything else of a
+state is one archive of `state.archive`, in which a number stands for each tensor. DTensors are `dtensors`'.
 
 ::
 
-    {"local": 2, "root": NODE, "names": [of the tensors stored], "same": {"7": 2},     tensor 7 is tensor 2
-     "devices": [[device, count], ...], "meshes": [mesh, ...], "dtensors": [{...}, ...], "bytes": [names]}
+    {"local": 3, "wrapped": true, "names": [of the tensors stored], "devices": [[device, count], ...],
+     "meshes": [mesh, ...]}
 
-    NODE = null, true, 1.5, "text", or [tag, ...]:  t tensor, d dict, l list, u tuple, n namedtuple, o object, ...
-
-What is described here comes back with the same value and the same type; anything else is refused, with its place in
-the state. Not part of a value are strides, memory shared by tensors that are not the same, read-only flags, and
-attributes that somebody has set on a tensor.
+A state comes back with the same values and types. Not part of a value are strides, memory shared by tensors that are
+not the same, read-only flags, and attributes that somebody has set on a tensor.
 """
 
 from __future__ import annotations
 
-import base64
-import enum
-import io
 import itertools
 import json
-import struct
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from ml_flashpoint.core.object_stages import BytesItem, TensorItem
-from ml_flashpoint.format.errors import InvalidArgumentError, UnsafeContentError
-from ml_flashpoint.format.numpy_values import describe_dtype
-from ml_flashpoint.local.archives import pack
+from ml_flashpoint.core.part_reader import ObjectReader
+from ml_flashpoint.format.errors import DamagedError, FlashpointError, InvalidArgumentError, UnsafeContentError
 from ml_flashpoint.local.base_state_dict import TensorAwareStateDict
 from ml_flashpoint.local.basic_state_dict import BasicTensorAwareStateDict
-from ml_flashpoint.local.dtensors import Meshes, describe_placement
-from ml_flashpoint.local.known_types import KnownTypes
-from ml_flashpoint.local.nesting import attributes_of, is_namedtuple
-from ml_flashpoint.local.plain_values import plain_parts
+from ml_flashpoint.local.dtensors import Meshes, MeshKey, describe_placement, rebuild
+from ml_flashpoint.local.errors import CheckpointingException
+from ml_flashpoint.staging import cuda
+from ml_flashpoint.staging.copy import copy_all
 from ml_flashpoint.staging.torch_dtypes import STORABLE_DTYPES
+from ml_flashpoint.state.archive import (
+    SafeGlobal,
+    attributes_of,
+    cannot_be_pickled,
+    is_plain,
+    load_archive,
+    place_of,
+    save_archive,
+)
 
-STRUCTURE_KEY = "local_structure.json"
-"""Byte item that holds the description."""
+HEADER_KEY = "local_structure.json"
+ARCHIVE_KEY = "local_state.pt"
+VERSION = 3
 
-VERSION = 2
-MAX_DEPTH = 100
-"""Levels of nesting; what is saved at the bottom of a shallow stack must be loadable on top of a deep one."""
-_INLINE_BYTES = 1024
-_MAX_INLINE_INT = 1 << 63
-FACTORIES: dict[str, type] = {"dict": dict, "list": list, "set": set, "int": int, "float": float, "str": str}
-"""What a defaultdict may be made with, by name."""
-TORCH_VALUES = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,284 +60,144 @@ class Encoded:
     Attributes:
         tensors: names and tensors to store; plain strided ones on any device, mostly the caller's own memory. Large
             arrays are among them, as bytes.
-        byte_items: the description and large byte strings; nobody changes them.
+        byte_items: the header and the archive; nobody changes them.
     """
 
     tensors: list[TensorItem]
     byte_items: list[BytesItem]
 
 
-def encode(state: TensorAwareStateDict, types: KnownTypes, meshes: Meshes) -> Encoded:
+def encode(state: TensorAwareStateDict, allowed: Sequence[SafeGlobal], meshes: Meshes) -> Encoded:
     """Take a state apart. The state is only looked at.
 
     Raises:
         UnsafeContentError: it holds a value of a type that is not allowed.
         InvalidArgumentError: it holds something that cannot be stored.
     """
-    encoder = _Encoder(types, meshes)
+    wrapped = type(state) is BasicTensorAwareStateDict and not state.is_away
+    value = state.state_dict if wrapped else state  # type: ignore[attr-defined]
+    paths: dict[int, str] = {}
+    tensors = _Tensors(meshes)
     try:
-        return encoder.encoded(encoder.root(state))
+        _find_paths(value, "", paths)
+        archive = save_archive(value, "state_dict", allowed=allowed, leaves=tensors, hint=_HINT)
+    except UnsafeContentError:
+        raise
     except RecursionError:
         raise InvalidArgumentError(
             "is nested too deeply, or contains itself", argument="state_dict", value=type(state)
         ) from None
+    except Exception as error:  # of whatever kind pickling raises
+        where = place_of(value, "state_dict", cannot_be_pickled)
+        raise InvalidArgumentError(
+            f"cannot be stored: {type(error).__name__}: {error}", argument=where, value=type(value)
+        ) from error
+    items = tensors.named(paths)
+    header = {
+        "local": VERSION,
+        "wrapped": wrapped,
+        "names": [name for name, _ in items],
+        "devices": [[_portable(device), len(list(run))] for device, run in itertools.groupby(tensors.devices)],
+        "meshes": list(tensors.meshes),
+    }
+    return Encoded(items, [(HEADER_KEY, json.dumps(header).encode()), (ARCHIVE_KEY, archive)])
 
 
-class _Encoder:
-    def __init__(self, types: KnownTypes, meshes: Meshes) -> None:
-        self._types = types
+_HINT = "list its types in safe_globals= of the manager, when saving and when loading: [{}]"
+
+
+def _find_paths(value: Any, path: str, found: dict[int, str]) -> None:
+    items: Any
+    if isinstance(value, torch.Tensor):
+        found.setdefault(id(value), path)
+        return
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, (list, tuple, deque)):
+        items = enumerate(value)
+    elif is_plain(type(value)):
+        items = attributes_of(value).items()
+    else:
+        return
+    for key, each in items:
+        _find_paths(each, f"{path}.{key}" if path else str(key), found)
+
+
+class _Tensors:
+    """The tensors of a state that is being saved; see `state.archive.Leaves`."""
+
+    def __init__(self, meshes: Meshes) -> None:
         self._meshes = meshes
-        self._tensors: list[torch.Tensor] = []
-        self._names: list[str] = []
-        self._devices: list[torch.device] = []
-        self._same: dict[int, int] = {}
-        self._dtensors: list[dict[str, Any]] = []
-        self._mesh_keys: dict[str, int] = {}
-        self._depth = 0
-        self._blobs: list[tuple[str, bytes | torch.Tensor]] = []
-        self._exact: dict[type, Callable[[Any, str], Any]] = {
-            torch.nn.Parameter: self._tensor,
-            dict: self._dict,
-            list: lambda x, path: ["l", self._nodes(x, path)],
-            tuple: lambda x, path: ["u", self._nodes(x, path)],
-            OrderedDict: self._ordered,
-            defaultdict: self._defaultdict,
-            set: lambda x, path: ["set", self._nodes(x, path)],
-            frozenset: lambda x, path: ["fset", self._nodes(x, path)],
-            str: lambda x, _: ["s", base64.b64encode(x.encode(errors="surrogatepass")).decode()],
-            float: lambda x, _: ["f", struct.pack("<d", x).hex()],
-            int: lambda x, _: x if -_MAX_INLINE_INT < x < _MAX_INLINE_INT else ["i", hex(x)],
-            complex: lambda x, path: ["c", self._nodes((x.real, x.imag), path)],
-            bytes: lambda x, path: ["b", self._bytes(x, path)],
-            bytearray: lambda x, path: ["ba", self._bytes(bytes(x), path)],
-            io.BytesIO: lambda x, path: ["bio", self._bytes(x.getvalue(), path), x.tell()],
-            slice: lambda x, path: ["sl", self._nodes((x.start, x.stop, x.step), path)],
-            range: lambda x, path: ["rg", self._nodes((x.start, x.stop, x.step), path)],
-            torch.Size: lambda x, _: ["sz", list(x)],
-            torch.device: lambda x, _: ["dev", str(x)],
-            np.ndarray: self._array,
-            np.str_: lambda x, path: ["nps", self.node(str.__str__(x), path)],  # an array's lose trailing zeros
-            np.bytes_: lambda x, path: ["nps", self.node(bytes(x), path)],
-            DTensor: self._dtensor,
-        }
+        self._stored: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
+        self._numbers: dict[int, list[int]] = {}
+        self.devices: list[torch.device] = []
+        self.meshes: dict[MeshKey, int] = {}
 
-    def root(self, state: TensorAwareStateDict) -> Any:
-        """The description of the whole state."""
-        if type(state) is BasicTensorAwareStateDict and not state.is_away:
-            node = ["basic", self.node(state.state_dict, "")]
-        elif self._types.is_object(type(state)):
-            node = self.node(state, "")
-        else:
-            node = self._archive(state, "")
-        self._find_same()
-        return node
+    def take(self, tensor: torch.Tensor) -> tuple[Any, ...] | None:
+        """Keep a tensor, and describe it; None if it is more than its memory."""
+        kind = type(tensor)
+        if isinstance(tensor, DTensor):
+            return self._take_sharded(tensor)
+        if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+            return None
+        flags = int(tensor.requires_grad) + 2 * (kind is torch.nn.Parameter)
+        number = self._number(tensor.detach() if flags else tensor, tensor)
+        if number is None:
+            return None
+        return (number, flags) if flags else (number,)
 
-    def node(self, value: Any, path: str) -> Any:
-        """The description of a value; what it holds goes to the lists."""
-        kind = type(value)
-        if kind is torch.Tensor:  # first, since there are most of them
-            return self._tensor(value, path)
-        if value is None or kind is bool or (kind is str and _is_text(value)) or (kind is float and value == value):
-            return value
-        if self._depth == MAX_DEPTH:
+    def _take_sharded(self, tensor: DTensor) -> tuple[Any, ...]:
+        local: Any = tensor.to_local().detach()
+        if isinstance(local, AsyncCollectiveTensor):
+            local = local.wait()
+        number = self._number(local, tensor) if type(local) is torch.Tensor else None
+        if number is None:
             raise InvalidArgumentError(
-                f"is nested deeper than {MAX_DEPTH} levels, or contains itself",
-                argument=path or "state_dict",
-                value=kind,
+                "a DTensor of tensors of this class cannot be stored", argument="state_dict", value=type(local)
             )
-        self._depth += 1
-        handler = self._exact.get(kind)
-        described = handler(value, path) if handler is not None else self._by_kind(value, kind, path)
-        self._depth -= 1
-        return described
+        flags = int(tensor.requires_grad) + 2 * isinstance(tensor, torch.nn.Parameter)
+        mesh = self.meshes.setdefault(self._meshes.note(tensor.device_mesh), len(self.meshes))
+        placements = [describe_placement(each, "state_dict") for each in tensor.placements]
+        return number, flags, mesh, placements, list(tensor.shape), list(tensor.stride())
 
-    def _by_kind(self, value: Any, kind: type, path: str) -> Any:
-        """The description of a value whose type alone does not say what to do."""
-        if isinstance(value, TORCH_VALUES):
-            return ["torch", self._checked(str(value).removeprefix("torch."), value, path)]
-        if isinstance(value, np.dtype):
-            return ["npd", self._dtype(value, path)]
-        if isinstance(value, np.generic) and kind is value.dtype.type:
-            return ["np", self._dtype(value.dtype, path), self._bytes(value.tobytes(), path)]
-        if isinstance(value, enum.Enum) and type(value)._member_map_.get(value.name or "") is value:
-            return ["e", self._types.nameable(kind, path), value.name]
-        if is_namedtuple(kind):
-            return ["n", self._types.nameable(kind, path), self._nodes(value, path)]
-        plain = plain_parts(value)
-        if plain is not None:
-            name, parts = plain
-            return ["v", name, self._nodes(parts, path)]
-        if self._types.is_object(kind):
-            attributes = attributes_of(value)
-            if not all(map(_is_text, attributes)):
-                raise InvalidArgumentError("has attributes whose names are no text", argument=path, value=kind)
-            nodes = [self.node(each, _join(path, name)) for name, each in attributes.items()]
-            return ["o", self._types.nameable(kind, path), list(attributes), nodes]
-        return self._archive(value, path)
-
-    def _nodes(self, values: Any, path: str) -> list[Any]:
-        return [self.node(value, f"{path}.{i}" if path else str(i)) for i, value in enumerate(values)]
-
-    def _checked(self, name: str, value: Any, path: str) -> str:
-        if getattr(torch, name, None) is not value:
-            raise InvalidArgumentError("is no value that torch names", argument=path or "state_dict", value=value)
-        return name
-
-    def _dtype(self, dtype: np.dtype[Any], path: str) -> Any:
-        try:
-            return describe_dtype(dtype)
-        except InvalidArgumentError as error:
-            raise InvalidArgumentError(str(error), argument=path or "state_dict", value=dtype) from error
-
-    def _dict(self, value: dict[Any, Any], path: str) -> list[Any]:
-        prefix = f"{path}." if path else ""
-        keys = list(value)
-        nodes = [self.node(each, f"{prefix}{key}") for key, each in value.items()]
-        if all(type(key) is str for key in keys) and _is_text("".join(keys)):
-            return ["d", keys, nodes]
-        held = len(self._tensors)
-        described = [self.node(key, path) for key in keys]
-        if len(self._tensors) != held:
-            raise InvalidArgumentError(
-                "a tensor cannot be a key of a dict", argument=path or "state_dict", value=type(value)
-            )
-        return ["D", described, nodes]
-
-    def _ordered(self, value: OrderedDict[Any, Any], path: str) -> list[Any]:
-        attributes = getattr(value, "__dict__", None)
-        node = ["od", self._dict(value, path)]
-        return [*node, self._dict(attributes, path)] if attributes else node
-
-    def _defaultdict(self, value: defaultdict[Any, Any], path: str) -> list[Any]:
-        factory = value.default_factory
-        name = "" if factory is None else next((n for n, kind in FACTORIES.items() if kind is factory), None)
-        if name is None:
-            raise UnsafeContentError(
-                f"{path or 'the state'}: a defaultdict with the factory {factory!r} cannot be stored",
-                hint=f"factories may be {', '.join(FACTORIES)}",
-            )
-        return ["dd", name, self._dict(value, path)]
-
-    def _tensor(self, value: torch.Tensor, path: str) -> Any:
-        device = value.device
-        flags = int(value.requires_grad) + 2 * (type(value) is torch.nn.Parameter)
-        strided = value.layout is torch.strided and not value.is_nested
-        if not strided or value.is_meta or value.dtype not in STORABLE_DTYPES:
-            # Some kinds forget in an archive whether they want a gradient.
-            return [*self._archive(value.detach(), path), flags]
-        plain = value.detach() if flags else value
+    def _number(self, plain: torch.Tensor, source: torch.Tensor) -> int | None:
+        """The number of a tensor; of tensors that are one memory (tied weights) it is the same."""
+        strided = plain.layout is torch.strided and not plain.is_nested
+        if not strided or plain.is_meta or plain.dtype not in STORABLE_DTYPES:
+            return None
         if plain.is_conj() or plain.is_neg():
             # Its memory holds other values, and may be another tensor's.
             plain = plain.resolve_conj().resolve_neg()
-        index = len(self._tensors)
-        self._names.append(path)
-        self._devices.append(device)
-        self._tensors.append(plain)
-        return ["t", index, flags] if flags else ["t", index]
+        number = len(self._stored)
+        earlier = self._numbers.setdefault(plain.data_ptr(), [])
+        if earlier and plain.numel():
+            form = _form(plain)
+            number = next((each for each in earlier if _form(self._stored[each]) == form), number)
+        if number == len(self._stored):
+            earlier.append(number)
+            self._stored.append(plain)
+            self._sources.append(source)
+            self.devices.append(plain.device)
+        return number
 
-    def _dtensor(self, value: DTensor, path: str) -> list[Any]:
-        local = value.to_local().detach()
-        if isinstance(local, AsyncCollectiveTensor):
-            local = local.wait()
-        if type(local) is not torch.Tensor:
-            raise InvalidArgumentError(
-                "a DTensor of tensors of this class cannot be stored", argument=path, value=type(local)
-            )
-        flags = int(value.requires_grad) + 2 * isinstance(value, torch.nn.Parameter)
-        mesh = self._mesh_keys.setdefault(self._meshes.note(value.device_mesh), len(self._mesh_keys))
-        self._dtensors.append(
-            {
-                "mesh": mesh,
-                "placements": [describe_placement(each, path) for each in value.placements],
-                "shape": list(value.shape),
-                "stride": list(value.stride()),
-                "flags": flags,
-            }
-        )
-        place = len(self._dtensors) - 1
-        return ["dt", self._tensor(local, path), place]
+    def give(self, number: int, flags: int = 0, *described: Any) -> torch.Tensor:
+        """Return what was taken, so that an archive can be tried."""
+        return self._stored[number]
 
-    def _array(self, value: Any, path: str) -> Any:
-        if value.dtype == object and value.dtype.names is None:
-            return ["no", list(value.shape), self._nodes(value.flat, path)]
-        dtype = self._dtype(value.dtype, path)
-        if value.nbytes <= _INLINE_BYTES:
-            return ["nd", dtype, list(value.shape), self._bytes(value.tobytes(), path)]
-        plain = np.ascontiguousarray(value)
-        if not plain.flags.writeable:  # which torch would warn of
-            plain = plain.copy()
-        return ["nd", dtype, list(value.shape), self._blob(torch.from_numpy(plain.reshape(-1).view(np.uint8)), path)]
-
-    def _bytes(self, value: bytes, path: str) -> Any:
-        return base64.b64encode(value).decode() if len(value) <= _INLINE_BYTES else self._blob(value, path)
-
-    def _blob(self, value: bytes | torch.Tensor, path: str) -> int:
-        self._blobs.append((f"bytes.{len(self._blobs)}.{_printable(path)}", value))
-        return len(self._blobs) - 1
-
-    def _archive(self, value: Any, path: str) -> list[Any]:
-        return ["z", self._bytes(pack(value, path or "state_dict", self._types), path)]
-
-    def encoded(self, root: Any) -> Encoded:
-        """All that was found, each memory once."""
-        seen = {STRUCTURE_KEY, *(key for key, _ in self._blobs)}
-        tensors: list[TensorItem] = []
-        for index, (name, tensor) in enumerate(zip(map(_printable, self._names), self._tensors, strict=True)):
-            if index in self._same:
-                continue
-            while name in seen:
-                name = f"{name}#{index}"
-            seen.add(name)
-            tensors.append((name, tensor))
-        described = self._description(root, [name for name, _ in tensors])
-        byte_items = [(key, data) for key, data in self._blobs if isinstance(data, bytes)]
-        tensors += [(key, data) for key, data in self._blobs if isinstance(data, torch.Tensor)]
-        return Encoded(tensors, [(STRUCTURE_KEY, described), *byte_items])
-
-    def _description(self, root: Any, names: list[str]) -> bytes:
-        devices: list[list[Any]] = []
-        for device, run in itertools.groupby(self._devices):
-            devices.append(["cpu" if device.type == "cpu" else _portable(device), len(list(run))])
-        described = {
-            "local": VERSION,
-            "root": root,
-            "names": names,
-            "devices": devices,
-            "same": self._same,
-            "meshes": list(self._mesh_keys),
-            "dtensors": self._dtensors,
-            "bytes": [key for key, _ in self._blobs],
-        }
-        return json.dumps(described, separators=(",", ":")).encode()
-
-    def _find_same(self) -> None:
-        """Tensors that are one memory (tied weights) are stored, and loaded, as one."""
-        if len({tensor.data_ptr() for tensor in self._tensors}) == len(self._tensors):
-            return
-        first: dict[tuple[Any, ...], int] = {}
-        for index, tensor in enumerate(self._tensors):
-            if tensor.numel():
-                identity = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
-                kept = first.setdefault(identity, index)
-                if kept != index:
-                    self._same[index] = kept
+    def named(self, paths: Mapping[int, str]) -> list[TensorItem]:
+        """The tensors, with names by their places in the state."""
+        items: dict[str, torch.Tensor] = {}
+        for number, (tensor, source) in enumerate(zip(self._stored, self._sources, strict=True)):
+            name = _printable(paths.get(id(source), f"value.{number}"))
+            while name in items or name in (HEADER_KEY, ARCHIVE_KEY):
+                name = f"{name}#{number}"
+            items[name] = tensor
+        return list(items.items())
 
 
-def _is_text(value: Any) -> bool:
-    """Whether JSON keeps a string as it is: it takes two surrogates for the one character that they may stand for."""
-    if type(value) is not str:
-        return False
-    if value.isascii():
-        return True
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
 def _printable(name: str) -> str:
@@ -356,8 +209,140 @@ def _printable(name: str) -> str:
 
 def _portable(device: torch.device) -> str:
     """A device as the rank that loads will have it: the current one by its kind alone."""
+    if device.type == "cpu":
+        return "cpu"
     try:
         current = torch.get_device_module(device).current_device()
     except (RuntimeError, AttributeError):
         current = None
     return device.type if device.index is None or device.index == current else str(device)
+
+
+# ---- the way back -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The header of a state.
+
+    Attributes:
+        wrapped: whether the state is one of containers, in a `BasicTensorAwareStateDict`.
+        names: of the items that hold tensors.
+        devices: of each of these.
+        meshes: meshes of DTensors.
+    """
+
+    wrapped: bool
+    names: list[str]
+    devices: list[torch.device]
+    meshes: list[MeshKey]
+
+
+def read_header(reader: ObjectReader) -> Header:
+    """The header in an object of a local checkpoint.
+
+    Raises:
+        CheckpointingException: the object is another adapter's.
+        DamagedError: it is none, or of another version of this package.
+    """
+    if HEADER_KEY not in reader.layout.by_key:
+        raise CheckpointingException(
+            "this was not saved by a LocalCheckpointManager",
+            step=reader.manifest.step,
+            path=reader.path,
+            hint="load it by what has saved it, or use another folder",
+        )
+    try:
+        described = json.loads(bytes(reader.bytes_of(HEADER_KEY)))
+        version = described["local"]
+        if version != VERSION:
+            raise DamagedError(f"its structure has version {version!r}, known is {VERSION}", path=reader.path)
+        names = [str(name) for name in described["names"]]
+        runs = [(_device(str(name)), int(count)) for name, count in described["devices"]]
+        if sum(count for _, count in runs) != len(names) or any(count < 1 for _, count in runs):
+            raise ValueError("not a device for each tensor")
+        devices = [device for device, count in runs for _ in range(count)]
+        return Header(bool(described["wrapped"]), names, devices, [str(mesh) for mesh in described["meshes"]])
+    except FlashpointError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError) as error:
+        raise DamagedError(
+            f"its structure is not readable: {type(error).__name__}: {error}", path=reader.path
+        ) from error
+
+
+def _device(name: str) -> torch.device:
+    device = torch.device(name)
+    if device.type == "cuda" and not cuda.device_count():
+        _log.warning("tensors saved from %s are loaded to the CPU: there is no such device here", name)
+        return torch.device("cpu")
+    return device
+
+
+def read_state(
+    reader: ObjectReader, header: Header, allowed: Sequence[SafeGlobal], meshes: Meshes
+) -> TensorAwareStateDict:
+    """The state, in memory of its own, with its tensors on the devices that they were on.
+
+    Args:
+        meshes: has all meshes of the header.
+
+    Raises:
+        UnsafeContentError: it needs a type that is not allowed.
+        DamagedError: it makes no sense.
+    """
+    try:
+        sources = [reader.tensor(name) for name in header.names]
+        archive = reader.bytes_of(ARCHIVE_KEY)
+    except (LookupError, TypeError, ValueError) as error:
+        raise DamagedError(
+            f"its structure is not readable: {type(error).__name__}: {error}", path=reader.path
+        ) from error
+    copies = [torch.empty_like(source, device=device) for source, device in zip(sources, header.devices, strict=True)]
+    copy_all(copies, sources)
+    state = load_archive(
+        archive,
+        "state",
+        path=reader.path,
+        allowed=allowed,
+        device_of=cuda.device_today,
+        leaves=_Loaded(copies, header.meshes, meshes),
+    )
+    if header.wrapped:
+        return BasicTensorAwareStateDict(state)
+    if not isinstance(state, TensorAwareStateDict):
+        raise DamagedError(f"the object holds a {type(state).__name__}, no state", path=reader.path)
+    return state
+
+
+class _Loaded:
+    """The tensors of a state that is being loaded; see `state.archive.Leaves`."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], keys: Sequence[MeshKey], meshes: Meshes) -> None:
+        self._tensors = tensors
+        self._keys = keys
+        self._meshes = meshes
+        self._made: dict[tuple[int, int], torch.Tensor] = {}
+
+    def take(self, tensor: torch.Tensor) -> None:
+        """Leave a tensor in the archive."""
+
+    def give(self, number: int, flags: int = 0, *described: Any) -> torch.Tensor:
+        """Return the tensor that an archive describes."""
+        if not all(type(each) is int and each >= 0 for each in (number, flags, *described[:1])):
+            raise ValueError(f"no tensor: {number!r}")
+        if described:
+            mesh, placements, shape, stride = described
+            made = rebuild(self._tensors[number], self._meshes[self._keys[mesh]], placements, shape, stride)
+            return _flagged(made, flags)
+        # One memory may have been there as several tensors, of which some want a gradient.
+        made_before = self._made.get((number, flags))
+        if made_before is None:
+            made_before = self._made[number, flags] = _flagged(self._tensors[number], flags)
+        return made_before
+
+
+def _flagged(tensor: torch.Tensor, flags: int) -> torch.Tensor:
+    if flags & 2:
+        return torch.nn.Parameter(tensor, bool(flags & 1))
+    return tensor.detach().requires_grad_() if flags & 1 else tensor

@@ -1,1 +1,1 @@
-"""State as a tree of tensors, and the plan by which a rank writes it; modules, optimizers and random numbers."""
+"""State as a tree of tensors and an archive, and the plan by which a rank writes it."""

@@ -5,15 +5,10 @@ Owns when such bytes are refused: what could not be loaded again is not saved.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from ml_flashpoint.format.errors import UnsafeContentError
-from ml_flashpoint.unpickling.checks import place_of, refuse_unloadable, unsafe_globals
-from ml_flashpoint.unpickling.safe_archive import SafeGlobal
+from ml_flashpoint.state.archive import SafeGlobal, check_archive, save_archive
 
 PACKED = "_flashpoint"
 """Top-level key of the packed items, ``_flashpoint.rank-00003.<name>``; no tracked name starts like it."""
@@ -55,38 +50,11 @@ def item_bytes(fqn: str, value: Any, *, allowed: Sequence[SafeGlobal] = ()) -> b
     Raises:
         UnsafeContentError: it holds a type that loading does not allow.
     """
-    if isinstance(value, torch.Tensor):
-        content = _archive(value)
-        refuse_unloadable(content.getvalue(), f"tensor {fqn!r}", allowed=allowed)
-        return content.getvalue()
-    if isinstance(value, PackedState):
-        content = io.BytesIO(value) if value.is_packed else _archive(value.made_of)
-        name, made_of = fqn.rpartition(".")[2], value.made_of
-    else:
-        content, name, made_of = _archive(value), fqn, value
-    try:
-        unsafe = ", ".join(sorted(unsafe_globals(content, allowed=allowed)))
-    except Exception as error:
-        raise UnsafeContentError(
-            f"the state of {name!r} cannot be checked, so it could not be loaded: {error}"
-        ) from error
-    if unsafe:
-        name = place_of(made_of, name, lambda each: _is_refused(each, allowed))
-        raise UnsafeContentError(
-            f"the state of {name!r} holds {unsafe}, which loading would refuse, because such types may run code",
-            hint=f"keep plain values in it, or pass Flashpoint(..., safe_globals=[{unsafe}]) if you trust that",
-        )
-    return content.getvalue()
-
-
-def _archive(value: Any) -> io.BytesIO:
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return stream
-
-
-def _is_refused(value: Any, allowed: Sequence[SafeGlobal]) -> bool:
-    try:
-        return bool(unsafe_globals(_archive(value), allowed=allowed))
-    except Exception:  # of whatever kind pickling raises
-        return True
+    hint = "keep plain values in it, or pass Flashpoint(..., safe_globals=[{}]) if you trust that"
+    if not isinstance(value, PackedState):
+        return save_archive(value, fqn, allowed=allowed, hint=hint)
+    name = fqn.rpartition(".")[2]
+    if not value.is_packed:
+        return save_archive(value.made_of, name, allowed=allowed, hint=hint)
+    check_archive(value, value.made_of, name, allowed=allowed, hint=hint)
+    return value

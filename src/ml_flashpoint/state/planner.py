@@ -11,10 +11,10 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from ml_flashpoint.format.errors import LoadError
+from ml_flashpoint.state.archive import SafeGlobal, load_archive
 from ml_flashpoint.state.fit import AS_SAVED, unplaced
 from ml_flashpoint.state.packed_state import PACKED
 from ml_flashpoint.state.private import set_element
-from ml_flashpoint.unpickling.safe_archive import SafeGlobal, load_archive
 
 
 class TrackedLoadPlanner(DefaultLoadPlanner):

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import heapq
-import io
 import itertools
 import logging
 import re
@@ -36,13 +35,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, SaveError
 from ml_flashpoint.staging.cuda import device_today
 from ml_flashpoint.staging.state_dict_stager import held_bytes
+from ml_flashpoint.state.archive import cannot_be_pickled, place_of, save_archive
 from ml_flashpoint.state.fit import check_fit
 from ml_flashpoint.state.modules import ModuleState, freeze_parameters
 from ml_flashpoint.state.optimizers import OptimizerState, parameters_of
 from ml_flashpoint.state.packed_state import PACKED, PackedState
 from ml_flashpoint.state.private import ShardedTensor, tree_leaves
 from ml_flashpoint.state.random_numbers import GeneratorState, RestoredRng, capture_rng_state, restore_rng_state
-from ml_flashpoint.unpickling.checks import cannot_be_pickled, place_of
 
 _log = logging.getLogger(__name__)
 
@@ -255,18 +254,17 @@ class TrackedState:
                 )
 
     def _pack(self, name: str, state_dict: Callable[[], Any]) -> PackedState:
-        stream, value = io.BytesIO(), None
+        value = None
         try:
             value = state_dict()
             if _is_plain(value):
                 return PackedState.later(copy.deepcopy(value))
-            torch.save(value, stream)
+            data = PackedState(save_archive(value, name, allowed=None))
         except Exception as error:
             where = place_of(value, name, cannot_be_pickled)
             raise SaveError(
                 f"the state of {where!r} cannot be saved: {type(error).__name__}: {error}", rank=self.rank
             ) from error
-        data = PackedState(stream.getbuffer())
         data.made_of = value
         if len(data) > _LARGE_PACKED and name not in self._warned_large:
             self._warned_large.add(name)

@@ -92,19 +92,18 @@ def test_what_is_usual_is_not_pickled() -> None:
     assert b"pickle" not in encoded
 
 
-@dataclasses.dataclass
-class _More(Metadata):
-    more: Any = None
+class _More:
+    """A type of a planner's own."""
 
 
 def test_what_is_unusual_is_pickled_and_needs_to_be_allowed() -> None:
-    metadata = _More(**vars(_small()), more={"x": torch.ones(2)})
+    metadata = dataclasses.replace(_small(), planner_data=[_More(), torch.ones(2)])
     encoded = encode_metadata(metadata)
     with pytest.raises(UnsafeContentError, match=r"_More.*safe_globals"):
         decode_metadata(encoded, path="p")
     decoded = decode_metadata(encoded, path="p", allowed=[_More])
-    assert isinstance(decoded, _More)
-    assert torch.equal(decoded.more["x"], torch.ones(2))
+    assert isinstance(decoded.planner_data[0], _More)
+    assert torch.equal(decoded.planner_data[1], torch.ones(2))
     odd = dataclasses.replace(_small(), storage_data={MetadataIndex("w"): "elsewhere"})
     assert decode_metadata(encode_metadata(odd), path="p").storage_data == odd.storage_data
 

@@ -35,7 +35,7 @@ from ml_flashpoint.facade.notices import tell
 from ml_flashpoint.format.errors import InvalidArgumentError, NothingLoadableError
 from ml_flashpoint.ranks.retention import Keep, checked_keep
 from ml_flashpoint.ranks.strategies import ReplicationStrategy, checked_strategy
-from ml_flashpoint.unpickling.safe_archive import SafeGlobal
+from ml_flashpoint.state.archive import SafeGlobal
 
 _log = logging.getLogger(__name__)
 

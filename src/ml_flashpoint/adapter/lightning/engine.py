@@ -6,7 +6,6 @@ Owns what is saved of a trainer, in which form, and where what was loaded waits 
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import os
 import time
@@ -23,11 +22,10 @@ from ml_flashpoint.flashpoint import Flashpoint
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import LoadError
 from ml_flashpoint.staging.state_dict_stager import check_copies
+from ml_flashpoint.state.archive import SafeGlobal, save_archive
 from ml_flashpoint.state.modules import freeze_parameters, frozen_parameters
 from ml_flashpoint.state.optimizers import OptimizerState
 from ml_flashpoint.state.random_numbers import capture_rng_state, restore_rng_state
-from ml_flashpoint.unpickling.checks import unsafe_globals
-from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
 _log = logging.getLogger(__name__)
 
@@ -113,18 +111,15 @@ class TrainerFlashpoint(Flashpoint):
         names = [name for name in checkpoint if name.endswith(("hyper_parameters", "hparams_name", "hparams_type"))]
         values = {name: checkpoint[name] for name in names}
         try:
-            stream = io.BytesIO()
-            torch.save(values, stream)
-            unsafe = unsafe_globals(stream, allowed=self._allowed)
-        except Exception as error:  # of whatever kind pickling them raises
-            unsafe = {f"something that cannot be pickled: {error}"}
-        if not unsafe:
+            save_archive(values, "hyperparameters", allowed=self._allowed)
             return
+        except Exception as error:  # of whatever kind pickling them raises
+            why = error
         for name in names:
             del checkpoint[name]
         if not self._hparams_left_out:
             self._hparams_left_out = True
-            _log.warning("hyperparameters are left out of checkpoints in memory: they hold %s", ", ".join(unsafe))
+            _log.warning("hyperparameters are left out of checkpoints in memory: %s", why)
 
     def save_dictionary(self, checkpoint: Checkpoint, step: int) -> None:
         """Save a dictionary that is already made, of unsharded state. Collective.

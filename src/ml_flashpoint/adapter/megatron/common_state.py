@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAM
 from ml_flashpoint.adapter.megatron.releases import refused_in_common
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import UnsafeContentError
-from ml_flashpoint.unpickling.checks import place_of
+from ml_flashpoint.state.archive import place_of
 
 
 def saved_common_state(common_state: Mapping[str, Any]) -> bytes:

@@ -22,7 +22,7 @@ from ml_flashpoint.core.checkpoint_loader import MLFlashpointCheckpointLoader
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError
 from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.replication.replication_manager import ReplicationManager
-from ml_flashpoint.unpickling.safe_archive import SafeGlobal
+from ml_flashpoint.state.archive import SafeGlobal
 
 
 class MLFlashpointMegatronLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]

@@ -7,7 +7,6 @@ bytes.
 
 from __future__ import annotations
 
-import io
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,8 +34,8 @@ from ml_flashpoint.adapter.pytorch.metadata_format import encode_metadata
 from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace
 from ml_flashpoint.format.errors import FlashpointError, SaveError, UnsafeContentError
 from ml_flashpoint.ranks.rank_group import RankGroup
+from ml_flashpoint.state.archive import load_archive, save_archive
 from ml_flashpoint.state.plan import item_keys
-from ml_flashpoint.unpickling.safe_archive import load_archive
 
 _log = logging.getLogger(__name__)
 
@@ -162,9 +161,7 @@ class PlanExchange:
 
 
 def _encoded(plan: SavePlan) -> bytes:
-    stream = io.BytesIO()
-    torch.save(plan, stream)
-    return stream.getvalue()
+    return save_archive(plan, "plan", allowed=None)
 
 
 def _decoded(data: bytes, rank: int) -> SavePlan:

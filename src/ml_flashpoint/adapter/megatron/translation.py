@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from ml_flashpoint.adapter.megatron.releases import resharding
 from ml_flashpoint.format.errors import SaveError
+from ml_flashpoint.state.archive import save_archive
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
@@ -40,15 +41,20 @@ def state_to_save(sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
                 hint="make it dense or torch.sparse_coo, or put it into a ShardedObject",
             )
     by_key, _, _ = mcore._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
-    state: dict[str, Any] = mcore.mcore_to_pyt_state_dict(by_key, False)
-    return state
+    tensors = {key: each for key, each in by_key.items() if not isinstance(each[0], ShardedObject)}
+    state: dict[str, Any] = mcore.mcore_to_pyt_state_dict(tensors, False)
+    return {key: state[key] if key in state else _archive(key, each) for key, each in by_key.items()}
 
 
 def objects_to_save(objects: Sequence[ShardedObject]) -> dict[str, io.BytesIO]:
     """The same of objects alone, by their names in DCP's plans."""
     by_key, _, _ = mcore._replace_state_dict_keys_with_sharded_keys(dict(enumerate(objects)), True)
-    found: dict[str, io.BytesIO] = mcore.mcore_to_pyt_state_dict(by_key, False)
-    return found
+    return {key: _archive(key, each) for key, each in by_key.items()}
+
+
+def _archive(key: str, objects: Sequence[ShardedObject]) -> io.BytesIO:
+    """The data of objects, as megatron-core loads it; but written here, since no pickle of NumPy is ever read."""
+    return io.BytesIO(save_archive([each.data for each in objects], key, allowed=None))
 
 
 def save_planner() -> SavePlanner:

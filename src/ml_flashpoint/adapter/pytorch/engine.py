@@ -19,7 +19,7 @@ from ml_flashpoint.core.persist_options import persist_options
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.ranks.retention import Keep
 from ml_flashpoint.ranks.strategies import ReplicationStrategy
-from ml_flashpoint.unpickling.safe_archive import SafeGlobal
+from ml_flashpoint.state.archive import SafeGlobal
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -32,8 +32,7 @@ from ml_flashpoint.format.errors import (
 )
 from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.staging.copy import copy_all
-from ml_flashpoint.unpickling.checks import check_bytes
-from ml_flashpoint.unpickling.safe_archive import SafeGlobal, load_archive
+from ml_flashpoint.state.archive import SafeGlobal, check_bytes, load_archive
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 

@@ -48,9 +48,8 @@ from ml_flashpoint.format.errors import DivergedError, FlashpointError, InvalidA
 from ml_flashpoint.format.knobs import seal_deadline_s
 from ml_flashpoint.staging.copy import cpu_clones
 from ml_flashpoint.staging.state_dict_stager import TensorLeaves
+from ml_flashpoint.state.archive import SafeGlobal, by_name
 from ml_flashpoint.state.plan import item_keys
-from ml_flashpoint.unpickling.checks import by_name
-from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
 _log = logging.getLogger(__name__)
 
@@ -142,9 +141,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         if isinstance(saver, DefaultMLFlashpointCheckpointSaver):
             staged, self._call.staged = self._call.staged, None
             saver = saver.hand_off(staged)
-        # Types are only looked up by their names, and may be none that can be sent.
-        names = [(object, name) for _, name in self._safe_globals]
-        return {"saver": saver, "cache": self._cache_staged, "names": names, "trust": self._trust_bytes}
+        return {"saver": saver, "cache": self._cache_staged, "names": self._safe_globals, "trust": self._trust_bytes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(  # type: ignore[misc]

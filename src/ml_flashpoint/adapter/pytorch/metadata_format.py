@@ -19,7 +19,6 @@ For brevity, 0 stands for chunks that are one and the whole, for a key or a path
 from __future__ import annotations
 
 import base64
-import io
 import json
 from collections import ChainMap, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -40,8 +39,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace
 from ml_flashpoint.format.errors import DamagedError, FlashpointError, UnsafeContentError
-from ml_flashpoint.unpickling.checks import refuse_unloadable
-from ml_flashpoint.unpickling.safe_archive import SafeGlobal, load_archive
+from ml_flashpoint.state.archive import SafeGlobal, load_archive, save_archive
 
 _VERSION = 1
 _FIELDS = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
@@ -253,12 +251,8 @@ def _name(value: Any) -> Any:
 
 
 def _pickled(value: Any, allowed: Sequence[SafeGlobal] | None) -> bytes:
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    data = stream.getvalue()
-    if allowed is not None:
-        refuse_unloadable(data, "the planner's metadata", allowed=[*METADATA_TYPES, *allowed])
-    return data
+    everything = None if allowed is None else [*METADATA_TYPES, *allowed]
+    return save_archive(value, "the planner's metadata", allowed=everything)
 
 
 def _unpickled(data: bytes, *, path: str, allowed: Sequence[SafeGlobal]) -> Any:

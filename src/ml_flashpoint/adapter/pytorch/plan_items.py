@@ -10,15 +10,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace
 from ml_flashpoint.core.object_stages import BytesItem, TensorItem
-from ml_flashpoint.format.errors import NotStagedError
+from ml_flashpoint.format.errors import NotStagedError, UnsafeContentError
 from ml_flashpoint.staging.state_dict_stager import is_plain_strided, materialized
-from ml_flashpoint.unpickling.checks import refuse_unloadable
-from ml_flashpoint.unpickling.safe_archive import SafeGlobal
+from ml_flashpoint.state.archive import SafeGlobal, refuse_unloadable, save_archive
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,7 @@ def resolve_items(
         if item.type is WriteItemType.BYTE_IO:
             assert isinstance(data, io.BytesIO)
             content = data.getvalue()
-            if not trust_bytes:
-                refuse_unloadable(content, f"item {item.index.fqn!r}", allowed=allowed)
-            byte_items.append((key, content))
+            byte_items.append((key, content if trust_bytes else _loadable(content, item, planner, allowed)))
             continue
         assert isinstance(data, torch.Tensor)
         data = materialized(data)
@@ -73,11 +71,25 @@ def resolve_items(
         if is_plain_strided(data):
             tensors.append((key, data))
         else:
-            stream = io.BytesIO()
-            torch.save(data, stream)
-            refuse_unloadable(stream.getvalue(), f"tensor {item.index.fqn!r}", allowed=allowed)
-            byte_items.append((key, stream.getvalue()))
+            byte_items.append((key, save_archive(data, str(item.index.fqn), allowed=allowed, hint=_HINT)))
     return tensors, byte_items
+
+
+def _loadable(content: bytes, item: WriteItem, planner: SavePlanner, allowed: tuple[SafeGlobal, ...]) -> bytes:
+    """What a planner pickled, or the same value as an archive of ours if it is of kinds that only these can hold."""
+    try:
+        refuse_unloadable(content, f"item {item.index.fqn!r}", allowed=allowed)
+    except UnsafeContentError:
+        own = DefaultSavePlanner
+        if not isinstance(planner, own) or any(
+            getattr(type(planner), name) is not getattr(own, name) for name in ("resolve_data", "transform_object")
+        ):
+            raise
+        return save_archive(planner.lookup_object(item.index), str(item.index.fqn), allowed=allowed, hint=_HINT)
+    return content
+
+
+_HINT = "keep plain values in it, or pass safe_globals=[{}] to writer and reader if you trust that"
 
 
 def written_plan(

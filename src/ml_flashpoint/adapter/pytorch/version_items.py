@@ -30,7 +30,7 @@ from ml_flashpoint.format.manifest import Manifest, ObjectRecord
 from ml_flashpoint.persist.opening import persisted_url
 from ml_flashpoint.staging.copy import typed_view
 from ml_flashpoint.staging.torch_dtypes import torch_dtype
-from ml_flashpoint.unpickling.safe_archive import load_archive
+from ml_flashpoint.state.archive import load_archive
 
 Progress = Callable[[int, int], object]
 

@@ -1,0 +1,818 @@
+"""Python objects as archives of ``torch.save``, read by ``torch.load(weights_only=True)`` without trusting them.
+
+Owns the allow-list. Always allowed are what torch allows, plain values of the standard library, NumPy arrays and
+scalars, and dataclasses, namedtuples and enums of modules that this process has imported; users list other types. A
+name in an archive never leads to code that is not on this list, and no module is imported because an archive names it.
+
+Some values are written otherwise than pickle would write them, so that nothing of NumPy is ever unpickled and no
+constructor of a dataclass runs: as calls of one function, which checks its arguments. An archive that pickle wrote
+(DCP's planners write those) is read as well, unless it holds such values.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copyreg
+import dataclasses
+import datetime
+import decimal
+import enum
+import fractions
+import io
+import logging
+import operator
+import pathlib
+import pickle
+import pickletools
+import re
+import struct
+import sys
+import threading
+import types
+import uuid
+import zipfile
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import xxhash
+
+from ml_flashpoint.format.errors import DamagedError, FlashpointError, UnsafeContentError
+from ml_flashpoint.format.numpy_values import array_of, describe_dtype, dtype_of, scalar_of
+from ml_flashpoint.staging.plain_modes import plain_modes
+
+SafeGlobal = Callable[..., Any] | tuple[Callable[..., Any], str]
+
+_log = logging.getLogger(__name__)
+_INLINE_BYTES = 1024
+_MOST_KNOWN = 100_000
+_SAFE_SINCE = (2, 10)
+HINT = "keep plain values in it, or pass safe_globals=[{}] if you trust that"
+
+
+class Leaves(Protocol):
+    """Tensors that are kept outside of an archive."""
+
+    def take(self, tensor: torch.Tensor) -> tuple[Any, ...] | None:
+        """Keep a tensor. Return what the archive holds in its place; None if the archive is to hold the tensor."""
+        ...
+
+    def give(self, *described: Any) -> Any:
+        """Return the tensor that ``take`` described so. The description is not trusted."""
+        ...
+
+
+# ---- writing ------------------------------------------------------------------------------------------------------
+
+
+def save_archive(
+    value: Any,
+    name: str,
+    *,
+    allowed: Sequence[SafeGlobal] | None = (),
+    leaves: Leaves | None = None,
+    hint: str = HINT,
+) -> bytes:
+    """Return the archive of a value that `load_archive` accepts with the same ``allowed``.
+
+    Args:
+        name: what errors call the value.
+        allowed: further types that may be in it; None if `check_archive` follows.
+        leaves: keeps tensors. Also asked for them, since the archive is loaded once.
+        hint: of the error for a type that is not allowed; ``{}`` stands for the type.
+
+    Raises:
+        UnsafeContentError: it holds a type that is not allowed. Names the place and the type.
+        Exception: pickling it fails.
+    """
+    data, pickled = _pickled(value, leaves)
+    if allowed is not None:
+        # Values of the same types are loaded alike, but for integers that torch has no opcode for.
+        seen = (frozenset(_GLOBALS.findall(pickled)), b"\x8b" in pickled, _names(allowed))
+        _check(seen, data, value, name, allowed, leaves, hint)
+    return data
+
+
+def check_archive(data: bytes, value: Any, name: str, *, allowed: Sequence[SafeGlobal] = (), hint: str = HINT) -> None:
+    """Raise if `load_archive` would refuse what `save_archive` has returned.
+
+    Raises:
+        UnsafeContentError: it would. Names the place and the type.
+    """
+    _check((xxhash.xxh3_128_digest(data), _names(allowed)), data, value, name, allowed, None, hint)
+
+
+def _check(
+    seen: Any, data: bytes, value: Any, name: str, allowed: Sequence[SafeGlobal], leaves: Leaves | None, hint: str
+) -> None:
+    why = _refusal(data, allowed, leaves, seen)
+    if why is None:
+        return
+    where = place_of(value, name, lambda each: _is_refused(each, allowed, leaves))
+    if isinstance(why, _UnknownNameError):
+        text = f"the state of {where!r} holds {why}, which loading would refuse, because such types may run code"
+        raise UnsafeContentError(text, hint=hint.format(why))
+    raise UnsafeContentError(f"the state of {where!r} could not be loaded: {_text(why)}") from why
+
+
+def refuse_unloadable(data: bytes, what: str, *, allowed: Sequence[SafeGlobal] = ()) -> None:
+    """Raise if `load_archive` would refuse an archive with the same ``allowed``.
+
+    Args:
+        what: what errors call the archive.
+
+    Raises:
+        UnsafeContentError: it would.
+    """
+    why = _refusal(data, allowed, None, (xxhash.xxh3_128_digest(data), _names(allowed)))
+    if isinstance(why, _UnknownNameError):
+        raise UnsafeContentError(
+            f"{what} holds {why}, which loading would refuse, because such types may run code",
+            hint=f"keep plain values in it, or pass safe_globals=[{why}] to writer and reader if you trust that",
+        )
+    if why is not None:
+        raise UnsafeContentError(
+            f"{what} is nothing that torch.save wrote of plain values, so loading would refuse it ({_text(why)})",
+            hint="pass trust_bytes=True to writer and reader if their planners write bytes that are never unpickled",
+        ) from why
+
+
+def _refusal(data: bytes, allowed: Sequence[SafeGlobal], leaves: Leaves | None, seen: Any = None) -> Exception | None:
+    """Why an archive that was just written would not be loaded. What was found to be loadable is remembered."""
+    if seen in _loadable:
+        return None
+    try:
+        _load(data, allowed, None, leaves)
+    except Exception as error:
+        return error
+    if seen is not None:
+        if len(_loadable) >= _MOST_KNOWN:
+            _loadable.clear()
+        _loadable.add(seen)
+    return None
+
+
+# Most items that are no tensors are the same in every save, such as the settings of an optimizer.
+_loadable: set[tuple[Any, ...]] = set()
+
+
+def _pickled(value: Any, leaves: Leaves | None) -> tuple[bytes, bytes]:
+    """An archive, and the pickle in it."""
+    if leaves is not None:
+        # Where all tensors are kept outside, torch.save would ask for each object whether it is the memory of one.
+        with contextlib.suppress(_StorageError):
+            plain = io.BytesIO()
+            _pickler_of(_Reducers(leaves, storages=False))(plain, protocol=2).dump(value)
+            records = {"data.pkl": plain.getvalue(), "byteorder": sys.byteorder.encode(), "version": b"3\n"}
+            return _zipped(records).getvalue(), plain.getvalue()
+    pickler = _pickler_of(_Reducers(leaves))
+    stream = io.BytesIO()
+    with plain_modes():
+        torch.save(value, stream, pickle_module=types.SimpleNamespace(__name__="pickle", Pickler=pickler))
+    return stream.getvalue(), pickler.file.getvalue()
+
+
+def _pickler_of(table: _Reducers) -> Any:
+    class Pickler(pickle.Pickler):
+        dispatch_table = table
+        file: Any = None
+
+        def __init__(self, file: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(file, *args, **kwargs)
+            Pickler.file = file
+
+    return Pickler
+
+
+class _StorageError(Exception):
+    """An archive needs the memory of a tensor."""
+
+
+def _is_refused(value: Any, allowed: Sequence[SafeGlobal], leaves: Any) -> bool:
+    try:
+        data, _ = _pickled(value, leaves)
+    except Exception:  # of whatever kind pickling raises
+        return True
+    return _refusal(data, allowed, leaves) is not None
+
+
+def place_of(value: Any, name: str, is_bad: Callable[[Any], bool]) -> str:
+    """Return the name of the innermost value of a kind, in dicts, lists and tuples; ``value`` itself is of it."""
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)
+    for key, each in items:
+        if is_bad(each):
+            return place_of(each, f"{name}.{key}" if name else str(key), is_bad)
+    return name
+
+
+def cannot_be_pickled(value: Any) -> bool:
+    """Return whether `save_archive` fails, whatever is allowed."""
+    try:
+        _pickled(value, None)
+    except Exception:  # of whatever kind pickling raises
+        return True
+    return False
+
+
+def by_name(allowed: Iterable[SafeGlobal]) -> tuple[tuple[Callable[..., Any], str], ...]:
+    """Return types with the names that they have in archives."""
+    return tuple(
+        each if isinstance(each, tuple) else (each, f"{each.__module__}.{each.__qualname__}") for each in allowed
+    )
+
+
+def _names(allowed: Sequence[SafeGlobal]) -> frozenset[str]:
+    return frozenset(name for _, name in by_name(allowed))
+
+
+# ---- reading ------------------------------------------------------------------------------------------------------
+
+
+def load_archive(
+    data: Any,
+    key: str,
+    *,
+    path: str,
+    allowed: Sequence[SafeGlobal] = (),
+    device_of: Callable[[str], torch.device] | None = None,
+    leaves: Leaves | None = None,
+) -> Any:
+    """Return the value in an archive, in memory of its own.
+
+    Args:
+        data: the archive, any buffer of bytes.
+        key: what errors call the archive. path: of the object that holds it.
+        allowed: types it may be made of, beyond those that always are allowed.
+        device_of: where a tensor is loaded to that was on the device of this name; the CPU if it is None.
+        leaves: has the tensors that were kept outside.
+
+    Raises:
+        UnsafeContentError: it names something that is not allowed, or is no archive of ``torch.save``.
+        DamagedError: it makes no sense.
+    """
+    try:
+        return _load(data, allowed, device_of, leaves)
+    except _NoArchiveError:
+        raise UnsafeContentError(
+            f"item {key!r} was not written by torch.save, so it cannot be checked",
+            path=path,
+            hint="pass trust_bytes=True to the reader if its planner does not unpickle it",
+        ) from None
+    except _UnknownNameError as error:
+        hint = "import its module if it is a dataclass, namedtuple or enum; else list it in safe_globals to trust it"
+        if str(error).startswith("numpy."):
+            hint = "no pickle of NumPy is read: this was written by an older version of this package, or by a planner"
+        raise UnsafeContentError(
+            f"item {key!r} needs {error}, which may run code when it is loaded", path=path, hint=hint
+        ) from None
+    except FlashpointError:
+        raise
+    except Exception as error:
+        raise DamagedError(f"item {key!r} is not readable: {_text(error)}", path=path) from error
+
+
+def check_bytes(data: Any, key: str, *, path: str, allowed: Sequence[SafeGlobal] = ()) -> io.BytesIO:
+    """Return an item as a plain archive, for a planner that unpickles it without restriction, as DCP's do.
+
+    The item is loaded here and saved again: what the planner gets was written by this process.
+
+    Raises:
+        UnsafeContentError: it names something that is not allowed.
+        DamagedError: it makes no sense.
+    """
+    value = load_archive(data, key, path=path, allowed=allowed)
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    return stream
+
+
+def warn_of_old_torch() -> None:
+    """Log one warning in this process if torch reads forged archives less safely than it should."""
+    global _warned
+    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    if _warned or found is None or (int(found[1]), int(found[2])) >= _SAFE_SINCE:
+        return
+    _warned = True
+    _log.warning(
+        "torch %s can be made to write outside of its memory by a forged checkpoint (CVE-2026-24747): use torch %d.%d "
+        "or later where others can write to checkpoints",
+        torch.__version__,
+        *_SAFE_SINCE,
+    )
+
+
+_warned = False
+_lock = threading.RLock()
+
+
+class _NoArchiveError(Exception):
+    pass
+
+
+class _UnknownNameError(Exception):
+    pass
+
+
+# In a pickle, and in the text of torch's errors.
+_GLOBALS = re.compile(rb"c([\w.\x80-\xff]+\n[\w.\x80-\xff]+)\n")
+_REFUSED = re.compile(r"GLOBAL ([^\s]+)")
+# Torch would call these: of NumPy if the program has allowed it, the others unchecked.
+_NEVER = re.compile(rb"cnumpy[\w.]*\n|ctorch\._utils\n_rebuild_(nested_tensor|qtensor)\n")
+
+
+def _load(data: Any, allowed: Sequence[SafeGlobal], device_of: Any, leaves: Leaves | None) -> Any:
+    with memoryview(data) as octets, octets.cast("B") as whole:
+        stream = _rewritten(_records(whole))
+    words = _words(allowed, leaves)
+    # Torch leaves sparse tensors unchecked unless it is asked to check them.
+    sparse = torch.sparse.check_sparse_tensor_invariants(enable=True)  # type: ignore[no-untyped-call]
+    with _lock, plain_modes(), sparse:
+        # The list is the process's: what the program has put there must still be there afterwards.
+        present = set(torch.serialization.get_safe_globals())
+        with torch.serialization.safe_globals([word for word in words if word not in present]):
+            try:
+                return torch.load(stream, map_location=_Devices(device_of), weights_only=True, mmap=False)
+            except pickle.UnpicklingError as error:
+                if (found := _REFUSED.search(str(error))) is not None:
+                    raise _UnknownNameError(found[1].rstrip(".")) from None
+                raise
+
+
+def _records(whole: memoryview) -> dict[str, memoryview]:
+    """The records of an archive, by their names in it."""
+    if bytes(whole[:4]) != b"PK\x03\x04":
+        raise _NoArchiveError
+    try:
+        with zipfile.ZipFile(io.BytesIO(whole)) as file:
+            entries = file.infolist()
+    except zipfile.BadZipFile:
+        raise _NoArchiveError from None
+    found: dict[str, memoryview] = {}
+    for entry in entries:
+        name = entry.filename.partition("/")[2]
+        head = struct.unpack("<4s22xHH", whole[entry.header_offset : entry.header_offset + 30])
+        begin = entry.header_offset + 30 + head[1] + head[2]
+        data = whole[begin : begin + entry.file_size]
+        if head[0] != b"PK\x03\x04" or entry.compress_type != zipfile.ZIP_STORED or len(data) != entry.file_size:
+            raise ValueError(f"its record {entry.filename!r} is not stored plainly")
+        if name in found:
+            raise ValueError(f"it has two records {name!r}")
+        found[name] = data
+    if sum(map(len, found.values())) > len(whole):
+        raise ValueError("its records overlap")
+    if "constants.pkl" in found or "data.pkl" not in found:
+        raise _NoArchiveError
+    return found
+
+
+def _rewritten(records: Mapping[str, memoryview]) -> io.BytesIO:
+    """An archive of these records. Torch reads archives in its own way, and so cannot find others in them.
+
+    Raises:
+        _UnknownNameError: its pickle names something that torch must not be asked for.
+    """
+    pickled = bytes(records["data.pkl"])
+    if _NEVER.search(pickled):
+        for code, argument, _ in pickletools.genops(pickled):
+            found = str(argument).replace(" ", "\n")
+            if code.name == "GLOBAL" and _NEVER.match(f"c{found}\n".encode()):
+                raise _UnknownNameError(found.replace("\n", "."))
+    return _zipped({"version": b"3\n", **records})
+
+
+def _zipped(records: Mapping[str, Any]) -> io.BytesIO:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as file:
+        for name, data in records.items():
+            with file.open(f"archive/{name}", "w", force_zip64=len(data) >= 1 << 31) as record:
+                record.write(data)
+    stream.seek(0)
+    return stream
+
+
+class _Devices(dict[str, str]):
+    """The ``map_location`` of `torch.load`, which takes no function for tensors of other classes."""
+
+    def __init__(self, device_of: Callable[[str], torch.device] | None) -> None:
+        super().__init__()
+        self._device_of = device_of
+
+    def get(self, location: Any, default: Any = None) -> str:
+        name = str(location)
+        if name in ("cpu", "meta"):
+            return name
+        return "cpu" if self._device_of is None else str(self._device_of(name))
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+# ---- what a name stands for ---------------------------------------------------------------------------------------
+
+
+def _words(allowed: Sequence[SafeGlobal], leaves: Leaves | None) -> list[SafeGlobal]:
+    """What an archive may name."""
+    listed = {name: kind for kind, name in by_name(allowed)}
+    trusted = [*listed.values(), *(kind for kind, _ in by_name(torch.serialization.get_safe_globals()))]
+    words = [*_WORDS, *by_name(allowed), (_Maker(listed, trusted), f"{__name__}._made")]
+    return words if leaves is None else [*words, (leaves.give, f"{__name__}._leaf")]
+
+
+def _made(kind: str, *args: Any) -> Any:
+    """Stand in a pickle for what `_Maker` makes."""
+    return _Maker({}, ())(kind, *args)
+
+
+def _leaf(*described: Any) -> Any:
+    """Stand in a pickle for a tensor that is kept outside."""
+    raise ValueError("a tensor is kept outside of the archive")
+
+
+class _Maker:
+    """Makes the values that are not written as pickle would write them, from arguments that it does not trust."""
+
+    def __init__(self, listed: Mapping[str, Any], trusted: Sequence[Any]) -> None:
+        self._listed = listed
+        self._trusted = trusted
+
+    def __call__(self, kind: str, *args: Any) -> Any:
+        own: dict[str, Callable[..., Any]]
+        own = {"instance": self._instance, "tuple": self._tuple, "member": self._member, "filled": self._filled}
+        return (own.get(kind) or _MAKERS[kind])(*args)
+
+    def _found(self, name: Any, is_such: Callable[[type], bool]) -> Any:
+        found = self._listed.get(name.replace(":", ".")) or imported(name)
+        if not isinstance(found, type) or not is_such(found):
+            raise _UnknownNameError(name.replace(":", "."))
+        return found
+
+    def _instance(self, name: Any, attributes: Any) -> Any:
+        if type(attributes) is not dict or not all(type(each) is str for each in attributes):
+            raise TypeError("attributes that are no dict")
+        return new_instance(self._found(name, is_plain), attributes)
+
+    def _tuple(self, name: Any, values: Any) -> Any:
+        kind = self._found(name, is_namedtuple)
+        if type(values) is not tuple or len(kind._fields) != len(values):
+            raise TypeError(f"{name} is no namedtuple of these fields")
+        return tuple.__new__(kind, values)
+
+    def _member(self, name: Any, member: Any) -> Any:
+        return self._found(name, lambda kind: issubclass(kind, enum.Enum))._member_map_[member]
+
+    def _filled(self, kind: Any, args: Any, items: Any, pairs: Any) -> Any:
+        if not any(kind is each for each in self._trusted) or (type(items), type(pairs)) != (list, dict):
+            raise TypeError(f"{kind!r} may not be made")
+        made = kind.__new__(kind, *args)
+        if items:
+            made.extend(items)
+        for key, value in pairs.items():
+            made[key] = value
+        return made
+
+
+class _Reducers(dict[type, Any]):
+    """How values of a type are pickled, by the type; for pickle, which asks for each type that it has no opcode for."""
+
+    def __init__(self, leaves: Leaves | None, *, storages: bool = True) -> None:
+        super().__init__(_REDUCERS)
+        self._leaves = leaves
+        self._storages = storages
+
+    def __missing__(self, kind: type) -> Any:
+        if issubclass(kind, type):
+            raise KeyError  # a class, which is pickled by its name
+        reducer: Any = copyreg.dispatch_table.get(kind, operator.methodcaller("__reduce_ex__", 2))
+        if issubclass(kind, torch.Tensor):
+            reducer = partial(_of_tensor, self._leaves, self._storages)
+        elif not self._storages and issubclass(kind, (torch.UntypedStorage, torch.TypedStorage)):
+            reducer = _refuse_storage
+        elif issubclass(kind, np.dtype):
+            reducer = lambda value: (_made, ("dtype", describe_dtype(value)))  # noqa: E731
+        elif issubclass(kind, np.generic):
+            reducer = _of_scalar
+        elif issubclass(kind, enum.Enum):
+            reducer = _of_enum
+        elif is_namedtuple(kind):
+            reducer = lambda value: (_made, ("tuple", _checked_name(type(value)), tuple(value)))  # noqa: E731
+        elif is_plain(kind):
+            reducer = lambda value: (_made, ("instance", _checked_name(type(value)), attributes_of(value)))  # noqa: E731
+        elif issubclass(kind, (list, dict)) and kind not in (collections.OrderedDict, collections.Counter):
+            reducer = _of_container
+        self[kind] = reducer
+        return reducer
+
+
+def _refuse_storage(value: Any) -> Any:
+    raise _StorageError
+
+
+def _of_tensor(leaves: Leaves | None, storages: bool, value: torch.Tensor) -> Any:
+    if leaves is not None and (described := leaves.take(value)) is not None:
+        return _leaf, described
+    if not storages:
+        raise _StorageError
+    if type(value) in (torch.Tensor, torch.nn.Parameter) and (value.layout is not torch.strided or value.is_nested):
+        if value.requires_grad:  # which torch forgets of these
+            return _made, ("gradient", value.detach(), type(value) is torch.nn.Parameter)
+        if value.is_nested and value.layout is torch.strided:
+            return _made, ("nested", list(value.unbind()), value.dtype)
+    if type(value) is torch.Tensor and value.is_quantized and value.dtype in _QUANTIZED:
+        if value.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+            return _made, ("quantized", value.int_repr(), value.dtype, value.q_scale(), value.q_zero_point())
+        channels = value.q_per_channel_scales(), value.q_per_channel_zero_points(), value.q_per_channel_axis()
+        return _made, ("quantized", value.int_repr(), value.dtype, *channels)
+    return value.__reduce_ex__(2)  # type: ignore[no-untyped-call]
+
+
+def _of_array(value: Any) -> Any:
+    if value.dtype == object and value.dtype.names is None:
+        return _made, ("objects", value.shape, list(value.flat))
+    by_columns = value.flags.f_contiguous and not value.flags.c_contiguous
+    value = value.T if by_columns else value
+    octets: Any = value.tobytes()
+    if len(octets) > _INLINE_BYTES:
+        octets = torch.frombuffer(bytearray(octets), dtype=torch.uint8)
+    return _made, ("array", octets, describe_dtype(value.dtype), value.shape, by_columns)
+
+
+def _of_scalar(value: Any) -> Any:
+    if type(value) in (np.str_, np.bytes_):  # an array's lose trailing zeros
+        return _made, ("string", str.__str__(value) if isinstance(value, str) else bytes(value))
+    if type(value) is not value.dtype.type:
+        return value.__reduce_ex__(2)
+    return _made, ("scalar", value.tobytes(), describe_dtype(value.dtype))
+
+
+def _of_enum(value: Any) -> Any:
+    if type(value)._member_map_.get(value.name or "") is not value:  # a combination of flags
+        return value.__reduce_ex__(2)
+    return _made, ("member", _checked_name(type(value)), value.name)
+
+
+def _of_container(value: Any) -> Any:
+    """Containers of other types, into which torch fills no items."""
+    reduced = value.__reduce_ex__(2)
+    if not isinstance(reduced, tuple) or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
+        return reduced
+    _, (kind, *args), state, items, pairs = (*reduced, None, None, None)[:5]
+    return _made, ("filled", kind, args, list(items or ()), dict(pairs or ())), state
+
+
+def _of_defaultdict(value: Any) -> Any:
+    factory = value.default_factory
+    name = next((name for name, each in _FACTORIES.items() if each is factory), None)
+    return _made, ("defaultdict", name or factory, dict(value))
+
+
+def _of_time(value: Any) -> Any:
+    names = ["year", "month", "day"] * isinstance(value, datetime.date)
+    names += ["hour", "minute", "second", "microsecond", "tzinfo"] * hasattr(value, "hour")
+    fields = [getattr(value, name) for name in names]
+    return _made, (type(value).__name__, *fields, *([value.fold] if hasattr(value, "fold") else []))
+
+
+def _of_constant(value: Any) -> Any:
+    return _made, ("constant", str(value).removeprefix("torch."))
+
+
+_FACTORIES: dict[Any, Any] = {each.__name__: each for each in (dict, list, set, int, float, str)}
+_QUANTIZED = (torch.quint8, torch.qint8, torch.qint32)
+_REDUCERS: dict[type, Any] = {
+    np.ndarray: _of_array,
+    collections.defaultdict: _of_defaultdict,
+    collections.deque: lambda value: (_made, ("deque", list(value), value.maxlen)),
+    datetime.date: _of_time,
+    datetime.time: _of_time,
+    datetime.datetime: _of_time,
+    io.BytesIO: lambda value: (_made, ("stream", value.getvalue(), value.tell())),
+    torch.Generator: lambda value: (_made, ("generator", str(value.device), value.get_state())),
+    torch.memory_format: _of_constant,
+    torch.qscheme: _of_constant,
+    type(...): lambda value: (_made, ("ellipsis",)),
+}
+
+
+def _array(octets: Any, described: Any, shape: Any, by_columns: Any) -> Any:
+    made = array_of(
+        _exactly(octets).numpy().tobytes() if isinstance(octets, torch.Tensor) else octets, described, shape
+    )
+    return made.T if by_columns else made
+
+
+def _objects(shape: Any, values: Any) -> Any:
+    flat = np.empty(len(values), dtype=object)
+    for place, value in enumerate(values):
+        flat[place] = value
+    return flat.reshape(shape)
+
+
+def _quantized(values: Any, dtype: Any, scale: Any, zero: Any, axis: Any = None) -> torch.Tensor:
+    if axis is None:
+        made = torch._make_per_tensor_quantized_tensor(_exactly(values), float(scale), int(zero))
+    else:
+        sizes = {tuple(_exactly(each).shape) for each in (scale, zero)}
+        if type(axis) is not int or not 0 <= axis < _exactly(values).dim() or sizes != {(values.shape[axis],)}:
+            raise ValueError("a quantized tensor without a scale for each channel")
+        made = torch._make_per_channel_quantized_tensor(values, scale, zero, axis)
+    if made.dtype is not dtype:
+        raise ValueError(f"a quantized tensor of {made.dtype}, not {dtype}")
+    return made
+
+
+def _nested(parts: Any, dtype: Any) -> torch.Tensor:
+    device = parts[0].device if parts else torch.device("cpu")
+    return torch.nested.nested_tensor([_exactly(each) for each in parts], dtype=dtype, device=device)
+
+
+def _generator(device: Any, state: Any) -> torch.Generator:
+    made = torch.Generator(str(device))
+    made.set_state(_exactly(state))
+    return made
+
+
+def _constant(name: Any) -> Any:
+    if not isinstance(value := vars(torch).get(name), (torch.memory_format, torch.qscheme)):
+        raise ValueError(f"torch has no constant {name!r}")
+    return value
+
+
+def _string(value: Any) -> Any:
+    return np.str_(value) if type(value) is str else np.bytes_(_bytes(value))
+
+
+def _stream(data: Any, position: Any) -> io.BytesIO:
+    made = io.BytesIO(_bytes(data))
+    made.seek(position)
+    return made
+
+
+def _exactly(value: Any) -> torch.Tensor:
+    if type(value) is not torch.Tensor:
+        raise TypeError(f"a {type(value).__name__} in the place of a tensor")
+    return value
+
+
+_MAKERS: dict[str, Callable[..., Any]] = {
+    "array": _array,
+    "objects": _objects,
+    "scalar": scalar_of,
+    "string": _string,
+    "dtype": dtype_of,
+    "quantized": _quantized,
+    "nested": _nested,
+    "gradient": lambda value, is_parameter: (
+        torch.nn.Parameter(_exactly(value)) if is_parameter else _exactly(value).requires_grad_()
+    ),
+    "generator": _generator,
+    "constant": _constant,
+    "deque": lambda items, most: collections.deque(items, most),
+    "defaultdict": lambda factory, items: collections.defaultdict(
+        _FACTORIES[factory] if type(factory) is str else factory, items
+    ),
+    "date": datetime.date,
+    "time": lambda *fields: datetime.time(*fields[:-1], fold=fields[-1]),
+    "datetime": lambda *fields: datetime.datetime(*fields[:-1], fold=fields[-1]),
+    "stream": _stream,
+    "ellipsis": lambda: ...,
+}
+
+
+# What pickle itself writes of the standard library. These believe no internal form.
+
+
+def _bytes(data: Any = b"", encoding: Any = "latin1") -> bytes:
+    if type(data) is bytes:
+        return data
+    if type(data) is not str or encoding not in ("latin1", "latin-1"):
+        raise ValueError(f"bytes in the encoding {encoding!r}")
+    return data.encode("latin1")
+
+
+def _frozenset(items: Any = ()) -> frozenset[Any]:
+    if type(items) not in (list, tuple):
+        raise TypeError("items that are no list")
+    return frozenset(items)
+
+
+def _from_bytes(kind: Any) -> Callable[..., Any]:
+    def make(data: Any, *zone: Any) -> Any:
+        _, (name, *fields) = _of_time(kind(_bytes(data), *zone))
+        return _MAKERS[name](*fields)
+
+    return make
+
+
+def _fraction(numerator: Any, denominator: Any = 1) -> fractions.Fraction:
+    if type(numerator) is str:  # of Python 3.11 and older
+        numerator, _, denominator = numerator.partition("/")
+    return fractions.Fraction(int(numerator), int(denominator or 1))
+
+
+_WORDS: list[SafeGlobal] = [
+    (_bytes, "builtins.bytes"),
+    (_frozenset, "builtins.frozenset"),
+    (slice, "builtins.slice"),
+    (range, "builtins.range"),
+    *((_from_bytes(kind), f"datetime.{kind.__name__}") for kind in (datetime.date, datetime.time, datetime.datetime)),
+    (_fraction, "fractions.Fraction"),
+    *(datetime.timedelta, datetime.timezone, decimal.Decimal, uuid.UUID, Namespace),
+    *(
+        (kind, f"pathlib{sub}.{kind.__name__}")
+        for sub in ("", "._local")  # of Python 3.13
+        for kind in (pathlib.Path, pathlib.PosixPath, pathlib.PurePosixPath)
+    ),
+]
+
+
+# ---- types that are found by their names --------------------------------------------------------------------------
+
+
+def is_namedtuple(kind: type) -> bool:
+    """Return whether a type is what `collections.namedtuple` or `typing.NamedTuple` makes."""
+    fields = getattr(kind, "_fields", None)
+    if kind.__dictoffset__:  # may have attributes besides
+        return False
+    return tuple in kind.__bases__ and isinstance(fields, tuple) and all(isinstance(name, str) for name in fields)
+
+
+def is_plain(kind: type) -> bool:
+    """Return whether a type is a dataclass, or derived from one of `PLAIN_BASES`, and instances are their attributes.
+
+    Such a type is no container, and has none of pickle's hooks.
+    """
+    if not dataclasses.is_dataclass(kind) and not issubclass(kind, tuple(PLAIN_BASES)):
+        return False
+    inherited = all(getattr(kind, name) is getattr(object, name) for name in ("__new__", "__reduce__", "__reduce_ex__"))
+    return inherited and not any(_has_hook(kind, name) for name in _HOOKS)
+
+
+PLAIN_BASES: list[type] = []
+"""Types beside dataclasses that are always allowed, with their subclasses, if instances are their attributes."""
+_HOOKS = ("__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__", "__del__")
+
+
+def _has_hook(kind: type, name: str) -> bool:
+    hook = getattr(kind, name, None)
+    # Frozen dataclasses with slots get hooks of the standard library's, which do no more than is done here.
+    return hook not in (None, getattr(object, name, None)) and getattr(hook, "__module__", "") != "dataclasses"
+
+
+def attributes_of(instance: object) -> dict[str, Any]:
+    """Return the attributes of an instance, in its dict and its slots. Properties are not asked."""
+    found = dict(getattr(instance, "__dict__", {}))
+    for name, slot in _slots_of(type(instance)).items():
+        with contextlib.suppress(AttributeError):  # never set
+            found[name] = slot.__get__(instance)
+    return found
+
+
+def new_instance(kind: type, attributes: Mapping[str, Any]) -> Any:
+    """Return an instance with these attributes, made without running anything of the type's own.
+
+    Raises:
+        TypeError, AttributeError: it cannot have them.
+    """
+    instance: Any = object.__new__(kind)
+    slots = _slots_of(kind)
+    for name, value in attributes.items():
+        if name in slots:
+            slots[name].__set__(instance, value)
+        else:
+            instance.__dict__[name] = value
+    return instance
+
+
+def _slots_of(kind: type) -> dict[str, types.MemberDescriptorType]:
+    every = (item for base in reversed(kind.__mro__) for item in vars(base).items())
+    return {name: value for name, value in every if isinstance(value, types.MemberDescriptorType)}
+
+
+def imported(name: str) -> type | None:
+    """Return the type ``module:qualified.name`` of a module that this process has imported, None if there is none."""
+    module, _, qualified = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in qualified.split("."):
+        # Not getattr: modules and classes may run code for names that they do not have.
+        found = getattr(found, "__dict__", {}).get(part)
+    return found if isinstance(found, type) else None
+
+
+def _checked_name(kind: type) -> str:
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    if imported(name) is not kind:
+        raise UnsafeContentError(
+            f"the type {name.replace(':', '.')} cannot be found again by its name",
+            hint="define it at the top level of a module",
+        )
+    return name

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from ml_flashpoint.copy.cpu import view_identity
 from ml_flashpoint.facade import dict_versions, steady_state, tensor_guard
 from ml_flashpoint.facade.local_plan import Leaves, Structure
 from ml_flashpoint.facade.packed_state import PackedState, item_bytes
 from ml_flashpoint.facade.tracked_state import TrackedState
-from ml_flashpoint.staging.copy import view_identity
 
 WIDTH = 4
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,21 +18,16 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.tensor import DTensor
 
 from ml_flashpoint.adapter.pytorch.plan_items import item_keys
+from ml_flashpoint.copy.cpu import view_identity
+from ml_flashpoint.copy.modes import plain_modes
+from ml_flashpoint.copy.tensors import check_storable, is_plain_strided, materialized, whole_copy
 from ml_flashpoint.core.object_stages import BytesItem, TensorItem
-from ml_flashpoint.core.overlap import Owned
 from ml_flashpoint.core.picking import NamedTensors, elements
 from ml_flashpoint.format.errors import NotStagedError, SaveError
-from ml_flashpoint.staging.copy import view_identity
-from ml_flashpoint.staging.plain_modes import plain_modes
-from ml_flashpoint.staging.state_dict_stager import check_storable, is_plain_strided, materialized, whole_copy
 
 _IMMUTABLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _PLAIN_VALUES = frozenset({int, float, bool, str, bytes, type(None)})
-
-
-Versions = Callable[[], Sequence[Any]]
-"""Gives version counters that were taken before."""
 
 
 class Leaves:
@@ -42,7 +36,6 @@ class Leaves:
 
     Attributes:
         values: tensors and everything else.
-        versions: gives those of the values that are tensors, where these were asked for theirs already.
         kept: see `SteadyState.kept`.
         shape: how they are nested, with the keys. Equal for two states exactly if their values are in the same places.
     """
@@ -50,16 +43,15 @@ class Leaves:
     def __init__(self, state: Mapping[str, Any]) -> None:
         found: list[Any] = []
         self.values: Sequence[Any] = found
-        self.versions: Versions | None = None
         self.kept: object = None
         self.shape: list[Any] = []
         self._go_into(state, found)
 
     @classmethod
-    def known(cls, values: Sequence[Any], versions: Versions, kept: object = None) -> Leaves:
-        """Those of a state that is nested like the one before, with the version counters of the first of them."""
+    def known(cls, values: Sequence[Any], kept: object = None) -> Leaves:
+        """Those of a state that is nested like the one before."""
         leaves = cls({})
-        leaves.values, leaves.versions, leaves.kept = values, versions, kept
+        leaves.values, leaves.kept = values, kept
         return leaves
 
     def _go_into(self, value: Mapping[str, Any] | list[Any], values: list[Any]) -> None:
@@ -225,18 +217,12 @@ class Captured:
         tensors: to be copied into an arena, each memory once, with the keys of the first items that they are of. The
             same object as of the state before only if these are the same tensors, and what they were but for their
             content: where that is, too.
-        late_from: number of the first of them that its owner updates, so that it may be copied later than the others.
-        owners: for each of the latter, the value of the state that it is of, whose version counter counts.
-        versions: gives those of the owners, if they were asked already.
         kind: the same object for two states whose tensors have the same keys, dtypes and shapes in the same order.
         whole: copies of tensors that are more than their memory, by item.
         values: copies of everything else, by item.
     """
 
     tensors: Sequence[TensorItem] = ()
-    late_from: int = 0
-    owners: Sequence[torch.Tensor] = ()
-    versions: Versions | None = None
     kind: object = None
     whole: dict[int, torch.Tensor] = field(default_factory=dict)
     values: dict[int, Any] = field(default_factory=dict)
@@ -266,37 +252,14 @@ class Share:
         self._taken: list[tuple[str, int, _Source | None]] = []
         self._names: list[str] = []
         self._plain: Callable[[Sequence[Any]], tuple[Any, ...]] | None = None  # takes all, if all are values themselves
-        self._late: Callable[[Sequence[Any]], tuple[Any, ...]] = tuple
-        self._late_from = 0
-        self._owners: Sequence[object] = ()
-        self._addresses: list[int] = []
         self._kept: object = None
-        self._found: tuple[NamedTensors, tuple[torch.Tensor, ...]] = NamedTensors((), ()), ()
+        self._found = NamedTensors((), ())
         self._others: list[int] = []
         self._ties: list[tuple[int, int]] = []
         self._sorted = False
 
-    def sort_again(self, values: Sequence[Any], owners: Sequence[object]) -> None:
-        """Ask again which tensors of a state may be copied late, when it is captured, if they may have become others.
-
-        Args:
-            owners: equal to those of the last time only if memory that could be copied late then still can be.
-        """
-        if owners != self._owners or self._late_addresses(values) != self._addresses:
-            self._owners, self._sorted = owners, False
-
-    def _late_addresses(self, values: Sequence[Any]) -> list[int]:
-        if self._plain is not None:
-            return list(map(torch.Tensor.data_ptr, self._late(values)))
-        late = ((source or _Source(index)).tensor(values) for _, index, source in self._taken[self._late_from :])
-        return list(map(torch.Tensor.data_ptr, late))
-
-    def capture(self, leaves: Leaves, owned: Callable[[], Mapping[int, Owned]] = dict) -> Captured:
+    def capture(self, leaves: Leaves) -> Captured:
         """Take what is to be written out of a state.
-
-        Args:
-            owned: gives the tensors that may be copied late; see `Overlap.owned`. Asked only for another structure:
-                which ones these are is taken to stay.
 
         Raises:
             NotStagedError: a tensor has no data.
@@ -304,21 +267,18 @@ class Share:
         """
         values, captured = leaves.values, Captured()
         if not self._is_tied_as_before(values):
-            self._sort(values, owned())
+            self._sort(values)
         sources = self._sources
-        captured.late_from, captured.kind = self._late_from, self._taken
+        captured.kind = self._taken
         if self._plain is not None:
             if leaves.kept is None or leaves.kept is not self._kept:
-                found = self._plain(values)
-                self._found = NamedTensors(self._names, found), found[self._late_from :]
+                self._found = NamedTensors(self._names, self._plain(values))
                 self._kept = leaves.kept
-            captured.tensors, captured.owners = self._found
-            if leaves.versions is not None:
-                captured.versions = partial(_taken, self._late, leaves.versions)
+            captured.tensors = self._found
             if leaves.kept is None:
-                self._found = NamedTensors((), ()), ()
+                self._found = NamedTensors((), ())
         else:
-            self._take_each(values, captured)
+            captured.tensors = [(key, (source or _Source(index)).tensor(values)) for key, index, source in self._taken]
         for number in self._others:
             item, source = self.items[number], sources[number]
             if item.type is WriteItemType.BYTE_IO:
@@ -327,15 +287,6 @@ class Share:
                 captured.whole[number] = whole_copy(source.tensor(values), item.index.fqn)
         return captured
 
-    def _take_each(self, values: Sequence[Any], captured: Captured) -> None:
-        tensors, owners = list[TensorItem](), list[torch.Tensor]()
-        for place, (key, index, source) in enumerate(self._taken):
-            tensor = values[index] if source is None else source.tensor(values)
-            tensors.append((key, tensor))
-            if place >= self._late_from:
-                owners.append(values[index] if isinstance(values[index], DTensor) else tensor)
-        captured.tensors, captured.owners = tensors, owners
-
     def _is_tied_as_before(self, values: Sequence[Any]) -> bool:
         """Whether the plain tensors are known, and those that were one and the same are so still."""
         sources = self._sources
@@ -343,11 +294,10 @@ class Share:
             view_identity(sources[a].tensor(values)) == view_identity(sources[b].tensor(values)) for a, b in self._ties
         )
 
-    def _sort(self, values: Sequence[Any], owned: Mapping[int, Owned]) -> None:
+    def _sort(self, values: Sequence[Any]) -> None:
         self._others, self._ties, self._sorted, self._kept = [], [], False, None
         first_of: dict[int, int] = {}
-        now: list[int] = []
-        late: list[int] = []
+        taken: list[int] = []
         seen: dict[tuple[object, ...], int] = {}
         for number, (item, source) in enumerate(zip(self.items, self._sources, strict=True)):
             if item.type is WriteItemType.BYTE_IO:
@@ -364,16 +314,12 @@ class Share:
             if first != number:
                 self._ties.append((first, number))
             else:
-                is_late = tensor.data_ptr() in owned and tensor.nbytes <= owned[tensor.data_ptr()][0]
-                (late if is_late else now).append(number)
-        taken, self._late_from = now + late, len(now)
+                taken.append(number)
         self._taken = [(self.keys[number], *_way_to(self._sources[number], values)) for number in taken]
         self._names = [key for key, _, _ in self._taken]
         direct = all(source is None for _, _, source in self._taken)
         indices = [index for _, index, _ in self._taken]
         self._plain = elements(indices) if direct else None
-        self._late = elements(indices[self._late_from :])
-        self._addresses = self._late_addresses(values)
         place = {number: index for index, number in enumerate(taken)}
         self._of = {number: place[first] for number, first in first_of.items()}
         self._sorted = True
@@ -391,10 +337,6 @@ class Share:
         tensors = [(keys[number], copies[index]) for number, index in self._of.items()]
         others = {**captured.values, **captured.whole}
         return tensors, [(keys[n], encode(items[n].index.fqn, others[n])) for n in sorted(others)]
-
-
-def _taken(take: Callable[[Sequence[Any]], Sequence[Any]], versions: Versions) -> Sequence[Any]:
-    return take(versions())
 
 
 def _way_to(source: _Source, values: Sequence[Any]) -> tuple[int, _Source | None]:

@@ -25,14 +25,14 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
+from ml_flashpoint.copy.dtypes import octets_of
+from ml_flashpoint.copy.modes import plain_modes
+from ml_flashpoint.copy.tensors import is_plain_strided
 from ml_flashpoint.facade.packed_state import PACKED
 from ml_flashpoint.facade.rng_state import new_seed, seed_of, seeded_rng_state
 from ml_flashpoint.facade.tracked_state import RNG, LoadTarget, TrackedState, rank_key
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import ReshardError
-from ml_flashpoint.staging.plain_modes import plain_modes
-from ml_flashpoint.staging.state_dict_stager import is_plain_strided
-from ml_flashpoint.staging.torch_dtypes import octets_of
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal, load_archive
 
 _log = logging.getLogger(__name__)

@@ -19,10 +19,13 @@ import torch
 
 from ml_flashpoint import events
 from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE
+from ml_flashpoint.copy import cuda
+from ml_flashpoint.copy.collection import collection_paused
+from ml_flashpoint.copy.overlap import Overlap
 from ml_flashpoint.core.background import BackgroundThread
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.core.object_stages import BytesItem, TensorItem
-from ml_flashpoint.core.overlap import Overlap
+from ml_flashpoint.core.picking import tensors_of
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.save_identity import SaveIdentity, missing_ranks
 from ml_flashpoint.core.signals import interrupts_held
@@ -34,8 +37,6 @@ from ml_flashpoint.facade.tracked_state import TrackedState
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import DeadlineError, DivergedError, FlashpointError, SaveError
 from ml_flashpoint.ranks.lasting_group import LastingGroup
-from ml_flashpoint.staging.collection import collection_paused
-from ml_flashpoint.staging.device_copy import take_queued_s
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
 _log = logging.getLogger(__name__)
@@ -95,7 +96,6 @@ class SaveRunner:
         overlap: Overlap,
     ) -> None:
         self.overlap = overlap
-        overlap.on_waited = self._note_wait
         self._tracked = tracked
         self._saver = saver
         self._exchange = SaveExchange(group, safe_globals)
@@ -117,8 +117,8 @@ class SaveRunner:
 
     def save(self, version: CheckpointContainerId) -> None:
         """Begin a save, after the one before has ended. Never raises for a save that fails."""
-        if self._beginning or self.overlap.waits:
-            text = "called while a save begins, or this thread waits for its copy: in a signal handler, say"
+        if self._beginning:
+            text = "called while a save begins: in a signal handler, say"
             hint = "let the handler set a flag, and save in the loop"
             self._fail(version, SaveError(text, step=version.step, rank=self._saver.rank, hint=hint))
             return
@@ -130,8 +130,8 @@ class SaveRunner:
 
     def _save(self, version: CheckpointContainerId) -> None:
         self._tell_held()
+        cuda.settle()  # what the device still has to do of the step is not time that a save holds the loop
         began = time.perf_counter()
-        take_queued_s()
         try:
             ended = self.help_and_await(self._deadline_s)
             if version.step is not None and version.step <= self._aligned_after:
@@ -147,7 +147,7 @@ class SaveRunner:
             unfinished = f"the save of step {self._current.step} is unfinished after {self._deadline_s:.0f} s"
             self._fail(version, DeadlineError(unfinished, step=version.step, rank=self._saver.rank))
         finally:
-            self.blocked_s = time.perf_counter() - began - take_queued_s()
+            self.blocked_s = time.perf_counter() - began
             self.blocked_total_s += self.blocked_s
             self._held = version
 
@@ -194,12 +194,10 @@ class SaveRunner:
         """What is saved now. Afterwards there is a share of it if its structure is the one from before."""
         values = self._tracked.values_as_before()
         if values is not None:
-            return Leaves.known(values, self._tracked.versions, self._tracked.kept)
+            return Leaves.known(values, self._tracked.kept)
         state = self._tracked.to_save()
         leaves = self._exchange.look_at(state)
         self._tracked.keep(state, leaves.values)
-        if (share := self._exchange.share) is not None:
-            share.sort_again(leaves.values, self.overlap.owners())
         return leaves
 
     def _give_up(self, save: Save | None, version: CheckpointContainerId, exchange: Callable[[], object]) -> bool:
@@ -219,26 +217,19 @@ class SaveRunner:
 
     def _stage(self, under_way: _UnderWay, leaves: Leaves) -> None:
         """Copy what this rank writes, or begin to."""
-        share, save, overlap = self._share, under_way.save, self.overlap
-        under_way.captured = captured = share.capture(leaves, overlap.owned)
-        copies = overlap.stage(
-            self._saver,
+        share, save = self._share, under_way.save
+        under_way.captured = captured = share.capture(leaves)
+        copies = self._saver.stage(
             save,
             captured.tensors,
-            captured.late_from,
-            captured.owners,
-            captured.versions,
+            late=self.overlap.begin(tensors_of(captured.tensors)),
             kind=captured.kind,
             base=under_way.version.parent,
             byte_keys=[*share.byte_keys, METADATA_KEY],
         )
         assert copies is not None  # the base container is known
         save.room_until = None  # what is left to do does not hold the loop
-        under_way.copies, captured.tensors, captured.owners = copies, (), ()
-
-    def _note_wait(self, seconds: float) -> None:
-        self.blocked_s += seconds
-        self.blocked_total_s += seconds
+        under_way.copies, captured.tensors = copies, ()
 
     @property
     def _share(self) -> Share:

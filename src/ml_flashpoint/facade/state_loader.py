@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
+from ml_flashpoint.copy.modes import plain_modes
 from ml_flashpoint.core.joint_load import JointLoad, LoadFailure
 from ml_flashpoint.core.loader import MLFlashpointCheckpointLoader
 from ml_flashpoint.facade.failures import causes_of
@@ -27,7 +28,6 @@ from ml_flashpoint.format.errors import LoadError, NothingLoadableError, Reshard
 from ml_flashpoint.format.failure_kinds import Blame
 from ml_flashpoint.ranks.lasting_group import LastingGroup
 from ml_flashpoint.ranks.rank_group import RankGroup
-from ml_flashpoint.staging.plain_modes import plain_modes
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 
 _ANEW = "to start anew, use another base container"

@@ -19,14 +19,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ml_flashpoint.copy.cpu import view_identity
+from ml_flashpoint.copy.tensors import is_plain_strided
 from ml_flashpoint.core.picking import Joined, elements
 from ml_flashpoint.facade.dict_versions import versions_of
 from ml_flashpoint.facade.local_plan import Leaves, Structure
 from ml_flashpoint.facade.module_state import ModuleState
 from ml_flashpoint.facade.optimizer_state import OptimizerState, group_state
 from ml_flashpoint.facade.tensor_guard import Guard, tensor_guard
-from ml_flashpoint.staging.copy import view_identity
-from ml_flashpoint.staging.state_dict_stager import is_plain_strided
 
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
@@ -45,7 +45,6 @@ them: those that it has replaced meanwhile stay, and so does the memory of those
 
 _T = TypeVar("_T")
 _Taker = Callable[[Sequence[Any]], tuple[Any, ...]]
-_version = attrgetter("_version")
 _attributes, _values = attrgetter("__dict__"), methodcaller("values")
 _tables, _hooks = itemgetter(*_TABLES), itemgetter(*_HOOKS)
 
@@ -65,8 +64,6 @@ class SteadyState:
         modules, optimizers: what is tracked, by name; may grow until the first :meth:`learn`.
 
     Attributes:
-        versions: gives, for each of the latest :meth:`values` that is a tensor, what its version counter was; None for
-            others.
         kept: the same object as after the :meth:`values` before only if the tensors are the same ones, and what they
             were but for their content: where that is, too. None if nobody can tell.
     """
@@ -75,7 +72,6 @@ class SteadyState:
         self._modules, self._optimizers = modules, optimizers
         self._known: list[_KnownModule | _KnownOptimizer] | None = None
         self._guards: list[tuple[_Taker, Guard]] = []
-        self._spread: _Taker = tuple
         self._again: _Taker = tuple
         self._first: _Taker = tuple
         self._walks = 0
@@ -84,7 +80,6 @@ class SteadyState:
         self._taken: list[tuple[Any, ...]] = []
         self._addresses: list[list[int]] = []
         self.kept: object = None
-        self.versions: Callable[[], Sequence[int | None]] = tuple
 
     def values(self) -> Sequence[Any] | None:
         """The values of all modules and optimizers, in the order in which a walk would give them; None if it has to be
@@ -93,7 +88,7 @@ class SteadyState:
             return None
         try:
             values, taken = self._find(self._known)
-            self.versions = self._versions_of(taken)
+            self._check(taken)
         except _UNCLEAR:  # whatever a program has made of its objects: the walk says what is wrong with them
             self._forget()
             return None
@@ -119,21 +114,17 @@ class SteadyState:
     def _forget(self) -> None:
         self._known, self.kept, self._fixed, self._taken, self._addresses = None, None, [], [], []
 
-    def _versions_of(self, taken: Sequence[Sequence[Any]]) -> Callable[[], Sequence[int | None]]:
-        """What the guards, and everything else that looks at each tensor, have to say: all of it at once for as many as
-        stay in the processor's cache."""
-        versions: list[Sequence[int | None]] = []
+    def _check(self, taken: Sequence[Sequence[Any]]) -> None:
+        """Have the guards, and everything else that looks at each tensor, look at as many at once as stay in the
+        processor's cache."""
         addresses: list[list[int]] = []
         for tensors, (_, is_alike) in zip(taken, self._guards, strict=True):
             if not is_alike(tensors):
                 raise _OtherwiseError
-            versions.append(list(map(_version, tensors)))
             if self.kept is not None:
                 addresses.append(list(map(torch.Tensor.data_ptr, tensors)))
         if self.kept is not None and addresses != self._addresses:
             self.kept, self._addresses = object(), addresses
-        versions.append([None])
-        return lambda: self._spread(list(chain.from_iterable(versions)))
 
     def learn(self, state: Mapping[str, Any], walked: Sequence[Any]) -> None:
         """Keep what a walk has found.
@@ -169,11 +160,8 @@ class SteadyState:
         ties = [(index, first[id(value)]) for index, value in enumerate(values) if type(value) in _PLAIN]
         again = [(index, one) for index, one in ties if index != one]
         self._again, self._first = elements([index for index, _ in again]), elements([one for _, one in again])
-        place = {index: number for number, index in enumerate(unique)}
-        of = [place[first[id(value)]] if type(value) in _PLAIN else len(unique) for value in values]
-        self._spread = elements(of)
         taken = [take(values) for take in takers]
-        self._versions_of(taken)
+        self._check(taken)
         nbytes = sum(tensor.nbytes for tensor in chain.from_iterable(taken))
         on_cpu = all(tensor.device.type == "cpu" for tensor in chain.from_iterable(taken))
         self._is_little = on_cpu and nbytes <= min(_LITTLE, _LITTLE_EACH * len(unique))

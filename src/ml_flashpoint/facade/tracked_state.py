@@ -33,6 +33,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from ml_flashpoint.copy.cuda import device_today
+from ml_flashpoint.copy.tensors import held_bytes
 from ml_flashpoint.core.picking import Joined
 from ml_flashpoint.facade.fit import check_fit
 from ml_flashpoint.facade.forgotten_weights import warn_of_weights
@@ -45,8 +47,6 @@ from ml_flashpoint.facade.plain_copy import NotPlainError, plain_copy
 from ml_flashpoint.facade.rng_state import GeneratorState, RestoredRng, capture_rng_state, restore_rng_state
 from ml_flashpoint.facade.steady_state import SteadyState
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, SaveError
-from ml_flashpoint.staging.cuda import device_today
-from ml_flashpoint.staging.state_dict_stager import held_bytes
 from ml_flashpoint.unpickling.checks import cannot_be_pickled, place_of
 
 _log = logging.getLogger(__name__)
@@ -234,12 +234,6 @@ class TrackedState:
         """
         values = self._steady.values()
         return None if values is None else Joined([values, [*self._pack_others().values()]])
-
-    @property
-    def versions(self) -> Callable[[], Sequence[int | None]]:
-        """Gives what the version counters of the tensors among the latest :meth:`values_as_before` were then, by their
-        places there."""
-        return self._steady.versions
 
     @property
     def kept(self) -> object:

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from ml_flashpoint.copy.cuda import device_today
 from ml_flashpoint.format.errors import InvalidArgumentError, UnsafeContentError
 from ml_flashpoint.local.known_types import KnownTypes
-from ml_flashpoint.staging.cuda import device_today
 from ml_flashpoint.unpickling.safe_archive import load_archive
 
 

@@ -35,6 +35,7 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
+from ml_flashpoint.copy.dtypes import STORABLE_DTYPES
 from ml_flashpoint.core.object_stages import BytesItem, TensorItem
 from ml_flashpoint.format.errors import InvalidArgumentError, UnsafeContentError
 from ml_flashpoint.format.numpy_values import describe_dtype
@@ -45,7 +46,6 @@ from ml_flashpoint.local.dtensors import Meshes, describe_placement
 from ml_flashpoint.local.known_types import KnownTypes
 from ml_flashpoint.local.nesting import attributes_of, is_namedtuple
 from ml_flashpoint.local.plain_values import plain_parts
-from ml_flashpoint.staging.torch_dtypes import STORABLE_DTYPES
 
 STRUCTURE_KEY = "local_structure.json"
 """Byte item that holds the description."""

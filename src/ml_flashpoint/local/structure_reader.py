@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ml_flashpoint.copy import cuda
+from ml_flashpoint.copy.cpu import copy_all
 from ml_flashpoint.core.part_reader import ObjectReader
 from ml_flashpoint.format.errors import DamagedError, FlashpointError
 from ml_flashpoint.format.numpy_values import array_of, dtype_of, scalar_of
@@ -31,8 +33,6 @@ from ml_flashpoint.local.known_types import KnownTypes
 from ml_flashpoint.local.nesting import DICTS, is_namedtuple, new_instance
 from ml_flashpoint.local.plain_values import plain_value
 from ml_flashpoint.local.structure import FACTORIES, STRUCTURE_KEY, TORCH_VALUES, VERSION
-from ml_flashpoint.staging import cuda
-from ml_flashpoint.staging.copy import copy_all
 
 _log = logging.getLogger(__name__)
 _MALFORMED = (

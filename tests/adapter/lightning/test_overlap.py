@@ -66,7 +66,8 @@ class Checks(Callback):
 
     def _note(self, hook: str) -> None:
         assert self.ours.flashpoint is not None
-        self.under_way[hook].append(self.ours.flashpoint._saves.overlap._late is not None)
+        late = self.ours.flashpoint._saves.overlap._late
+        self.under_way[hook].append(late is not None and not late.over)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         self._note("start")

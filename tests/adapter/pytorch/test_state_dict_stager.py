@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ml_flashpoint.staging.state_dict_stager import TensorLeaves, is_plain_strided, materialized, storable_name
+from ml_flashpoint.adapter.pytorch.tensor_leaves import TensorLeaves, is_plain_strided, materialized, storable_name
 from tests.support.tensors import assert_same
 
 

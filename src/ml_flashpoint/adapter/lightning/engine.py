@@ -19,13 +19,13 @@ from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 
 from ml_flashpoint.adapter.lightning.dictionary import REST, Checkpoint, DictionaryState, Slot
 from ml_flashpoint.adapter.lightning.strategies import without_tensors
+from ml_flashpoint.copy.tensors import check_copies
 from ml_flashpoint.facade.module_state import freeze_parameters, frozen_parameters
 from ml_flashpoint.facade.optimizer_state import OptimizerState
 from ml_flashpoint.facade.rng_state import capture_rng_state, restore_rng_state
 from ml_flashpoint.flashpoint import Flashpoint
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import LoadError
-from ml_flashpoint.staging.state_dict_stager import check_copies
 from ml_flashpoint.unpickling.checks import unsafe_globals
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 

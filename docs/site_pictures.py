@@ -40,7 +40,7 @@ _LAYERS = {
     "core": "the engine: saving, committing, recovering, loading",
     "replication": "copies: sending, receiving, verifying",
     "checkpoint_object_manager": "arenas and versions on tmpfs; durable stores",
-    "staging": "bytes from tensors into arenas; what may be unpickled",
+    "copy": "bytes from tensors into arenas; what may be unpickled",
     "ranks": "who takes part, strategies, recovery planning; requests",
     "events": "who is told of what happens",
     "format": "names, dtypes, layouts, manifests, digests; no torch",

@@ -98,13 +98,12 @@ def cut(sizes: Iterable[int], nbytes: int = PIECE) -> list[Piece]:
 def threads_for(nbytes: int) -> int:
     """Return how many threads copy so many bytes: one a piece, up to this rank's share of the cores, and eight.
 
-    torch itself copies by several threads unless it has been told to use one, as torchrun does. Then one thread calls
-    it. ``FLASHPOINT_COPY_THREADS`` sets another limit.
+    ``FLASHPOINT_COPY_THREADS`` sets another limit. Where torch has several threads, which torchrun does not let it have,
+    torch copies by them itself, and one thread calls it.
     """
-    limit = knobs.copy_threads()
-    if limit is None:
-        cores = len(os.sched_getaffinity(0)) // _ranks_here()
-        limit = 1 if torch.get_num_threads() > 1 else min(_MAX_THREADS, cores)
+    limit = knobs.copy_threads() or min(_MAX_THREADS, len(os.sched_getaffinity(0)) // _ranks_here())
+    if torch.get_num_threads() > 1:
+        limit = 1
     return max(1, min(limit, nbytes // PIECE))
 
 

@@ -84,15 +84,14 @@ class StagedObject:
         Raises:
             SaveError: a source has changed, or the copy was not over in time. The bytes are of no use.
         """
-        late, self.late = self.late, None
-        if late is None:
+        if self.late is None:
             return
         try:
-            late.wait(deadline_s)
+            self.late.wait(deadline_s)
         except BaseException:
-            self.late = late
             self.interior.discard()
             raise
+        self.late = None
         if (digester := self.interior.digester) is not None:
             digester.advance(0, digester.size)
 

@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from ml_flashpoint.adapter.pytorch.plan_items import item_keys
 from ml_flashpoint.copy.cpu import view_identity
-from ml_flashpoint.copy.modes import plain_modes
 from ml_flashpoint.copy.tensors import check_storable, is_plain_strided, materialized, whole_copy
 from ml_flashpoint.core.object_stages import BytesItem, TensorItem
 from ml_flashpoint.core.picking import NamedTensors, elements
+from ml_flashpoint.facade.plain_modes import plain_modes
 from ml_flashpoint.format.errors import NotStagedError, SaveError
 
 _IMMUTABLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ml_flashpoint.copy.cpu import view_identity
-from ml_flashpoint.copy.modes import plain_modes
 from ml_flashpoint.copy.tensors import is_plain_strided
+from ml_flashpoint.facade.plain_modes import plain_modes
 
 _log = logging.getLogger(__name__)
 

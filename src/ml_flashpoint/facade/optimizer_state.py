@@ -22,10 +22,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ml_flashpoint.copy.modes import plain_modes
 from ml_flashpoint.facade.fit import AS_SAVED
 from ml_flashpoint.facade.module_state import uncompiled
 from ml_flashpoint.facade.optimizer_places import add_places
+from ml_flashpoint.facade.plain_modes import plain_modes
 from ml_flashpoint.format.errors import LoadError
 
 _log = logging.getLogger(__name__)

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from ml_flashpoint.adapter.pytorch.metadata_format import encode_metadata
 from ml_flashpoint.adapter.pytorch.plan_items import item_keys
 from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace
-from ml_flashpoint.copy.modes import plain_modes
 from ml_flashpoint.core.save_identity import SaveIdentity, common_identity
 from ml_flashpoint.facade.failures import as_flashpoint_error
+from ml_flashpoint.facade.plain_modes import plain_modes
 from ml_flashpoint.format.errors import FlashpointError, SaveError
 from ml_flashpoint.unpickling.safe_archive import SafeGlobal
 

@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
 from ml_flashpoint.copy.dtypes import octets_of
-from ml_flashpoint.copy.modes import plain_modes
 from ml_flashpoint.copy.tensors import is_plain_strided
 from ml_flashpoint.facade.packed_state import PACKED
+from ml_flashpoint.facade.plain_modes import plain_modes
 from ml_flashpoint.facade.rng_state import new_seed, seed_of, seeded_rng_state
 from ml_flashpoint.facade.tracked_state import RNG, LoadTarget, TrackedState, rank_key
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId

@@ -14,13 +14,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
-from ml_flashpoint.copy.modes import plain_modes
 from ml_flashpoint.core.joint_load import JointLoad, LoadFailure
 from ml_flashpoint.core.loader import MLFlashpointCheckpointLoader
 from ml_flashpoint.facade.failures import causes_of
 from ml_flashpoint.facade.health import Recovery, Source
 from ml_flashpoint.facade.load_planner import FacadeLoadPlanner
 from ml_flashpoint.facade.packed_state import PACKED
+from ml_flashpoint.facade.plain_modes import plain_modes
 from ml_flashpoint.facade.resharding import Resharding
 from ml_flashpoint.facade.tracked_state import LoadTarget, TrackedState, rank_key
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId

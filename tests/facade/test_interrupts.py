@@ -114,9 +114,9 @@ def test_a_handler_while_a_step_is_held_for_a_copy_holds_up_nothing(
                 call(fp)
                 return hold(late)
 
-            patched.setattr(LateCopy, "hold", interrupted)
             fp.step()
             saved = job.state()
+            patched.setattr(LateCopy, "hold", interrupted)
             job.step()
         fp.before_update()
         assert fp.wait()

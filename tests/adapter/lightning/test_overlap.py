@@ -125,7 +125,7 @@ def test_the_state_is_copied_from_a_device_while_forward_and_backward_run(
     tmpfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, automatic: bool
 ) -> None:
     model = Model(automatic=automatic)
-    PlayedDevice(monkeypatch, [model], model.made)
+    PlayedDevice(monkeypatch, [model], model.made).lag()
     ours, witness = FlashpointCallback(tmpfs / "job", 1, strict=True, overlap=True), Witness(monkeypatch)
     checks = Checks(tmpfs / "job", ours, witness)
     _fit(tmp_path, model, ours, checks)

@@ -98,8 +98,8 @@ def cut(sizes: Iterable[int], nbytes: int = PIECE) -> list[Piece]:
 def threads_for(nbytes: int) -> int:
     """Return how many threads copy so many bytes: one a piece, up to this rank's share of the cores, and eight.
 
-    ``FLASHPOINT_COPY_THREADS`` sets another limit. Where torch has several threads, as outside of torchrun, torch copies
-    by them itself, and one thread calls it.
+    ``FLASHPOINT_COPY_THREADS`` sets another limit. Where torch has several threads, as outside of torchrun, it copies
+    by those, and one thread calls it.
     """
     limit = knobs.copy_threads() or min(_MAX_THREADS, len(os.sched_getaffinity(0)) // _ranks_here())
     if torch.get_num_threads() > 1:

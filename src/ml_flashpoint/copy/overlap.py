@@ -8,7 +8,9 @@ CPU: a copy beside the program's own writes cannot be made safe there.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -17,6 +19,7 @@ from torch.optim import Optimizer
 
 from ml_flashpoint.copy import cuda
 from ml_flashpoint.copy.late import LateCopy
+from ml_flashpoint.copy.tensors import is_plain_strided
 from ml_flashpoint.format.errors import InvalidArgumentError
 
 _log = logging.getLogger(__name__)
@@ -73,8 +76,7 @@ class Overlap:
         return True
 
     def begin(self, tensors: Iterable[torch.Tensor], *, promised: bool = False) -> LateCopy | None:
-        """Return a late copy for a save of these tensors, to be started with those of them that may be; None: there are
-        none. The copy before is over then, for the program's stream.
+        """Return a late copy for a save of these tensors, not started; None if none of them may be copied late.
 
         Args:
             promised: where no optimizer is watched, nothing changes any tensor before the copy is over.
@@ -84,15 +86,23 @@ class Overlap:
         tensors = list(tensors) if self.active and cuda.in_use() else ()
         if not cuda.are_on_devices(tensors):
             return None
-        if promised and not self._optimizers:
-            numbers = {n for n, index in enumerate(cuda.indices(tensors)) if index >= 0}
-        else:
-            memory = {each.untyped_storage().data_ptr() for each in self._updated() if each.layout is torch.strided}
-            found = enumerate(zip(tensors, cuda.indices(tensors), strict=True))
-            numbers = {n for n, (t, index) in found if index >= 0 and t.untyped_storage().data_ptr() in memory}
+        may_wait = self._lies_in_updated() if self._optimizers or not promised else lambda tensor: True
+        found = enumerate(zip(tensors, cuda.indices(tensors), strict=True))
+        numbers = {number for number, (tensor, index) in found if index >= 0 and may_wait(tensor)}
         if numbers:
             self._late = LateCopy(numbers, self._turn_off)
         return self._late
+
+    def _lies_in_updated(self) -> Callable[[torch.Tensor], bool]:
+        """Return a test for tensors whose memory is that of a tensor that an optimizer updates, or a part of it."""
+        spans = sorted((each.data_ptr(), each.data_ptr() + each.nbytes) for each in self._updated())
+        begins, ends = [begin for begin, _ in spans], [*accumulate((end for _, end in spans), max)]
+
+        def lies(tensor: torch.Tensor) -> bool:
+            before = bisect_right(begins, tensor.data_ptr())
+            return before > 0 and tensor.data_ptr() + tensor.nbytes <= ends[before - 1]
+
+        return lies
 
     def _updated(self) -> Sequence[torch.Tensor]:
         """Return this rank's part of what the watched optimizers update."""
@@ -105,7 +115,7 @@ class Overlap:
         for updates in self._updates:
             values += updates()
         parts = [each._local_tensor if isinstance(each, DTensor) else each for each in values]
-        return [each for each in parts if isinstance(each, torch.Tensor)]
+        return [each for each in parts if isinstance(each, torch.Tensor) and is_plain_strided(each)]
 
     def _turn_off(self) -> None:
         self.active = False

@@ -312,7 +312,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         return copies if copies is not None else ArenaTensor.of_copies(cpu_clones([tensor for _, tensor in tensors]))
 
     def synchronize_staging(self) -> None:
-        """Wait until nothing is copied any more. Not needed before the steps of optimizers that are watched."""
+        """Have what this thread gives to the devices from now on wait for the copy; watched optimizers do so anyway."""
         self.before_update()
 
     def close(self) -> None:

@@ -71,12 +71,13 @@ def layers() -> str:
     contracts = (DOCS.parent / "pyproject.toml").read_text(encoding="utf-8")
     (found,) = re.findall(r"^layers = (\[.*?^\])", contracts, re.MULTILINE | re.DOTALL)
     rows: list[str] = ast.literal_eval(found)  # a list of strings looks alike; Python 3.10 has no tomllib
+    core = next(index for index, row in enumerate(rows) if "core" in row.split(" | "))
     high, top, parts = 34, 44, [_text(24, 28, "each imports only from those below it", soft=True)]
     for index, row in enumerate(rows):
         names = [each.strip() for each in row.split("|")]
         y, width = top + index * (high + 8), (440 - 8 * (len(names) - 1)) / len(names)
         for place, name in enumerate(names):
-            fill = _FILLS[0] if name == "core" else _FILLS[1] if index < rows.index("core") else _FILLS[4]
+            fill = _FILLS[0] if name == "core" else _FILLS[1] if index < core else _FILLS[4]
             size = 9 if len(name) > 20 else 11
             parts.append(_box(24 + place * (width + 8), y, width, high, name, fill, size))
         parts.append(_text(480, y + high / 2 + 4, _LAYERS[names[0]]))

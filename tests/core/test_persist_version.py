@@ -15,7 +15,6 @@ from typing import Any
 
 import fsspec
 import pytest
-from ml_flashpoint.format.retention_record import RetentionRecord, write_record
 
 from ml_flashpoint.cli.persist import persist as command
 from ml_flashpoint.core import persist_version as module

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ml_flashpoint.copy.cuda import PageLock
+from ml_flashpoint.copy.pinned import PageLock
 from ml_flashpoint.format import knobs
 from ml_flashpoint.format.digest import BlockDigester, digest_workers
 from ml_flashpoint.format.errors import CapacityError, DamagedError, SaveError

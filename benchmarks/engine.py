@@ -19,12 +19,12 @@ from benchmarks.timing import Memcpy, Result, State, measure
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
+from ml_flashpoint.copy.cpu import copy_all, typed_view
+from ml_flashpoint.copy.dtypes import described, torch_dtype
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.object_format import plan_layout
-from ml_flashpoint.staging.copy import copy_all, typed_view
-from ml_flashpoint.staging.torch_dtypes import described, torch_dtype
 
 
 class Engine:

@@ -42,7 +42,7 @@ _LAYERS = {
     "replication": "copies: sending, receiving, verifying",
     "checkpoint_object_manager": "arenas and versions on tmpfs; durable stores",
     "state": "state as a tree of tensors and an archive, and the plan to write it",
-    "staging": "bytes from tensors into arenas",
+    "copy": "bytes from tensors into arenas",
     "ranks": "who takes part, strategies, recovery planning; requests",
     "events": "who is told of what happens",
     "format": "names, dtypes, layouts, manifests, digests; no torch",

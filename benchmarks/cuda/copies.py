@@ -11,11 +11,10 @@ import torch
 from benchmarks.cuda import floors
 from benchmarks.cuda.report import Row, Run
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
+from ml_flashpoint.copy import pinned
+from ml_flashpoint.copy.cpu import copy_all
+from ml_flashpoint.copy.dtypes import described, torch_dtype
 from ml_flashpoint.format.object_format import plan_layout
-from ml_flashpoint.staging import cuda
-from ml_flashpoint.staging.copy import copy_all
-from ml_flashpoint.staging.torch_dtypes import described, torch_dtype
-from ml_flashpoint.staging.transfer_plan import Memo
 
 State = dict[str, torch.Tensor]
 
@@ -37,13 +36,13 @@ def _one(run: Run, path: Path, name: str, kind: tuple[int, int]) -> Iterator[Row
     state = state_of(run, kind)
     layout = plan_layout(described(state.items()))
     nbytes = sum(tensor.nbytes for tensor in state.values())
-    arena, memo = Arena.create(path, layout.size), Memo()
+    arena = Arena.create(path, layout.size)
     arena.prefault()
     views = [arena.view(e.begin, e.end, torch_dtype(e.dtype), e.shape) for e in layout.tensors]
     sources = [state[e.key] for e in layout.tensors]
 
     def down() -> None:
-        copy_all(views, sources, memo=memo)
+        copy_all(views, sources)
 
     case = f"{name}: down, not locked"
     yield run.measure("copies", case, down, nbytes, floor=floors.DOWN, runs=3)
@@ -51,7 +50,7 @@ def _one(run: Run, path: Path, name: str, kind: tuple[int, int]) -> Iterator[Row
         "copies", f"{name}: up, not locked", lambda: copy_all(sources, views), nbytes, floor=floors.UP, runs=3
     )
     if run.on_gpu:
-        cuda.note_device(torch.cuda.current_device())
+        pinned.note_device(torch.cuda.current_device())
         began = time.perf_counter()
         arena.prefault_in_background()
         if arena._prefault is not None:

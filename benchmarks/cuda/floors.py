@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.cuda.report import Row, Run
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
-from ml_flashpoint.staging import cuda
+from ml_flashpoint.copy import pinned
 
 DOWN, UP = "pinned, device to host", "pinned, host to device"
 
@@ -53,7 +53,7 @@ def faults_and_locks(run: Run, folder: Path) -> Iterator[Row]:
     began = time.perf_counter()
     arena.prefault()
     yield run.row("memory", "faulted in, one thread", [time.perf_counter() - began], size)
-    runtime = cuda.Runtime() if run.on_gpu else None
+    runtime = pinned.Runtime() if run.on_gpu else None
     for unit in (64 << 20, 256 << 20, 1 << 30):
         if runtime is None:
             yield Row("memory", f"locked by {unit >> 20} MiB", note="left out: there is no device")

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ml_flashpoint import events
+from ml_flashpoint.copy.overlap import Overlap
 from ml_flashpoint.core.arguments import (
     checked_base,
     checked_bool,
@@ -30,7 +31,6 @@ from ml_flashpoint.core.arguments import (
     checked_seconds,
 )
 from ml_flashpoint.core.engine import CheckpointEngine
-from ml_flashpoint.core.overlap import Overlap
 from ml_flashpoint.core.persist_options import persist_options
 from ml_flashpoint.core.room import check_capacity
 from ml_flashpoint.core.schedule import checked_every, passes_multiple
@@ -379,9 +379,11 @@ class Flashpoint(KeptVersions, Readings):
         self._raise_failure()
 
     def before_update(self) -> None:
-        """Have what this thread does next wait until nothing is copied any more. With ``overlap``, to be called before
-        anything but its ``step()`` changes parameters of a tracked optimizer, or its state, on a CUDA device: else the
-        save fails, and from then on the loop waits for all copies. Without it, there is nothing to wait for."""
+        """Have what this thread gives to its devices from now on wait for the copy of the latest save.
+
+        With ``overlap``, to be called before anything but its ``step()`` changes parameters of a tracked optimizer, or
+        its state, on a CUDA device. Otherwise the save fails, and later saves return when all is copied.
+        """
         self._saves.overlap.before_update()
 
     def _raise_failure(self) -> None:

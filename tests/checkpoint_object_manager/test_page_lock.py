@@ -69,7 +69,7 @@ def test_a_mapping_that_nobody_closes_is_unlocked_with_its_last_view(runtime: Pl
 def test_whoever_wants_an_arena_does_not_wait_until_all_of_it_is_locked(
     runtime: PlayedRuntime, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ml_flashpoint.staging.cuda.SLICE", SIZE)
+    monkeypatch.setattr("ml_flashpoint.copy.pinned.SLICE", SIZE)
     arena = Arena.create(tmpfs / "arena", 8 * SIZE)
     begun, go_on = threading.Event(), threading.Event()
     register = runtime.register

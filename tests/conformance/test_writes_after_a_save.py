@@ -16,7 +16,6 @@ from torch import nn
 
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.adapter.pytorch.memory_stager import HAS_FUTURES, MemoryStager
-from ml_flashpoint.core.overlap import Overlap
 from ml_flashpoint.local import AsyncCallsQueue, BasicTensorAwareStateDict, LocalCheckpointManager
 from tests.support.dcp import RESULT_TIMEOUT_S
 from tests.support.dcp import Door as DcpDoor
@@ -207,9 +206,7 @@ WAYS: list[type[Way]] = [Facade, OverlappingFacade, Dcp, *([DcpWithStager] if HA
 
 
 @pytest.fixture
-def way(request: pytest.FixtureRequest, tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Way]:
-    # A copy that were left to another thread would not be made before somebody waits for it.
-    monkeypatch.setattr(Overlap, "_start", lambda self, late: None)
+def way(request: pytest.FixtureRequest, tmpfs: Path) -> Iterator[Way]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     made: Way = request.param(tmpfs / "job", Training())
     yield made

@@ -11,10 +11,10 @@ import torch
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
+from ml_flashpoint.copy import cpu
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.staging import copy_threads
 
 
 @pytest.fixture
@@ -37,9 +37,8 @@ def test_saves_in_and_out_of_inference_mode(
 ) -> None:
     if elsewhere:
         monkeypatch.setenv("FLASHPOINT_COPY_THREADS", "2")
-        monkeypatch.setattr(copy_threads, "_trials", {})
-        monkeypatch.setattr(copy_threads, "MIN_BYTES", 1)
-        monkeypatch.setattr(copy_threads, "run_on_pool", _by_another_thread)
+        monkeypatch.setattr(cpu, "PIECE", 1000)
+        monkeypatch.setattr(cpu, "run_on_pool", _by_another_thread)
     saver = DefaultMLFlashpointCheckpointSaver(ckpt_obj_manager=objects)
     loader = DefaultMLFlashpointCheckpointLoader(objects)
     try:

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
+from ml_flashpoint.copy import cuda, pinned, transfers
+from ml_flashpoint.copy.cpu import copy_all, cpu_clones
 from ml_flashpoint.format.errors import SaveError
-from ml_flashpoint.staging import cuda, device_copy, transfer_plan
-from ml_flashpoint.staging.copy import copy_all, cpu_clones
-from ml_flashpoint.staging.transfer_plan import Memo
 from tests.support.tensors import PLAIN_DTYPES, dtype_name, raw, tensor_of
 
 pytestmark = pytest.mark.cuda
@@ -23,16 +22,16 @@ SLEEP = 200_000_000  # clock cycles: a tenth of a second
 @pytest.fixture(autouse=True)
 def _small_borders(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.cuda.init()
-    monkeypatch.setattr(cuda, "SLICE", 1 << 20)
-    monkeypatch.setattr(transfer_plan, "SLAB", 1 << 18)
-    monkeypatch.setattr(transfer_plan, "SMALL", 1 << 16)
+    monkeypatch.setattr(pinned, "SLICE", 1 << 20)
+    monkeypatch.setattr(transfers, "TRANSFER", 1 << 18)
+    monkeypatch.setattr(transfers, "SMALL", 1 << 16)
 
 
 @pytest.fixture(params=["locked", "not locked"])
 def arena(request: pytest.FixtureRequest, tmpfs: Path) -> Iterator[Arena]:
     made = Arena.create(tmpfs / "arena", 16 << 20)
     if request.param == "locked":
-        cuda.note_device(torch.cuda.current_device())
+        pinned.note_device(torch.cuda.current_device())
         made.prefault_in_background()
         assert made._prefault is not None
         made._prefault.join()
@@ -73,14 +72,13 @@ def test_saves_of_many_tensors_in_turn(arena: Arena) -> None:
     shapes = [(rng.randrange(1, 9000),) for _ in range(300)] + [()] * 100 + [(300, 700), (1000, 1000)]
     rng.shuffle(shapes)
     dtypes = [torch.float32, torch.bfloat16, torch.int64]
-    memo = Memo()
     for save in range(3):
         there = [tensor_of(dtypes[n % 3], shape, seed=save * 1000 + n) for n, shape in enumerate(shapes)]
         expected = [raw(each) for each in there]
         there = [each if each.dim() == 0 and n % 2 else each.cuda() for n, each in enumerate(there)]
         order = sorted(range(len(there)), key=lambda n: -there[n].dtype.itemsize)
         views = views_of(arena, there)
-        copy_all([views[n] for n in order], [there[n] for n in order], memo=memo)
+        copy_all([views[n] for n in order], [there[n] for n in order])
         assert [raw(view) for view in views] == expected
         back = [torch.zeros_like(each) for each in there]
         copy_all(back, views)
@@ -108,9 +106,7 @@ def test_copies_come_after_what_the_caller_has_enqueued(arena: Arena, shape: tup
         torch.cuda._sleep(SLEEP)
         for number, each in enumerate(there):
             each.fill_(number + 1)
-        device_copy.take_queued_s()
         copy_all(views, there)
-        assert device_copy.take_queued_s() > 0.01
     assert [float(view.sum()) for view in views] == [float((n + 1) * shape[0]) for n in range(3)]
     with torch.cuda.stream(stream):
         read = torch.zeros_like(there[0])
@@ -137,21 +133,22 @@ def test_copies_are_refused_while_a_graph_is_captured(arena: Arena) -> None:
 def test_an_error_leaves_nothing_under_way(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     there = [torch.ones(1 << 19, device="cuda") for _ in range(4)]
     views = views_of(arena, there)
-    lane = device_copy._process_lanes.lane(torch.cuda.current_device())
-    calls = iter([lane.copy] * 3)
-    monkeypatch.setattr(lane, "copy", lambda *args: next(calls)(*args))
+    stream = cuda.stream(torch.cuda.current_device(), "now")
+    calls = iter([stream.do] * 3)
+    monkeypatch.setattr(stream, "do", lambda work: next(calls)(work))
     with pytest.raises((StopIteration, RuntimeError)):
         copy_all(views, there)
-    assert lane.move.query()
-    assert lane.pack.query()
+    assert stream.event().wait(0)
     monkeypatch.undo()
     copy_all(views, there)
     assert all(bool((view == 1).all()) for view in views)
 
 
-def test_without_room_for_slabs_each_goes_by_itself(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    lane = device_copy._process_lanes.lane(torch.cuda.current_device())
-    monkeypatch.setattr(lane, "ensure_slabs", lambda nbytes: False)
+def test_without_room_to_pack_each_goes_by_itself(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(cuda.stream(torch.cuda.current_device(), "now"), "empty", full)
     there = [torch.full((64,), float(n), device="cuda") for n in range(9)]
     views = views_of(arena, there)
     copy_all(views, there)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ml_flashpoint import Flashpoint
-from ml_flashpoint.staging.late_device_copy import LateDeviceCopy
+from ml_flashpoint.copy.late import LateCopy
 
 pytestmark = pytest.mark.cuda
 WIDTH = 1024
@@ -40,16 +40,17 @@ class Job:
 
 
 @pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> list[LateDeviceCopy]:
+def late(monkeypatch: pytest.MonkeyPatch) -> list[LateCopy]:
     """The copies that went on beside the training."""
-    found: list[LateDeviceCopy] = []
-    begin = LateDeviceCopy.__init__
+    found: list[LateCopy] = []
+    start = LateCopy.start
 
-    def noted(self: LateDeviceCopy, *args: Any, **options: Any) -> None:
-        begin(self, *args, **options)
-        found.append(self)
+    def noted(self: LateCopy, names: Any, targets: Any, sources: Any) -> None:
+        start(self, names, targets, sources)
+        if names:
+            found.append(self)
 
-    monkeypatch.setattr(LateDeviceCopy, "__init__", noted)
+    monkeypatch.setattr(LateCopy, "start", noted)
     return found
 
 
@@ -71,7 +72,7 @@ def check_loaded(base: Path, saved: dict[str, torch.Tensor]) -> None:
     assert [name for name in saved if not torch.equal(found[name], saved[name])] == []
 
 
-def test_each_version_is_the_state_of_its_step(tmpfs: Path, late: list[LateDeviceCopy]) -> None:
+def test_each_version_is_the_state_of_its_step(tmpfs: Path, late: list[LateCopy]) -> None:
     job = Job(1)
     with Flashpoint(tmpfs / "job", strict=True, overlap=True) as fp:
         fp.track(**job.tracked).resume()
@@ -87,11 +88,35 @@ def test_each_version_is_the_state_of_its_step(tmpfs: Path, late: list[LateDevic
         assert fp.wait()
         assert fp.health.failures == 0
     assert len(late) >= 6
-    assert all(each.over and each.error is None for each in late)
     check_loaded(tmpfs / "job", saved)
 
 
-def test_an_optimizer_that_is_replayed_is_not_copied_late(tmpfs: Path, late: list[LateDeviceCopy]) -> None:
+def test_a_change_that_nobody_announced_fails_the_save_and_no_later_one(tmpfs: Path, late: list[LateCopy]) -> None:
+    """The content says so: no counter sees a change through ``data``."""
+    job = Job(1)
+    with Flashpoint(tmpfs / "job", overlap=True) as fp:
+        fp.track(**job.tracked).resume()
+        for _ in range(4):
+            job.step()
+            fp.step()
+            assert fp.wait()
+            locked(fp)
+        late.clear()
+        fp.step()
+        for parameter in job.model.parameters():
+            parameter.data.mul_(2)
+        fp.wait()
+        failures = fp.health.failures  # the copy may have been faster
+        saved = job.state()
+        fp.step()
+        fp.before_update()
+        assert fp.wait()
+        assert fp.health.failures == failures
+        assert len(late) == (1 if failures else 2)
+    check_loaded(tmpfs / "job", saved)
+
+
+def test_an_optimizer_that_is_replayed_is_not_copied_late(tmpfs: Path, late: list[LateCopy]) -> None:
     torch.manual_seed(1)
     model = nn.Linear(WIDTH, WIDTH).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, capturable=True)

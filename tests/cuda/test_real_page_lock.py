@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
-from ml_flashpoint.staging import cuda
+from ml_flashpoint.copy import cuda, pinned
 
 pytestmark = pytest.mark.cuda
 SIZE = 4 << 20
@@ -20,11 +20,11 @@ SIZE = 4 << 20
 @pytest.fixture(autouse=True)
 def _device() -> None:
     torch.cuda.init()
-    cuda.note_device(torch.cuda.current_device())
+    pinned.note_device(torch.cuda.current_device())
 
 
-def runtime() -> cuda.Runtime:
-    found = cuda._process.runtime()
+def runtime() -> pinned.Runtime:
+    found = pinned._process.runtime()
     assert found is not None, "torch's own copy of the runtime was not found"
     return found  # type: ignore[no-any-return]
 
@@ -42,11 +42,11 @@ def locked_arena(path: Path, size: int = SIZE) -> Arena:
 
 
 def test_an_arena_is_locked_by_slices_until_it_is_closed(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "SLICE", 1 << 20)
+    monkeypatch.setattr(pinned, "SLICE", 1 << 20)
     arena = locked_arena(tmpfs / "arena")
     assert arena.is_page_locked
     assert arena.tensor.is_pinned()
-    for begin, end in cuda.slices(arena.address, arena.address + SIZE):
+    for begin, end in pinned.slices(arena.address, arena.address + SIZE):
         at = begin - arena.address
         arena.tensor[at : at + end - begin].copy_(torch.ones(end - begin, dtype=torch.uint8, device="cuda"))
     assert bool(arena.tensor.all())
@@ -68,7 +68,7 @@ def test_what_nobody_closes_is_unlocked_before_it_is_unmapped(tmpfs: Path) -> No
 
 def test_a_refusal_is_no_error_of_the_next_kernel(tmpfs: Path) -> None:
     arena = Arena.create(tmpfs / "arena", SIZE)
-    lock = cuda.PageLock(arena.address + (1 << 45), SIZE)  # where nothing is mapped
+    lock = pinned.PageLock(arena.address + (1 << 45), SIZE)  # where nothing is mapped
     assert not lock.extend()
     assert not lock.is_due
     assert a_kernel_runs()
@@ -114,7 +114,7 @@ def test_background_threads_make_no_context_elsewhere(tmpfs: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two devices")
     before = torch.cuda.mem_get_info(0)[0] if torch.cuda.current_device() else None
-    cuda.note_device(1)
+    pinned.note_device(1)
     arena = locked_arena(tmpfs / "arena")
     arena.close()
     assert before is None or torch.cuda.mem_get_info(0)[0] >= before - (64 << 20)
@@ -127,7 +127,7 @@ def test_forked_children_leave_cuda_alone(tmpfs: Path) -> None:
         status = 1
         try:
             arena.close()
-            status = int(cuda.is_locked(arena.address, 1) or cuda.in_use())
+            status = int(pinned.is_locked(arena.address, 1) or cuda.in_use())
         finally:
             os._exit(status)
     assert os.waitpid(child, 0)[1] == 0

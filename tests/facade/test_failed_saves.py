@@ -19,8 +19,8 @@ from torch import nn
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.events import flush
 from ml_flashpoint.format.errors import (
+    JobInUseError,
     LoadError,
-    SaveError,
     UnsafeContentError,
 )
 from tests.support.loops import Custom, Stored, resumed, save_and, save_and_wait
@@ -61,14 +61,14 @@ def test_strict_raises_failures(base: Path) -> None:
     with Flashpoint(base, strict=True) as fp:
         save_and_wait(fp.track(stored=stored))
         _make_unusable(base)
-        with pytest.raises(SaveError, match=str(base)):
+        with pytest.raises(JobInUseError, match=str(base)):
             save_and_wait(fp)
         fp.wait()  # each failure once
-        with pytest.raises(SaveError, match=str(base)):
+        with pytest.raises(JobInUseError, match=str(base)):
             save_and(Flashpoint.step, fp)
-        with contextlib.suppress(SaveError):
+        with contextlib.suppress(JobInUseError):
             fp.wait()
-        with pytest.raises(SaveError, match=str(base)):
+        with pytest.raises(JobInUseError, match=str(base)):
             save_and(Flashpoint.close, fp)
         fp.close()
 

@@ -18,6 +18,7 @@ from ml_flashpoint.format.errors import (
     InvalidArgumentError,
 )
 from tests.support.loops import Stored, assert_same_state, resumed, trained_model
+from tests.support.tensors import OVERLAPPING
 
 
 class Buffered(nn.Module):
@@ -59,8 +60,11 @@ def test_buffers_of_all_kinds(base: Path, kind: str) -> None:
     assert torch.equal(*dense)
 
 
-@pytest.mark.parametrize("view", [torch.Tensor.conj, lambda each: each.conj().imag], ids=["conjugate", "negative"])
-def test_a_view_that_torch_conjugates_or_negates_lazily_is_loaded_into_such_a_view(
+_VIEWS = {"conjugate": torch.Tensor.conj, "negative": lambda each: each.conj().imag, **OVERLAPPING}
+
+
+@pytest.mark.parametrize("view", _VIEWS.values(), ids=_VIEWS)
+def test_a_lazy_view_or_one_whose_elements_share_memory_is_loaded_into_such_a_view(
     base: Path, view: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     model = Buffered(view(_COMPLEX.clone()))

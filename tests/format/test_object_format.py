@@ -17,6 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ml_flashpoint.copy.dtypes import STORABLE_DTYPES, dtype_name, torch_dtype
 from ml_flashpoint.format.dtypes import ITEMSIZES
 from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError
 from ml_flashpoint.format.object_format import (
@@ -31,7 +32,6 @@ from ml_flashpoint.format.object_format import (
     plan_layout,
     with_byte_items,
 )
-from ml_flashpoint.staging.torch_dtypes import STORABLE_DTYPES, dtype_name, torch_dtype
 from tests.support.object_files import check_consistent, filled
 
 STORABLE = sorted(map(dtype_name, STORABLE_DTYPES))

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ml_flashpoint.copy.cpu import copy_all
 from ml_flashpoint.local import TensorAwareStateDict
-from ml_flashpoint.staging.copy import copy_all
 
 
 class Pair(NamedTuple):

@@ -218,15 +218,6 @@ def test_what_cannot_be_saved_is_told_by_name() -> None:
         share.capture(tree)
 
 
-def test_only_what_lies_within_the_memory_of_an_optimizers_tensor_is_copied_late() -> None:
-    whole = torch.zeros(8)
-    state = {"a": whole, "b": torch.zeros(2), "c": whole[:4]}
-    share, tree = _share(state)
-    captured = share.capture(tree, lambda: {state[key].data_ptr(): (state[key].nbytes, state[key]) for key in "cb"})
-    assert [key for key, _ in captured.tensors] == ["a", "b", "c"]
-    assert captured.plan.late_from == 1
-
-
 def test_a_state_that_could_not_be_taken_tree_nothing_behind() -> None:
     tied = torch.ones(3)
     share, tree = _share({"a": tied, "b": tied, "c": torch.ones(2)})

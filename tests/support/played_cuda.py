@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ml_flashpoint.staging import cuda
+from ml_flashpoint.copy import pinned
 
 
 class PlayedRuntime:
-    """Stands in for `cuda.Runtime`.
+    """Stands in for `pinned.Runtime`.
 
     Args:
         room: bytes that may be locked.
@@ -64,7 +64,7 @@ class PlayedRuntime:
 
 def play(monkeypatch: pytest.MonkeyPatch, runtime: PlayedRuntime, device: int | None = 1) -> None:
     """Have this process use CUDA, as far as page-locking asks."""
-    process = cuda._Process()
+    process = pinned._Process()
     process._runtime, process.device = runtime, device
-    monkeypatch.setattr(cuda, "_process", process)
+    monkeypatch.setattr(pinned, "_process", process)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

@@ -5,18 +5,16 @@ Owns what of a job is on it, and the patches that have the package see it.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from ml_flashpoint.core.overlap import Overlap
-from ml_flashpoint.staging import cuda, device_copy
-from ml_flashpoint.staging.late_device_copy import LateDeviceCopy
+from ml_flashpoint.copy import transfers
+from ml_flashpoint.copy.late import LateCopy
 from tests.support.played_cuda import PlayedRuntime, play
-from tests.support.played_lane import PlayedLane, PlayedLanes
+from tests.support.played_streams import PlayedStreams
 
 if TYPE_CHECKING:
     import pytest
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
     from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 
 
-class PlayedDevice(PlayedLanes):
+class PlayedDevice(PlayedStreams):
     """Parameters, statistics and moments of a job are on it, but not the optimizer's steps.
 
     Args:
@@ -33,7 +31,6 @@ class PlayedDevice(PlayedLanes):
 
     Attributes:
         late: copies from it that went on while training did.
-        lags: whether such a copy is over only once something waits for it.
     """
 
     def __init__(
@@ -42,48 +39,27 @@ class PlayedDevice(PlayedLanes):
         models: Sequence[torch.nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
-        super().__init__(seed=3, eagerness=0.2)
+        super().__init__(eagerness=0.2, seed=3)
         self._models, self._optimizers = models, optimizers
-        self.late: list[LateDeviceCopy] = []
+        self.late: list[LateCopy] = []
         play(monkeypatch, PlayedRuntime(), device=0)
+        self.play(monkeypatch)
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)  # torch itself would go on to use it
-        monkeypatch.setattr(cuda, "in_use", lambda: True)
-        monkeypatch.setattr(cuda, "settle", lambda: None)
-        monkeypatch.setattr(cuda, "is_capturing", lambda: False)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        monkeypatch.setattr(cuda, "are_on_devices", lambda tensors: any(map(self.is_on, tensors)))
-        monkeypatch.setattr(device_copy, "_process_lanes", self)
-        # The optimizer of the host changes what it changes at once; a device's waits before that.
-        monkeypatch.setattr(
-            PlayedLane, "hold", lambda lane: [lane.sync(lane.record(s)) for s in (lane.pack, lane.move)] and 0.0
-        )
-        begin, late = LateDeviceCopy.__init__, self.late
+        monkeypatch.setattr(transfers, "SMALL", 1)
+        start, late = LateCopy.start, self.late
 
-        def noted(copy: LateDeviceCopy, *args: object, **options: object) -> None:
-            begin(copy, *args, **options)  # type: ignore[arg-type]
-            late.append(copy)
+        def noted(copy: LateCopy, *pairs: Any) -> None:
+            start(copy, *pairs)
+            if pairs[0]:
+                late.append(copy)
 
-        monkeypatch.setattr(LateDeviceCopy, "__init__", noted)
-        self.lags = False
-        self._have_it_lag(monkeypatch)
+        monkeypatch.setattr(LateCopy, "start", noted)
 
-    def _have_it_lag(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        start, finish, waited_for = Overlap._start, LateDeviceCopy.finish, threading.Event()
-
-        def started(overlap: Overlap, late: LateDeviceCopy) -> None:
-            waited_for.clear()
-            if self.lags:
-                overlap._thread.run(lambda: bool(waited_for.wait(30)))
-            start(overlap, late)
-
-        def finished(late: LateDeviceCopy) -> None:
-            try:
-                finish(late)
-            finally:
-                waited_for.set()
-
-        monkeypatch.setattr(Overlap, "_start", started)
-        monkeypatch.setattr(LateDeviceCopy, "finish", finished)
+    def lag(self, lags: bool = True) -> None:
+        """Have a late copy be over only once the program is held for it, or also before."""
+        for (_, purpose), stream in self.streams.items():
+            stream.lags = lags and purpose == "late"
 
     def is_on(self, tensor: torch.Tensor) -> bool:
         storage = _local(tensor).untyped_storage().data_ptr()

@@ -130,6 +130,17 @@ def clones(state: Any) -> Any:
     return [clones(value) for value in state] if isinstance(state, list) else state
 
 
+OVERLAPPING = {
+    "expanded": lambda whole: whole[:1].expand(4, *whole.shape[1:]),
+    "one element": lambda whole: whole[0, 0].expand(5),
+    "broadcast": lambda whole: torch.broadcast_to(whole[0], (3, 2, whole.shape[1])),
+    "overlapping": lambda whole: whole.as_strided((3, 3), (1, 1)),
+    "windows": lambda whole: whole.view(-1).unfold(0, 4, 1),
+    "conjugated": lambda whole: whole[:1].expand(4, -1).conj(),
+}
+"""Views of a matrix whose elements share memory."""
+
+
 def _blank_tensor(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         return torch.full_like(tensor.detach(), 77)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ml_flashpoint.staging.copy import copy_all, cpu_clone
+from ml_flashpoint.copy.cpu import copy_all, cpu_clone
 
 _log = logging.getLogger(__name__)
 

@@ -109,7 +109,7 @@ def _compared(one: Any, other: Any) -> dict[str, Any] | None:
     """What differs between two tensors of one dtype and shape; None if nothing, bit for bit."""
     import torch
 
-    from ml_flashpoint.staging.torch_dtypes import bytes_of
+    from ml_flashpoint.copy.dtypes import bytes_of
 
     if one.layout is not torch.strided:
         one, other = one.to_dense(), other.to_dense()

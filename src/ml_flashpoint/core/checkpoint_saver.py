@@ -226,9 +226,6 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
                 **how,
             )
             save.stage(staged)
-            if staged.late is not None:
-                save.enter()  # for those who go on copying
-                staged.late.when_over(lambda: self._leave(save))
         return staged.views
 
     def offer(self, save: Save) -> None:
@@ -282,8 +279,8 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
     ) -> None:
         store = self._store(base)
         staged = save.staged
-        if staged is not None and staged.late is not None:
-            staged.late.wait(seal_deadline_s())
+        if staged is not None:
+            staged.wait(seal_deadline_s())
         arena = staged.arena if staged is not None else None
         if staged is not None and arena is not None and not arena.path.is_relative_to(store.base):
             # Staged for another base container: its bytes are as good as any other tensor.
@@ -400,7 +397,7 @@ class DefaultMLFlashpointCheckpointSaver(MLFlashpointCheckpointSaver):
             arenas = save.release_unless_written()
         self._commits.go_on()
         if save.staged is not None:
-            save.staged.cancel(error)
+            save.staged.settle()
         if arenas is None:
             return
         for object_ in (save.staged, save.filled):

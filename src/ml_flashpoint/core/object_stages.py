@@ -14,10 +14,10 @@ import torch
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.arena_tensor import ArenaTensor
+from ml_flashpoint.copy.late import LateCopy
 from ml_flashpoint.format.digest import BlockDigester, block_count
 from ml_flashpoint.format.manifest import ObjectRecord
 from ml_flashpoint.format.object_format import Layout
-from ml_flashpoint.staging.late_device_copy import LateDeviceCopy
 
 TensorItem = tuple[str, torch.Tensor]
 BytesItem = tuple[str, bytes]
@@ -76,12 +76,29 @@ class StagedObject:
     interior: Interior
     views: Sequence[ArenaTensor] = field(default=(), repr=False)
     arena: Arena | None = None
-    late: LateDeviceCopy | None = None
+    late: LateCopy | None = None
 
-    def cancel(self, error: BaseException) -> None:
-        """Copy nothing more: the bytes will not be used."""
+    def wait(self, deadline_s: float) -> None:
+        """Wait until all is copied, and begin to digest it. Does nothing where all is.
+
+        Raises:
+            SaveError: a source has changed, or the copy was not over in time. The bytes are of no use.
+        """
+        if self.late is None:
+            return
+        try:
+            self.late.wait(deadline_s)
+        except BaseException:
+            self.interior.discard()
+            raise
+        self.late = None
+        if (digester := self.interior.digester) is not None:
+            digester.advance(0, digester.size)
+
+    def settle(self) -> None:
+        """Wait until nothing is copied into the arena any more: the bytes will not be used."""
         if self.late is not None:
-            self.late.cancel(error)
+            self.late.settle()
 
 
 @dataclass(slots=True, eq=False)

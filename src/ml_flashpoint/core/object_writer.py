@@ -11,8 +11,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,9 +19,12 @@ import torch
 from ml_flashpoint.checkpoint_object_manager.arena import Arena, round_up
 from ml_flashpoint.checkpoint_object_manager.arena_pool import with_headroom
 from ml_flashpoint.checkpoint_object_manager.arena_tensor import ArenaTensor, SharedArena
+from ml_flashpoint.copy import cuda
+from ml_flashpoint.copy.cpu import Piece, copy_all, cut, threads_for, view_identity
+from ml_flashpoint.copy.dtypes import described, dtype_name, torch_dtype
+from ml_flashpoint.copy.late import LateCopy
 from ml_flashpoint.core.background import GIVEN_S
 from ml_flashpoint.core.object_stages import BytesItem, FilledObject, Interior, StagedObject, TensorItem, WrittenObject
-from ml_flashpoint.core.picking import tensors_of
 from ml_flashpoint.format import knobs
 from ml_flashpoint.format.digest import BlockDigester, digest_workers
 from ml_flashpoint.format.errors import CapacityError
@@ -35,11 +37,6 @@ from ml_flashpoint.format.object_format import (
     plan_layout,
     with_byte_items,
 )
-from ml_flashpoint.staging import copy_threads, cuda
-from ml_flashpoint.staging.copy import Piece, copy_all, cut, view_identity
-from ml_flashpoint.staging.late_device_copy import LateDeviceCopy, NotDirectError
-from ml_flashpoint.staging.torch_dtypes import described, dtype_name, torch_dtype
-from ml_flashpoint.staging.transfer_plan import Memo
 from ml_flashpoint.state.tree import elements
 
 Acquire = Callable[[int], Arena]
@@ -61,11 +58,10 @@ class _Cached:
     layout: Layout
     order: tuple[int, ...] | None
     pieces: tuple[Piece, ...]
-    memo: Memo = field(default_factory=Memo)
 
     def in_file_order(self, tensors: Sequence[TensorItem]) -> Sequence[torch.Tensor]:
         """The caller's tensors in the order of the entries."""
-        given = tensors_of(tensors)
+        given = [tensor for _, tensor in tensors]
         return given if self.order is None else self._in_file_order(given)
 
     def in_callers_order(self, views: Sequence[ArenaTensor]) -> Sequence[ArenaTensor]:
@@ -82,18 +78,6 @@ class _Cached:
         return elements(sorted(range(len(order)), key=order.__getitem__))
 
 
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """The entries of a layout that are copied now, and those that are copied late."""
-
-    plan: _Cached
-    late_from: int
-    now: list[int]
-    later: list[int]
-    memo: Memo = field(default_factory=Memo)
-    late_memo: Memo = field(default_factory=Memo)
-
-
 class ObjectWriter:
     """Writes the objects of one rank. Thread-safe.
 
@@ -105,7 +89,6 @@ class ObjectWriter:
         self._cache = cache
         self._staged_plan: _Cached | None = None
         self._staged_kind: object = None
-        self._split: _Split | None = None
         self._plan: _Cached | None = None
         self._named: tuple[object, Layout] | None = None
         self._extra_bytes = 0
@@ -123,8 +106,7 @@ class ObjectWriter:
         byte_keys: Sequence[str] = (),
         *,
         kind: object = None,
-        late_from: int | None = None,
-        check: Callable[[], None] = lambda: None,
+        late: LateCopy | None = None,
     ) -> StagedObject:
         """Copy tensors into an arena now; :meth:`write` names them later.
 
@@ -135,9 +117,7 @@ class ObjectWriter:
             byte_keys: names of byte items, if there will be many: the header gets room for them.
             kind: the same object as for the tensors before only if their keys, dtypes and shapes are the same, in the
                 same order: these are not compared then. None: they are.
-            late_from: number of the first tensor that need not be copied now if it is on a CUDA device: see
-                `StagedObject.late`.
-            check: see `LateDeviceCopy`.
+            late: is started for those of its tensors that it takes: see `StagedObject.late`.
         """
         known = self._staged_plan
         if known is not None and kind is not None and self._staged_kind is kind:
@@ -151,57 +131,42 @@ class ObjectWriter:
         try:
             views = self._views(arena, layout)
             # The caller waits for the copy, and digests would take memory bandwidth from it: they come after.
-            late = None
-            if late_from is None:
+            if late is None:
                 interior = self._copy_and_digest(arena, plan, views, tensors, follow=False)
             else:
-                interior, late = self._copy_some(arena, plan, views, tensors, late_from, check)
+                interior, late = self._copy_and_start(arena, plan, views, tensors, late)
         except BaseException:
             release(arena)
             raise
         return StagedObject(arena.path, interior, plan.in_callers_order(views), arena, late)
 
-    def _copy_some(
+    def _copy_and_start(
         self,
         arena: Arena,
         plan: _Cached,
         views: Sequence[torch.Tensor],
         tensors: Sequence[TensorItem],
-        late_from: int,
-        check: Callable[[], None],
-    ) -> tuple[Interior, LateDeviceCopy | None]:
-        """Copy the first tensors, and begin the copy of the others. Digesting begins once all is copied."""
+        late: LateCopy,
+    ) -> tuple[Interior, LateCopy | None]:
+        """Copy what cannot be copied late, and start the copy of the rest, if there is a rest."""
+        order = plan.order or range(len(views))
         sources = plan.in_file_order(tensors)
-        split = self._split_at(plan, late_from)
+        later = [n for n, number in enumerate(order) if number in late.numbers and late.takes(views[n], sources[n])]
+        now = sorted(set(range(len(views))).difference(later))
         interior, digester, _ = _digested(arena, plan.layout)
-        late: LateDeviceCopy | None = None
         try:
-            copy_all([views[i] for i in split.now], [sources[i] for i in split.now], memo=split.memo)
-            of, to = [sources[i] for i in split.later], [views[i] for i in split.later]
-            try:
-                late = LateDeviceCopy(to, of, copy_all, check, split.late_memo)
-            except NotDirectError:
-                copy_all(to, of, memo=split.late_memo)
+            copy_all([views[n] for n in now], [sources[n] for n in now])
+            if later:
+                names = [plan.layout.tensors[n].key for n in later]
+                late.start(names, [views[n] for n in later], [sources[n] for n in later])
+            else:
+                digester.advance(0, digester.size)
         except BaseException:
             digester.abort()
             raise
         interior.digester = digester
-        if late is None:
-            digester.advance(0, digester.size)
-        else:
-            late.when_over(partial(_digest_unless_failed, late, digester))
         arena.lock_in_background()
-        return interior, late
-
-    def _split_at(self, plan: _Cached, late_from: int) -> _Split:
-        """What is copied now, and what is copied late."""
-        known = self._split
-        if known is None or known.plan is not plan or known.late_from != late_from:
-            order = plan.order or range(len(plan.layout.tensors))
-            now = [entry for entry, number in enumerate(order) if number < late_from]
-            later = [entry for entry, number in enumerate(order) if number >= late_from]
-            known = self._split = _Split(plan, late_from, now, later)
-        return known
+        return interior, late if later else None
 
     def learn(self, staged: StagedObject, size: int) -> None:
         """Take note that what was staged became an object of ``size`` bytes: as much will follow the next time."""
@@ -241,7 +206,7 @@ class ObjectWriter:
         """Copy; digesting goes on after this returns, and with ``follow`` begins close behind the copy."""
         interior, digester, begin = _digested(arena, plan.layout)
         start = plan.layout.data_start - begin
-        helps = copy_threads.several(plan.layout.tensors[-1].end - plan.layout.data_start) if views else False
+        helps = bool(views) and threads_for(plan.layout.tensors[-1].end - plan.layout.data_start) > 1
 
         def on_copied(first: int, last: int) -> None:
             first, last = max(start + first, 0), min(start + last, digester.size)
@@ -251,7 +216,7 @@ class ObjectWriter:
                     digester.help()
 
         try:
-            copy_all(views, plan.in_file_order(tensors), on_copied if follow else None, plan.pieces, plan.memo)
+            copy_all(views, plan.in_file_order(tensors), on_copied if follow else None, plan.pieces)
             if not follow:
                 digester.advance_soon(GIVEN_S)
         except BaseException:
@@ -333,7 +298,7 @@ class ObjectWriter:
                 aliases,
             )
             layout = layout_from_entries(_moved(plan.layout.tensors, space - plan.layout.data_start), space, aliases)
-            plan = _Cached(None, layout, plan.order, plan.pieces, plan.memo)
+            plan = _Cached(None, layout, plan.order, plan.pieces)
         layout = with_byte_items(layout, [(key, len(data)) for key, data in byte_items])
         arena = acquire(layout.size + self._extra_bytes)
         views = self._views(arena, plan.layout)
@@ -392,13 +357,6 @@ class _CannotNameError(Exception):
 
 def _with_byte_items(layout: Layout, byte_items: Sequence[BytesItem], interior: Interior) -> Layout:
     return with_byte_items(layout, [(key, len(data)) for key, data in byte_items], interior.end)
-
-
-def _digest_unless_failed(late: LateDeviceCopy, digester: BlockDigester) -> None:
-    if late.error is not None:
-        digester.abort()
-    else:
-        digester.advance(0, digester.size)
 
 
 def _digested(arena: Arena, layout: Layout) -> tuple[Interior, BlockDigester, int]:

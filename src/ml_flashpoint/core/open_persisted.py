@@ -16,6 +16,8 @@ from typing import Final
 
 import torch
 
+from ml_flashpoint.copy.cpu import typed_view
+from ml_flashpoint.copy.dtypes import torch_dtype
 from ml_flashpoint.core.part_reader import ObjectReader
 from ml_flashpoint.format.errors import FlashpointError, ObjectNotFoundError
 from ml_flashpoint.format.failure_kinds import is_damage
@@ -26,8 +28,6 @@ from ml_flashpoint.persist.blocks import VerifiedFile
 from ml_flashpoint.persist.opening import open_store
 from ml_flashpoint.persist.store import DurableStore
 from ml_flashpoint.persist.versions import PersistedVersion, list_persisted, read_part_manifest
-from ml_flashpoint.staging.copy import typed_view
-from ml_flashpoint.staging.torch_dtypes import torch_dtype
 
 _log = logging.getLogger(__name__)
 

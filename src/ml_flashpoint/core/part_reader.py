@@ -16,12 +16,12 @@ import torch
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.checkpoint_object_manager.version_files import map_object
+from ml_flashpoint.copy.cpu import typed_view
+from ml_flashpoint.copy.dtypes import torch_dtype
 from ml_flashpoint.format.digest import digest_workers, verify_blocks
 from ml_flashpoint.format.errors import DamagedError, FlashpointError, ObjectNotFoundError, PrunedError, UnreadableError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, manifest_name, read_manifest
 from ml_flashpoint.format.object_format import Entry, Layout, header_length, parse_header
-from ml_flashpoint.staging.copy import typed_view
-from ml_flashpoint.staging.torch_dtypes import torch_dtype
 
 FetchBlocks = Callable[[Manifest, ObjectRecord, int, memoryview], None]
 """``(manifest, record, first block, buffer)``: fill a buffer with whole, verified blocks of a remote object."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ml_flashpoint.checkpoint_object_manager.arena_tensor import SharedArena
+from ml_flashpoint.copy.dtypes import dtype_name, octets_of, torch_dtype
 from ml_flashpoint.core.object_stages import BytesItem, TensorItem
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.save_identity import SaveIdentity
@@ -33,7 +34,6 @@ from ml_flashpoint.format.manifest import Manifest, decode, encode
 from ml_flashpoint.net.client import Connection, Reply
 from ml_flashpoint.net.messages import Dialect, Fields, errors_of, integer, list_of, text
 from ml_flashpoint.net.server import Peer, RequestServer
-from ml_flashpoint.staging.torch_dtypes import dtype_name, octets_of, torch_dtype
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -21,8 +21,8 @@ from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace
 from ml_flashpoint.core.save_identity import SaveIdentity, common_identity
 from ml_flashpoint.facade.failures import as_flashpoint_error
 from ml_flashpoint.format.errors import FlashpointError, SaveError
-from ml_flashpoint.staging.plain_modes import plain_modes
 from ml_flashpoint.state.archive import SafeGlobal
+from ml_flashpoint.state.plain_modes import plain_modes
 from ml_flashpoint.state.plan import item_keys
 
 # What torch's own writer says; torch 2.6 has none.

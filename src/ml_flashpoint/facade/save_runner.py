@@ -19,10 +19,12 @@ import torch
 
 from ml_flashpoint import events
 from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE
+from ml_flashpoint.copy import cuda
+from ml_flashpoint.copy.collection import collection_paused
+from ml_flashpoint.copy.overlap import Overlap
 from ml_flashpoint.core.background import BackgroundThread
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.core.object_stages import BytesItem, TensorItem
-from ml_flashpoint.core.overlap import Overlap
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.save_identity import SaveIdentity, missing_ranks
 from ml_flashpoint.core.signals import interrupts_held
@@ -31,8 +33,6 @@ from ml_flashpoint.facade.save_exchange import SaveExchange
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import DeadlineError, DivergedError, FlashpointError, SaveError
 from ml_flashpoint.ranks.lasting_group import LastingGroup
-from ml_flashpoint.staging.collection import collection_paused
-from ml_flashpoint.staging.device_copy import take_queued_s
 from ml_flashpoint.state.archive import SafeGlobal
 from ml_flashpoint.state.packed_state import item_bytes
 from ml_flashpoint.state.plan import Captured, Share
@@ -96,7 +96,6 @@ class SaveRunner:
         overlap: Overlap,
     ) -> None:
         self.overlap = overlap
-        overlap.on_waited = self._note_wait
         self._tracked = tracked
         self._saver = saver
         self._exchange = SaveExchange(group, safe_globals)
@@ -118,8 +117,8 @@ class SaveRunner:
 
     def save(self, version: CheckpointContainerId) -> None:
         """Begin a save, after the one before has ended. Never raises for a save that fails."""
-        if self._beginning or self.overlap.waits:
-            text = "called while a save begins, or this thread waits for its copy: in a signal handler, say"
+        if self._beginning:
+            text = "called while a save begins: in a signal handler, say"
             hint = "let the handler set a flag, and save in the loop"
             self._fail(version, SaveError(text, step=version.step, rank=self._saver.rank, hint=hint))
             return
@@ -131,8 +130,8 @@ class SaveRunner:
 
     def _save(self, version: CheckpointContainerId) -> None:
         self._tell_held()
+        cuda.settle()  # what the device still has to do of the step is not time that a save holds the loop
         began = time.perf_counter()
-        take_queued_s()
         try:
             ended = self.help_and_await(self._deadline_s)
             if version.step is not None and version.step <= self._aligned_after:
@@ -148,7 +147,7 @@ class SaveRunner:
             unfinished = f"the save of step {self._current.step} is unfinished after {self._deadline_s:.0f} s"
             self._fail(version, DeadlineError(unfinished, step=version.step, rank=self._saver.rank))
         finally:
-            self.blocked_s = time.perf_counter() - began - take_queued_s()
+            self.blocked_s = time.perf_counter() - began
             self.blocked_total_s += self.blocked_s
             self._held = version
 
@@ -208,25 +207,19 @@ class SaveRunner:
 
     def _stage(self, under_way: _UnderWay, tree: Tree) -> None:
         """Copy what this rank writes, or begin to."""
-        share, save, overlap = self._share, under_way.save, self.overlap
-        under_way.captured = captured = share.capture(tree, overlap.owned, overlap.owners())
-        copies = overlap.stage(
-            self._saver,
+        share, save = self._share, under_way.save
+        under_way.captured = captured = share.capture(tree)
+        copies = self._saver.stage(
             save,
             captured.tensors,
-            captured.plan.late_from,
-            captured.owners,
+            late=self.overlap.begin(tensor for _, tensor in captured.tensors),
             kind=captured.plan,
             base=under_way.version.parent,
             byte_keys=[*share.byte_keys, METADATA_KEY],
         )
         assert copies is not None  # the base container is known
         save.room_until = None  # what is left to do does not hold the loop
-        under_way.copies, captured.tensors, captured.owners = copies, (), ()
-
-    def _note_wait(self, seconds: float) -> None:
-        self.blocked_s += seconds
-        self.blocked_total_s += seconds
+        under_way.copies, captured.tensors = copies, ()
 
     @property
     def _share(self) -> Share:

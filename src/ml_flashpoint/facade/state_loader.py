@@ -23,9 +23,9 @@ from ml_flashpoint.format.errors import LoadError, NothingLoadableError, Reshard
 from ml_flashpoint.format.failure_kinds import Blame
 from ml_flashpoint.ranks.lasting_group import LastingGroup
 from ml_flashpoint.ranks.rank_group import RankGroup
-from ml_flashpoint.staging.plain_modes import plain_modes
 from ml_flashpoint.state.archive import SafeGlobal
 from ml_flashpoint.state.packed_state import PACKED
+from ml_flashpoint.state.plain_modes import plain_modes
 from ml_flashpoint.state.planner import TrackedLoadPlanner
 from ml_flashpoint.state.resharding import Resharding
 from ml_flashpoint.state.tracked import LoadTarget, TrackedState, rank_key

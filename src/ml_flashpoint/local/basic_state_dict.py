@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from ml_flashpoint.copy.cpu import cpu_clone
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.local.base_state_dict import TensorAwareStateDict
 from ml_flashpoint.local.errors import CallOrderError
-from ml_flashpoint.staging.copy import cpu_clone
 from ml_flashpoint.state.archive import attributes_of, is_namedtuple, is_plain, new_instance
 
 

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ml_flashpoint import events
+from ml_flashpoint.copy.collection import collection_paused
+from ml_flashpoint.copy.overlap import Overlap, OverlappingDoor
 from ml_flashpoint.core.arguments import checked_globals, checked_grace, checked_integer
 from ml_flashpoint.core.background import give_way
 from ml_flashpoint.core.engine import CheckpointEngine
 from ml_flashpoint.core.joint_load import FailedStepError, JointLoad
 from ml_flashpoint.core.object_stages import BytesItem, TensorItem
-from ml_flashpoint.core.overlap import Overlap, OverlappingDoor
 from ml_flashpoint.core.part_reader import ObjectReader
 from ml_flashpoint.core.persist_options import PersistHealth, persist_options
 from ml_flashpoint.core.save import Save, SaveState
@@ -51,7 +52,6 @@ from ml_flashpoint.local.structure import Header, encode, read_header, read_stat
 from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.ranks.retention import Keep, checked_keep
 from ml_flashpoint.ranks.strategies import NoReplicationStrategy, ReplicationStrategy, checked_strategy
-from ml_flashpoint.staging.collection import collection_paused
 from ml_flashpoint.state.archive import SafeGlobal
 
 _log = logging.getLogger(__name__)
@@ -344,7 +344,8 @@ class LocalCheckpointManager(OverlappingDoor):
                     self._saver.agree(save, version)
                 encoded = encode(state_dict, self._allowed, self._meshes)
                 if is_async:
-                    staged = self._overlap.stage_owned(self._saver, save, encoded.tensors)
+                    late = self._overlap.begin(tensor for _, tensor in encoded.tensors)
+                    staged = self._saver.stage(save, encoded.tensors, late=late)
                     assert staged is not None
                     names = [name for name, _ in encoded.tensors]
                     tensors = list(zip(names, staged, strict=True))

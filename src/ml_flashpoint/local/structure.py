@@ -26,6 +26,9 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
+from ml_flashpoint.copy import cuda
+from ml_flashpoint.copy.cpu import copy_all
+from ml_flashpoint.copy.dtypes import STORABLE_DTYPES
 from ml_flashpoint.core.object_stages import BytesItem, TensorItem
 from ml_flashpoint.core.part_reader import ObjectReader
 from ml_flashpoint.format.errors import DamagedError, FlashpointError, InvalidArgumentError, UnsafeContentError
@@ -33,9 +36,6 @@ from ml_flashpoint.local.base_state_dict import TensorAwareStateDict
 from ml_flashpoint.local.basic_state_dict import BasicTensorAwareStateDict
 from ml_flashpoint.local.dtensors import Meshes, MeshKey, describe_placement, rebuild
 from ml_flashpoint.local.errors import CheckpointingException
-from ml_flashpoint.staging import cuda
-from ml_flashpoint.staging.copy import copy_all
-from ml_flashpoint.staging.torch_dtypes import STORABLE_DTYPES
 from ml_flashpoint.state.archive import (
     SafeGlobal,
     attributes_of,

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ml_flashpoint.copy.pinned import PageLock
 from ml_flashpoint.format import knobs
 from ml_flashpoint.format.digest import BlockDigester, digest_workers
 from ml_flashpoint.format.errors import CapacityError, DamagedError, SaveError
@@ -26,7 +27,6 @@ from ml_flashpoint.format.object_format import HeaderTemplate, Layout
 from ml_flashpoint.format.private_folders import open_own
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.capacity import available_bytes
-from ml_flashpoint.staging.cuda import PageLock
 
 if TYPE_CHECKING:  # managers of dictionaries map slots without torch
     import torch

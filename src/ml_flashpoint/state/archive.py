@@ -43,7 +43,7 @@ import xxhash
 
 from ml_flashpoint.format.errors import DamagedError, FlashpointError, UnsafeContentError
 from ml_flashpoint.format.numpy_values import array_of, describe_dtype, dtype_of, scalar_of
-from ml_flashpoint.staging.plain_modes import plain_modes
+from ml_flashpoint.state.plain_modes import plain_modes
 
 SafeGlobal = Callable[..., Any] | tuple[Callable[..., Any], str]
 

@@ -19,9 +19,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ml_flashpoint.staging.copy import view_identity
-from ml_flashpoint.staging.plain_modes import plain_modes
-from ml_flashpoint.staging.state_dict_stager import is_plain_strided
+from ml_flashpoint.copy.cpu import view_identity
+from ml_flashpoint.copy.tensors import is_plain_strided
+from ml_flashpoint.state.plain_modes import plain_modes
 
 _log = logging.getLogger(__name__)
 

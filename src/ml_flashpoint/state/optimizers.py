@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ml_flashpoint.format.errors import LoadError
-from ml_flashpoint.staging.plain_modes import plain_modes
 from ml_flashpoint.state.fit import AS_SAVED
 from ml_flashpoint.state.modules import uncompiled
+from ml_flashpoint.state.plain_modes import plain_modes
 from ml_flashpoint.state.private import ShardedTensor, set_element
 
 _log = logging.getLogger(__name__)

@@ -20,16 +20,16 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from ml_flashpoint.format.errors import NotStagedError, SaveError
-from ml_flashpoint.staging.copy import view_identity
-from ml_flashpoint.staging.plain_modes import plain_modes
-from ml_flashpoint.staging.state_dict_stager import (
+from ml_flashpoint.copy.cpu import view_identity
+from ml_flashpoint.copy.tensors import (
     check_storable,
     is_plain_strided,
     materialized,
     storable_name,
     whole_copy,
 )
+from ml_flashpoint.format.errors import NotStagedError, SaveError
+from ml_flashpoint.state.plain_modes import plain_modes
 from ml_flashpoint.state.private import ShardedTensor
 from ml_flashpoint.state.tree import Path, Structure, Tree, elements
 
@@ -138,8 +138,6 @@ class Plan:
     Attributes:
         names: of the tensors that are copied, each memory once, in the order in which they are copied.
         sources: of these tensors.
-        late_from: number of the first of them that an optimizer updates, so that it may be copied later than the
-        others.
         numbers: which of these tensors each item is, by the number of the item.
         others: numbers of the items that are written as bytes.
         ties: pairs of numbers of items that are one and the same tensor.
@@ -147,7 +145,6 @@ class Plan:
 
     names: tuple[str, ...]
     sources: tuple[_Source, ...]
-    late_from: int
     numbers: Mapping[int, int]
     others: tuple[int, ...]
     ties: tuple[tuple[int, int], ...]
@@ -163,12 +160,6 @@ class Plan:
             return found
         return [source.tensor(tree) for source in self.sources]
 
-    def owners(self, tree: Tree, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Return what counts the operations on each tensor that may be copied late."""
-        values = [source.value(tree) for source in self.sources[self.late_from :]]
-        late = tensors[self.late_from :]
-        return [each if isinstance(each, DTensor) else own for each, own in zip(values, late, strict=True)]
-
 
 @dataclass(slots=True)
 class Captured:
@@ -177,14 +168,12 @@ class Captured:
     Attributes:
         plan: the way it was taken out.
         tensors: to be copied, under the names of the plan.
-        owners: see `Plan.owners`.
         whole: copies of tensors that are more than their memory, by item.
         values: copies of everything else, by item.
     """
 
     plan: Plan
     tensors: Sequence[tuple[str, torch.Tensor]]
-    owners: Sequence[torch.Tensor]
     whole: dict[int, torch.Tensor] = field(default_factory=dict)
     values: dict[int, Any] = field(default_factory=dict)
 
@@ -210,20 +199,10 @@ class Share:
         self._sources = [offer.sources[number] for number in wanted]
         self._plan: Plan | None = None
         self._addresses: list[int] = []
-        self._owners: Sequence[object] = ()
         self._written: dict[int, tuple[str | None, bytes]] = {}
 
-    def capture(
-        self,
-        tree: Tree,
-        owned: Callable[[], Mapping[int, tuple[int, torch.Tensor]]] = dict,
-        owners: Sequence[object] = (),
-    ) -> Captured:
+    def capture(self, tree: Tree) -> Captured:
         """Take what is written out of a state.
-
-        Args:
-            owned: gives the tensors that may be copied late; see `Overlap.owned`.
-            owners: equal to those of the save before if ``owned`` would give tensors of the same names.
 
         Raises:
             NotStagedError: a tensor has no data.
@@ -231,15 +210,15 @@ class Share:
         """
         plan = self._plan
         tensors: Sequence[torch.Tensor] = () if plan is None else plan.tensors(tree)
-        if plan is None or self._differs(plan, tree, tensors, owners):
-            sorted_anew = self._sorted(tree, owned())
+        if plan is None or self._differs(plan, tree, tensors):
+            sorted_anew = self._sorted(tree)
             if plan != sorted_anew:
                 plan = sorted_anew
             assert plan is not None
             tensors = plan.tensors(tree)
-            self._plan, self._owners = plan, owners
+            self._plan = plan
             self._addresses = list(map(torch.Tensor.data_ptr, tensors))
-        captured = Captured(plan, list(zip(plan.names, tensors, strict=True)), plan.owners(tree, tensors))
+        captured = Captured(plan, list(zip(plan.names, tensors, strict=True)))
         for number in plan.others:
             fqn, source = self.items[number].index.fqn, self._sources[number]
             if self.items[number].type is WriteItemType.BYTE_IO:
@@ -248,23 +227,19 @@ class Share:
                 captured.whole[number] = whole_copy(source.tensor(tree), fqn)
         return captured
 
-    def _differs(self, plan: Plan, tree: Tree, tensors: Sequence[torch.Tensor], owners: Sequence[object]) -> bool:
-        """Return True if tensors may have become tied, untied, or others that may be copied late."""
+    def _differs(self, plan: Plan, tree: Tree, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return True if tensors may have become tied or untied."""
         sources = self._sources
-        return (
-            list(map(torch.Tensor.data_ptr, tensors)) != self._addresses
-            or owners != self._owners
-            or any(
-                view_identity(sources[one].tensor(tree)) != view_identity(sources[other].tensor(tree))
-                for one, other in plan.ties
-            )
+        return list(map(torch.Tensor.data_ptr, tensors)) != self._addresses or any(
+            view_identity(sources[one].tensor(tree)) != view_identity(sources[other].tensor(tree))
+            for one, other in plan.ties
         )
 
-    def _sorted(self, tree: Tree, owned: Mapping[int, tuple[int, torch.Tensor]]) -> Plan:
-        """Sort the items: tensors that are copied now, later, or with another one, and bytes."""
+    def _sorted(self, tree: Tree) -> Plan:
+        """Sort the items: tensors that are copied, or that another item is, and bytes."""
         first_of: dict[int, int] = {}
         seen: dict[tuple[object, ...], int] = {}
-        now, late, others, ties = list[int](), list[int](), list[int](), list[tuple[int, int]]()
+        taken, others, ties = list[int](), list[int](), list[tuple[int, int]]()
         for number, (item, source) in enumerate(zip(self.items, self._sources, strict=True)):
             if item.type is WriteItemType.BYTE_IO:
                 others.append(number)
@@ -279,14 +254,11 @@ class Share:
             if first != number:
                 ties.append((first, number))
             else:
-                is_late = tensor.data_ptr() in owned and tensor.nbytes <= owned[tensor.data_ptr()][0]
-                (late if is_late else now).append(number)
-        taken = now + late
+                taken.append(number)
         place = {number: index for index, number in enumerate(taken)}
         return Plan(
             tuple(self.keys[number] for number in taken),
             tuple(self._sources[number] for number in taken),
-            len(now),
             {number: place[first] for number, first in first_of.items()},
             tuple(others),
             tuple(ties),

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ml_flashpoint.staging import cuda
+from ml_flashpoint.copy import cuda
 
 
 def capture_rng_state() -> dict[str, Any]:

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ml_flashpoint.copy.dtypes import octets_of
+from ml_flashpoint.copy.tensors import is_plain_strided
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import ReshardError
-from ml_flashpoint.staging.plain_modes import plain_modes
-from ml_flashpoint.staging.state_dict_stager import is_plain_strided
-from ml_flashpoint.staging.torch_dtypes import octets_of
 from ml_flashpoint.state.archive import SafeGlobal, load_archive
 from ml_flashpoint.state.packed_state import PACKED
+from ml_flashpoint.state.plain_modes import plain_modes
 from ml_flashpoint.state.planner import ArchivePlanner
 from ml_flashpoint.state.random_numbers import new_seed, seed_of, seeded_rng_state
 from ml_flashpoint.state.tracked import RNG, LoadTarget, TrackedState, rank_key

@@ -32,9 +32,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ml_flashpoint.copy.cuda import device_today
+from ml_flashpoint.copy.tensors import held_bytes
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, SaveError
-from ml_flashpoint.staging.cuda import device_today
-from ml_flashpoint.staging.state_dict_stager import held_bytes
 from ml_flashpoint.state.archive import cannot_be_pickled, place_of, save_archive
 from ml_flashpoint.state.fit import check_fit
 from ml_flashpoint.state.modules import ModuleState, freeze_parameters

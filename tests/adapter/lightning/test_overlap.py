@@ -66,7 +66,8 @@ class Checks(Callback):
 
     def _note(self, hook: str) -> None:
         assert self.ours.flashpoint is not None
-        self.under_way[hook].append(self.ours.flashpoint._saves.overlap._late is not None)
+        late = self.ours.flashpoint._saves.overlap._late
+        self.under_way[hook].append(late is not None and not late.over)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         self._note("start")
@@ -124,7 +125,7 @@ def test_the_state_is_copied_from_a_device_while_forward_and_backward_run(
     tmpfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, automatic: bool
 ) -> None:
     model = Model(automatic=automatic)
-    PlayedDevice(monkeypatch, [model], model.made)
+    PlayedDevice(monkeypatch, [model], model.made).lag()
     ours, witness = FlashpointCallback(tmpfs / "job", 1, strict=True, overlap=True), Witness(monkeypatch)
     checks = Checks(tmpfs / "job", ours, witness)
     _fit(tmp_path, model, ours, checks)

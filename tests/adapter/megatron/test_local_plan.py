@@ -20,9 +20,9 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
 from ml_flashpoint.adapter.megatron import local_plan, save_plan
 from ml_flashpoint.adapter.megatron.save_plan import PlanExchange, PlannedSave
+from ml_flashpoint.copy.cpu import view_identity
 from ml_flashpoint.format.errors import SaveError
 from ml_flashpoint.ranks.rank_group import rank_group
-from ml_flashpoint.staging.copy import view_identity
 from tests.support.megatron import without_cuda
 from tests.support.megatron_states import Layout, sharded_state
 

@@ -64,7 +64,7 @@ def _on_a_device(door: Door, gpt: Gpt, monkeypatch: pytest.MonkeyPatch, *, watch
     if watched:
         door.save_strategy.watch(gpt.optimizer)
     gpt.step(LOCKED)
-    device.lags = True
+    device.lag()
     return device
 
 
@@ -152,10 +152,10 @@ def test_parameters_that_are_gathered_while_forward_runs_are_copied_at_once(
 ) -> None:
     gpt = _gpt("distributed-half")
     _on_a_device(door, gpt, monkeypatch)
-    names = {each.data_ptr() for each in gpt.model.parameters()}
-    assert names & door.writer._overlap.owned().keys()
+    parameters = list(gpt.model.parameters())
+    assert door.writer._overlap.begin(parameters) is not None
     gpt.model.ddp_config.overlap_param_gather = True
-    assert not names & door.writer._overlap.owned().keys()
+    assert door.writer._overlap.begin(parameters) is None
 
 
 def test_a_rank_with_nothing_to_train_has_nothing_to_watch(door: Door) -> None:
@@ -164,7 +164,7 @@ def test_a_rank_with_nothing_to_train_has_nothing_to_watch(door: Door) -> None:
         is_stub_optimizer = True
 
     door.save_strategy.watch(Stub(), ChainedOptimizer([]))
-    assert door.writer._overlap.owned() == {}
+    assert not door.writer._overlap._updated()
 
 
 def test_so_are_torch_optimizers_and_by_a_local_manager(
@@ -174,11 +174,13 @@ def test_so_are_torch_optimizers_and_by_a_local_manager(
     _on_a_device(door, gpt, monkeypatch, watched=False)
     inner = torch.optim.SGD(gpt.model.parameters(), lr=1.0)
     door.save_strategy.watch(inner)
-    names = {each.data_ptr() for each in gpt.model.parameters()}
-    assert door.writer._overlap.owned().keys() == names
+    parameters = list(gpt.model.parameters())
+    late = door.writer._overlap.begin(parameters)
+    assert late is not None
+    assert late.numbers == set(range(len(parameters)))
     manager = LocalCheckpointManager(tmpfs, "local")
     watch_optimizers(manager, gpt.optimizer)
-    assert names & manager._overlap.owned().keys()
+    assert manager._overlap.begin(parameters) is not None
     manager.close()
 
 

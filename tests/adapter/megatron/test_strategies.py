@@ -34,6 +34,7 @@ from ml_flashpoint.format.errors import InvalidArgumentError, InvalidNameError, 
 from tests.support.megatron import Door, TorchDist, without_cuda
 from tests.support.megatron_cases import check_load
 from tests.support.megatron_states import Layout, sharded_state
+from tests.support.tensors import OVERLAPPING
 
 without_cuda()
 
@@ -45,6 +46,17 @@ def door(tmpfs: Path) -> Iterator[Door]:
     yield door
     door.close()
     dist.destroy_process_group()
+
+
+def test_elements_that_share_memory_are_loaded_into_such(door: Door) -> None:
+    def state(whole: torch.Tensor) -> dict[str, Any]:
+        views = {name: view(whole) for name, view in OVERLAPPING.items()}
+        return {name: ShardedTensor.from_rank_offsets(name, each) for name, each in views.items()}
+
+    saved = state(torch.arange(48.0).view(6, 8) * 1j)
+    door.save_megatron(saved, 1)
+    loaded = door.load_megatron(state(torch.zeros(6, 8, dtype=torch.complex64)), 1)
+    assert all(torch.equal(loaded[name], saved[name].data) for name in OVERLAPPING)
 
 
 def test_constructors_name_what_they_cannot_take(door: Door) -> None:

@@ -11,9 +11,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from ml_flashpoint.adapter.pytorch.omission import Omission, left_to_others, tensor_names
+from ml_flashpoint.adapter.pytorch.tensor_leaves import TensorLeaves
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.save_identity import SaveIdentity
-from ml_flashpoint.staging.state_dict_stager import TensorLeaves
 from tests.support.planners import CACHES_PLANS, CastingPlanner, RenamingPlanner, SwappingPlanner
 
 

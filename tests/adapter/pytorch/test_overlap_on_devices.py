@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from ml_flashpoint import Engine
 from ml_flashpoint.adapter.pytorch.memory_stager import HAS_FUTURES, MemoryStager
-from ml_flashpoint.core.overlap import Overlap
 from ml_flashpoint.format.errors import InvalidArgumentError
 from tests.support.dcp import RESULT_TIMEOUT_S, Door, checkpointer
 from tests.support.played_device import PlayedDevice, lock_arenas
@@ -55,7 +53,7 @@ def job(door: Door, monkeypatch: pytest.MonkeyPatch) -> Job:
     made.step()
     door.writer.watch(made.optimizer)
     made.step()
-    made.device.lags = True
+    made.device.lag()
     return made
 
 
@@ -89,7 +87,7 @@ def test_each_version_is_the_state_at_the_call(
         assert_same(door.load(blank(expected), step), expected)  # after which there are arenas, in a process, too
         lock_arenas(door.objects.store)
     assert len(job.device.late) >= 4, "the first saves go through slots, those that follow need not"
-    assert all(each.over and each.error is None for each in job.device.late)
+    assert all(each.over for each in job.device.late)
 
 
 @with_futures
@@ -97,7 +95,6 @@ def test_where_no_optimizer_is_watched_all_that_is_there_is_copied_late(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = Job(monkeypatch)
-    monkeypatch.setattr(Overlap, "_start", lambda self, late: None)
     for step in range(1, LOCKED + 2):
         job.step()
         saving: Any = dcp.async_save(
@@ -106,35 +103,25 @@ def test_where_no_optimizer_is_watched_all_that_is_there_is_copied_late(
             storage_writer=door.writer,
             async_stager=MemoryStager(door.writer),
         )
-        assert saving.staging_completion.done() != bool(job.device.late)
-        for late in job.device.late:
-            late.copy()
-        assert saving.staging_completion.done()
+        saving.staging_completion.result(RESULT_TIMEOUT_S)
+        assert all(late.over for late in job.device.late)
         saving.upload_completion.result(RESULT_TIMEOUT_S)
         lock_arenas(door.objects.store)
     assert job.device.late
 
 
-def test_a_save_returns_before_the_copy_and_plans_nothing_before_it_is_there(
-    door: Door, job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_returns_before_the_copy_and_plans_nothing_before_it_is_there(door: Door, job: Job) -> None:
     """Planners may look at what they are given."""
-    go_on, seen = threading.Event(), list[bool]()
-    copying = Overlap._start
-
-    def held(self: Overlap, late: Any) -> None:
-        self._thread.run(lambda: go_on.wait(RESULT_TIMEOUT_S))
-        copying(self, late)
+    seen = list[bool]()
 
     class Looking(DefaultSavePlanner):
         def create_local_plan(self) -> SavePlan:
             seen.append(torch.equal(self.state_dict["model.0.weight"], job.model[0].weight))  # type: ignore[arg-type]
             return super().create_local_plan()
 
-    monkeypatch.setattr(Overlap, "_start", held)
     future = door.async_save(job.state(), LOCKED + 1, planner=Looking())
     assert not seen
-    go_on.set()
+    door.writer.before_update()
     future.result(RESULT_TIMEOUT_S)
     assert seen == [True]
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.support.dcp import Door
-from tests.support.tensors import PLANNED_DTYPES, assert_same, blank, dtype_name, raw, tensor_of
+from tests.support.tensors import OVERLAPPING, PLANNED_DTYPES, assert_same, blank, dtype_name, raw, tensor_of
 
 both_modes = pytest.mark.parametrize("mode", ["sync", "thread"])
 
@@ -54,6 +54,14 @@ def test_every_dtype_shape_and_stride(door: Door, mode: str) -> None:
             "inner": whole.view(-1)[7:13],
         }
     _round_trip(door, mode, state)
+
+
+@both_modes
+def test_elements_that_share_memory_are_loaded_into_such(door: Door, mode: str) -> None:
+    state = {name: view(tensor_of(torch.complex64, (6, 8), 1)) for name, view in OVERLAPPING.items()}
+    door.save_by(mode, state, 1)
+    zeros = {name: view(torch.zeros(6, 8, dtype=torch.complex64)) for name, view in OVERLAPPING.items()}
+    assert_same(door.load(zeros, 1), state)
 
 
 @both_modes

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from ml_flashpoint.copy.tensors import is_plain_strided
 from ml_flashpoint.format.errors import LoadError
-from ml_flashpoint.staging.state_dict_stager import is_plain_strided
 from ml_flashpoint.state.tracked import LoadTarget, TrackedState, largest_share, rank_key
 
 Checkpoint = dict[str, Any]

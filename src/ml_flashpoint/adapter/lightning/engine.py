@@ -18,10 +18,10 @@ from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 
 from ml_flashpoint.adapter.lightning.dictionary import REST, Checkpoint, DictionaryState, Slot
 from ml_flashpoint.adapter.lightning.strategies import without_tensors
+from ml_flashpoint.copy.tensors import check_copies
 from ml_flashpoint.flashpoint import Flashpoint
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import LoadError
-from ml_flashpoint.staging.state_dict_stager import check_copies
 from ml_flashpoint.state.archive import SafeGlobal, save_archive
 from ml_flashpoint.state.modules import freeze_parameters, frozen_parameters
 from ml_flashpoint.state.optimizers import OptimizerState

@@ -19,8 +19,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
 from ml_flashpoint.adapter.megatron.translation import objects_to_save, save_planner, state_to_save
-from ml_flashpoint.staging.copy import view_identity
-from ml_flashpoint.staging.state_dict_stager import is_plain_strided
+from ml_flashpoint.copy.cpu import view_identity
+from ml_flashpoint.copy.tensors import is_plain_strided
 
 Data: TypeAlias = "torch.Tensor | io.BytesIO"
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ml_flashpoint.core.overlap import OverlappingDoor
+from ml_flashpoint.copy.overlap import OverlappingDoor
 
 
 def watch_optimizers(door: OverlappingDoor, *optimizers: Any) -> None:

@@ -40,6 +40,8 @@ from ml_flashpoint.adapter.megatron.save_plan import PlanExchange, PlannedSave
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
 from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE
 from ml_flashpoint.checkpoint_object_manager.version_files import remove_version_folder, write_sidecars
+from ml_flashpoint.copy.collection import collection_paused
+from ml_flashpoint.copy.tensors import is_plain_strided, materialized
 from ml_flashpoint.core.arguments import ignored
 from ml_flashpoint.core.background import give_way
 from ml_flashpoint.core.object_stages import BytesItem
@@ -57,8 +59,6 @@ from ml_flashpoint.format.errors import (
 from ml_flashpoint.format.knobs import seal_deadline_s
 from ml_flashpoint.format.private_folders import make_tree
 from ml_flashpoint.ranks.rank_group import rank_group
-from ml_flashpoint.staging.collection import collection_paused
-from ml_flashpoint.staging.state_dict_stager import is_plain_strided, materialized
 
 _log = logging.getLogger(__name__)
 

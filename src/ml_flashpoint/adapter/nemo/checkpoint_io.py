@@ -26,9 +26,9 @@ from nemo.utils.callbacks.dist_ckpt_io import AsyncCompatibleCheckpointIO, Async
 
 from ml_flashpoint.adapter.megatron.save_utils import save_local_aware_megatron_checkpoint
 from ml_flashpoint.adapter.nemo.parts import EngineParts
+from ml_flashpoint.copy import cuda
+from ml_flashpoint.copy.tensors import check_copies
 from ml_flashpoint.format.errors import SaveError
-from ml_flashpoint.staging import cuda
-from ml_flashpoint.staging.state_dict_stager import check_copies
 
 _log = logging.getLogger(__name__)
 

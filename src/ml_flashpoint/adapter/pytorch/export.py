@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ml_flashpoint.adapter.pytorch.version_items import Progress, VersionItems, open_items
+from ml_flashpoint.copy.dtypes import bytes_of, dtype_name
 from ml_flashpoint.core.arguments import checked_choice
 from ml_flashpoint.core.open_version import if_kept
 from ml_flashpoint.format.dtypes import stored_tensor
@@ -37,7 +38,6 @@ from ml_flashpoint.format.manifest import sync_directory
 from ml_flashpoint.format.object_format import encode_header
 from ml_flashpoint.format.object_layout import plan_layout
 from ml_flashpoint.format.private_folders import check_unplanted
-from ml_flashpoint.staging.torch_dtypes import bytes_of, dtype_name
 
 FORMATS: Final = ("dcp", "safetensors", "torch", "hf")
 SHARD_BYTES: Final = 4 << 30

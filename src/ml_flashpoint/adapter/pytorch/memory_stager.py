@@ -46,9 +46,9 @@ class MemoryStager:
         return self._writer.stage_in_background(state_dict) if HAS_FUTURES else self._writer.stage(state_dict)
 
     def synchronize_staging(self) -> None:
-        """Wait until nothing is copied any more."""
+        """Have what this thread gives to the devices from now on wait for the copy."""
         self._writer.before_update()
 
     def close(self) -> None:
-        """Wait until nothing is copied any more. The writer stays open."""
+        """Have what this thread gives to the devices from now on wait for the copy. The writer stays open."""
         self._writer.before_update()

@@ -21,6 +21,7 @@ from torch.futures import Future
 
 from ml_flashpoint.adapter.pytorch.metadata_format import decode_metadata
 from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE, ItemPlace
+from ml_flashpoint.copy.cpu import copy_all
 from ml_flashpoint.core.checkpoint_loader import MLFlashpointCheckpointLoader
 from ml_flashpoint.core.part_reader import ObjectReader
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
@@ -31,7 +32,6 @@ from ml_flashpoint.format.errors import (
     ObjectNotFoundError,
 )
 from ml_flashpoint.ranks.rank_group import rank_group
-from ml_flashpoint.staging.copy import copy_all
 from ml_flashpoint.state.archive import SafeGlobal, check_bytes, load_archive
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)

@@ -35,19 +35,19 @@ from ml_flashpoint.adapter.pytorch.plan_items import WrittenPlan, resolve_items,
 from ml_flashpoint.adapter.pytorch.plan_rider import CompletionRider, PlanRider, listen, listen_for_completion
 from ml_flashpoint.adapter.pytorch.staged_state import StagedStateDict, wait_until_over
 from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE
+from ml_flashpoint.adapter.pytorch.tensor_leaves import TensorLeaves
 from ml_flashpoint.checkpoint_object_manager.arena_tensor import ArenaTensor
+from ml_flashpoint.copy.cpu import cpu_clones
+from ml_flashpoint.copy.overlap import Overlap, OverlappingDoor
 from ml_flashpoint.core.arguments import ignored
-from ml_flashpoint.core.background import give_way
+from ml_flashpoint.core.background import BackgroundThread, give_way
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver, MLFlashpointCheckpointSaver
 from ml_flashpoint.core.object_stages import BytesItem, TensorItem
-from ml_flashpoint.core.overlap import Overlap, OverlappingDoor
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.save_identity import SaveIdentity
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import DivergedError, FlashpointError, InvalidArgumentError, SaveError
 from ml_flashpoint.format.knobs import seal_deadline_s
-from ml_flashpoint.staging.copy import cpu_clones
-from ml_flashpoint.staging.state_dict_stager import TensorLeaves
 from ml_flashpoint.state.archive import SafeGlobal, by_name
 from ml_flashpoint.state.plan import item_keys
 
@@ -132,6 +132,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         self._passed = range(0)
         self._omission = Omission()
         self._overlap = Overlap()
+        self._waiting = BackgroundThread("flashpoint-staging")
         self._stager_thread: int | None = None
         self._in_flight: tuple[Save, weakref.ref[StagedStateDict]] | None = None
 
@@ -184,10 +185,16 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         state, save = self._staged(state_dict, promised=True)
         future: StagingFuture[dict[str, Any]] = StagingFuture()
         late = save.staged.late if save.staged is not None and save.staging_error is None else None
-        if late is None:
+
+        def settle() -> None:
+            if late is not None:
+                late.settle()
             future.set_result(state)
+
+        if late is None:
+            settle()
         else:
-            late.when_over(lambda: future.set_result(state))
+            self._waiting.run(settle)
         return future
 
     def _staged(self, state_dict: dict[str, Any], *, promised: bool = False) -> tuple[StagedStateDict, Save]:
@@ -207,9 +214,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
                 raise leaves.error
             needed = self._omission.needed(leaves)
             names = leaves.names
-            # By the numbers that they have among those that are needed.
-            wholes = {n: leaves.wholes[i] for n, i in enumerate(needed) if i in leaves.wholes} if promised else None
-            copies = self._copy(saver, save, [(names[i], leaves.tensors[i]) for i in needed], promised=wholes)
+            copies = self._copy(saver, save, [(names[i], leaves.tensors[i]) for i in needed], promised=promised)
             save.copies = copies
         except Exception as error:  # not raised here, where it would leave the other ranks waiting
             _log.error("staging failed: %s", error)
@@ -288,19 +293,29 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
             self._saver.fail(save, error)
 
     def _copy(
-        self, saver: DefaultMLFlashpointCheckpointSaver, save: Save, tensors: Sequence[TensorItem], **how: Any
+        self,
+        saver: DefaultMLFlashpointCheckpointSaver,
+        save: Save,
+        tensors: Sequence[TensorItem],
+        *,
+        promised: bool = False,
+        **how: Any,
     ) -> Sequence[ArenaTensor]:
-        copies = self._overlap.stage_owned(saver, save, tensors, **how) if self._cache_staged else None
+        copies = None
+        if self._cache_staged:
+            late = self._overlap.begin((tensor for _, tensor in tensors), promised=promised)
+            copies = saver.stage(save, tensors, late=late, **how)
         # No base container is known to the first asynchronous save of a job: it clones, once.
         return copies if copies is not None else ArenaTensor.of_copies(cpu_clones([tensor for _, tensor in tensors]))
 
     def synchronize_staging(self) -> None:
-        """Wait until nothing is copied any more. Not needed before the steps of optimizers that are watched."""
+        """Have what this thread gives to the devices from now on wait for the copy; watched optimizers do so anyway."""
         self.before_update()
 
     def close(self) -> None:
         """Let saves under way finish and stop the background work."""
         self.stop_watching()
+        self._waiting.close()
         if isinstance(self._saver, DefaultMLFlashpointCheckpointSaver):
             self._saver.close()
 

@@ -13,10 +13,10 @@ from typing import Any
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
 from ml_flashpoint.adapter.pytorch.version_items import VersionItems
+from ml_flashpoint.copy.cpu import cpu_clone
+from ml_flashpoint.copy.tensors import is_plain_strided
 from ml_flashpoint.core.open_version import OpenVersion, opened
 from ml_flashpoint.format.errors import ObjectNotFoundError
-from ml_flashpoint.staging.copy import cpu_clone
-from ml_flashpoint.staging.state_dict_stager import is_plain_strided
 
 
 class NamedVersion(OpenVersion):

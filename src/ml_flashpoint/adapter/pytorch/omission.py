@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 
-from ml_flashpoint.staging.state_dict_stager import TensorLeaves
+from ml_flashpoint.adapter.pytorch.tensor_leaves import TensorLeaves
 
 if TYPE_CHECKING:
     from ml_flashpoint.core.save import Save

@@ -62,13 +62,12 @@ class StagedStateDict(dict[str, Any]):
     def _await_copies(self) -> None:
         """Planners may read what was staged, and another process does: nobody gets it before it is there."""
         staged = self._save.staged
-        if staged is None or staged.late is None or self._save.staging_error is not None:
+        if staged is None or self._save.staging_error is not None:
             return
         try:
-            staged.late.wait(seal_deadline_s())
+            staged.wait(seal_deadline_s())
         except SaveError as error:  # raised by the write, where DCP tells all ranks
             self._save.staging_error = error
-            staged.interior.discard()
 
     def may_be_taken_on(self) -> bool:
         """Whether a thread was started since that lives, and may be about to take it on."""

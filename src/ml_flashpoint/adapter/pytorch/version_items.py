@@ -19,6 +19,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
 from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace
+from ml_flashpoint.copy.cpu import typed_view
+from ml_flashpoint.copy.dtypes import torch_dtype
 from ml_flashpoint.core.gathered_parts import whole_saves
 from ml_flashpoint.core.loader import MLFlashpointCheckpointLoader
 from ml_flashpoint.core.open_persisted import PersistedParts, open_persisted
@@ -28,8 +30,6 @@ from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, ObjectNotFoundError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
 from ml_flashpoint.persist.opening import persisted_url
-from ml_flashpoint.staging.copy import typed_view
-from ml_flashpoint.staging.torch_dtypes import torch_dtype
 from ml_flashpoint.state.archive import load_archive
 
 Progress = Callable[[int, int], object]

@@ -24,6 +24,7 @@ from itertools import chain
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.copy.collection import collection_paused
 from ml_flashpoint.ddict.checkpoints.copies import AskPeer, Copies
 from ml_flashpoint.ddict.checkpoints.index import (
     GONE,
@@ -62,7 +63,6 @@ from ml_flashpoint.format.object_format import encode_header
 from ml_flashpoint.replication.store_backend import StoreBackend
 from ml_flashpoint.replication.transfer_protocol import Address
 from ml_flashpoint.replication.transfer_service import TransferService
-from ml_flashpoint.staging.collection import collection_paused
 
 _log = logging.getLogger(__name__)
 

@@ -36,11 +36,11 @@ import cloudpickle
 import numpy as np
 import torch
 
+from ml_flashpoint.copy.cpu import cpu_clone, view_identity
+from ml_flashpoint.copy.dtypes import STORABLE_DTYPES, dtype_name, octets_of, torch_dtype
 from ml_flashpoint.ddict.manager.arenas import decode_number, encode_number
 from ml_flashpoint.format.dtypes import parse_true_type, tensor_nbytes
 from ml_flashpoint.format.errors import DamagedError, InvalidArgumentError
-from ml_flashpoint.staging.copy import cpu_clone, view_identity
-from ml_flashpoint.staging.torch_dtypes import STORABLE_DTYPES, dtype_name, octets_of, torch_dtype
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

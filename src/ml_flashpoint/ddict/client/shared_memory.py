@@ -31,15 +31,15 @@ import numpy as np
 import torch
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
+from ml_flashpoint.copy import cuda
+from ml_flashpoint.copy.cpu import copy_all, cpu_clone, typed_view
+from ml_flashpoint.copy.dtypes import dtype_name, torch_dtype
 from ml_flashpoint.ddict.client.codec import Encoded, array_at, assemble, tensor_at, tensor_octets
 from ml_flashpoint.ddict.errors import DDictError, StaleValueError
 from ml_flashpoint.ddict.manager.arenas import allow_many_files, check_header, has_token
 from ml_flashpoint.format.dtypes import ITEMSIZES
 from ml_flashpoint.format.errors import FlashpointError, ObjectFormatError
 from ml_flashpoint.format.object_format import Entry, Layout, encode_header, plan_layout
-from ml_flashpoint.staging import cuda
-from ml_flashpoint.staging.copy import copy_all, cpu_clone, typed_view
-from ml_flashpoint.staging.torch_dtypes import dtype_name, torch_dtype
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ml_flashpoint.staging.cuda import SLICE, PageLock, device_today, is_locked, slices
+from ml_flashpoint.copy.cuda import device_today
+from ml_flashpoint.copy.pinned import SLICE, PageLock, is_locked, slices
 from tests.support.played_cuda import PlayedRuntime, play
 
 SOURCES = Path(__file__).parents[2] / "src" / "ml_flashpoint"
@@ -42,7 +43,7 @@ def test_what_was_on_a_device_goes_to_todays(
 def test_nothing_asks_torch_whether_cuda_is_available() -> None:
     """That initialises the driver, and children that a job forks later cannot use CUDA."""
     asking = [str(path) for path in SOURCES.rglob("*.py") if "cuda.is_available()" in path.read_text().replace("`", "")]
-    assert asking == [] or asking == [str(SOURCES / "staging" / "cuda.py")]
+    assert asking == [] or asking == [str(SOURCES / "copy" / "cuda.py")]
 
 
 def lock_all(lock: PageLock) -> None:

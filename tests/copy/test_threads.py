@@ -13,11 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ml_flashpoint.copy import cpu
+from ml_flashpoint.copy.cpu import _Jobs, copy_all, threads_for
 from ml_flashpoint.core.engine import CheckpointEngine
 from ml_flashpoint.format.errors import InvalidArgumentError
-from ml_flashpoint.staging import copy_threads
-from ml_flashpoint.staging.copy import copy_all
-from ml_flashpoint.staging.copy_threads import Handout, Trials
 
 DEADLINE_S = 60.0
 
@@ -25,7 +24,6 @@ DEADLINE_S = 60.0
 @pytest.fixture
 def four(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHPOINT_COPY_THREADS", "4")
-    monkeypatch.setattr(copy_threads, "_trials", {})  # whatever was found on a machine that is busy
 
 
 def _meeting(parties: int) -> Callable[[], None]:
@@ -45,14 +43,14 @@ def test_several_threads_work_at_once() -> None:
         meet()
         seen.add(threading.get_ident())
 
-    Handout(iter([job, job])).run(2)
+    _Jobs(iter([job, job])).run(2)
     assert len(seen) == 2
 
 
 def test_one_thread_does_it_all_if_there_are_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copy_threads, "run_on_pool", lambda job: False)
+    monkeypatch.setattr(cpu, "run_on_pool", lambda job: False)
     done: list[int] = []
-    Handout(iter([lambda n=n: done.append(n) for n in range(9)])).run(4)
+    _Jobs(iter([lambda n=n: done.append(n) for n in range(9)])).run(4)
     assert done == list(range(9))
 
 
@@ -72,7 +70,7 @@ def test_a_failure_elsewhere_is_raised_once_nobody_is_at_work() -> None:
             over.set()
 
     with pytest.raises(OSError, match="from another thread"):
-        Handout(iter([job, job])).run(2)
+        _Jobs(iter([job, job])).run(2)
     assert over.is_set()
 
 
@@ -91,7 +89,7 @@ def test_an_interrupt_waits_for_the_others() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Handout(iter([job, job, lambda: pytest.fail("a job after an interrupt")])).run(2)
+        _Jobs(iter([job, job, lambda: pytest.fail("a job after an interrupt")])).run(2)
     assert ended.is_set()
 
 
@@ -115,7 +113,7 @@ def test_a_signal_while_others_are_waited_for_is_raised_when_they_are_done() -> 
     before = signal.signal(signal.SIGINT, raises)
     try:
         with pytest.raises(KeyboardInterrupt):
-            Handout(iter([job, job])).run(2)
+            _Jobs(iter([job, job])).run(2)
     finally:
         signal.signal(signal.SIGINT, before)
     assert ended.is_set()
@@ -127,7 +125,7 @@ def test_jobs_that_cannot_be_made_are_a_failure() -> None:
         raise ValueError("no more")
 
     with pytest.raises(ValueError, match="no more"):
-        Handout(jobs()).run(3)
+        _Jobs(jobs()).run(3)
 
 
 def test_a_child_copies_too(four: None) -> None:
@@ -173,57 +171,35 @@ def test_a_copy_that_one_thread_cannot_make_fails_as_a_whole(four: None) -> None
         copy_all(targets, sources)
 
 
-@given(st.integers(1, 64), st.dictionaries(st.sampled_from((1, 2, 4, 8, 16, 32, 64)), st.floats(0.1, 10)))
-def test_the_fewest_threads_that_are_as_fast_are_chosen(most: int, speeds: dict[int, float]) -> None:
-    trials = Trials(most)
-    tried = set()
-    for _ in range(100):
-        if trials.chosen is not None:
-            break
-        threads = trials.threads(1 << 30)
-        assert 1 <= threads <= most
-        tried.add(threads)
-        trials.took(threads, 1 << 30, 1 / speeds.get(threads, 1.0))
-    chosen = trials.chosen
-    assert chosen is not None
-    best = max((speeds.get(threads, 1.0) for threads in tried), default=1.0)
-    if most > 1:
-        assert speeds.get(chosen, 1.0) * 1.051 >= best
-        assert all(speeds.get(threads, 1.0) * 1.049 < best for threads in tried if threads < chosen)
-
-
-def test_it_is_found_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copy_threads, "_AGAIN", 5)
-    trials, speeds, chosen = Trials(2), {1: 1.0, 2: 1.0}, []
-    for number in range(40):
-        if number == 20:  # what kept the other core busy has ended
-            speeds[2] = 2.0
-        threads = trials.threads(1 << 30)
-        trials.took(threads, 1 << 30, 1 / speeds[threads])
-        chosen.append(trials.chosen)
-    assert (chosen[6], chosen[-1]) == (1, 2)
-
-
-@pytest.mark.parametrize(("ranks", "most"), [("1", 8), ("4", 4), ("16", 1), ("64", 1), ("many", 8), ("", 8)])
-def test_ranks_of_a_host_share_its_cores(ranks: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("nbytes", "ranks", "torchs", "expected"),
+    [
+        (1 << 30, "1", 1, 8),
+        (1 << 30, "4", 1, 4),
+        (1 << 30, "16", 1, 1),
+        (1 << 30, "64", 1, 1),
+        (1 << 30, "many", 1, 8),
+        (1 << 30, "", 1, 8),
+        (1 << 30, "1", 2, 1),
+        (20 << 20, "1", 1, 2),
+        (9, "1", 1, 1),
+    ],
+)
+def test_threads_follow_from_size_and_cores(
+    nbytes: int, ranks: str, torchs: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of a host share its cores, and where torch has several threads, it copies by them itself."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
-    monkeypatch.setattr(copy_threads, "_trials", {})
-    assert copy_threads._trials_now().threads(1 << 20) == most
-
-
-def test_small_copies_tell_nothing() -> None:
-    trials = Trials(4)
-    for _ in range(100):
-        trials.took(trials.threads(1 << 20), 1 << 20, 0.001)
-    assert trials.chosen is None
+    monkeypatch.setattr(torch, "get_num_threads", lambda: torchs)
+    assert threads_for(nbytes) == expected
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "two", "", "1.5", "99999"])
 def test_a_limit_that_is_none_is_refused_by_name(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHPOINT_COPY_THREADS", value)
     with pytest.raises(InvalidArgumentError, match="FLASHPOINT_COPY_THREADS"):
-        copy_threads.several(1 << 30)
+        threads_for(1 << 30)
 
 
 def test_an_engine_refuses_such_a_limit_before_anything_is_saved(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,16 +207,6 @@ def test_an_engine_refuses_such_a_limit_before_anything_is_saved(tmpfs: Path, mo
     with pytest.raises(InvalidArgumentError, match="FLASHPOINT_COPY_THREADS"):
         CheckpointEngine(tmpfs / "job")
     assert not (tmpfs / "job").exists()
-
-
-def test_where_torch_has_threads_of_its_own_it_copies_by_itself(four: None) -> None:
-    before = torch.get_num_threads()
-    assert copy_threads.several(1 << 30)
-    torch.set_num_threads(2)
-    try:
-        assert not copy_threads.several(1 << 30)
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("four")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ml_flashpoint.format.errors import InvalidArgumentError
-from ml_flashpoint.staging.copy import copy_all, cpu_clone, cut, typed_view
-from ml_flashpoint.staging.torch_dtypes import bytes_of
-from tests.support.tensors import PLAIN_DTYPES, dtype_name, raw, tensor_of
+from ml_flashpoint.copy.cpu import copy_all, cpu_clone, cut, typed_view
+from ml_flashpoint.copy.dtypes import bytes_of
+from ml_flashpoint.format.errors import InvalidArgumentError, LoadError
+from tests.support.tensors import OVERLAPPING, PLAIN_DTYPES, dtype_name, raw, tensor_of
 
 every_dtype = pytest.mark.parametrize("dtype", PLAIN_DTYPES, ids=dtype_name)
 
@@ -46,6 +47,24 @@ def test_sources_may_have_any_strides(dtype: torch.dtype) -> None:
     targets = [torch.empty(source.shape, dtype=dtype) for source in sources]
     copy_all(targets, sources)
     assert [raw(target) for target in targets] == [raw(source) for source in sources]
+
+
+@every_dtype
+@pytest.mark.parametrize("view", OVERLAPPING.values(), ids=OVERLAPPING)
+def test_elements_of_targets_may_share_memory(dtype: torch.dtype, view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    source = view(tensor_of(dtype, (6, 8)))
+    target = view(torch.zeros(48 * dtype.itemsize, dtype=torch.uint8).view(dtype).view(6, 8))
+    beside = torch.zeros(3)
+    copy_all([target, beside], [cpu_clone(source), torch.ones(3)])
+    assert raw(target) == raw(source)
+    assert beside.tolist() == [1, 1, 1]
+
+
+def test_elements_that_share_memory_cannot_have_different_values() -> None:
+    for view in OVERLAPPING.values():
+        target = view(torch.zeros(6, 8))
+        with pytest.raises(LoadError, match="share memory"):
+            copy_all([target], [torch.arange(float(target.numel())).view(target.shape)])
 
 
 @every_dtype

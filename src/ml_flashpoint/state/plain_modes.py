@@ -1,7 +1,6 @@
-"""torch as a new process has it, for those of its functions that are called in the name of a program.
+"""torch as a new process has it, for calls of torch's own checkpoint functions and optimizers on behalf of a program.
 
-Owns what is undone of the program's settings meanwhile. The tensors that this package makes name their device and
-dtype; torch's own checkpoint functions and optimizers make tensors that name neither.
+Those make tensors that name neither device nor dtype. The tensors that this package makes name both.
 """
 
 from __future__ import annotations

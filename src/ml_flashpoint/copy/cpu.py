@@ -1,0 +1,343 @@
+"""The copy on the CPU: a list of tensors into a list of others, in few calls of torch, by as many threads as help.
+
+The pieces that the threads take are those that digests follow. Tensors on devices are the business of `transfers`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+
+import torch
+
+from ml_flashpoint.copy import cuda
+from ml_flashpoint.copy.transfers import copy_through_streams
+from ml_flashpoint.format import knobs
+from ml_flashpoint.format.digest import run_on_pool
+from ml_flashpoint.format.errors import InvalidArgumentError, LoadError
+
+PIECE = 8 << 20
+"""Bytes that one thread copies at a time."""
+_MAX_THREADS = 8  # more do not help: memory bandwidth is used up
+_NO_KERNEL = frozenset(
+    dtype
+    for name in (
+        "float4_e2m1fn_x2", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2",
+        *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
+    )
+    if isinstance(dtype := getattr(torch, name, None), torch.dtype)
+)  # fmt: skip
+"""dtypes for which some torch has no copy kernel: they are copied as integers of the same size."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_dtype = attrgetter("dtype")
+
+OnCopied = Callable[[int, int], None]
+
+
+# ---- views ------------------------------------------------------------------------------------------------------
+
+
+def typed_view(data: torch.Tensor, begin: int, end: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """Return bytes ``begin:end`` of a 1-D uint8 tensor as a contiguous tensor; no copy.
+
+    ``begin`` must be aligned to the dtype's size, relative to the memory of ``data``.
+    """
+    piece = data[begin:end]
+    if dtype is torch.uint8:
+        return piece.view(shape)
+    return piece.view(dtype).view(shape)
+
+
+def view_identity(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return a key that two plain strided tensors share only if they are the same view of the same memory.
+
+    Tensors without elements have no memory, and no meaningful key.
+    """
+    lazily = (tensor.is_conj(), tensor.is_neg())  # these bits are of the view, and its memory does not know of them
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device, *lazily
+
+
+# ---- pieces -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive tensors that one call copies: those numbered ``start`` up to ``stop``.
+
+    ``done`` is the number of bytes of all tensors up to ``stop``.
+    """
+
+    start: int
+    stop: int
+    done: int
+
+
+def cut(sizes: Iterable[int], nbytes: int = PIECE) -> list[Piece]:
+    """Cut tensors of these sizes, in bytes, into pieces of about ``nbytes``. A larger tensor is a piece of its own."""
+    pieces: list[Piece] = []
+    start = pending = done = count = 0
+    for count, size in enumerate(sizes, 1):
+        if size >= nbytes and pending:
+            pieces.append(Piece(start, count - 1, done))
+            start, pending = count - 1, 0
+        pending += size
+        done += size
+        if pending >= nbytes:
+            pieces.append(Piece(start, count, done))
+            start, pending = count, 0
+    if start < count:
+        pieces.append(Piece(start, count, done))
+    return pieces
+
+
+def threads_for(nbytes: int) -> int:
+    """Return how many threads copy so many bytes: one a piece, up to this rank's share of the cores, and eight.
+
+    ``FLASHPOINT_COPY_THREADS`` sets another limit. Where torch has several threads, as outside of torchrun, it copies
+    by those, and one thread calls it.
+    """
+    limit = knobs.copy_threads() or min(_MAX_THREADS, len(os.sched_getaffinity(0)) // _ranks_here())
+    if torch.get_num_threads() > 1:
+        limit = 1
+    return max(1, min(limit, nbytes // PIECE))
+
+
+def _ranks_here() -> int:
+    """Return the number of ranks on this host, as torchrun sets it."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(text)) if text.isascii() and text.isdecimal() and len(text) < 6 else 1
+
+
+# ---- the copy ---------------------------------------------------------------------------------------------------
+
+
+def copy_all(
+    targets: Sequence[torch.Tensor],
+    sources: Sequence[torch.Tensor],
+    on_copied: OnCopied | None = None,
+    pieces: Sequence[Piece] | None = None,
+) -> None:
+    """Copy every source into its target: same shapes, any devices and strides; dtypes are converted as ``copy_`` does.
+
+    Returns when the bytes are there. Sources are read in the order of the current stream of their device.
+
+    Args:
+        on_copied: called with the range of bytes that is complete, counted over all targets one after the other. By
+            several threads, in any order. With CUDA, called once, at the end.
+        pieces: the result of :func:`cut` for the targets' sizes, if the caller has it.
+
+    Raises:
+        LoadError: elements of a target share memory, and the source has different values for them.
+    """
+    if len(targets) != len(sources):
+        raise InvalidArgumentError("must be as many as the targets", argument="sources", value=len(sources))
+    if not all(map(torch.Tensor.is_contiguous, targets)):
+        targets, sources = _copy_overlapping(targets, sources)
+        pieces = None
+    if pieces is None:
+        pieces = cut(target.nbytes for target in targets)
+    nbytes = pieces[-1].done if pieces else 0
+    if cuda.are_on_devices(itertools.chain(sources, targets)):
+        copy_through_streams(targets, sources, _copy_on_host)
+        if on_copied is not None and pieces:
+            on_copied(0, nbytes)
+        return
+    _Jobs(_jobs(targets, sources, pieces, on_copied)).run(threads_for(nbytes))
+
+
+def cpu_clone(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy on the CPU, in memory of its own; of any dtype."""
+    return cpu_clones([tensor])[0]
+
+
+def cpu_clones(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return contiguous copies on the CPU, each in memory of its own; of any dtypes."""
+    clones = [torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in tensors]
+    copy_all(clones, tensors)
+    return clones
+
+
+def _copy_on_host(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    pieces = cut(target.nbytes for target in targets)
+    _Jobs(_jobs(targets, sources, pieces, None)).run(threads_for(pieces[-1].done if pieces else 0))
+
+
+def _jobs(
+    targets: Sequence[torch.Tensor],
+    sources: Sequence[torch.Tensor],
+    pieces: Sequence[Piece],
+    on_copied: OnCopied | None,
+) -> Iterator[Callable[[], None]]:
+    """Yield a job for each piece, and for each part of a large tensor."""
+
+    def copy(to: Sequence[torch.Tensor], of: Sequence[torch.Tensor], begin: int, end: int) -> None:
+        _copy(to, of)
+        if on_copied is not None:
+            on_copied(begin, end)
+
+    begin = 0
+    for piece in pieces:
+        to, of = targets[piece.start : piece.stop], sources[piece.start : piece.stop]
+        if len(to) > 1 or to[0].nbytes <= PIECE or not (to[0].is_contiguous() and of[0].is_contiguous()):
+            yield partial(copy, to, of, begin, piece.done)
+        else:
+            flat_to, flat_of = to[0].view(-1), of[0].detach().view(-1)
+            size = flat_to.element_size()
+            step = max(1, PIECE // size)
+            for at in range(0, flat_to.numel(), step):
+                end = min(at + step, flat_to.numel())
+                yield partial(copy, [flat_to[at:end]], [flat_of[at:end]], begin + at * size, begin + end * size)
+        begin = piece.done
+
+
+def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy tensors on the CPU by one call of torch."""
+    _check_memory(targets, "targets")
+    _check_memory(sources, "sources")
+    if not _NO_KERNEL.isdisjoint(map(_dtype, targets)):
+        # Only where no conversion is asked for: torch has none either, and says so.
+        pairs = [
+            (_bits(to), _bits(of)) if to.dtype in _NO_KERNEL and of.dtype == to.dtype else (to, of)
+            for to, of in zip(targets, sources, strict=True)
+        ]
+        targets, sources = [to for to, _ in pairs], [of for _, of in pairs]
+    with torch.no_grad():
+        if any(map(torch.Tensor.is_conj, targets)) or any(map(torch.Tensor.is_neg, targets)):
+            for target, source in zip(targets, sources, strict=True):  # `_foreach_copy_` refuses lazy targets
+                target.copy_(source)
+        elif targets:
+            torch._foreach_copy_(list(targets), list(sources))
+
+
+def _check_memory(tensors: Sequence[torch.Tensor], argument: str) -> None:
+    """Refuse tensors whose storage was emptied by ``resize_(0)``, as offloading does: reading one ends the process."""
+    try:
+        all_there = 0 not in map(torch.Tensor.data_ptr, tensors)
+    except RuntimeError:  # of a kind that has no memory of its own
+        return
+    if not all_there and any(not each.data_ptr() and each.numel() and not each.is_meta for each in tensors):
+        raise InvalidArgumentError("a tensor has elements and no memory", argument=argument)
+
+
+class _Jobs:
+    """Jobs that this thread and some of the pool take from one iterator."""
+
+    def __init__(self, jobs: Iterator[Callable[[], None]]) -> None:
+        self._jobs = jobs
+        self._busy: set[int] = set()  # threads
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+
+    def run(self, threads: int) -> None:
+        """Do all jobs. Return, or raise, once no thread is at work: the memory may go then.
+
+        Raises:
+            BaseException: the error of the first job that failed, or an interrupt. The other jobs are not done.
+        """
+        inference = torch.is_inference_mode_enabled()  # of a thread each, and says what may be written to
+
+        def help_out() -> None:
+            with torch.inference_mode(inference):
+                self._work()
+
+        interrupt: BaseException | None = None
+        try:
+            for _ in range(threads - 1):
+                if not run_on_pool(help_out):
+                    break
+            self._work()
+        except BaseException as error:
+            interrupt = error
+        while True:
+            try:
+                with self._changed:
+                    self._jobs = iter(())
+                    self._busy.discard(threading.get_ident())
+                    self._changed.wait_for(lambda: not self._busy)
+                break
+            except BaseException as error:
+                interrupt = error
+        if (failed := interrupt or self._error) is not None:
+            raise failed
+
+    def _work(self) -> None:
+        thread = threading.get_ident()
+        while True:
+            with self._changed:
+                self._busy.discard(thread)
+                self._changed.notify_all()
+                try:
+                    job = next(self._jobs, None)
+                except BaseException as error:
+                    job = None
+                    self._fail(error)
+                if job is None:
+                    return
+                self._busy.add(thread)
+            try:
+                job()
+            except BaseException as error:
+                with self._changed:
+                    self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = self._error or error
+        self._jobs = iter(())
+
+
+# ---- targets whose elements share memory ------------------------------------------------------------------------
+
+
+def _copy_overlapping(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Copy into the targets whose elements share memory, as those of an expanded one do. Return the other pairs."""
+    others: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+    for target, source in zip(targets, sources, strict=True):
+        if may_overlap(target):
+            with torch.no_grad():
+                _write_by_place(target.detach(), source.detach().to(target))
+        else:
+            others[0].append(target)
+            others[1].append(source)
+    return others
+
+
+def may_overlap(tensor: torch.Tensor) -> bool:
+    """Return False only if no two elements of a strided tensor share memory."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return tensor.numel() > 0
+            reach += (size - 1) * stride
+    return False
+
+
+def _write_by_place(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Write each place of the memory once, then check that every element has the value of its source."""
+    if target.is_conj():
+        target, source = target.conj(), source.conj()
+    if target.is_neg():
+        target, source = torch._neg_view(target), torch._neg_view(source)
+    to, of = _bits(target), _bits(source.resolve_conj().resolve_neg())
+    span = 1 + sum((size - 1) * stride for size, stride in zip(to.shape, to.stride(), strict=True))
+    places = torch.arange(span, device=to.device).as_strided(to.shape, to.stride())
+    to.as_strided((span,), (1,), to.storage_offset())[places.reshape(-1)] = of.reshape(-1)
+    if not torch.equal(to, of):
+        raise LoadError(
+            f"elements of a tensor of shape {tuple(target.shape)} and strides {target.stride()} share memory, and the"
+            " version has different values for them",
+            hint="load into a tensor whose elements have memory of their own: clone() it, or contiguous()",
+        )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """View a tensor, of any strides, as integers."""
+    real = torch.view_as_real(tensor) if tensor.dtype is torch.complex128 else tensor
+    return real.view(_INTEGERS[real.dtype.itemsize])

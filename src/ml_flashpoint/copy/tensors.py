@@ -1,0 +1,129 @@
+"""Kinds of tensors: which are all in their memory, and how others are copied whole."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+from ml_flashpoint.format.errors import SaveError
+
+
+def is_plain_strided(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory is all there is to it, so that copying its elements preserves it."""
+    wraps_others = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return tensor.layout is torch.strided and not tensor.is_quantized and not wraps_others and not tensor.is_nested
+
+
+def check_copies(value: Any, path: str) -> None:
+    """Refuse tensors that Lightning could not give back: it makes copies of what callbacks have saved.
+
+    Args:
+        value: what callbacks save. path: its place in the dictionary.
+
+    Raises:
+        SaveError: says which.
+    """
+    if isinstance(value, dict):
+        for key, item in value.items():
+            check_copies(item, f"{path}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            check_copies(item, f"{path}.{index}")
+    elif isinstance(value, torch.Tensor) and not is_plain_strided(value):
+        try:
+            copy.deepcopy(value.detach())
+        except Exception as error:  # of whatever kind torch raises
+            kind = "a nested tensor" if value.is_nested else f"a tensor of layout {value.layout}"
+            raise SaveError(
+                f"{path!r} is {kind}, of which Lightning could make no copy when it restores the callback",
+                hint="keep a dense tensor, a list of them, or (nested) one with layout=torch.jagged",
+            ) from error
+
+
+def held_bytes(tensor: torch.Tensor) -> int:
+    """About what a tensor takes when it is stored; of one that torch gives no size of, 0."""
+    parts = [tensor]
+    if tensor.layout is torch.sparse_coo:
+        parts = [tensor._indices(), tensor._values()]
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    try:
+        return sum(part.numel() * part.element_size() for part in parts)
+    except RuntimeError:  # NotImplementedError is one
+        return 0
+
+
+def materialized(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without history whose memory holds its elements: no collective under way, no lazy conjugate."""
+    if isinstance(tensor, AsyncCollectiveTensor):
+        tensor = tensor.wait()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if is_plain_strided(tensor) and (tensor.is_conj() or tensor.is_neg()):
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor
+
+
+def storable_name(fqn: str) -> str:
+    """Return a name as the format takes it: text, and none of those that mean something to it."""
+    name = str(fqn)
+    if not name.isascii():
+        name = name.encode("utf-8", "backslashreplace").decode()
+    return f"item {name}" if name.startswith("__") else name
+
+
+def check_storable(tensor: torch.Tensor, path: str) -> None:
+    """Refuse tensors that torch's checkpoints have no place for.
+
+    Args:
+        path: its place in the state.
+
+    Raises:
+        SaveError: says which.
+    """
+    if tensor.is_nested or tensor.is_mkldnn:
+        kind = "nested" if tensor.is_nested else "in MKLDNN's layout"
+        raise SaveError(
+            f"the tensor {path!r} is {kind}, which torch's checkpoints have no place for",
+            hint="save what it is made of: for example its values and offsets, or to_dense()",
+        )
+
+
+def whole_copy(tensor: torch.Tensor, path: str) -> torch.Tensor:
+    """A copy of a tensor that is more than its memory, to be saved as bytes.
+
+    Raises:
+        SaveError: see :func:`check_storable`; or its class neither copies itself nor names its inner tensors.
+    """
+    check_storable(tensor, path)
+    try:
+        return _copied_whole(tensor)
+    except Exception as error:  # of whatever kind a class raises
+        raise SaveError(
+            f"the tensor {path!r}, a {type(tensor).__name__}, cannot be copied: {type(error).__name__}: {error}",
+            hint="have its class implement clone(), or __tensor_flatten__ and __tensor_unflatten__",
+        ) from error
+
+
+def _copied_whole(tensor: torch.Tensor) -> torch.Tensor:
+    flattens = hasattr(tensor, "__tensor_flatten__") and hasattr(tensor, "__tensor_unflatten__")
+    try:
+        detached = tensor.detach()
+        # Not on a device: it is pickled later, by another thread, for which the device works in another order.
+        copied = detached.clone() if tensor.device.type in ("cpu", "meta") else detached.cpu()
+        if type(copied) is type(tensor) or not flattens:
+            return copied
+    except (NotImplementedError, TypeError):  # torch raises the latter where a class has no answer to an operation
+        if not flattens:
+            raise
+    made_of: Any = tensor
+    names, context = made_of.__tensor_flatten__()
+    inner = {name: getattr(tensor, name) for name in names}  # a DTensor names its mesh, too
+    inner = {name: _copied_whole(each) if isinstance(each, torch.Tensor) else each for name, each in inner.items()}
+    rebuilt: torch.Tensor = made_of.__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+    return rebuilt

@@ -1,1 +1,0 @@
-"""How bytes get from the training state into an arena."""

@@ -169,7 +169,8 @@ def _write_parts(
     Threads are those that nobody waits for when the process ends: a store may hang.
     """
     failures: list[BaseException] = []
-    lock, done, written = threading.Lock(), 0, 0
+    written: list[StoredPart] = []
+    lock, done = threading.Lock(), 0
     with contextlib.ExitStack() as stack:
         parts = version.parts(stack)
         total = sum(record.file_size for part in parts.values() for record in part.manifest.objects)
@@ -187,26 +188,25 @@ def _write_parts(
                     failures.append(error)
                     raise
 
-        def write(part: StoredPart) -> bool:
+        def write(part: StoredPart) -> None:
             def content(record: ObjectRecord) -> Iterator[memoryview]:
                 for piece in part.object(record).pieces():
                     yield piece
                     advance(len(piece))
 
-            new = store.write_part(part.manifest, content)
-            if not new:
+            if store.write_part(part.manifest, content):
+                written.append(part)
+            else:
                 advance(sum(record.file_size for record in part.manifest.objects))
-            return new
 
         def work() -> None:
-            nonlocal written
             while not failures:
                 with lock:
                     part = next(left, None)
                 if part is None:
                     return
                 try:
-                    written += write(part)
+                    write(part)
                 except BaseException as error:
                     failures.append(error)  # what is left need not be written
 
@@ -218,4 +218,4 @@ def _write_parts(
                 thread.wait(None)  # whoever waits for this has a deadline
     if failures:
         raise failures[0]
-    return total, written
+    return total, len(written)

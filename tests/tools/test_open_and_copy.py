@@ -26,7 +26,6 @@ from ml_flashpoint.format.errors import (
     UnreadableError,
     UnsafePathError,
 )
-from ml_flashpoint.format.knobs import BLOCK_BYTES_VARIABLE
 from ml_flashpoint.stores.base_container import BaseContainer
 from ml_flashpoint.tools.copy import copy_version
 from tests.checkpoint_object_manager.store_support import ARENA, commit
@@ -194,7 +193,6 @@ def test_nothing_is_copied_to_where_another_user_planted_a_link(job: _Job, tmpfs
 def test_a_version_that_goes_meanwhile_is_not_copied_and_the_newest_is(
     job: _Job, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(BLOCK_BYTES_VARIABLE, "4096")
     monkeypatch.setattr("ml_flashpoint.stores.part.PIECE_BYTES", 4096)
     saves = [1]
 
@@ -221,7 +219,7 @@ def test_damage_is_not_copied(job: _Job, tmpfs: Path) -> None:
     with open(path, "r+b") as file:
         file.seek(100_000)
         file.write(b"\xff")
-    with pytest.raises(DamagedError, match=r"block 0, .* and not .* as recorded"):
+    with pytest.raises(DamagedError, match="as recorded"):
         copy_version(job.base, tmpfs / "copies")
     assert not list((tmpfs / "copies").iterdir())
     with pytest.raises(DamagedError), open_version(job.base) as version:

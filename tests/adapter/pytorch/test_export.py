@@ -29,7 +29,6 @@ from ml_flashpoint.format.errors import (
     SaveError,
     UnsafeContentError,
 )
-from ml_flashpoint.format.knobs import BLOCK_BYTES_VARIABLE
 from ml_flashpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
 from ml_flashpoint.tools import items
 from ml_flashpoint.tools.copy import copy_version, persist_version
@@ -297,7 +296,6 @@ def test_types_of_the_users_own(make_door: Callable[..., Door], tmp_path: Path) 
 def test_where_the_newest_goes_meanwhile_a_newer_one_is_taken(
     door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(BLOCK_BYTES_VARIABLE, "4096")
 
     def state(step: int) -> dict[str, torch.Tensor]:
         return {f"w{number}": torch.full((4000,), float(step)) for number in range(8)}

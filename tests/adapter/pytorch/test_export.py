@@ -293,10 +293,7 @@ def test_types_of_the_users_own(make_door: Callable[..., Door], tmp_path: Path) 
     assert state["config"].width == 3  # type: ignore[union-attr]
 
 
-def test_where_the_newest_goes_meanwhile_a_newer_one_is_taken(
-    door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-
+def test_where_the_newest_goes_meanwhile_a_newer_one_is_taken(door: Door, tmp_path: Path) -> None:
     def state(step: int) -> dict[str, torch.Tensor]:
         return {f"w{number}": torch.full((4000,), float(step)) for number in range(8)}
 

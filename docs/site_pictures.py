@@ -33,14 +33,15 @@ _LINES = ("#3f51b5", "#00796b", "#b26a00", "#ad1457", "#0277bd")
 
 _LAYERS = {
     "cli": "commands",
+    "tools": "copy, verify, open, export, persist, remove: from store to store",
     "adapter.lightning": "doors on doors",
     "flashpoint": "the façade's one class",
     "facade": "saves and loads of the façade; the place in the data",
     "adapter.megatron": "doors",
     "adapter.pytorch": "the DCP door, which most of the above save and load through",
     "core": "the engine: saving, committing, recovering, loading",
-    "replication": "copies: sending, receiving, verifying",
-    "checkpoint_object_manager": "arenas and versions on tmpfs; durable stores",
+    "replication": "copies: sending, receiving, verifying; stores of versions",
+    "checkpoint_object_manager": "arenas and versions on tmpfs",
     "state": "state as a tree of tensors and an archive, and the plan to write it",
     "copy": "bytes from tensors into arenas",
     "ranks": "who takes part, strategies, recovery planning; requests",

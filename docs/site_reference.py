@@ -23,8 +23,7 @@ PAGES: dict[str, tuple[str, list[str]]] = {
             "ml_flashpoint:Flashpoint Keep rest_of_epoch open_version",
             "ml_flashpoint.facade.health:Health Recovery",
             "ml_flashpoint.core.retention:KeptVersion",
-            "ml_flashpoint.adapter.pytorch.named_version:NamedVersion",
-            "ml_flashpoint.core.open_version:OpenVersion",
+            "ml_flashpoint.tools.items:OpenVersion",
         ],
     ),
     "reference-dcp.md": (

@@ -30,7 +30,7 @@ from typer.testing import CliRunner
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.cli import rm
 from ml_flashpoint.cli.main import app
-from ml_flashpoint.core.persist_version import persist_version
+from ml_flashpoint.tools.copy import persist_version
 from tests.support.processes import REPOSITORY, child_environment
 
 pytestmark = pytest.mark.slow(60)

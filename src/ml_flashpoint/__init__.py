@@ -14,10 +14,10 @@ from ml_flashpoint.extras import require
 
 if TYPE_CHECKING:
     from ml_flashpoint.adapter.pytorch.engine import Engine
-    from ml_flashpoint.adapter.pytorch.named_version import open_version
     from ml_flashpoint.data import rest_of_epoch
     from ml_flashpoint.flashpoint import Flashpoint
     from ml_flashpoint.ranks.retention import Keep
+    from ml_flashpoint.tools.items import open_version
 
 __version__ = "0.1.0"
 
@@ -28,7 +28,7 @@ _LAZY = {
     "Engine": "ml_flashpoint.adapter.pytorch.engine",
     "Flashpoint": "ml_flashpoint.flashpoint",
     "Keep": "ml_flashpoint.ranks.retention",
-    "open_version": "ml_flashpoint.adapter.pytorch.named_version",
+    "open_version": "ml_flashpoint.tools.items",
     "rest_of_epoch": "ml_flashpoint.data",
 }
 

@@ -17,7 +17,7 @@ import pytest
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.checkpoint_object_manager.arena_pool import ArenaPool
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.core.open_version import open_version
+from ml_flashpoint.tools.items import open_version
 from tests.checkpoint_object_manager.store_support import commit
 
 pytestmark = pytest.mark.stores_any_bytes

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from ml_flashpoint.core.persist_version import persist_version
-from ml_flashpoint.persist.directory_store import DirectoryStore
-from ml_flashpoint.persist.versions import list_persisted
+from ml_flashpoint.format.manifest import object_name
+from ml_flashpoint.stores.location import open_store
+from ml_flashpoint.tools.copy import persist_version
 from tests.support.forked import Team, call_team, preload
 from tests.support.persisting import lose_all_nodes, persisted_steps
 from tests.workers import persisting, persisting_doors
@@ -71,9 +71,9 @@ def test_a_part_that_is_damaged_makes_all_ranks_go_back(tmpfs: Path) -> None:
     train(tmpfs, 2, 6, "fsdp2")
     lose_all_nodes(tmpfs)
     store = tmpfs / "store"
-    newest = list_persisted(DirectoryStore(store))[0][0]
+    newest = next(version for version in open_store(store).versions() if version.counts)
     assert newest.step == 6
-    path = store / newest.folder / newest.parts[1].files[0]
+    path = store / newest.folder / object_name(1, newest.save_id)
     data = bytearray(path.read_bytes())
     data[len(data) // 4] ^= 1
     path.write_bytes(data)

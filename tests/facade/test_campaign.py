@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ml_flashpoint import Flashpoint
-from ml_flashpoint.core.open_version import OpenVersion, open_version
+from ml_flashpoint.tools.items import OpenVersion, open_version
 from tests.state.test_changes import CHANGES, Job
 
 _PACKED = "_flashpoint.rank-00000"
@@ -58,7 +58,7 @@ def _is_same(saved: Any, cloned: Any) -> bool:
 
 
 def _check(version: OpenVersion, clone: dict[str, Any]) -> None:
-    reader = version.reader(0)
+    reader = version.object(0)
     checked = set[str]()
     for key, entry in reader.layout.by_key.items():
         if key in clone:

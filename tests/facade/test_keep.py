@@ -15,9 +15,9 @@ import torch
 from ml_flashpoint import Flashpoint, Keep
 from ml_flashpoint.cli.ls import list_versions
 from ml_flashpoint.core.engine import CheckpointEngine
-from ml_flashpoint.core.open_version import open_version
 from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, LoadError, SaveError, UnaskedVersionsError
 from ml_flashpoint.format.lineage import RECORD
+from ml_flashpoint.tools.items import open_version
 from tests.support.processes import REPOSITORY
 from tests.workers.kept_versions import State, content, shown
 
@@ -111,8 +111,8 @@ def test_no_save_fails_in_the_room_that_the_rule_needs(small_tmpfs: Path) -> Non
         steps = [each.step for each in fp.versions()]
         assert steps == list(range(20, 14, -1))
         for step in steps:
-            with open_version(small_tmpfs / "job", step):  # every digest is right
-                pass
+            with open_version(small_tmpfs / "job", step) as version:
+                version.object(0).check()
         assert fp.resume(step=steps[-1]) == steps[-1]
 
 

@@ -17,13 +17,14 @@ import pytest
 import torch
 
 from ml_flashpoint import Flashpoint, events
-from ml_flashpoint.core import persisting as core_persisting
 from ml_flashpoint.core.persist_options import PersistOptions
 from ml_flashpoint.core.persisting import Persisting
 from ml_flashpoint.format.errors import CapacityError, NothingLoadableError
+from ml_flashpoint.format.manifest import manifest_name, object_name
 from ml_flashpoint.format.status import read_status
-from ml_flashpoint.persist.directory_store import DirectoryStore
-from ml_flashpoint.persist.versions import MARKER, PersistedVersion, list_persisted, ranks_there
+from ml_flashpoint.stores.durable import MARKER, DurableVersions
+from ml_flashpoint.stores.location import open_store
+from ml_flashpoint.stores.version_store import Version
 from tests.support.faulty_files import Faults, FaultyFileSystem, faulty_files
 from tests.support.forked import Child, call, wait_until
 from tests.support.persisting import REFUSED, await_store, persisted_steps, refusal
@@ -55,8 +56,8 @@ class Value:
         self.value = state["value"]
 
 
-def persisted(store: Path) -> list[PersistedVersion]:
-    return list_persisted(DirectoryStore(store))[0]
+def persisted(store: Path) -> list[Version]:
+    return [version for version in open_store(store).versions() if version.counts]
 
 
 def write_steps(fp: Flashpoint, last: int, *, wait_for: int = 1) -> None:
@@ -69,8 +70,8 @@ def write_steps(fp: Flashpoint, last: int, *, wait_for: int = 1) -> None:
             wait_until(lambda step=step: fp.health.persisted == step, f"{step} is persisted: {fp.health}")
 
 
-def damage(store: Path, version: PersistedVersion, *, at: float = 0.5) -> None:
-    path = store / version.folder / version.parts[0].files[0]
+def damage(store: Path, version: Version, *, at: float = 0.5) -> None:
+    path = store / version.folder / object_name(0, version.save_id)
     data = bytearray(path.read_bytes())
     data[int(len(data) * at)] ^= 1
     path.write_bytes(data)
@@ -138,7 +139,7 @@ def test_what_is_persisted_are_valid_safetensors_files(base: Path, store: Path) 
     with Flashpoint(base, persist=f"file://{store}") as fp:
         fp.track(model=model).save(1)
     (version,) = persisted(store)
-    with safe_open(store / version.folder / version.parts[0].files[0], "pt") as opened:
+    with safe_open(store / version.folder / object_name(0, version.save_id), "pt") as opened:
         found = [opened.get_tensor(key) for key in opened.keys()]  # noqa: SIM118
     assert any(each.shape == model.weight.shape and torch.equal(each, model.weight) for each in found)
 
@@ -194,7 +195,7 @@ def test_what_is_damaged_is_left_for_an_older_version(base: Path, store: Path, h
     save_all(base, store, 1, 2, 3)
     shutil.rmtree(base)
     newest = persisted(store)[0]
-    folder, (name, manifest) = store / newest.folder, newest.parts[0].files
+    folder, (name, manifest) = store / newest.folder, (object_name(0, newest.save_id), manifest_name(0, newest.save_id))
     if how == "content":
         damage(store, newest)
     elif how == "short":
@@ -357,7 +358,7 @@ def test_what_failed_is_removed_before_the_next_version_is_written(
         persisting = fp._engine.persisting
         assert persisting is not None
         with monkeypatch.context() as patched:
-            patched.setattr("ml_flashpoint.core.persisting.complete", full)
+            patched.setattr(DurableVersions, "complete", full)
             for count in range(1, 5):
                 wait_until(lambda: persisting._task is None, "it is idle")
                 fp.step()
@@ -373,6 +374,7 @@ def test_parts_that_come_while_rank_0_looks_for_them_are_seen(
         fp.track(value=Value()).resume()
         await_store(fp._engine.persisting)
         looks: list[int] = []
+        ranks_there = DurableVersions.ranks_there
 
         def look(*arguments: Any) -> set[int]:
             looks.append(1)
@@ -381,7 +383,7 @@ def test_parts_that_come_while_rank_0_looks_for_them_are_seen(
             fp._engine.persisting._task.superseded.set()  # type: ignore[union-attr]
             return set()
 
-        monkeypatch.setattr("ml_flashpoint.core.persisting.ranks_there", look)
+        monkeypatch.setattr(DurableVersions, "ranks_there", look)
         write_steps(fp, 1)
         assert fp.health.persist_error is None
 
@@ -390,18 +392,21 @@ def test_a_version_is_due_while_older_ones_are_removed(
     base: Path, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     removes, may_end = threading.Event(), threading.Event()
-    keep_newest = core_persisting.keep_newest
+    keep_newest = DurableVersions.keep_newest
+    calls: list[int] = []
 
     def slow(*arguments: Any) -> Any:
-        removes.set()
-        assert may_end.wait(20)
+        calls.append(1)
+        if len(calls) == 2:  # before the part is written, and after the version is complete
+            removes.set()
+            assert may_end.wait(20)
         return keep_newest(*arguments)
 
     with Flashpoint(base, persist=str(store), persist_every=1, deadline_s=20) as fp:
         fp.track(value=Value()).resume()
         await_store(fp._engine.persisting)
         with monkeypatch.context() as patched:
-            patched.setattr(core_persisting, "keep_newest", slow)
+            patched.setattr(DurableVersions, "keep_newest", slow)
             write_steps(fp, 1)
             assert removes.wait(20)
             fp.step()
@@ -459,7 +464,7 @@ def test_a_signal_that_comes_while_the_store_is_locked_does_not_lock_up(base: Pa
 def test_persisting_gives_way_to_saves_where_memory_is_short(
     small_tmpfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ml_flashpoint.core.object_content._PIECE_BYTES", 2**16)
+    monkeypatch.setattr("ml_flashpoint.stores.part.PIECE_BYTES", 2**16)
     monkeypatch.setattr("ml_flashpoint.core.checkpoint_saver._FAULT_RATE", 5e5)
     state = Value(torch.zeros(1_700_000, dtype=torch.uint8))
     with Flashpoint(
@@ -500,7 +505,7 @@ def test_one_job_at_a_time_persists_at_a_url(base: Path, store: Path) -> None:
         assert newest is None, "what is persisted here is not its own"
         assert "locked" in error
         write_steps(fp, 2)
-    assert {version.run for version in persisted(store)} == {persisted(store)[0].run}
+    assert len({version.folder.partition("/")[0] for version in persisted(store)}) == 1
     assert persisted_steps(store) == [2, 1]
 
 

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from ml_flashpoint.adapter.pytorch.export import export_version
 from ml_flashpoint.core.persisted_loader import PersistedLoader
 from ml_flashpoint.format.digest import verify_blocks
-from ml_flashpoint.persist.directory_store import DirectoryStore
-from ml_flashpoint.persist.versions import list_persisted, read_part_manifest
+from ml_flashpoint.stores.location import open_store
+from ml_flashpoint.tools.export import export_version
 from tests.support.forked import Child, Team
 from tests.workers import persisting, training
 
@@ -25,11 +24,11 @@ assert PersistedLoader  # the fork server has it imported
 
 def verify(store: Path) -> int:
     """Every version that counts is whole; the newest step."""
-    found, _ = list_persisted(DirectoryStore(store))
+    found = [version for version in open_store(store).versions() if version.counts]
     for version in found:
-        for rank, receipt in enumerate(version.parts):
-            record = read_part_manifest(DirectoryStore(store), version, rank).objects[0]
-            content = (store / version.folder / receipt.files[0]).read_bytes()
+        for rank in version.ranks:
+            record = open_store(store).manifest(version, rank).objects[0]
+            content = (store / version.folder / record.name).read_bytes()
             verify_blocks(content[: record.size], record.digests, record.block_size)
     return found[0].step if found else 0
 
@@ -62,7 +61,7 @@ def kill_at_random(tmpfs: Path, times: int) -> None:
     with Child(persisting.train, str(base), str(store), until, 1) as child:
         assert child.result() == training.undisturbed(until)
     assert verify(store) == until
-    leftovers = [each for each in list_persisted(DirectoryStore(store))[1] if not each.marked]
+    leftovers = [each for each in open_store(store).versions() if not each.counts and not each.problem]
     assert leftovers == [], "what the killed ones left is removed"
     check_that_torch_reads_it(store, tmpfs / "exported.pt", until)
 

@@ -11,8 +11,7 @@ import pytest
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.core.persisting import Persisting
 from ml_flashpoint.format.errors import InvalidArgumentError
-from ml_flashpoint.persist.directory_store import DirectoryStore
-from ml_flashpoint.persist.versions import list_persisted
+from ml_flashpoint.stores.location import open_store
 from tests.support.forked import wait_until
 
 REFUSED: list[tuple[str, Any]] = [
@@ -37,7 +36,7 @@ def refusal(argument: str, value: Any) -> str:
 
 def persisted_steps(store: Path) -> list[int]:
     """Steps of the complete versions in a folder, newest first."""
-    return [version.step for version in list_persisted(DirectoryStore(store))[0]]
+    return [version.step for version in open_store(store).versions() if version.counts]
 
 
 def await_store(persisting: Persisting | None) -> None:

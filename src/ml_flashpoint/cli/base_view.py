@@ -16,7 +16,6 @@ import contextlib
 import fcntl
 import os
 import re
-import stat
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,19 +23,14 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR
+from ml_flashpoint.checkpoint_object_manager.version_files import list_versions
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.errors import FlashpointError, ManifestError, ObjectNotFoundError
-from ml_flashpoint.format.lineage import Lineage, read_lineage
-from ml_flashpoint.format.manifest import (
-    Manifest,
-    manifest_name,
-    parse_manifest_name,
-    parse_object_name,
-    read_manifest,
-)
-
-# `checkpoint_object_manager.rank_store` says so too; importing it would import torch.
-PRIVATE_DIR = ".flashpoint"
+from ml_flashpoint.format.errors import ObjectNotFoundError, UnreadableError
+from ml_flashpoint.format.lineage import Lineage
+from ml_flashpoint.format.manifest import Manifest, manifest_name, parse_object_name
+from ml_flashpoint.stores.base_container import BaseContainer
+from ml_flashpoint.tools.check import look_at
 
 _RANK_DIR = re.compile(r"rank-(\d{5,8})")
 _ARENA = re.compile(r"arena-\d+(-\d+)?")
@@ -206,22 +200,19 @@ def read_base(path: str | os.PathLike[str]) -> BaseView:
     Raises:
         NotABaseContainerError: it does not exist, is no directory, or holds nothing of a job.
     """
-    base = Path(os.path.abspath(path))
     try:
-        return _read_base(base)
+        return _read_base(BaseContainer(path))
+    except UnreadableError as error:
+        raise NotABaseContainerError(f"cannot read it: {error.message}", path=error.path or path) from error
     except PermissionError as error:
-        raise NotABaseContainerError(f"cannot read it: {error.strerror}", path=error.filename or base) from error
+        raise NotABaseContainerError(f"cannot read it: {error.strerror}", path=error.filename or path) from error
 
 
-def _read_base(base: Path) -> BaseView:
+def _read_base(store: BaseContainer) -> BaseView:
+    base = store.base
     for _ in range(_TRIES):
         versions, has_private = _list_base(base)
-        found: list[_FoundPart] = []
-        loose: list[Path] = []
-        for version in versions:
-            parts, objects = _read_version(base / version)
-            found += parts
-            loose += objects
+        found, loose = _read_parts(store)
         # A job that saves every few milliseconds may have pruned all that was listed, and have newer ones. Or a listing
         # met none: it may show neither what was removed nor what was added while it was made.
         if found or not (versions or has_private):
@@ -240,7 +231,7 @@ def _read_base(base: Path) -> BaseView:
             saves.setdefault((owner[1], path_of_object.parent.name), [])
     return BaseView(
         base=base,
-        versions=tuple(_judge(saves, private, _read_lineage(base / PRIVATE_DIR))),
+        versions=tuple(_judge(saves, private, store.lineage())),
         live={rank: pid for rank, (pid, _) in sorted(private.live.items())},
         resident_bytes=sum(resident.values()),
         leftovers=tuple(sorted(str(path_of_object) for path_of_object in loose)),
@@ -259,16 +250,6 @@ def read_ranks(path: str | os.PathLike[str]) -> dict[int, tuple[Path, int | None
     found = {int(match[1]): private / name for name in _names(private) if (match := _RANK_DIR.fullmatch(name))}
     holders = {rank: _lock_holder(directory / "lock") for rank, directory in found.items()}
     return {rank: (found[rank], None if holder is None else holder[0]) for rank, holder in holders.items()}
-
-
-def still_committed(part: PartView) -> bool:
-    """Whether a part has not been pruned or replaced since it was read: then what is wrong with it is wrong."""
-    try:
-        return read_manifest(part.path) == part.manifest
-    except ObjectNotFoundError:
-        return False
-    except ManifestError:
-        return True
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
@@ -306,65 +287,40 @@ def _list_base(base: Path) -> tuple[list[str], bool]:
     return versions, PRIVATE_DIR in entries
 
 
-def _read_version(directory: Path) -> tuple[list[_FoundPart], list[Path]]:
-    """The committed parts in a version's directory, and the objects that belong to none."""
-    names = _names(directory)
+def _read_parts(store: BaseContainer) -> tuple[list[_FoundPart], list[Path]]:
+    """Return the committed parts, and the objects that belong to none."""
     parts = []
-    for name in names:
-        if parse_manifest_name(name) is not None and (part := _read_part(directory, name)) is not None:
-            parts.append(part)
-    committed = {(part.rank, part.save_id) for part in parts}
+    for version in store.versions():
+        names = _names(store.base / version.folder)
+        for found in look_at(store, version):
+            path = store.base / version.folder / manifest_name(found.rank, version.save_id)
+            objects = [path.parent / name for name in names if parse_object_name(name) == (found.rank, version.save_id)]
+            with contextlib.suppress(FileNotFoundError):  # pruned meanwhile
+                if not found.removed:
+                    committed_ns = os.stat(path).st_mtime_ns
+                    problems = [Problem(*problem) for problem in found.problems]
+                    files = _memory_of(objects)
+                    save = (version.folder, found.rank, version.save_id)
+                    parts.append(_FoundPart(*save, path, found.manifest, problems, files, committed_ns))
+    committed = {(part.version, part.rank, part.save_id) for part in parts}
     loose = []
-    for name in names:
-        owner = parse_object_name(name)
-        # Asked again: one that was being committed may have its manifest by now, one being pruned be gone.
-        if owner is not None and owner not in committed and _exists(directory / name):
-            if _exists(directory / manifest_name(*owner)):
-                part = _read_part(directory, manifest_name(*owner))
-                if part is not None:
-                    parts.append(part)
-                committed.add(owner)
-            else:
-                loose.append(directory / name)
+    for version_name in list_versions(store.base):
+        for name in _names(store.base / version_name):
+            owner = parse_object_name(name)
+            # Asked again: one that was being committed may have its manifest by now, one being pruned be gone.
+            if owner is not None and (version_name, *owner) not in committed and not store.has(version_name, *owner):
+                path = store.base / version_name / name
+                loose += [path] if os.path.lexists(path) else []
     return parts, loose
 
 
-def _read_part(directory: Path, name: str) -> _FoundPart | None:
-    """The part of a manifest; None if it was pruned meanwhile."""
-    parsed = parse_manifest_name(name)
-    assert parsed is not None
-    rank, save_id = parsed
-    path = directory / name
-    problems: list[Problem] = []
-    manifest: Manifest | None = None
-    files: dict[int, int] = {}
-    try:
-        committed_ns = os.stat(path).st_mtime_ns
-        manifest = read_manifest(path)
-    except (FileNotFoundError, NotADirectoryError, ObjectNotFoundError):
-        return None
-    except FlashpointError as error:
-        problems.append(Problem(str(path), error.message))
-        files = _files_by_name(directory, rank, save_id)
-    else:
-        for record in manifest.objects:
-            file = directory / record.name
-            try:
-                status = os.stat(file, follow_symlinks=False)
-            except FileNotFoundError:
-                problems.append(Problem(str(file), "the object is missing"))
-                continue
+def _memory_of(paths: Iterable[Path]) -> dict[int, int]:
+    files = {}
+    for path in paths:
+        with contextlib.suppress(OSError):
+            status = os.stat(path, follow_symlinks=False)
             files[status.st_ino] = status.st_blocks * _STAT_BLOCK
-            if not stat.S_ISREG(status.st_mode):
-                problems.append(Problem(str(file), "the object is not a regular file"))
-            elif status.st_size != record.file_size:
-                problems.append(
-                    Problem(str(file), f"the object has {status.st_size} bytes, and {record.file_size} were committed")
-                )
-    # Pruning takes the manifest away first. If it is still there, what is missing was missing before.
-    if problems and not _exists(path):
-        return None
-    return _FoundPart(directory.name, rank, save_id, path, manifest, problems, files, committed_ns)
+    return files
 
 
 def _read_private(directory: Path) -> _Private:
@@ -402,13 +358,6 @@ def _lock_holder(path: Path) -> tuple[int, int] | None:
         return None
     finally:
         os.close(descriptor)
-
-
-def _read_lineage(private: Path) -> Lineage:
-    try:
-        return read_lineage(private)
-    except FlashpointError:  # nothing depends on it here; the job says that it is damaged
-        return Lineage()
 
 
 def _judge(
@@ -473,23 +422,9 @@ def _world_size(parts: Iterable[_FoundPart]) -> int | None:
     return max((part.manifest.world_size for part in parts if part.manifest is not None), default=None)
 
 
-def _files_by_name(directory: Path, rank: int, save_id: str) -> dict[int, int]:
-    files = {}
-    for name in _names(directory):
-        if parse_object_name(name) == (rank, save_id):
-            with contextlib.suppress(OSError):
-                status = os.stat(directory / name, follow_symlinks=False)
-                files[status.st_ino] = status.st_blocks * _STAT_BLOCK
-    return files
-
-
 def _names(directory: Path) -> list[str]:
     """Names in a directory, sorted; none if it was removed meanwhile or is none."""
     try:
         return sorted(os.listdir(directory))
     except (FileNotFoundError, NotADirectoryError):
         return []
-
-
-def _exists(path: Path) -> bool:
-    return os.path.lexists(path)

@@ -19,9 +19,9 @@ import psutil
 from rich.markup import escape
 from rich.table import Table
 
+from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR
 from ml_flashpoint.cli import output
 from ml_flashpoint.cli.base_view import (
-    PRIVATE_DIR,
     NotABaseContainerError,
     format_bytes,
     format_ranks,

@@ -1,6 +1,6 @@
 """`flashpoint export`: a version as files that other tools read.
 
-Owns the command's arguments and what it prints; the formats are `adapter.pytorch.export`'s.
+Owns the command's arguments and what it prints; the formats are `tools.export`'s.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def export(
     name_map: str | None = None,
     as_json: bool = False,
 ) -> None:
-    """Exports a version."""
-    from ml_flashpoint.adapter.pytorch.export import export_version
+    """Export a version."""
+    from ml_flashpoint.tools.export import export_version
 
     bases, step = output.split_sources(sources)
     names = None if name_map is None else read_names(name_map)
@@ -43,7 +43,7 @@ def export(
 
 
 def read_names(path: str) -> dict[str, str]:
-    """Reads names by names, of a file with one JSON object.
+    """Read names by names from a file with one JSON object.
 
     Raises:
         InvalidArgumentError: it is none.

@@ -1,6 +1,6 @@
 """`flashpoint inspect` and `flashpoint diff`: what is in a version, and what differs between two.
 
-Owns the comparison, and what the commands print; reading is `adapter.pytorch.version_items`'.
+Owns the comparison, and what the commands print; reading is `tools.items`'.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from ml_flashpoint.cli import output
 from ml_flashpoint.cli.base_view import format_bytes, format_ranks
 
 if TYPE_CHECKING:
-    from ml_flashpoint.adapter.pytorch.version_items import VersionItems
+    from ml_flashpoint.tools.items import VersionItems
 
 
 @output.command
 def inspect(source: str, *, prefix: str, as_json: bool = False) -> None:
-    """Lists the items of a version."""
+    """List the items of a version."""
     with contextlib.ExitStack() as stack:
         version = _opened(stack, source, prefix)
         items = [_described(version, fqn) for fqn in version.names]
-        version.check()
         step = version.step
     if as_json:
         print(json.dumps({"source": source, "step": step, "items": items}, indent=2))
@@ -47,10 +46,10 @@ def inspect(source: str, *, prefix: str, as_json: bool = False) -> None:
 
 
 def _opened(stack: contextlib.ExitStack, source: str, prefix: str) -> VersionItems:
-    from ml_flashpoint.adapter.pytorch.version_items import open_items
+    from ml_flashpoint.tools.items import VersionItems, open_version
 
     base, step = output.split_source(source)
-    return open_items(stack, [base], step, prefix=prefix)
+    return VersionItems(stack.enter_context(open_version(base, step)), prefix)
 
 
 def _described(version: VersionItems, fqn: str) -> dict[str, Any]:
@@ -69,7 +68,7 @@ def _described(version: VersionItems, fqn: str) -> dict[str, Any]:
 
 @output.command
 def diff(one: str, other: str, *, prefix: str, as_json: bool = False) -> int:
-    """Compares two versions."""
+    """Compare two versions."""
     with contextlib.ExitStack() as stack:
         first, second = _opened(stack, one, prefix), _opened(stack, other, prefix)
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flashpoint-diff-")))
@@ -78,8 +77,6 @@ def diff(one: str, other: str, *, prefix: str, as_json: bool = False) -> int:
             for fqn in dict.fromkeys([*first.names, *second.names])
             if (told := _difference(first, second, fqn, scratch)) is not None
         ]
-        first.check()
-        second.check()
         count = len(first.names)
     if as_json:
         print(json.dumps({"one": one, "other": other, "differences": found}, indent=2))
@@ -106,7 +103,7 @@ def _difference(first: VersionItems, second: VersionItems, fqn: str, scratch: Pa
 
 
 def _compared(one: Any, other: Any) -> dict[str, Any] | None:
-    """What differs between two tensors of one dtype and shape; None if nothing, bit for bit."""
+    """Describe how two tensors of one dtype and shape differ; None if they are the same, bit for bit."""
     import torch
 
     from ml_flashpoint.copy.dtypes import bytes_of

@@ -51,7 +51,7 @@ def ls(
     alone.
 
     Persisted versions are **complete**, **incomplete** (being written, or cut short) or **damaged**: a marker
-    or a receipt is not what was written, or a part is missing or has another size.
+    or a manifest is not what was written, or a part is missing or has another size.
 
     Exit code: 0 if nothing is damaged, 1 if something is, 2 if BASE is not a base container and no store.
     """
@@ -108,7 +108,7 @@ def verify(
 ) -> None:
     """Read every object in BASE, or of persisted versions, and compare it with its digests; name the files that differ.
 
-    Nothing is locked or changed, and the job may be running: what it prunes meanwhile is shown as pruned, or removed.
+    Nothing is locked or changed, and the job may be running: what it removes meanwhile is shown as removed.
 
     Exit code: 0 if all is as it was saved, 1 if something is not, 2 if there is no such base container, store or step.
     """

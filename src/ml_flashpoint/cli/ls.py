@@ -1,6 +1,6 @@
-"""`flashpoint ls`: what one node holds of a job's checkpoints.
+"""`flashpoint ls`: what one node holds of a job's checkpoints, or what a durable store does.
 
-Owns how that is shown; what there is to show is `cli.base_view`'s.
+Owns how that is shown; what there is to show of a node is `cli.base_view`'s.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from rich.table import Table
 from ml_flashpoint.cli import output
 from ml_flashpoint.cli.base_view import (
     BaseView,
-    NotABaseContainerError,
     PartView,
     State,
     VersionView,
@@ -22,22 +21,19 @@ from ml_flashpoint.cli.base_view import (
     format_ranks,
     read_base,
 )
-from ml_flashpoint.cli.store_view import list_store
-from ml_flashpoint.format.errors import InvalidArgumentError
-from ml_flashpoint.persist.opening import persisted_url
+from ml_flashpoint.cli.verify import STYLES, CheckedVersion, versions_at
+from ml_flashpoint.stores.location import open_store
+from ml_flashpoint.tools.check import look_at
 
 _STYLES = {State.DAMAGED: "bold red", State.WRITING: "yellow", State.REPLICATED: "green", State.LOCAL: "cyan"}
 
 
+@output.command
 def list_versions(base: str, *, as_json: bool = False) -> int:
-    """Show the versions in a base container, or persisted ones; returns the exit code of the command."""
-    try:
-        url = persisted_url(base)
-        if url is not None:
-            return list_store(url, as_json=as_json)
-        view = read_base(base)
-    except (NotABaseContainerError, InvalidArgumentError) as error:
-        return output.fail(error, base=base, as_json=as_json)
+    """Show the versions in a base container, or persisted ones."""
+    if open_store(base).durable:
+        return _list_durable(base, as_json=as_json)
+    view = read_base(base)
     if as_json:
         print(json.dumps(to_json(view), indent=2))
     elif output.is_terminal():
@@ -45,6 +41,57 @@ def list_versions(base: str, *, as_json: bool = False) -> int:
     else:
         _print_lines(view)
     return output.DAMAGE if view.problems else output.OK
+
+
+def _list_durable(url: str, *, as_json: bool) -> int:
+    store, versions = versions_at(url)
+    looked = [CheckedVersion(version, tuple(look_at(store, version))) for version in versions]
+    found = [each for each in looked if each.verdict != "removed" and (each.version.save_id or each.problems)]
+    if as_json:
+        told = [_durable_to_json(each) for each in found]
+        ok = not any(each.problems for each in found)
+        print(json.dumps({"url": store.path, "ok": ok, "versions": told}, indent=2))
+        return output.OK if ok else output.DAMAGE
+    print(f"{store.path}: {len(found) or 'no'} version{'' if len(found) == 1 else 's'}")
+    if output.is_terminal() and found:
+        table = Table("version", "state", "ranks", "of", "size", "save")
+        for each in found:
+            version, state = each.version, _state(each)
+            table.add_row(
+                version.folder.rpartition("/")[2], f"[{STYLES[state]}]{state}[/]", format_ranks(version.ranks),
+                _size(version.world_size), format_bytes(each.bytes), escape(version.save_id),
+            )  # fmt: skip
+        output.console().print(table)
+    for each in () if output.is_terminal() else found:
+        version = each.version
+        print(
+            f"{version.folder.rpartition('/')[2]} step={version.step} state={_state(each)}"
+            f" ranks={format_ranks(version.ranks)} world={_size(version.world_size)} bytes={each.bytes}"
+            f" save_id={version.save_id or '-'} folder={version.folder}"
+        )
+    for path, message in (problem for each in found for problem in each.problems):
+        print(f"damaged: {path}: {message}")
+    return output.DAMAGE if any(each.problems for each in found) else output.OK
+
+
+def _state(each: CheckedVersion) -> str:
+    return "complete" if each.verdict == "ok" else each.verdict
+
+
+def _durable_to_json(each: CheckedVersion) -> dict[str, Any]:
+    version = each.version
+    return {
+        "version": version.folder.rpartition("/")[2],
+        "step": version.step,
+        "attempt": version.save_id,
+        "state": _state(each),
+        "world_size": version.world_size or None,
+        "complete": _state(each) == "complete",
+        "ranks": list(version.ranks),
+        "bytes": each.bytes,
+        "folder": version.folder,
+        "problems": [f"{path}: {message}" for path, message in each.problems],
+    }
 
 
 def to_json(view: BaseView) -> dict[str, Any]:
@@ -99,7 +146,7 @@ def _print_lines(view: BaseView) -> None:
         print(
             f"{version.version} step={version.step} state={version.state.value} own={format_ranks(version.own_ranks)}"
             f" copies={format_ranks(version.copied_ranks)} writing={format_ranks(version.writing)}"
-            f" world={_world(version)} complete={'yes' if version.complete else 'no'} bytes={version.bytes}"
+            f" world={_size(version.world_size)} complete={'yes' if version.complete else 'no'} bytes={version.bytes}"
             f" save_id={version.save_id}{' abandoned=yes' if version.abandoned else ''}"
         )
     for problem in view.problems:
@@ -120,7 +167,7 @@ def _print_table(view: BaseView) -> None:
                 format_ranks(version.own_ranks),
                 format_ranks(version.copied_ranks),
                 format_ranks(version.writing),
-                _world(version),
+                _size(version.world_size),
                 "yes" if version.complete else "no",
                 format_bytes(version.bytes),
                 escape(version.save_id + ("\ngone back from" if version.abandoned else "")),
@@ -139,5 +186,5 @@ def _summary(view: BaseView) -> str:
     return f"{view.base}: {versions}, {format_bytes(view.resident_bytes)} of memory, {job}"
 
 
-def _world(version: VersionView) -> str:
-    return "?" if version.world_size is None else str(version.world_size)
+def _size(world_size: int | None) -> str:
+    return str(world_size) if world_size else "?"

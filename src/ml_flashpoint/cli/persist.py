@@ -1,7 +1,4 @@
-"""`flashpoint persist`: a version into a durable store, by hand.
-
-Owns the command's arguments and what it prints; what happens is `core.persist_version`'s.
-"""
+"""`flashpoint persist`: a version into a durable store, by hand. Owns what it prints."""
 
 from __future__ import annotations
 
@@ -9,13 +6,12 @@ import json
 
 from ml_flashpoint.cli import output
 from ml_flashpoint.cli.base_view import format_bytes
+from ml_flashpoint.tools.copy import persist_version
 
 
 @output.command
 def persist(sources: list[str], url: str, *, deadline_s: float = 600.0, as_json: bool = False) -> None:
-    """Persists a version."""
-    from ml_flashpoint.core.persist_version import persist_version
-
+    """Persist a version."""
     bases, step = output.split_sources(sources)
     with output.progress("persisting") as progress:
         made = persist_version(bases, url, step, progress=progress, deadline_s=deadline_s)

@@ -1,75 +1,70 @@
 """`flashpoint rm`: what a dead job has left in memory on this node, or what it has persisted, or one version.
 
-Owns the question, and what is printed; the removal is `checkpoint_object_manager.removal`'s, or
-`core.remove_persisted`'s.
+Owns the question, and what is printed; the removal is `tools.removal`'s.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import typer
 
-from ml_flashpoint.checkpoint_object_manager.removal import remove_from_base
 from ml_flashpoint.cli import output
 from ml_flashpoint.cli.base_view import BaseView, format_bytes, format_ranks, read_base
 from ml_flashpoint.format.errors import InvalidArgumentError, JobInUseError
-from ml_flashpoint.persist.opening import persisted_url
+from ml_flashpoint.stores.location import open_store
+from ml_flashpoint.tools.removal import removable, remove_versions
 
 
 @output.command
 def remove(
     source: str, *, yes: bool = False, newest: bool = False, deadline_s: float = 600.0, as_json: bool = False
 ) -> None:
-    """Removes a base container, or persisted versions, or one of them, if that is what the user wants."""
+    """Remove versions, or all that there is, if that is what the user wants."""
     base, step = output.split_source(source)
-    if (url := persisted_url(base)) is not None:
-        _remove_persisted(url, step, newest, deadline_s, yes=yes, as_json=as_json)
-        return
-    if newest:
-        raise InvalidArgumentError("is about persisted versions", argument="--newest", value=newest)
-    view = read_base(base)
-    if view.live:
-        raise JobInUseError(
-            f"ranks {format_ranks(view.live)} are running here", path=view.base, hint="end the job first"
-        )
+    store = open_store(base)
+    if store.durable:
+        described = "" if yes else _persisted(base, store.path, step, newest, deadline_s)
+    else:
+        if newest:
+            raise InvalidArgumentError("is about persisted versions", argument="--newest", value=newest)
+        view = read_base(base)
+        if view.live:
+            raise JobInUseError(
+                f"ranks {format_ranks(view.live)} are running here", path=view.base, hint="end the job first"
+            )
+        described = _in_memory(view, step)
     if not yes:
-        _ask(source, _described(view, step), "Memory that is gone cannot be had back", as_json)
-    removed = remove_from_base(Path(view.base), step)
+        _ask(source, described, as_json)
+    removed = remove_versions(base, step, newest=newest, deadline_s=deadline_s)
     if as_json:
-        told = {"versions": removed.versions, "freed_bytes": removed.freed_bytes, "left": removed.left}
-        print(json.dumps({"base": str(view.base), **told}, indent=2))
+        memory = {} if store.durable else {"freed_bytes": removed.freed_bytes, "left": removed.left}
+        print(json.dumps({"base": store.path, "versions": removed.versions, **memory}, indent=2))
         return
-    print(f"removed {', '.join(removed.versions) or 'no versions'}, {format_bytes(removed.freed_bytes)}: {view.base}")
+    freed = "" if store.durable else f", {format_bytes(removed.freed_bytes)}"
+    print(f"removed {', '.join(removed.versions) or 'no versions'}{freed}: {store.path}")
     if removed.left and step is None:
         print(f"left, being nobody's of ours: {', '.join(removed.left)}", file=sys.stderr)
 
 
-def _remove_persisted(url: str, step: int | None, newest: bool, deadline_s: float, *, yes: bool, as_json: bool) -> None:
-    from ml_flashpoint.core.remove_persisted import removable, remove_persisted
-
-    if not yes:
-        found = removable(url, step, newest=newest, deadline_s=deadline_s)
-        words = {True: ", the newest that is whole", False: ""}
-        lines = [f"  {each.folder}{words[each.is_newest]}{'' if each.marked else ', not complete'}" for each in found]
-        _ask(url, "\n".join([f"{url}:", *lines]), "What is gone cannot be had back", as_json)
-    removed = remove_persisted(url, step, newest=newest, deadline_s=deadline_s)
-    if as_json:
-        print(json.dumps({"base": url, "versions": removed}, indent=2))
-        return
-    print(f"removed {', '.join(removed)}: {url}")
-
-
-def _ask(source: str, what: str, why: str, as_json: bool) -> None:
+def _ask(source: str, what: str, as_json: bool) -> None:
     if as_json or not sys.stdin.isatty():
         raise InvalidArgumentError("nobody can be asked: say --yes", argument="SOURCE", value=source)
     print(what)
-    typer.confirm(f"Remove that? {why}", abort=True, err=True)
+    typer.confirm("Remove that? What is gone cannot be had back", abort=True, err=True)
 
 
-def _described(view: BaseView, step: int | None) -> str:
+def _persisted(base: str, path: str, step: int | None, newest: bool, deadline_s: float) -> str:
+    lines = [f"{path}:"]
+    chosen, resumed = removable(base, step, newest=newest, deadline_s=deadline_s)
+    for version in chosen:
+        marks = ", the newest that is whole" if version.folder == resumed else ""
+        lines.append(f"  {version.folder}{marks}{'' if version.counts or version.problem else ', not complete'}")
+    return "\n".join(lines)
+
+
+def _in_memory(view: BaseView, step: int | None) -> str:
     lines = [f"{view.base}: {'all of it, ' + format_bytes(view.resident_bytes) if step is None else f'step {step}'}"]
     for version in view.versions:
         if step in (None, version.step):

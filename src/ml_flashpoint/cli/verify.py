@@ -1,80 +1,118 @@
-"""`flashpoint verify`: whether the bytes of a job's checkpoints on one node are those that were saved.
+"""`flashpoint verify`: whether the bytes of versions in a store are those that were saved.
 
-Owns reading objects from outside the job; comparing their digests is `cli.blocks`'. Reads by `preadv` and not through a
-mapping, so that a file that shrinks meanwhile is a finding and not a fault of this process.
+Owns what is printed; reading is `tools.check`'s, by ``preadv`` and not through a mapping, so that a file that shrinks
+meanwhile is a finding and not a fault of this process. Imports no torch.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
 from rich.markup import escape
 
 from ml_flashpoint.cli import output
-from ml_flashpoint.cli.base_view import (
-    BaseView,
-    NotABaseContainerError,
-    PartView,
-    Problem,
-    VersionView,
-    format_bytes,
-    format_ranks,
-    read_base,
-    still_committed,
-)
-from ml_flashpoint.cli.blocks import wrong_blocks
-from ml_flashpoint.cli.store_view import verify_store
-from ml_flashpoint.core.object_content import read_fully
-from ml_flashpoint.format.errors import InvalidArgumentError
-from ml_flashpoint.format.manifest import ObjectRecord
-from ml_flashpoint.persist.opening import persisted_url
+from ml_flashpoint.cli.base_view import format_bytes, format_ranks
+from ml_flashpoint.format.errors import ObjectNotFoundError
+from ml_flashpoint.stores.location import open_store
+from ml_flashpoint.stores.version_store import Version, VersionStore
+from ml_flashpoint.tools.check import CheckedPart, check_part, look_at
+
+STYLES: Final = {
+    "ok": "green", "complete": "green", "incomplete": "yellow", "damaged": "bold red", "removed": "dim"
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class PartResult:
-    """What verifying one part has found.
+class CheckedVersion:
+    """A version and what was found of its parts."""
 
-    Attributes:
-        part: the part.
-        problems: what is wrong with it, file by file.
-        pruned: whether the job removed it meanwhile; then nothing is wrong.
+    version: Version
+    parts: tuple[CheckedPart, ...]
+
+    @property
+    def problems(self) -> list[tuple[str, str]]:
+        """Paths and messages."""
+        found = [problem for part in self.parts for problem in part.problems]
+        return found or ([(self.version.folder, self.version.problem)] if self.version.problem else [])
+
+    @property
+    def verdict(self) -> str:
+        """In a word."""
+        if self.problems:
+            return "damaged"
+        if self.parts and all(part.removed for part in self.parts):
+            return "removed"
+        return "ok" if self.version.counts else "incomplete"
+
+    @property
+    def checked(self) -> list[CheckedPart]:
+        """The parts that were not removed meanwhile."""
+        return [part for part in self.parts if not part.removed]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of these that count."""
+        return sum(part.bytes for part in self.checked)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {
+            "version": self.version.folder.rpartition("/")[2],
+            "step": self.version.step,
+            "attempt": self.version.save_id,
+            "folder": self.version.folder,
+            "state": ("complete" if self.version.complete else "incomplete") if self.verdict == "ok" else self.verdict,
+            "ok": not self.problems,
+            "problems": [{"path": path, "message": message} for path, message in self.problems],
+            "parts": [
+                {
+                    "rank": part.rank,
+                    "bytes": part.bytes,
+                    "result": "removed" if part.removed else "damaged" if part.problems else "ok",
+                    "problems": [{"path": path, "message": message} for path, message in part.problems],
+                }
+                for part in self.parts
+            ],
+        }
+
+
+def versions_at(source: str, step: int | None = None) -> tuple[VersionStore, list[Version]]:
+    """Return a store and the versions in it, or those of a step.
+
+    Raises:
+        ObjectNotFoundError: there is no store, or no such version.
     """
+    store = open_store(source)
+    if not store.exists():
+        raise ObjectNotFoundError(
+            "there is nothing of a job here",
+            path=store.path,
+            hint="give the folder of the job, on the node whose memory it is in, or the URL of its persist=",
+        )
+    found = [version for version in store.versions() if step in (None, version.step)]
+    if step is not None and not found:
+        raise ObjectNotFoundError(f"there is no version of step {step} here", path=store.path)
+    return store, found
 
-    part: PartView
-    problems: tuple[Problem, ...]
-    pruned: bool
 
-
-def verify_base(base: str, *, as_json: bool = False, threads: int = 2) -> int:
-    """Verify every object in a base container, or of persisted versions; returns the exit code of the command.
+@output.command
+def verify_base(source: str, *, as_json: bool = False, threads: int = 2) -> int:
+    """Verify every object of a store, or of one step of it.
 
     Args:
-        base: base container, URL or folder of persisted versions; with ``@STEP``, only that step.
+        source: base container, URL or folder of persisted versions; with ``@STEP``, only that step.
         threads: blocks that are read at the same time.
     """
-    base, step = output.split_source(base)
-    try:
-        url = persisted_url(base)
-        if url is not None:
-            return verify_store(url, step, as_json=as_json, threads=threads)
-        view = read_base(base)
-        if step is not None:
-            view = replace(view, versions=tuple(version for version in view.versions if version.step == step))
-            if not view.versions:
-                raise NotABaseContainerError(f"there is no version of step {step} here", path=base)
-    except (NotABaseContainerError, InvalidArgumentError) as error:
-        return output.fail(error, base=base, as_json=as_json)
+    store, versions = versions_at(*output.split_source(source))
     began = time.monotonic()
-    results: list[tuple[VersionView, list[PartResult]]] = []
-    total = sum(version.bytes for version in view.versions)
+    looked = [(version, look_at(store, version)) for version in versions]
+    total, done, lock = sum(part.bytes for _, parts in looked for part in parts), 0, threading.Lock()
     with output.progress("verifying") as progress:
-        done, lock = 0, threading.Lock()
 
         def advance(count: int) -> None:
             nonlocal done
@@ -82,124 +120,53 @@ def verify_base(base: str, *, as_json: bool = False, threads: int = 2) -> int:
                 done += count
                 progress(done, total)
 
-        for version in view.versions:
-            parts = [verify_part(part, threads=threads, advance=advance) for part in version.parts]
-            results.append((version, parts))
+        results = [
+            CheckedVersion(version, tuple(check_part(store, part, threads=threads, advance=advance) for part in parts))
+            for version, parts in looked
+        ]
     seconds = time.monotonic() - began
-    damaged = any(result.problems for _, parts in results for result in parts)
     if as_json:
-        print(json.dumps(_to_json(view, results, seconds), indent=2))
+        print(json.dumps(_to_json(store, results, seconds), indent=2))
     else:
-        _print(view, results, seconds)
-    return output.DAMAGE if damaged else output.OK
+        _print(store, results, seconds)
+    return output.DAMAGE if any(result.problems for result in results) else output.OK
 
 
-def verify_part(
-    part: PartView, *, threads: int = 2, advance: Callable[[int], object] = lambda count: None
-) -> PartResult:
-    """Read all bytes of a part and compares their digests with those in its manifest.
-
-    Args:
-        part: from `read_base`.
-        threads: blocks that are read at the same time, at least 1.
-        advance: called with the number of bytes of each block, from several threads.
-    """
-    problems = list(part.problems)
-    if part.manifest is not None:
-        known_bad = {problem.path for problem in problems}
-        for record in part.manifest.objects:
-            path = str(part.path.parent / record.name)
-            if path not in known_bad:
-                problems += [Problem(path, message) for message in _check_object(path, record, threads, advance)]
-    # The job takes a part's manifest away before it uses the bytes for something else.
-    if problems and not still_committed(part):
-        return PartResult(part, (), pruned=True)
-    return PartResult(part, tuple(problems), pruned=False)
-
-
-def _check_object(path: str, record: ObjectRecord, threads: int, advance: Callable[[int], object]) -> list[str]:
-    """What is wrong with the bytes of an object, one message or none."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        return [f"the object cannot be read: {error.strerror}"]
-
-    def read(begin: int, block: memoryview) -> bool:
-        advance(len(block))
-        return read_fully(descriptor, block, begin)
-
-    try:
-        wrong = wrong_blocks(record, read, threads)
-    except OSError as error:
-        return [f"the object cannot be read: {error.strerror}"]
-    finally:
-        os.close(descriptor)
-    return [] if wrong is None else [wrong]
-
-
-def _to_json(view: BaseView, results: list[tuple[VersionView, list[PartResult]]], seconds: float) -> dict[str, Any]:
+def _to_json(store: VersionStore, results: Sequence[CheckedVersion], seconds: float) -> dict[str, Any]:
     return {
-        "base": str(view.base),
-        "ok": not any(result.problems for _, parts in results for result in parts),
+        "url" if store.durable else "base": store.path,
+        "ok": not any(result.problems for result in results),
         "seconds": round(seconds, 3),
-        "objects": sum(_object_count(result) for _, parts in results for result in parts),
-        "bytes": sum(result.part.bytes for _, parts in results for result in parts if not result.pruned),
-        "versions": [
-            {
-                "version": version.version,
-                "step": version.step,
-                "attempt": version.save_id,
-                "ok": not any(result.problems for result in parts),
-                "parts": [
-                    {
-                        "rank": result.part.rank,
-                        "copy": result.part.copy,
-                        "bytes": result.part.bytes,
-                        "result": _verdict(result),
-                        "problems": [problem.to_json() for problem in result.problems],
-                    }
-                    for result in parts
-                ],
-            }
-            for version, parts in results
-        ],
-        "leftovers": list(view.leftovers),
+        "objects": _object_count(results),
+        "bytes": sum(result.bytes for result in results),
+        "versions": [result.to_json() for result in results],
     }
 
 
-def _print(view: BaseView, results: list[tuple[VersionView, list[PartResult]]], seconds: float) -> None:
-    console = output.console()
-    colours = {"ok": "green", "damaged": "bold red", "pruned": "dim"}
-
-    def say(verdict: str, text: str) -> None:
-        if output.is_terminal():
-            console.print(f"[{colours[verdict]}]{verdict:8}[/] {escape(text)}", highlight=False, soft_wrap=True)
-        else:
-            print(f"{verdict:8} {text}")
-
-    for version, parts in results:
-        for verdict in ("ok", "pruned"):
-            fitting = [result for result in parts if _verdict(result) == verdict]
-            if fitting:
-                size = format_bytes(sum(result.part.bytes for result in fitting))
-                ranks = format_ranks(result.part.rank for result in fitting)
-                say(verdict, f"{version.version} {version.save_id}: ranks {ranks}, {size}")
-        for result in parts:
-            for problem in result.problems:
-                say("damaged", f"{problem.path}: {problem.message}")
-    checked = [result for _, parts in results for result in parts if not result.pruned]
-    count = sum(_object_count(result) for result in checked)
-    size = format_bytes(sum(result.part.bytes for result in checked))
-    bad = sum(bool(result.problems) for result in checked)
+def _print(store: VersionStore, results: Sequence[CheckedVersion], seconds: float) -> None:
+    for result in results:
+        about = f"{result.version.folder} {result.version.save_id or '-'}"
+        for removed, verdict in ((False, result.verdict if result.verdict != "damaged" else "ok"), (True, "removed")):
+            fitting = [part for part in result.parts if part.removed == removed and not part.problems]
+            if fitting or (verdict == "incomplete" and not removed):
+                ranks = format_ranks(part.rank for part in fitting) if fitting else format_ranks(result.version.ranks)
+                _say(verdict, f"{about}: ranks {ranks}, {format_bytes(sum(part.bytes for part in fitting))}")
+        for path, message in result.problems:
+            _say("damaged", f"{path}: {message}")
+    checked = [part for result in results for part in result.checked]
+    bad = sum(bool(part.problems) for part in checked) + sum(bool(result.version.problem) for result in results)
+    size = format_bytes(sum(result.bytes for result in results))
     verdict = f"{bad} of {len(checked)} parts are damaged" if bad else "all as saved"
-    print(f"{view.base}: {count} objects, {size} in {seconds:.1f} s: {verdict}")
+    print(f"{store.path}: {_object_count(results)} objects, {size} in {seconds:.1f} s: {verdict}")
 
 
-def _object_count(result: PartResult) -> int:
-    return 0 if result.pruned or result.part.manifest is None else len(result.part.manifest.objects)
+def _say(verdict: str, text: str) -> None:
+    if output.is_terminal():
+        output.console().print(f"[{STYLES[verdict]}]{verdict:10}[/] {escape(text)}", highlight=False, soft_wrap=True)
+    else:
+        print(f"{verdict:10} {text}")
 
 
-def _verdict(result: PartResult) -> str:
-    if result.pruned:
-        return "pruned"
-    return "damaged" if result.problems else "ok"
+def _object_count(results: Sequence[CheckedVersion]) -> int:
+    manifests = [part.manifest for result in results for part in result.checked if part.manifest is not None]
+    return sum(len(manifest.objects) for manifest in manifests)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ml_flashpoint.core.arguments import checked_integer
 from ml_flashpoint.format.errors import InvalidArgumentError
-from ml_flashpoint.persist.opening import checked_url, is_url
+from ml_flashpoint.stores.location import checked_url, is_url
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ from typing import Final
 
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.core.object_content import PieceBuffer, object_content
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.format.errors import CapacityError, DigestMismatchError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
+from ml_flashpoint.stores.directory import read_fully
+from ml_flashpoint.stores.part import PieceMemory, StoredObject, check_blocks
 
 _SLICE_BYTES: Final = 4 << 20
 
@@ -61,7 +62,7 @@ class PersistTask:
         return self.arenas.find(self.save_id, self.part.rank) is self.part
 
     def content(
-        self, record: ObjectRecord, pause: Callable[[int], object], buffer: PieceBuffer
+        self, record: ObjectRecord, pause: Callable[[int], object], buffer: PieceMemory
     ) -> Iterator[memoryview]:
         """The bytes of an object, compared as they are read; then zeros, where its file has unused room.
 
@@ -74,9 +75,15 @@ class PersistTask:
             CapacityError: its memory was needed for a save.
             DigestMismatchError: it is damaged.
         """
-        path = self.arenas.base / self.part.version / record.name
+        path = os.fspath(self.arenas.base / self.part.version / record.name)
+
+        def read(begin: int, into: memoryview) -> None:
+            if not read_fully(self.descriptor, into, begin):
+                raise DigestMismatchError("the object is too short", path=path)
+            check_blocks(record, begin, into, path)
+
         try:
-            for content in object_content(self.descriptor, record, path, buffer):
+            for content in StoredObject(record, read, path).pieces(buffer):
                 yield from _slices(content, pause)
         except DigestMismatchError as error:
             if self.is_held:

@@ -23,7 +23,6 @@ from ml_flashpoint.core.loader import MLFlashpointCheckpointLoader
 from ml_flashpoint.core.part_reader import ObjectReader
 from ml_flashpoint.core.sidecars import restore_sidecars
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.digest import verify_blocks
 from ml_flashpoint.format.errors import (
     FlashpointError,
     LoadError,
@@ -33,15 +32,11 @@ from ml_flashpoint.format.errors import (
 from ml_flashpoint.format.failure_kinds import is_damage, retrying, text_of
 from ml_flashpoint.format.knobs import recovery_deadline_s
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
-from ml_flashpoint.persist.opening import open_store
-from ml_flashpoint.persist.store import DurableStore
-from ml_flashpoint.persist.versions import (
-    PersistedVersion,
-    check_parts,
-    list_persisted,
-    read_part_manifest,
-)
 from ml_flashpoint.ranks.rank_group import RankGroup
+from ml_flashpoint.stores.durable import DurableVersions, save_of, version_of
+from ml_flashpoint.stores.location import open_durable
+from ml_flashpoint.stores.part import check_blocks
+from ml_flashpoint.stores.version_store import Version
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -59,7 +54,7 @@ _HINT: Final = (
 class _Look:
     """What a look at the store has found: versions, newest first, and why others do not count."""
 
-    versions: tuple[PersistedVersion, ...]
+    versions: tuple[Version, ...]
     problems: tuple[str, ...]
 
 
@@ -82,17 +77,17 @@ class PersistedLoader(MLFlashpointCheckpointLoader):
         url: str,
         ranks: RankGroup,
         *,
-        open_store: Callable[[str], DurableStore] = open_store,
+        open_store: Callable[[str], DurableVersions] = open_durable,
     ) -> None:
         self._memory = memory
         self._url = url
         self._ranks = ranks
         self._open_store = open_store
-        self._opened: DurableStore | None = None
+        self._opened: DurableVersions | None = None
         self._look: Bounded[_Look] | None = None
         self._discarded: set[str] = set()
         self._unusable: dict[str, str] = {}
-        self._current: PersistedVersion | None = None
+        self._current: Version | None = None
         self._manifests: dict[int, Manifest] = {}
         self.tier = "memory"
         self.last_recovery = None
@@ -152,7 +147,7 @@ class PersistedLoader(MLFlashpointCheckpointLoader):
         finally:
             self.last_recovery = self._memory.last_recovery
 
-    def _choose(self, version: PersistedVersion | None, tier: Literal["memory", "persisted"]) -> None:
+    def _choose(self, version: Version | None, tier: Literal["memory", "persisted"]) -> None:
         self._current, self.tier = version, tier
         self._manifests.clear()
 
@@ -160,7 +155,7 @@ class PersistedLoader(MLFlashpointCheckpointLoader):
         if self.last_recovery is not None:
             self.last_recovery = replace(self.last_recovery, **changes)
 
-    def _restore_files(self, base: CheckpointContainerId, found: PersistedVersion) -> str | None:
+    def _restore_files(self, base: CheckpointContainerId, found: Version) -> str | None:
         """Write what belongs beside the parts, on one rank of each node. Returns why that failed, on all ranks; if it
         did. Where nothing of the version is in memory, the folder goes at the next start."""
         failure = b""
@@ -176,7 +171,7 @@ class PersistedLoader(MLFlashpointCheckpointLoader):
 
     # ---- on rank 0, for all -------------------------------------------------------------------------------
 
-    def _newest_persisted(self, here: str | None) -> tuple[PersistedVersion | None, str | None]:
+    def _newest_persisted(self, here: str | None) -> tuple[Version | None, str | None]:
         """The newest version in the store that is not discarded, or why that is not known, or why there is none
         although there are some. The same on all ranks. Collective.
 
@@ -189,11 +184,11 @@ class PersistedLoader(MLFlashpointCheckpointLoader):
                 found, why = self._decide(here)
             except Exception as error:  # whatever it is, the other ranks wait
                 found, why = None, f"what is persisted at {self._url} cannot be known: {text_of(error)}"
-            blob = json.dumps([None if found is None else found.to_fields(), why]).encode()
+            blob = json.dumps([None if found is None else save_of(found), why]).encode()
         fields, why = json.loads(self._ranks.broadcast(blob))
-        return (None if fields is None else PersistedVersion.from_fields(fields)), why
+        return (None if fields is None else version_of(fields)), why
 
-    def _decide(self, here: str | None) -> tuple[PersistedVersion | None, str | None]:
+    def _decide(self, here: str | None) -> tuple[Version | None, str | None]:
         assert self._look is not None
         deadline_s = recovery_deadline_s() if here is None else min(_BESIDE_MEMORY_S, recovery_deadline_s())
         look = self._look.result(deadline_s)
@@ -211,7 +206,7 @@ class PersistedLoader(MLFlashpointCheckpointLoader):
                     reasons.append(f"{version.name} (the job has gone back from it)")
                 continue
             try:
-                self._bounded(lambda version=version: check_parts(self._store(), version), deadline_s)  # type: ignore[misc]
+                self._bounded(lambda version=version: self._store().check_parts(version), deadline_s)  # type: ignore[misc]
                 return version, None
             except FlashpointError as error:
                 if not is_damage(error):
@@ -224,14 +219,13 @@ class PersistedLoader(MLFlashpointCheckpointLoader):
 
     def _look_at_store(self) -> _Look:
         until = time.monotonic() + recovery_deadline_s()
-        found, unusable = retrying(
-            lambda: list_persisted(self._store()), until, f"looking at {self._url}", also=(LoadError,)
-        )
-        return _Look(tuple(found), tuple(f"{each.folder} ({each.why})" for each in unusable if each.marked))
+        found = retrying(lambda: self._store().versions(), until, f"looking at {self._url}", also=(LoadError,))
+        problems = tuple(f"{each.folder} ({each.problem})" for each in found if each.problem)
+        return _Look(tuple(each for each in found if each.counts), problems)
 
     # ---- on each rank -------------------------------------------------------------------------------------
 
-    def _store(self) -> DurableStore:
+    def _store(self) -> DurableVersions:
         if self._opened is None:
             self._opened = self._open_store(self._url)
         return self._opened
@@ -260,7 +254,7 @@ class PersistedLoader(MLFlashpointCheckpointLoader):
         self._look = None
         self._memory.reconsider()
 
-    def _chosen(self, version: CheckpointContainerId) -> PersistedVersion | None:
+    def _chosen(self, version: CheckpointContainerId) -> Version | None:
         """The persisted version that this one is; None if it is one in memory."""
         found = self._current
         return None if found is None or found.name != version.name or self._memory.saved_since(version) else found
@@ -271,7 +265,7 @@ class PersistedLoader(MLFlashpointCheckpointLoader):
         if found is None:
             return self._memory.read_manifest(version, rank)
         if rank not in self._manifests:
-            self._manifests[rank] = self._bounded(lambda: read_part_manifest(self._store(), found, rank))
+            self._manifests[rank] = self._bounded(lambda: self._store().manifest(found, rank))
         return self._manifests[rank]
 
     def open_object(self, version: CheckpointContainerId, manifest: Manifest, record: ObjectRecord) -> ObjectReader:
@@ -279,13 +273,12 @@ class PersistedLoader(MLFlashpointCheckpointLoader):
         found = self._chosen(version)
         if found is None or found.save_id != manifest.save_id:
             return self._memory.open_object(version, manifest, record)
-        path = self._store().path_of(f"{found.folder}/{record.name}")
+        path = self._store().path_of(manifest, record)
 
         def fetch(manifest: Manifest, record: ObjectRecord, first: int, buffer: memoryview) -> None:
-            name, begin = f"{found.folder}/{record.name}", first * record.block_size
-            self._bounded(lambda: self._store().read_into(name, begin, buffer))
-            digests = record.digests[first : first - (-len(buffer) // record.block_size)]
-            verify_blocks(buffer, digests, record.block_size, first_block=first, path=path)
+            begin = first * record.block_size
+            self._bounded(lambda: self._store().read_into(manifest, record, begin, buffer))
+            check_blocks(record, begin, buffer, path)
 
         return ObjectReader(manifest, record, fetch=fetch, path=path)
 

@@ -1,8 +1,8 @@
 """Writes verified versions to a durable store, in the background, while training and saves go on.
 
 Owns the thread that does it, which version is written when, and what this rank tells about it. Each rank writes its own
-part, from its memory; rank 0 also waits for the receipts of the others in the store, writes the marker, and removes
-what is too old. How it all lies there is `persist.versions`', and how a part is read `persist_task`'s.
+part, from its memory; rank 0 also waits for the manifests of the others in the store, writes the marker, and removes
+what is too old. How it all lies there is `stores.durable`', and how a part is read `persist_task`'s.
 
 All ranks begin with the same version, without a collective of their own: each says in the vote that a save has anyway
 (see `commit_queue`) whether it would begin with this one, and they begin if all would. That is the first version at or
@@ -25,7 +25,6 @@ from functools import partial
 from typing import Final
 
 from ml_flashpoint import events
-from ml_flashpoint.core.object_content import PieceBuffer
 from ml_flashpoint.core.persist_options import PersistHealth, PersistOptions
 from ml_flashpoint.core.persist_task import PersistTask
 from ml_flashpoint.core.save import Save
@@ -39,19 +38,11 @@ from ml_flashpoint.format.errors import (
 )
 from ml_flashpoint.format.failure_kinds import text_of
 from ml_flashpoint.format.knobs import collective_deadline_s, exit_deadline_s, transfer_deadline_s
-from ml_flashpoint.persist.opening import open_store
-from ml_flashpoint.persist.ownership import PERIOD_S, Ownership
-from ml_flashpoint.persist.store import DurableStore
-from ml_flashpoint.persist.versions import (
-    complete,
-    keep_newest,
-    list_persisted,
-    ranks_there,
-    remove_failed,
-    run_of,
-    write_part,
-)
 from ml_flashpoint.ranks.rank_group import RankGroup
+from ml_flashpoint.stores.durable import DurableVersions
+from ml_flashpoint.stores.location import open_durable
+from ml_flashpoint.stores.ownership import PERIOD_S, Ownership
+from ml_flashpoint.stores.part import PieceMemory
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +66,7 @@ class Persisting:
         ranks: of this process, and how many there are.
         base: the base container, for events.
         open_store: what `options.persist` leads to.
-        period_s: see `persist.ownership`.
+        period_s: see `stores.ownership`.
     """
 
     def __init__(
@@ -84,7 +75,7 @@ class Persisting:
         ranks: RankGroup,
         *,
         base: object = None,
-        open_store: Callable[[str], DurableStore] = open_store,
+        open_store: Callable[[str], DurableVersions] = open_durable,
         period_s: float = PERIOD_S,
     ) -> None:
         self.options = options
@@ -96,7 +87,7 @@ class Persisting:
         self._process = os.getpid()
         self._changed = threading.Condition()  # reentrant: a signal handler may come here
         self._thread: threading.Thread | None = None
-        self._opened: DurableStore | None = None
+        self._opened: DurableVersions | None = None
         self._ownership: Ownership | None = None
         self._next: PersistTask | None = None
         self._task: PersistTask | None = None
@@ -111,7 +102,7 @@ class Persisting:
         self._tries_left = _TRIES_AT_END
         self._progress = time.monotonic()
         self._pace = 0.0
-        self._buffer = PieceBuffer()
+        self._buffer = PieceMemory()
         _live.add(self)
         # On rank 0, to own the store by the time that something is due; on all, since none can be started at the end.
         self._ensure_thread()
@@ -238,7 +229,7 @@ class Persisting:
                 return
         self._give(newest)
 
-    def _store(self) -> DurableStore:
+    def _store(self) -> DurableVersions:
         if self._opened is None:
             self._opened = self._open_store(self.options.persist)
         return self._opened
@@ -249,12 +240,12 @@ class Persisting:
             return
         store = self._store()
         if self._ownership is None:
-            self._ownership = Ownership(store, period_s=self._period_s)
+            self._ownership = Ownership(store.files, period_s=self._period_s)
         self._ownership.take()
         try:
-            found, _ = list_persisted(store)
+            newest = next((version for version in store.versions() if version.counts), None)
             with self._changed:
-                self._persisted = found[0].step if found else None
+                self._persisted = None if newest is None else newest.step
                 if self._error is not None and self._task is None:
                     self._error = None
         except BaseException:
@@ -266,9 +257,9 @@ class Persisting:
         store = self._store()
         self._prepare_room(task)
         if self._rank == 0:
-            self._remove(lambda: remove_failed(store, task.part.version, task.save_id))
+            self._remove(store, task)
         self._pace = began = time.monotonic()
-        write_part(store, task.manifest, partial(task.content, pause=partial(self._pause, task), buffer=self._buffer))
+        store.write_part(task.manifest, partial(task.content, pause=partial(self._pause, task), buffer=self._buffer))
         task.hold.close()
         size, seconds = task.manifest.total_size, time.monotonic() - began
         events.emit(events.PartPersisted, self._ranks, self._base, task.step, bytes=size, seconds=seconds)
@@ -303,12 +294,12 @@ class Persisting:
         if task.superseded.is_set() or self._closing:
             raise _SupersededError("a newer version is persisted instead, or none any more")
 
-    def _collect(self, store: DurableStore, task: PersistTask) -> None:
+    def _collect(self, store: DurableVersions, task: PersistTask) -> None:
         """On rank 0: complete a version, once the parts of all ranks are there."""
         version, give_up, poll_s = task.part.version, time.monotonic() + collective_deadline_s(), _FIRST_POLL_S
         while True:
             others_are_over = task.superseded.is_set()  # before the look, which they may end in the middle of
-            if len(there := ranks_there(store, version, task.save_id)) >= self._world_size:
+            if len(there := store.ranks_there(version, task.save_id)) >= self._world_size:
                 break
             missing = sorted(set(range(self._world_size)) - there)[:8]
             if time.monotonic() > give_up:
@@ -324,26 +315,26 @@ class Persisting:
             self._collecting = False  # from here on, no other one may begin
         assert self._ownership is not None
         self._ownership.check()
-        found, _ = list_persisted(store)
-        if found and found[0].save_id > task.save_id:
+        newest = max((each.save_id for each in store.versions() if each.counts), default="")
+        if newest > task.save_id:
             raise JobInUseError(
-                f"there is a version that counts as newer, {found[0].save_id}, of another run",
-                path=store.path_of(""),
+                f"there is a version that counts as newer, {newest}, of another run",
+                path=store.path,
                 hint="call resume() before the first step, or give each job a URL of its own",
             )
-        complete(store, version, task.save_id, self._world_size)
+        store.complete(version, task.save_id, self._world_size)
         events.emit(events.VersionPersisted, self._ranks, self._base, task.step, url=self.options.persist)
         with self._changed:
             self._persisted, self._completed = task.step, task.save_id
             self._worked(task)
             self._collecting = True  # what is left to do must not keep the next version from being due
-        self._remove(lambda: keep_newest(store, self.options.persist_keep, run_of(task.save_id)))
+        self._remove(store, task)
 
-    def _remove(self, what: Callable[[], object]) -> None:
+    def _remove(self, store: DurableVersions, task: PersistTask) -> None:
         assert self._ownership is not None
         try:
             self._ownership.check()
-            what()
+            store.keep_newest(self.options.persist_keep, task.part.version, task.save_id)
         except FlashpointError as error:
             _log.warning("older versions are not removed yet: %s", error)
 

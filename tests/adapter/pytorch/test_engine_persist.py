@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from ml_flashpoint import Engine
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.format.knobs import BLOCK_BYTES_VARIABLE
-from ml_flashpoint.persist.directory_store import DirectoryStore
+from ml_flashpoint.stores.directory import Directory
 from tests.support.faulty_files import faulty_files
 from tests.support.forked import wait_until
 from tests.support.persisting import REFUSED, await_store, persisted_steps, refusal
@@ -108,14 +108,14 @@ def test_no_more_is_read_than_is_wanted(base: Path, store: Path, monkeypatch: py
         dcp.save(saved, checkpoint_id=engine.version(1), storage_writer=engine.writer)
     shutil.rmtree(base)
     read: list[int] = []
-    real = DirectoryStore.read_into
+    real = Directory.read_into
 
-    def counted(self: DirectoryStore, name: str, begin: int, into: memoryview) -> None:
+    def counted(self: Directory, name: str, begin: int, into: memoryview) -> None:
         read.append(len(into))
         real(self, name, begin, into)
 
     with monkeypatch.context() as patched, Engine.open(base, persist=str(store)) as engine:
-        patched.setattr(DirectoryStore, "read_into", counted)
+        patched.setattr(Directory, "read_into", counted)
         latest = engine.latest()
         assert latest is not None
         into = {"wanted": torch.zeros(10_000)}

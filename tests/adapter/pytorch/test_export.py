@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import safetensors.torch
 import torch
@@ -17,11 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from ml_flashpoint import Flashpoint
-from ml_flashpoint.adapter.pytorch import export
-from ml_flashpoint.adapter.pytorch.export import Exported, export_version
-from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
 from ml_flashpoint.cli.export import export as export_command
-from ml_flashpoint.core.copy_version import copy_version
 from ml_flashpoint.format.errors import (
     DigestMismatchError,
     FlashpointError,
@@ -33,6 +30,9 @@ from ml_flashpoint.format.errors import (
     UnsafeContentError,
 )
 from ml_flashpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
+from ml_flashpoint.tools import items
+from ml_flashpoint.tools.copy import copy_version, persist_version
+from ml_flashpoint.tools.export import Exported, export_version
 from tests.support.dcp import Door
 from tests.support.forked import call_team
 from tests.support.sharded import full_state
@@ -107,7 +107,7 @@ def test_what_several_ranks_hold_is_put_together(
     _check(made, format, full_state(2))
     assert not _hidden(made.path.parent)
     if replication == "none" and len(bases) > 1:
-        with pytest.raises(ObjectNotFoundError, match="no version is whole on this node"):
+        with pytest.raises(ObjectNotFoundError, match="no version whose parts are all here"):
             export_version(bases[0], tmp_path / "of one", format=format)
         with pytest.raises(ObjectNotFoundError, match="those of ranks 2 of 4 are missing"):
             export_version(bases[:2], tmp_path / "of two", format=format)
@@ -117,14 +117,20 @@ def test_what_several_ranks_hold_is_put_together(
         _check(export_version(copies, tmp_path / "of copies", format=format), format, full_state(2))
 
 
-def test_other_programs_read_it(tmpfs: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tier", ["base", "folder", "memory"])
+def test_other_programs_read_it(tmpfs: Path, tmp_path: Path, tier: str) -> None:
     call_team(exporting.save, tmpfs, 2, 2, [3], "none", placement=(0, 0))
+    source = str(tmpfs / "node-0" / "job")
+    if tier != "base":
+        source = persist_version(source, tmpfs / "store" if tier == "folder" else f"memory://{tmpfs.name}").url
     paths = [str(tmp_path / format) for format in ("torch", "dcp", "safetensors")]
     for path in paths:
-        export_version(tmpfs / "node-0" / "job", path, format=Path(path).name)
+        export_version(source, path, format=Path(path).name)
     done = subprocess.run([sys.executable, "-c", _READ, *paths], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) == sum(float(t.sum()) for t in full_state(3)["sharded"].values())
+    if tier == "memory":
+        fsspec.filesystem("memory").rm(source, recursive=True)
 
 
 class Net(nn.Module):
@@ -288,14 +294,17 @@ def test_types_of_the_users_own(make_door: Callable[..., Door], tmp_path: Path) 
 
 
 def test_where_the_newest_goes_meanwhile_a_newer_one_is_taken(door: Door, tmp_path: Path) -> None:
-    door.save({"w": torch.ones(1000)}, 1)
+    def state(step: int) -> dict[str, torch.Tensor]:
+        return {f"w{number}": torch.full((4000,), float(step)) for number in range(8)}
+
+    door.save(state(1), 1)
     steps = iter((2, 3))
 
     def save_more(done: int, total: int) -> None:
         for step in steps:
-            door.save({"w": torch.full((1000,), float(step))}, step)
+            door.save(state(step), step)
             door.settle()
-            for path in door.base.glob(f"step-{step - 1}_ckpt/*.manifest"):
+            for path in door.base.glob(f"step-{step - 1}_ckpt/*"):
                 path.unlink()
 
     with pytest.raises(PrunedError):
@@ -304,7 +313,7 @@ def test_where_the_newest_goes_meanwhile_a_newer_one_is_taken(door: Door, tmp_pa
     steps = iter((4, 5))
     made = export_version(door.base, tmp_path / "out", progress=save_more)
     assert made.step == 5
-    _check(made, "dcp", {"w": torch.full((1000,), 5.0)})
+    _check(made, "dcp", state(5))
 
 
 @pytest.mark.damages_on_purpose
@@ -316,11 +325,11 @@ def test_nothing_is_left_of_what_went_or_is_damaged(
     door.save({"w": torch.full((100_000,), 2.0)}, 2)
     door.settle()
 
-    def pruned(self: Any) -> None:
+    def pruned(*args: Any) -> None:
         raise PrunedError("the version was pruned while it was read")
 
     with monkeypatch.context() as patched:
-        patched.setattr(export.VersionItems, "check", pruned)
+        patched.setattr(items.VersionItems, "written", pruned)
         with pytest.raises(PrunedError):
             export_version(door.base, tmp_path / "out", format=format)
     assert not os.listdir(tmp_path)
@@ -336,7 +345,7 @@ def test_nothing_is_left_of_what_went_or_is_damaged(
 def test_a_destination_that_cannot_be(door: Door, tmp_path: Path, format: str) -> None:
     door.save({"w": torch.ones(10)}, 1)
     (tmp_path / "there").symlink_to("nowhere")
-    with pytest.raises(SaveError, match="it is there already"):
+    with pytest.raises(SaveError, match="is there already"):
         export_version(door.base, tmp_path / "there", format=format)
     (tmp_path / "file").write_text("")
     with pytest.raises((SaveError, FlashpointError)):
@@ -376,7 +385,7 @@ def test_the_command(
     told = json.loads(capsys.readouterr().out)
     assert (told["export"], told["step"], told["left_out"]) == (str(tmp_path / "dcp"), 2, [])
     assert exported(str(base)) == 1
-    assert "it is there already" in capsys.readouterr().err
+    assert "is there already" in capsys.readouterr().err
     assert exported(f"{base}@1") == 2
     assert "no version of step 1" in capsys.readouterr().err
     assert exported(f"{base}@1", f"{base}@2") == 2
@@ -388,15 +397,15 @@ def test_a_part_that_nobody_has_saved_is_not_made_up(
     tmpfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
 ) -> None:
     call_team(exporting.save, tmpfs, 2, 2, [1], "none", placement=(0, 0))
-    read = MemoryStorageReader.read_metadata
+    read = items.decode_metadata
 
-    def lacking(self: MemoryStorageReader) -> Any:
-        metadata = read(self)
+    def lacking(data: bytes, **options: Any) -> Any:
+        metadata = read(data, **options)
         last = [index for index in metadata.storage_data if index.fqn == "sharded.rows"][-1]
         del metadata.storage_data[last]
         return metadata
 
-    monkeypatch.setattr(MemoryStorageReader, "read_metadata", lacking)
+    monkeypatch.setattr(items, "decode_metadata", lacking)
     with pytest.raises(LoadError, match=r"where all of 'sharded\.rows' is"):
         export_version(tmpfs / "node-0" / "job", tmp_path / "out", format=format)
     assert not os.listdir(tmp_path)

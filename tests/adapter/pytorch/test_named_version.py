@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from ml_flashpoint import Flashpoint, open_version
-from ml_flashpoint.adapter.pytorch.export import export_version
 from ml_flashpoint.cli.export import export as export_command
 from ml_flashpoint.format.errors import InvalidArgumentError, ObjectNotFoundError
+from ml_flashpoint.tools.export import export_version
 from tests.support.forked import call_team
 from tests.support.loops import Stored
 from tests.support.sharded import full_state

@@ -26,8 +26,8 @@ from ml_flashpoint.format.errors import (
     InvalidArgumentError,
     ObjectNotFoundError,
 )
-from ml_flashpoint.persist.directory_store import DirectoryStore
-from ml_flashpoint.persist.store import DurableStore
+from ml_flashpoint.stores.directory import Directory
+from ml_flashpoint.stores.files import Files
 from tests.ddict.persistence.support import MANAGERS, _assert_whole, _begun, _items, _persist, _write, mount_dfuse
 
 
@@ -355,8 +355,8 @@ def test_new_run_ids_rise_and_differ() -> None:
 
 def test_a_persister_of_ones_own(tmpfs: Path) -> None:
     class Mine(stored_checkpoints.StoredCheckpointPersister):
-        def open_store(self) -> DurableStore:
-            return DirectoryStore(tmpfs / "mine")
+        def open_store(self) -> Files:
+            return Directory(tmpfs / "mine")
 
     persister = _begun(Mine("ignored", name="x", managers=MANAGERS), "a")
     _persist(persister, "a", 1)

@@ -28,8 +28,8 @@ from ml_flashpoint.format.errors import (
     InvalidArgumentError,
     JobInUseError,
 )
-from ml_flashpoint.persist.directory_store import DirectoryStore
-from ml_flashpoint.persist.records import encode_record
+from ml_flashpoint.stores.directory import Directory
+from ml_flashpoint.stores.records import encode_record
 from tests.ddict.persistence.support import MANAGERS, _assert_whole, _begun, _items, _persist, _write
 
 DEADLINE_S = 20.0
@@ -242,9 +242,9 @@ class _Countdown:
     def arm(self) -> None:
         for name in ("replace", "fsync", "unlink", "rmdir", "mkdir"):
             setattr(os, name, self.before(getattr(os, name)))
-        write = DirectoryStore.write
+        write = Directory.write
 
-        def in_pieces(store: DirectoryStore, name: str, chunks: Iterable[Any]) -> int:
+        def in_pieces(store: Directory, name: str, chunks: Iterable[Any]) -> int:
             def counted() -> Iterator[Any]:
                 for chunk in chunks:
                     self.tick()
@@ -252,7 +252,7 @@ class _Countdown:
 
             return write(store, name, counted())
 
-        DirectoryStore.write = in_pieces  # type: ignore[method-assign]
+        Directory.write = in_pieces  # type: ignore[method-assign]
 
 
 def _persist_in_a_child(folder: Path, steps: int) -> tuple[bool, set[bytes]]:

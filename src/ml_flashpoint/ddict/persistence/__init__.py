@@ -1,7 +1,7 @@
 """The persisters that a dictionary can be given: in a directory, behind a URL, on a dfuse mount of DAOS, or none.
 
 Owns the classes' names and what their paths mean. The interface is `persister`'s, how checkpoints
-lie in a store `stored`', and the stores are `persist`'s.
+lie in a store `stored`', and the files are `stores`'.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from ml_flashpoint.ddict.persistence.persister import (
 )
 from ml_flashpoint.ddict.persistence.stored import StoredCheckpointPersister
 from ml_flashpoint.format.private_folders import check_unplanted
-from ml_flashpoint.persist.directory_store import DirectoryStore
-from ml_flashpoint.persist.fsspec_store import FsspecStore
-from ml_flashpoint.persist.opening import is_url
-from ml_flashpoint.persist.store import DurableStore
+from ml_flashpoint.stores.directory import Directory
+from ml_flashpoint.stores.files import Files
+from ml_flashpoint.stores.location import is_url
+from ml_flashpoint.stores.url import UrlFiles
 
 __all__ = [
     "CheckpointPersister",
@@ -59,7 +59,7 @@ class PosixCheckpointPersister(StoredCheckpointPersister):
         """Returns the absolute path."""
         return os.path.abspath(os.path.expanduser(persist_path))
 
-    def open_store(self) -> DurableStore:
+    def open_store(self) -> Files:
         """Returns the directory as a store.
 
         Raises:
@@ -67,7 +67,7 @@ class PosixCheckpointPersister(StoredCheckpointPersister):
         """
         path = self.resolve_path(self.persist_path)
         check_unplanted(Path(path, self.home))
-        return DirectoryStore(path)
+        return Directory(path)
 
 
 class FsspecCheckpointPersister(StoredCheckpointPersister):
@@ -86,7 +86,7 @@ class FsspecCheckpointPersister(StoredCheckpointPersister):
         """Returns the URL, with an absolute path if it is one of this machine."""
         return persist_path if is_url(persist_path) else os.path.abspath(persist_path)
 
-    def open_store(self) -> DurableStore:
+    def open_store(self) -> Files:
         """Returns the URL as a store.
 
         Raises:
@@ -95,7 +95,7 @@ class FsspecCheckpointPersister(StoredCheckpointPersister):
         path = self.resolve_path(self.persist_path)
         if os.path.isabs(path):
             check_unplanted(Path(path, self.home))
-        return FsspecStore(path)
+        return UrlFiles(path)
 
 
 class DAOSCheckpointPersister(PosixCheckpointPersister):

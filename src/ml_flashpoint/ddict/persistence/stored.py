@@ -9,7 +9,7 @@ Owns the folders below, what makes a checkpoint complete and valid, the history 
 
 A run's checkpoints are its own and, of the run that it was restored from, what that one saw up to the restored one.
 Nothing is ever removed from runs that are not of this history: that is left to the user. The files are the stores'
-(`persist.store`) and `persist.packs`'.
+(`stores.files`) and `packs`'.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ml_flashpoint.core.arguments import checked_integer
 from ml_flashpoint.ddict.errors import DDictPersistError
+from ml_flashpoint.ddict.persistence.packs import PackReader, Receipt, read_receipt, write_pack
 from ml_flashpoint.ddict.persistence.persister import (
     MAX_CHECKPOINT_ID,
     CheckpointPersister,
@@ -44,10 +45,9 @@ from ml_flashpoint.format.errors import (
     ObjectNotFoundError,
 )
 from ml_flashpoint.format.manifest import Manifest
-from ml_flashpoint.persist.packs import PackReader, PackReceipt, check_pack, write_pack
-from ml_flashpoint.persist.records import MAX_RECORD_BYTES, decode_record, encode_record
-from ml_flashpoint.persist.store import DurableStore
-from ml_flashpoint.persist.versions import MARKER, MARKER_KIND, RUN_PREFIX, try_to_remove
+from ml_flashpoint.stores.durable import MARKER, MARKER_KIND, RUN_PREFIX, try_to_remove
+from ml_flashpoint.stores.files import Files
+from ml_flashpoint.stores.records import MAX_RECORD_BYTES, decode_record, encode_record
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -103,11 +103,11 @@ class StoredCheckpointPersister(CheckpointPersister):
         self._told: set[str] = set()
 
     @abstractmethod
-    def open_store(self) -> DurableStore:
+    def open_store(self) -> Files:
         """Returns the store; called when it is first needed."""
 
     @cached_property
-    def store(self) -> DurableStore:
+    def store(self) -> Files:
         """The store."""
         return self.open_store()
 
@@ -206,7 +206,7 @@ class StoredCheckpointPersister(CheckpointPersister):
         self._check_parts(checkpoint)
         folder = self._folder(run, checkpoint_id)
         self.store.write(f"{folder}/{MARKER}", [encode_record(MARKER_KIND, checkpoint.to_fields())])
-        wanted = itertools.chain([MARKER], *(PackReceipt.parse(receipt).files for receipt in receipts))
+        wanted = itertools.chain([MARKER], *(Receipt.parse(receipt).files for receipt in receipts))
         for name in set(self.store.list(folder)).difference(wanted):
             try_to_remove(self.store.remove, f"{folder}/{name}")
         return checkpoint
@@ -214,7 +214,7 @@ class StoredCheckpointPersister(CheckpointPersister):
     def _check_parts(self, checkpoint: PersistedCheckpoint) -> None:
         folder = self._folder(checkpoint.run, checkpoint.checkpoint_id)
         for manager, receipt in enumerate(checkpoint.parts):
-            manifest = check_pack(self.store, folder, PackReceipt.parse(receipt))
+            manifest = read_receipt(self.store, folder, Receipt.parse(receipt))
             self._check_manifest(checkpoint, manager, manifest, self.store.path_of(folder))
 
     @staticmethod
@@ -314,7 +314,7 @@ class StoredCheckpointPersister(CheckpointPersister):
     def _open(self, checkpoint: PersistedCheckpoint, part: int) -> PackReader:
         checked_integer("part", part, 0, checkpoint.managers - 1)
         folder = self._folder(checkpoint.run, checkpoint.checkpoint_id)
-        reader = PackReader(self.store, folder, PackReceipt.parse(checkpoint.parts[part]))
+        reader = PackReader(self.store, folder, Receipt.parse(checkpoint.parts[part]))
         self._check_manifest(checkpoint, part, reader.manifest, reader.path)
         return reader
 

@@ -1,0 +1,348 @@
+"""Versions of a training job in a directory or behind a URL. They outlive memory.
+
+Owns the folders below, the marker that makes a version complete, and which versions go. A part is an object as it is in
+memory, with the very manifest that it has there, written after it. No collective is needed: whoever finds the manifests
+of all ranks may write the marker::
+
+    run-<run id>/step-<n>_ckpt/rank-00003-<save id>.safetensors     the object of a rank
+    run-<run id>/step-<n>_ckpt/rank-00003-<save id>.manifest        written after it
+    run-<run id>/step-<n>_ckpt/complete.json                        step, save id and number of ranks; written last
+
+Later save ids compare greater, so the newest version is the one with the greatest. Only what a marker names counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Final
+
+from ml_flashpoint.checkpoint_object_manager.removal import Removed
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import (
+    DamagedError,
+    FlashpointError,
+    InvalidArgumentError,
+    ManifestError,
+    ObjectNotFoundError,
+    PrunedError,
+    SaveError,
+)
+from ml_flashpoint.format.manifest import (
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    ObjectRecord,
+    decode,
+    encode,
+    manifest_name,
+    object_name,
+    parse_manifest_name,
+    parse_object_name,
+)
+from ml_flashpoint.stores.files import Files, watched_files
+from ml_flashpoint.stores.ownership import PERIOD_S, owned_files
+from ml_flashpoint.stores.part import stored_object
+from ml_flashpoint.stores.records import MAX_RECORD_BYTES, decode_record, encode_record
+from ml_flashpoint.stores.version_store import Content, Version, VersionStore
+
+_log = logging.getLogger(__name__)
+
+MARKER: Final = "complete.json"
+MARKER_KIND: Final = "mlflashpoint-checkpoint-1"
+"""Of markers of dictionaries, and of older ones of training jobs."""
+RUN_PREFIX: Final = "run-"
+# Of a training job. Dictionaries have other ones, and are let alone where both are in one folder.
+_RUN_ID: Final = re.compile(r"[0-9]{13}-[0-9a-f]{8}")
+_KIND: Final = "mlflashpoint-version-2"
+_SAVE: Final = ("step", "save_id", "world_size")
+
+
+def only_object(manifest: Manifest, path: str | None = None) -> ObjectRecord:
+    """Return the one object of a durable part. Raise a `ManifestError` if it has others."""
+    if [record.name for record in manifest.objects] != [object_name(manifest.rank, manifest.save_id)]:
+        raise ManifestError("the part has not one object of its own name", rank=manifest.rank, path=path)
+    return manifest.objects[0]
+
+
+def run_of(save_id: str) -> str:
+    """Return the id of the run of a save. Raise an `InvalidArgumentError` if it is not one of a training job."""
+    run = save_id.rpartition("-")[0] if isinstance(save_id, str) else ""
+    if not _RUN_ID.fullmatch(run):
+        raise InvalidArgumentError("not the save id of a training job", argument="save_id", value=save_id)
+    return run
+
+
+def is_run_folder(name: str) -> bool:
+    """Return True if a folder of this name holds the versions of a run of a training job."""
+    return name.startswith(RUN_PREFIX) and _RUN_ID.fullmatch(name[len(RUN_PREFIX) :]) is not None
+
+
+def folder_of(version: str, save_id: str) -> str:
+    """Return the folder of a save of a version."""
+    return f"{RUN_PREFIX}{run_of(save_id)}/{version}"
+
+
+def version_of(save: Mapping[str, Any]) -> Version:
+    """Return the complete version that a marker names: its step, save id and number of ranks. Trusts nothing.
+
+    Raises:
+        InvalidArgumentError: there is no such version.
+    """
+    step, save_id, size = (save.get(each) for each in _SAVE)
+    if type(step) is not int or not isinstance(save_id, str) or type(size) is not int:
+        raise InvalidArgumentError("these name no version", argument="save", value=dict(save))
+    folder = folder_of(CheckpointContainerId.format_version_container(step), save_id)
+    manifest_name(size - 1, save_id)  # checks both
+    return Version(step, save_id, folder, range(size), size, True)
+
+
+def save_of(version: Version) -> dict[str, Any]:
+    """Return the fields of a version's marker, plain JSON."""
+    return {name: getattr(version, name) for name in _SAVE}
+
+
+def _save_of_format_1(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the save of an older marker, which has the names and digests of manifests."""
+    parts = fields.get("parts")
+    first = parts[0] if isinstance(parts, list) and parts else ""
+    parsed = parse_manifest_name(first.partition(":")[0] if isinstance(first, str) else "")
+    return {
+        "step": fields.get("checkpoint_id"),
+        "save_id": parsed[1] if parsed else "",
+        "world_size": fields.get("managers"),
+    }
+
+
+class DurableVersions(VersionStore):
+    """Versions in files. Thread-safe.
+
+    Args:
+        files: in which they are.
+        url: of the user, for messages.
+    """
+
+    def __init__(self, files: Files, url: str = "") -> None:
+        self.files = files
+        self.path = url or files.path_of("")
+
+    # ---- writing ------------------------------------------------------------------------------------------
+
+    def write_part(self, manifest: Manifest, content: Content) -> bool:
+        """See `VersionStore.write_part`."""
+        record, folder = only_object(manifest), folder_of(manifest.version, manifest.save_id)
+        name = f"{folder}/{manifest_name(manifest.rank, manifest.save_id)}"
+        with contextlib.suppress(DamagedError, ObjectNotFoundError, PrunedError):  # the usual case
+            if self._read_manifest(name) == manifest:
+                stored_object(manifest, [self]).check()
+                return False
+        written = self.files.write(f"{folder}/{record.name}", content(record))
+        if written != record.file_size:
+            raise SaveError(
+                f"{written} bytes were written, and not {record.file_size}",
+                step=manifest.step,
+                rank=manifest.rank,
+                path=self.path_of(manifest, record),
+            )
+        self.files.write(name, [encode(manifest)])
+        return True
+
+    def ranks_there(self, version: str, save_id: str) -> set[int]:
+        """Return the ranks whose parts of a save are there."""
+        found = map(parse_manifest_name, self.files.list(folder_of(version, save_id)))
+        return {each[0] for each in found if each is not None and each[1] == save_id}
+
+    def complete(self, version: str, save_id: str, world_size: int) -> Version:
+        """Make a version exist, after checking that the parts of all ranks are there. An earlier save of the step in
+        the same run is removed after that.
+
+        Raises:
+            ObjectNotFoundError: a part is not there.
+            DamagedError: one is not what its manifest says.
+            FlashpointError: the store failed; then the version may exist all the same.
+        """
+        step, folder = CheckpointContainerId.parse_version_container(version), folder_of(version, save_id)
+        found = version_of({"step": step, "save_id": save_id, "world_size": world_size})
+        self.check_parts(found)
+        self.files.write(f"{folder}/{MARKER}", [encode_record(_KIND, save_of(found))])
+        for name in self.files.list(folder):
+            other = parse_manifest_name(name) or parse_object_name(name)
+            if other is not None and other[1] < save_id:
+                try_to_remove(self.files.remove, f"{folder}/{name}")
+        return found
+
+    # ---- reading ------------------------------------------------------------------------------------------
+
+    def versions(self) -> list[Version]:
+        """Return all versions of training jobs, newest first. Parts are not looked at; see `VersionStore.versions`."""
+        found: list[Version] = []
+        for run in filter(is_run_folder, self.files.list()):
+            try:
+                names = self.files.list(run)
+            except DamagedError as error:
+                found.append(Version(-1, "", run, problem=str(error)))
+                continue
+            for name in names:
+                step = CheckpointContainerId.parse_version_container(name)
+                if step is not None:
+                    with contextlib.suppress(ObjectNotFoundError):  # removed meanwhile
+                        found.append(self._version(f"{run}/{name}", step))
+        return sorted(found, key=lambda version: version.save_id, reverse=True)
+
+    def _version(self, folder: str, step: int) -> Version:
+        names: list[str] = []
+        problem = ""
+        try:
+            names = self.files.list(folder)
+            if MARKER in names:
+                return self._read_marker(folder)
+        except DamagedError as error:
+            problem = str(error)
+        parsed = [each for name in names if (each := parse_manifest_name(name) or parse_object_name(name)) is not None]
+        newest = max((save_id for _, save_id in parsed), default="")
+        ranks = {rank for rank, save_id in map(_committed, names) if save_id == newest}
+        return Version(step, newest, folder, tuple(sorted(ranks)), problem=problem)
+
+    def _read_marker(self, folder: str) -> Version:
+        name = f"{folder}/{MARKER}"
+        path, data = self.files.path_of(name), self.files.read(name, limit=MAX_RECORD_BYTES)
+        try:
+            if _KIND.encode() in data:
+                version = version_of(decode_record(_KIND, data, path))
+            else:
+                version = version_of(_save_of_format_1(decode_record(MARKER_KIND, data, path)))
+        except InvalidArgumentError as error:
+            raise DamagedError(f"the marker is not valid: {error}", path=path) from error
+        if version.folder != folder:
+            raise DamagedError("the marker is of another version", path=path)
+        return version
+
+    def manifest(self, version: Version, rank: int) -> Manifest:
+        """See `VersionStore.manifest`."""
+        if rank not in version.ranks:
+            raise ObjectNotFoundError(f"it was saved by {version.world_size} ranks", step=version.step, rank=rank)
+        manifest = self._read_manifest(f"{version.folder}/{manifest_name(rank, version.save_id)}")
+        only_object(manifest, self.files.path_of(version.folder))
+        if manifest.world_size != version.world_size:
+            path = self.files.path_of(version.folder)
+            raise ManifestError(f"this is a part of {manifest.world_size} ranks", rank=rank, path=path)
+        return manifest
+
+    def _read_manifest(self, name: str) -> Manifest:
+        return decode(self.files.read(name, limit=MAX_MANIFEST_BYTES), self.files.path_of(name))
+
+    def check_sizes(self, manifest: Manifest) -> None:
+        """See `VersionStore.check_sizes`."""
+        record = only_object(manifest)
+        size = self.files.size(f"{folder_of(manifest.version, manifest.save_id)}/{record.name}")
+        if size != record.file_size:
+            path = self.path_of(manifest, record)
+            raise DamagedError(f"the file has {size} bytes, and not {record.file_size} as recorded", path=path)
+
+    def check_parts(self, version: Version) -> None:
+        """Check that all parts of a version are there, with their sizes. Content is not read.
+
+        Raises:
+            FlashpointError: see `VersionStore.manifest`.
+        """
+        for rank in version.ranks:
+            self.check_sizes(self.manifest(version, rank))
+
+    def read_into(self, manifest: Manifest, record: ObjectRecord, begin: int, into: memoryview) -> None:
+        """See `VersionStore.read_into`."""
+        self.files.read_into(f"{folder_of(manifest.version, manifest.save_id)}/{record.name}", begin, into)
+
+    def path_of(self, manifest: Manifest, record: ObjectRecord) -> str:
+        """See `VersionStore.path_of`."""
+        return self.files.path_of(f"{folder_of(manifest.version, manifest.save_id)}/{record.name}")
+
+    def has(self, version: str, rank: int, save_id: str) -> bool:
+        """See `VersionStore.has`. The marker goes first."""
+        try:
+            self.files.size(f"{folder_of(version, save_id)}/{MARKER}")
+        except FlashpointError as error:
+            return not isinstance(error, ObjectNotFoundError)
+        return True
+
+    def exists(self) -> bool:
+        """See `VersionStore.exists`."""
+        return bool(self.files.list())
+
+    # ---- removing -----------------------------------------------------------------------------------------
+
+    def remove(self, step: int | None, check: Callable[[], None] = lambda: None) -> Removed:
+        """Remove versions, of each the marker first; see `VersionStore.remove`."""
+        wanted = [each for each in self.versions() if each.step >= 0 and step in (None, each.step)]
+        if not wanted:
+            raise ObjectNotFoundError(f"there is no version{_of(step)} here", path=self.path)
+        for version in reversed(wanted):
+            check()
+            with contextlib.suppress(DamagedError):  # of a folder that is a link
+                self.files.remove(f"{version.folder}/{MARKER}")
+            self.files.remove_folder(version.folder)
+        for run in {version.folder.partition("/")[0] for version in wanted}:
+            if not self.files.list(run):
+                self.files.remove_folder(run)
+        return Removed([version.folder for version in reversed(wanted)])
+
+    def keep_newest(self, count: int, version: str, save_id: str) -> None:
+        """Remove all complete versions but the newest ones, and what was begun before a save and not completed: it must
+        not take the room of that one. To be called by the owner.
+
+        A damaged version stays until all that stay are newer. A failure is logged: the next call tries again.
+
+        Args:
+            count: how many complete versions stay, at least 1.
+            version, save_id: about to be written, or written. In that folder, ranks may be writing already; a folder of
+                its run with nothing but a temporary file may be a later save's.
+        """
+        there, own = self.versions(), folder_of(version, save_id)
+        run = own.partition("/")[0]
+        kept = [version for version in there if version.counts][:count]
+        for each in there:
+            if each.counts:
+                goes = each not in kept
+            elif each.problem:
+                goes = bool(kept) and "" < each.save_id < kept[-1].save_id
+            else:
+                begun = each.save_id < save_id if each.save_id else each.folder.partition("/")[0] < run
+                goes = begun and each.folder != own
+            marker = f"{each.folder}/{MARKER}"
+            if goes and (not each.counts or try_to_remove(self.files.remove, marker)):
+                try_to_remove(self.files.remove_folder, each.folder)
+        for folder in filter(is_run_folder, self.files.list()):
+            with contextlib.suppress(DamagedError):
+                if folder != run and not self.files.list(folder):
+                    try_to_remove(self.files.remove_folder, folder)
+
+    # ---- who writes ---------------------------------------------------------------------------------------
+
+    def watched(self, moved: Callable[[], None]) -> DurableVersions:
+        """See `VersionStore.watched`."""
+        return DurableVersions(watched_files(self.files, moved), self.path)
+
+    def owned(
+        self, period_s: float = PERIOD_S, moved: Callable[[], None] = lambda: None
+    ) -> AbstractContextManager[Callable[[], None]]:
+        """See `VersionStore.owned`. Not of a watched store: a lease is renewed whatever else happens."""
+        return owned_files(self.files, period_s, moved)
+
+
+def _committed(name: str) -> tuple[int, str]:
+    return parse_manifest_name(name) or (-1, "-")
+
+
+def _of(step: int | None) -> str:
+    return "" if step is None else f" of step {step}"
+
+
+def try_to_remove(remove: Callable[[str], None], name: str) -> bool:
+    """Remove a file or folder by a method of `Files`; return False, and warn, if that fails."""
+    try:
+        remove(name)
+    except FlashpointError as error:
+        _log.warning("what is not wanted any more cannot be removed: %s", error)
+        return False
+    return True

@@ -1,0 +1,185 @@
+"""The right to complete and remove versions in a store, which one process has at a time.
+
+Owns the lock, and the lease that stands for it where files have no locks: a record that its owner writes anew every few
+seconds. Whoever else wants it watches that record, and takes it over once it has not changed for several such periods;
+clocks are not compared. A lease keeps two jobs apart that were given one URL. It is no defence against a job that hangs
+for longer than that and then goes on: an owner checks before each removal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Final
+
+from ml_flashpoint.format.errors import DamagedError, FlashpointError, JobInUseError, ObjectNotFoundError
+from ml_flashpoint.stores.files import Files
+from ml_flashpoint.stores.records import decode_record, encode_record
+
+_log = logging.getLogger(__name__)
+
+_LOCK: Final = "lock"
+_LEASE: Final = "lease.json"
+_KIND: Final = "mlflashpoint-lease-1"
+_MOST_BYTES: Final = 65536
+PERIOD_S: Final = 10.0
+"""Seconds between two renewals of a lease."""
+_PERIODS: Final = 4
+_PERIODS_TO_WAIT: Final = 6.0
+_SETTLE: Final = 0.1
+
+
+class Ownership:
+    """The right of one process to complete and remove versions. Not thread-safe.
+
+    Args:
+        store: the files.
+        period_s: see `PERIOD_S`.
+
+    Attributes:
+        taken: True if this process has it.
+        owner_may_be_dead: True if the owner that kept this process from it may be gone, and its lease will end.
+    """
+
+    def __init__(self, store: Files, *, period_s: float = PERIOD_S) -> None:
+        self._store = store
+        self._period_s = period_s
+        self._owner = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(8)}"
+        self._lock: AbstractContextManager[object] | None = None
+        self._leased = False
+        self._beats = 0
+        self._seen: tuple[object, float] | None = None
+        self._ended = threading.Event()
+        self.taken = self.owner_may_be_dead = False
+
+    def take(self) -> None:
+        """Take it, if nobody has it. To be called again until that works: a lease ends in a while.
+
+        Raises:
+            JobInUseError: somebody has it, or may still have it.
+            FlashpointError: the store failed.
+        """
+        self._lock = self._store.lock(_LOCK, 0.0)
+        if self._lock is None:
+            self._take_lease()
+        self.taken = True
+
+    def check(self) -> None:
+        """Raise if it was lost.
+
+        Raises:
+            JobInUseError: another process has it. It may be taken again.
+            FlashpointError: the store failed.
+        """
+        if self._leased and not self._is_ours():
+            self._lose()
+            raise JobInUseError("another process has taken this over", path=self._store.path_of(_LEASE))
+
+    def release(self) -> None:
+        """Let another process have it. Safe to call twice."""
+        self.taken = False
+        self._ended.set()
+        if self._lock is not None:
+            lock, self._lock = self._lock, None
+            lock.__exit__(None, None, None)
+        if self._leased:
+            self._leased = False
+            try:
+                if self._is_ours():
+                    self._store.remove(_LEASE)
+            except FlashpointError as error:
+                _log.debug("the lease cannot be given up, and ends by itself: %s", error)
+
+    # ---- the lease ----------------------------------------------------------------------------------------
+
+    def _take_lease(self) -> None:
+        self.owner_may_be_dead = True
+        if (now := self._read()) is not None:
+            if self._seen is None or self._seen[0] != now:
+                self._seen = (now, time.monotonic())
+            if time.monotonic() - self._seen[1] < _PERIODS * self._period_s:
+                raise JobInUseError(
+                    f"{now[0]} persists here, or did until a moment ago",
+                    path=self._store.path_of(_LEASE),
+                    hint="give each job a URL of its own",
+                )
+        self._renew()
+        time.sleep(self._period_s * _SETTLE)  # of two that found nobody, the one that wrote last has it
+        if not self._is_ours():
+            raise JobInUseError("another process was faster", path=self._store.path_of(_LEASE))
+        self._leased, self._seen, self._ended = True, None, threading.Event()
+        threading.Thread(target=self._keep, args=(self._ended,), name="flashpoint-lease", daemon=True).start()
+
+    def _lose(self) -> None:
+        self.taken = self._leased = False
+        self._ended.set()
+
+    def _keep(self, ended: threading.Event) -> None:
+        while not ended.wait(self._period_s):
+            try:
+                if not self._is_ours():
+                    _log.error("another process persists at %s: this one does not any more", self._store.path_of(""))
+                    return
+                self._renew()
+            except FlashpointError as error:
+                _log.debug("the lease cannot be renewed just now: %s", error)
+
+    def _renew(self) -> None:
+        self._beats += 1
+        content = {"owner": self._owner, "beats": self._beats}
+        self._store.write(_LEASE, [encode_record(_KIND, content)])
+
+    def _read(self) -> tuple[str, object] | None:
+        """Return the owner of the lease and how often it was renewed; None if nobody has it."""
+        try:
+            content = decode_record(_KIND, self._store.read(_LEASE, limit=_MOST_BYTES))
+        except (ObjectNotFoundError, DamagedError):
+            return None
+        return str(content.get("owner")), content.get("beats")
+
+    def _is_ours(self) -> bool:
+        found = self._read()
+        return found is not None and found[0] == self._owner
+
+
+@contextlib.contextmanager
+def owned_files(files: Files, period_s: float, moved: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    """Be the owner, and yield a call that raises if that was lost. A lease whose owner may be dead is waited for.
+
+    Args:
+        files: of the store.
+        period_s: see `PERIOD_S`.
+        moved: called again and again meanwhile.
+
+    Raises:
+        JobInUseError: somebody else is.
+        FlashpointError: the store failed.
+    """
+    ownership = Ownership(files, period_s=period_s)
+    give_up, told = time.monotonic() + _PERIODS_TO_WAIT * period_s, False
+    try:
+        while not ownership.taken:
+            try:
+                ownership.take()
+            except JobInUseError as error:
+                if not ownership.owner_may_be_dead or time.monotonic() > give_up:
+                    raise JobInUseError(
+                        f"somebody persists there: {error.message}",
+                        path=files.path_of(""),
+                        hint="wait until that job has ended, or give another URL",
+                    ) from error
+                if not told:
+                    _log.warning("waiting up to %.0f s: %s", _PERIODS_TO_WAIT * period_s, error.message)
+                told = True
+                moved()
+                time.sleep(period_s / 4)
+        yield ownership.check
+    finally:
+        ownership.release()

@@ -1,0 +1,152 @@
+"""The one interface of everything that holds versions of a job: a base container, a directory, a URL.
+
+Owns what a version in a store is, and what every store can do. Digests are not the stores' affair: whoever reads
+compares (`part.StoredObject`). Which version to take, and copying from store to store, is `tools`'.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ml_flashpoint.checkpoint_object_manager.removal import Removed
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.lineage import Lineage
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+Content = Callable[[ObjectRecord], "Iterable[Buffer]"]
+"""The bytes of an object, as many as its file has, in pieces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """One save of one step, in one store.
+
+    Attributes:
+        step: training step; -1 if not known.
+        save_id: the save that all parts are of, "" if not known. Later ones compare greater.
+        folder: of the version, in the store.
+        ranks: ranks whose parts are there, by the names of files or by the marker.
+        world_size: number of ranks that saved it; 0 if not known.
+        counts: True if the parts may be read: a durable version has its marker.
+        problem: the damage that was found without reading parts; "" if none was.
+    """
+
+    step: int
+    save_id: str
+    folder: str
+    ranks: Sequence[int] = ()
+    world_size: int = 0
+    counts: bool = False
+    problem: str = ""
+
+    @property
+    def name(self) -> str:
+        """Name of its folder: ``step-<n>_ckpt``."""
+        return CheckpointContainerId.format_version_container(self.step)
+
+    @property
+    def complete(self) -> bool:
+        """True if the store has the parts of all ranks."""
+        return self.counts and len(self.ranks) == self.world_size > 0
+
+
+class VersionStore(ABC):
+    """A place that holds versions. Calls block; several threads may read, and write parts of different ranks.
+
+    What cannot be read just now is a `LoadError` or an `UnreadableError`, and no reason for an older version.
+
+    Attributes:
+        path: its path or URL.
+        durable: True if its versions outlive memory: then the newest one is removed only when that is asked for.
+    """
+
+    path: str
+    durable = True
+
+    @abstractmethod
+    def exists(self) -> bool:
+        """Return True if there is anything of a job here."""
+
+    @abstractmethod
+    def versions(self) -> list[Version]:
+        """Return all versions, the newest save first, with those that are incomplete or damaged."""
+
+    @abstractmethod
+    def manifest(self, version: Version, rank: int) -> Manifest:
+        """Return the manifest of a rank's part, checked.
+
+        Raises:
+            ObjectNotFoundError: there is no such part.
+            DamagedError: the manifest is not as it was saved.
+            PrunedError: a running job has removed the version.
+        """
+
+    @abstractmethod
+    def check_sizes(self, manifest: Manifest) -> None:
+        """Check that the objects of a part are there, and as long as they should be. Raises what `manifest` raises."""
+
+    @abstractmethod
+    def read_into(self, manifest: Manifest, record: ObjectRecord, begin: int, into: memoryview) -> None:
+        """Fill a view with bytes of an object, from byte ``begin`` on. Raises what `manifest` raises."""
+
+    @abstractmethod
+    def has(self, version: str, rank: int, save_id: str) -> bool:
+        """Return False if a part was removed since it was listed: then nothing about it is damage."""
+
+    @abstractmethod
+    def path_of(self, manifest: Manifest, record: ObjectRecord) -> str:
+        """Return the path or URL of an object."""
+
+    @abstractmethod
+    def write_part(self, manifest: Manifest, content: Content) -> bool:
+        """Write a part, durably: its objects, then its manifest. Return False if it was there already.
+
+        A part that is there is compared with its digests, and written anew if it differs.
+        """
+
+    @abstractmethod
+    def remove(self, step: int | None, check: Callable[[], None] = lambda: None) -> Removed:
+        """Remove all versions of a step, or all there are, oldest first. To be called by the owner (`owned`).
+
+        Args:
+            step: of the versions; None for all, and for what else the job has left.
+            check: called before each removal; may raise.
+
+        Raises:
+            ObjectNotFoundError: there is none.
+            SaveError: one cannot be removed; those removed before are gone.
+        """
+
+    def lineage(self) -> Lineage:
+        """Return the saves that the job has gone back from, if the store knows."""
+        return Lineage()
+
+    def hold(self, manifest: Manifest) -> AbstractContextManager[None]:
+        """Have a running job keep a part until this is left, if it can. Raise a `PrunedError` if the part went."""
+        return contextlib.nullcontext()
+
+    def watched(self, moved: Callable[[], None]) -> VersionStore:
+        """Return the same store, which calls ``moved`` after each call and for each piece that is written."""
+        return self
+
+    def owned(
+        self, period_s: float, moved: Callable[[], None] = lambda: None
+    ) -> AbstractContextManager[Callable[[], None]]:
+        """Be the only one who completes and removes versions here. Yields a call that raises if that was lost.
+
+        Args:
+            period_s: seconds between renewals of a lease, for stores without locks.
+            moved: called again and again while this waits.
+
+        Raises:
+            JobInUseError: somebody else is.
+        """
+        return contextlib.nullcontext(lambda: None)

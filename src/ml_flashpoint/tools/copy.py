@@ -1,0 +1,221 @@
+"""Copies of versions from stores to a store: `copy_version` to a folder, `persist_version` to durable storage.
+
+Owns that a copy is what was saved, or is not there: each block is compared with its digest on its way, parts come
+first, and only then does the version get its name, or its marker. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ml_flashpoint.core.bounded import Bounded, while_it_moves
+from ml_flashpoint.format.errors import SaveError
+from ml_flashpoint.format.manifest import ObjectRecord
+from ml_flashpoint.stores.base_container import BaseContainer
+from ml_flashpoint.stores.durable import DurableVersions, folder_of
+from ml_flashpoint.stores.location import durable_url, open_durable
+from ml_flashpoint.stores.ownership import PERIOD_S
+from ml_flashpoint.stores.version_store import Version, VersionStore
+from ml_flashpoint.tools.destination import make_whole
+from ml_flashpoint.tools.sources import (
+    FoundVersion,
+    Progress,
+    Source,
+    StoredPart,
+    find_versions,
+    no_progress,
+    stores_of,
+    with_newest,
+)
+
+DEADLINE_S: Final = 600.0
+"""For how long a store may do nothing."""
+
+_PARTS_AT_A_TIME: Final = 4
+
+
+def copy_version(
+    sources: Source | Sequence[Source],
+    destination: str | os.PathLike[str],
+    step: int | None = None,
+    *,
+    partial: bool = False,
+    progress: Progress = no_progress,
+) -> Path:
+    """Copy a version into a folder.
+
+    Args:
+        sources: base containers, which a job may be using, URLs, or folders of durable versions.
+        destination: the folder in which the version gets one of its own, ``step-<n>_ckpt``; made if need be.
+        step: which version; by default the newest that is sound.
+        partial: also one of which parts are missing.
+        progress: called with the bytes that are copied, and all.
+
+    Returns:
+        The copy. It is durable before it gets its name.
+
+    Raises:
+        ObjectNotFoundError: there is no such version.
+        PrunedError: a running job removed it before it was copied.
+        DamagedError: it is not what was saved.
+        LoadError, UnreadableError: it cannot be read just now.
+        SaveError: the copy cannot be written, or is there already.
+        UnsafePathError: somebody else has planted the destination.
+    """
+    folder = Path(destination)
+    return with_newest(stores_of(sources), step, lambda found: _copy(found, folder, progress), partial=partial)
+
+
+def _copy(version: FoundVersion, folder: Path, progress: Progress) -> Path:
+    def make(hidden: Path) -> Path:
+        _write_parts(version, BaseContainer(hidden), progress, at_a_time=1)
+        return hidden / version.name
+
+    return make_whole(folder / version.name, "the copy", make)
+
+
+@dataclass(frozen=True)
+class Persisted:
+    """The result of `persist_version`.
+
+    Attributes:
+        url: of the store.
+        version: as it is there.
+        nbytes: bytes of its files.
+        was_there: True if it had been there already, sound.
+        newer: step of a version there that counts as newer, which a job would resume from; None if there is none.
+    """
+
+    url: str
+    version: Version
+    nbytes: int
+    was_there: bool
+    newer: int | None
+
+
+def persist_version(
+    sources: Source | Sequence[Source],
+    url: str | os.PathLike[str],
+    step: int | None = None,
+    *,
+    progress: Progress = no_progress,
+    deadline_s: float = DEADLINE_S,
+    period_s: float = PERIOD_S,
+) -> Persisted:
+    """Persist a version as its job would have, also when the job is dead.
+
+    Args:
+        sources: base containers that are on this machine, of several nodes; or other stores. Own parts and copies are
+            taken alike: where one is damaged, another one.
+        url: as a job has it in ``persist=``. Nothing there is removed but an earlier save of the step by the same run.
+        step: which version; by default the newest whose parts are all here, and sound.
+        progress: called with the bytes that are written, and all.
+        deadline_s: the store is given up if nothing happens for so long: no piece is taken, no call returns. What hangs
+            is left to itself, and keeps the lock there until it goes on or this process ends.
+        period_s: seconds between renewals of a lease.
+
+    Raises:
+        MissingPartsError: parts of some ranks are in none of the sources.
+        ObjectNotFoundError: there is no such version.
+        JobInUseError: somebody persists there.
+        DamagedError: a part is not what was saved, and no copy of it is here.
+        PrunedError: a running job needed the memory.
+        DeadlineError: nothing has happened for too long.
+        SaveError, CapacityError: it cannot be written.
+        UnreadableError, LoadError: memory, or the store, cannot be read just now.
+        InvalidArgumentError, UnsafePathError: an argument is unusable.
+    """
+    checked, stores = durable_url("url", url), stores_of(sources)
+    find_versions(stores, step)  # before anybody is disturbed
+    store = open_durable(checked)
+
+    def persist(moved: Callable[[], None]) -> Persisted:
+        watched = store.watched(moved)
+        with store.owned(period_s, moved) as check:
+            return with_newest(stores, step, lambda found: _persist(found, watched, check, progress))
+
+    return while_it_moves(persist, deadline_s, checked)
+
+
+def _persist(found: FoundVersion, store: DurableVersions, check: Callable[[], None], progress: Progress) -> Persisted:
+    there = [version for version in store.versions() if version.counts]
+    newer = next((version.step for version in there if version.save_id > found.save_id), None)
+    folder = folder_of(found.name, found.save_id)
+    marked = next((version for version in there if version.folder == folder), None)
+    if marked is not None and marked.save_id > found.save_id:
+        raise SaveError("a later save of this step is there", step=found.step, path=f"{store.path}/{folder}")
+    nbytes, written = _write_parts(found, store, progress)
+    if marked is not None and marked.save_id == found.save_id and not written:
+        return Persisted(store.path, marked, nbytes, True, newer)
+    check()
+    version = store.complete(found.name, found.save_id, found.world_size)
+    return Persisted(store.path, version, nbytes, False, newer)
+
+
+# ---- parts ----------------------------------------------------------------------------------------------------------
+
+
+def _write_parts(
+    version: FoundVersion, store: VersionStore, progress: Progress, *, at_a_time: int = _PARTS_AT_A_TIME
+) -> tuple[int, int]:
+    """Write all parts; return the bytes of their files, and the number of parts that were not there yet.
+
+    Threads are those that nobody waits for when the process ends: a store may hang.
+    """
+    failures: list[BaseException] = []
+    written: list[StoredPart] = []
+    lock, done = threading.Lock(), 0
+    with contextlib.ExitStack() as stack:
+        parts = version.parts(stack)
+        total = sum(record.file_size for part in parts.values() for record in part.manifest.objects)
+        left = iter(parts.values())
+
+        def advance(nbytes: int) -> None:
+            nonlocal done
+            with lock:
+                if failures:
+                    raise SaveError("another part could not be written")
+                done += nbytes
+                try:
+                    progress(done, total)
+                except BaseException as error:
+                    failures.append(error)
+                    raise
+
+        def write(part: StoredPart) -> None:
+            def content(record: ObjectRecord) -> Iterator[memoryview]:
+                for piece in part.object(record).pieces():
+                    yield piece
+                    advance(len(piece))
+
+            if store.write_part(part.manifest, content):
+                written.append(part)
+            else:
+                advance(sum(record.file_size for record in part.manifest.objects))
+
+        def work() -> None:
+            while not failures:
+                with lock:
+                    part = next(left, None)
+                if part is None:
+                    return
+                try:
+                    write(part)
+                except BaseException as error:
+                    failures.append(error)  # what is left need not be written
+
+        if at_a_time == 1:
+            work()
+        else:
+            threads = [Bounded(work, "flashpoint-persist") for _ in range(min(at_a_time, len(parts)))]
+            for thread in threads:
+                thread.wait(None)  # whoever waits for this has a deadline
+    if failures:
+        raise failures[0]
+    return total, len(written)

@@ -1,0 +1,249 @@
+"""The format of persisted versions: what counts as one, what is distrusted, and what goes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ml_flashpoint.format.digest import digest_block
+from ml_flashpoint.format.errors import (
+    DamagedError,
+    InvalidArgumentError,
+    ManifestError,
+    ObjectNotFoundError,
+    SaveError,
+)
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord, encode, manifest_name, object_name
+from ml_flashpoint.stores.directory import Directory
+from ml_flashpoint.stores.durable import MARKER, MARKER_KIND, DurableVersions, folder_of, save_of
+from ml_flashpoint.stores.records import MAX_RECORD_BYTES, encode_record
+from ml_flashpoint.stores.url import UrlFiles
+from ml_flashpoint.stores.version_store import Version
+
+RUN, LATER = "1700000000000-0000000a", "1700000000001-0000000b"
+pytestmark = pytest.mark.damages_on_purpose
+
+
+def save_id(number: int, run: str = RUN) -> str:
+    return f"{run}-{number:019d}"
+
+
+def part(number: int, rank: int = 0, world_size: int = 2, run: str = RUN, step: int | None = None) -> Manifest:
+    name = object_name(rank, save_id(number, run))
+    record = ObjectRecord(name, 5, 8, (digest_block(b"hello"),), 4096)
+    version = f"step-{number if step is None else step}_ckpt"
+    return Manifest(version, rank, world_size, save_id(number, run), "node", (record,))
+
+
+def content(record: ObjectRecord) -> Iterator[bytes]:
+    yield b"hello"
+    yield bytes(3)
+
+
+def persist(store: DurableVersions, number: int, run: str = RUN, step: int | None = None) -> Version:
+    for rank in range(2):
+        store.write_part(part(number, rank, run=run, step=step), content)
+    return store.complete(part(number, run=run, step=step).version, save_id(number, run), 2)
+
+
+def counting(store: DurableVersions) -> list[Version]:
+    return [version for version in store.versions() if version.counts]
+
+
+@pytest.fixture
+def root(tmpfs: Path) -> Path:
+    return tmpfs / "store"
+
+
+@pytest.fixture(params=["directory", "file"])
+def store(request: pytest.FixtureRequest, root: Path) -> DurableVersions:
+    return DurableVersions(Directory(root) if request.param == "directory" else UrlFiles(f"file://{root}"))
+
+
+def test_a_version_exists_once_its_marker_does(store: DurableVersions) -> None:
+    first = part(3)
+    store.write_part(first, content)
+    assert counting(store) == []
+    assert store.ranks_there(first.version, first.save_id) == {0}
+    with pytest.raises(ObjectNotFoundError):
+        store.complete(first.version, first.save_id, 2)
+    assert counting(store) == []
+    found = persist(store, 3)
+    assert counting(store) == [found]
+    assert (found.step, found.save_id, found.world_size, found.folder) == (3, save_id(3), 2, f"run-{RUN}/step-3_ckpt")
+    assert store.manifest(found, 1) == part(3, 1)
+    with pytest.raises(ObjectNotFoundError):
+        store.manifest(found, 2)
+
+
+def test_a_part_that_is_there_is_not_written_again(store: DurableVersions) -> None:
+    def never(record: ObjectRecord) -> Iterator[bytes]:
+        raise AssertionError
+
+    assert store.write_part(part(3), content)
+    assert not store.write_part(part(3), never)
+    for damaged in (b"short", b"hallo\0\0\0"):
+        store.files.write(f"{folder_of('step-3_ckpt', save_id(3))}/{object_name(0, save_id(3))}", [damaged])
+        with pytest.raises((AssertionError, SaveError)):
+            store.write_part(part(3), never)
+        assert store.write_part(part(3), content), "a part that differs is written anew"
+        assert not store.write_part(part(3), never)
+
+
+def test_content_of_another_length_makes_no_part(store: DurableVersions) -> None:
+    with pytest.raises(SaveError, match="5 bytes"):
+        store.write_part(part(3), lambda record: [b"hello"])
+    assert store.ranks_there("step-3_ckpt", save_id(3)) == set()
+
+
+def test_the_newest_is_that_of_the_latest_save(store: DurableVersions) -> None:
+    persist(store, 9)
+    persist(store, 4, LATER)
+    assert [version.step for version in counting(store)] == [4, 9]
+
+
+def test_a_step_that_is_saved_again_replaces_the_earlier_one(store: DurableVersions) -> None:
+    persist(store, 1, step=7)
+    found = persist(store, 2, step=7)
+    assert counting(store) == [found]
+    assert found.save_id == save_id(2)
+    assert all(save_id(1) not in name for name in store.files.list(found.folder))
+
+
+def test_only_the_newest_stay(store: DurableVersions) -> None:
+    versions = [persist(store, number) for number in (1, 2, 3)] + [persist(store, 1, LATER)]
+    store.keep_newest(2, versions[3].name, versions[3].save_id)
+    assert store.versions() == [versions[3], versions[2]]
+    store.keep_newest(1, versions[3].name, versions[3].save_id)
+    assert store.files.list() == [f"run-{LATER}"]
+
+
+def test_what_dead_writers_left_goes_and_what_is_being_written_stays(store: DurableVersions) -> None:
+    store.write_part(part(1), content)  # of a run that is over
+    store.files.write(f"run-{RUN}/step-2_ckpt/.0123456789abcdef.tmp", [b"half"])
+    store.write_part(part(4, run=LATER), content)  # given up
+    newest = persist(store, 5, LATER)
+    store.write_part(part(6, run=LATER), content)  # a rank is ahead
+    store.files.write(f"run-{LATER}/step-7_ckpt/.0123456789abcdef.tmp", [b"half"])
+    store.files.write("run-of-somebody-else/step-1_ckpt/file", [b"not ours"])
+    store.files.write("notes.txt", [b"not ours"])
+    store.keep_newest(3, newest.name, newest.save_id)
+    assert store.files.list() == ["notes.txt", f"run-{LATER}", "run-of-somebody-else"]
+    assert store.files.list(f"run-{LATER}") == ["step-5_ckpt", "step-6_ckpt", "step-7_ckpt"]
+    store.check_parts(newest)
+
+
+def test_what_failed_goes_before_the_next_one_is_written(store: DurableVersions) -> None:
+    newest = persist(store, 3)
+    for number in (4, 5, 6, 7):
+        store.write_part(part(number), content)
+    store.write_part(part(5, run=LATER), content)
+    store.keep_newest(1, "step-6_ckpt", save_id(6))
+    assert store.files.list(f"run-{RUN}") == ["step-3_ckpt", "step-6_ckpt", "step-7_ckpt"]
+    assert store.files.list(f"run-{LATER}"), "a rank is ahead, in a later run"
+    store.check_parts(newest)
+
+
+def test_dictionaries_in_the_same_folder_are_let_alone(store: DurableVersions) -> None:
+    marker = encode_record(MARKER_KIND, {"checkpoint_id": 1, "run": "18c0ffee00000000-0000000a", "parts": []})
+    store.files.write(f"run-18c0ffee00000000-0000000a/step-1_ckpt/{MARKER}", [marker])
+    newest = persist(store, 5)
+    store.keep_newest(1, newest.name, newest.save_id)
+    assert len(store.files.list()) == 2
+    assert store.versions() == [newest]
+
+
+# ---- what is distrusted ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"step": 4},
+        {"step": True},
+        {"step": "../3"},
+        {"step": -1},
+        {"save_id": save_id(3, LATER)},
+        {"save_id": "../../etc"},
+        {"save_id": 7},
+        {"world_size": 0},
+        {"world_size": 2**30},
+        {"world_size": "2"},
+    ],
+)
+def test_markers_are_distrusted(store: DurableVersions, fields: dict[str, object]) -> None:
+    older, newest = persist(store, 2), persist(store, 3)
+    marker = encode_record("mlflashpoint-version-2", {**save_of(newest), **fields})
+    store.files.write(f"{newest.folder}/{MARKER}", [marker])
+    damaged, found = store.versions()
+    assert found == older
+    assert (damaged.folder, damaged.counts, bool(damaged.problem)) == (newest.folder, False, True)
+    store.keep_newest(3, "step-9_ckpt", save_id(9, LATER))
+    assert store.files.list(newest.folder), "what may be of use is not removed as long as it is the newest"
+
+
+def test_manifests_of_other_parts_are_refused(store: DurableVersions) -> None:
+    newest, other = persist(store, 3), part(3, world_size=3)
+    store.files.write(f"{newest.folder}/{manifest_name(0, newest.save_id)}", [encode(other)])
+    with pytest.raises(ManifestError):
+        store.check_parts(newest)
+
+
+def test_markers_of_older_releases_are_read(store: DurableVersions) -> None:
+    newest = persist(store, 3)
+    names = [f"{manifest_name(rank, save_id(3))}:{'0' * 32}" for rank in range(2)]
+    content = {"checkpoint_id": 3, "run": RUN, "managers": 2, "parts": names}
+    store.files.write(f"{newest.folder}/{MARKER}", [encode_record(MARKER_KIND, content)])
+    assert counting(store) == [newest]
+    for wrong in ({}, {**content, "parts": ["../../etc/passwd"]}, {**content, "checkpoint_id": 4}):
+        store.files.write(f"{newest.folder}/{MARKER}", [encode_record(MARKER_KIND, wrong)])
+        assert counting(store) == []
+
+
+def test_records_and_manifests_that_are_too_large_are_not_read(root: Path) -> None:
+    store = DurableVersions(Directory(root))
+    newest = persist(store, 3)
+    path = root / newest.folder / manifest_name(0, newest.save_id)
+    os.truncate(path, 2**40)
+    with pytest.raises(DamagedError, match="more than"):
+        store.check_parts(newest)
+    os.truncate(root / newest.folder / MARKER, MAX_RECORD_BYTES + 1)
+    assert counting(store) == []
+
+
+@pytest.mark.parametrize("what", ["object", "manifest", "marker", "version", "run"])
+def test_links_are_not_followed(root: Path, what: str) -> None:
+    store = DurableVersions(Directory(root))
+    newest = persist(store, 3)
+    victim = root.parent / "victim"
+    path = {
+        "object": root / newest.folder / object_name(0, newest.save_id),
+        "manifest": root / newest.folder / manifest_name(0, newest.save_id),
+        "marker": root / newest.folder / MARKER,
+        "version": root / newest.folder,
+        "run": (root / newest.folder).parent,
+    }[what]
+    path.rename(victim)
+    path.symlink_to(victim)
+    before = sorted(victim.rglob("*"))
+    if what in ("object", "manifest"):
+        with pytest.raises(DamagedError, match="symbolic link"):
+            store.check_parts(newest)
+    else:
+        assert counting(store) == []
+    persist(store, 4, LATER)
+    store.keep_newest(1, "step-4_ckpt", save_id(4, LATER))
+    assert sorted(victim.rglob("*")) == before
+    assert victim.exists()
+    if victim.is_dir():
+        shutil.rmtree(victim)
+
+
+def test_save_ids_of_no_training_job_are_refused(store: DurableVersions) -> None:
+    for wrong in ("", "plain", "../..-0", f"{RUN}/x-1", "17000000000000-0000000a-1"):
+        with pytest.raises(InvalidArgumentError):
+            folder_of("step-1_ckpt", wrong)

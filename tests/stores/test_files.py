@@ -1,0 +1,250 @@
+"""What every durable store does, and what only some do."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ml_flashpoint.ddict.persistence import FsspecCheckpointPersister, PosixCheckpointPersister
+from ml_flashpoint.ddict.persistence.stored import StoredCheckpointPersister
+from ml_flashpoint.format.errors import (
+    CapacityError,
+    DamagedError,
+    InvalidArgumentError,
+    InvalidNameError,
+    JobInUseError,
+    ObjectNotFoundError,
+    SaveError,
+    UnsafePathError,
+)
+from ml_flashpoint.stores.directory import Directory
+from ml_flashpoint.stores.files import Files
+from ml_flashpoint.stores.url import UrlFiles
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.fixture(params=["directory", "file", "memory", "object store"])
+def store(request: pytest.FixtureRequest, tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Files]:
+    if request.param == "directory":
+        yield Directory(tmpfs / "deep" / "root")
+    elif request.param == "file":
+        yield UrlFiles(f"file://{tmpfs}/root")
+    else:
+        # An object store's way to write, on the one that is here.
+        if request.param == "object store":
+            monkeypatch.setattr("ml_flashpoint.stores.url._PUBLISHED_WHEN_COMPLETE", {"memory"})
+        name = f"memory://{secrets.token_hex(4)}"
+        yield UrlFiles(name)
+        import fsspec
+
+        if fsspec.filesystem("memory").exists(name):
+            fsspec.filesystem("memory").rm(name, recursive=True)
+
+
+def test_a_file_comes_back_whole_and_in_ranges(store: Files) -> None:
+    big = os.urandom(3 * 2**20 + 17)
+    chunks = [b"", b"head", memoryview(big), bytearray(b"tail"), memoryview(b"abcdefgh").cast("I")]
+    whole = b"head" + big + b"tailabcdefgh"
+    assert store.write("a/b/file", chunks) == len(whole)
+    assert store.size("a/b/file") == len(whole)
+    assert store.read("a/b/file", limit=len(whole)) == whole
+    for begin, end in [(0, 0), (0, 1), (3, 2**20 + 1), (2**20, 2**21), (len(whole) - 1, len(whole)), (7, len(whole))]:
+        into = bytearray(end - begin)
+        store.read_into("a/b/file", begin, memoryview(into))
+        assert into == whole[begin:end]
+
+
+def test_a_file_larger_than_one_request_comes_back(store: Files) -> None:
+    pieces = [os.urandom(2**20 + 1) for _ in range(6)]
+    store.write("large", pieces)
+    assert store.read("large", limit=2**24) == b"".join(pieces)
+
+
+def test_an_empty_file_is_a_file(store: Files) -> None:
+    store.write("empty", [])
+    assert store.size("empty") == 0
+    assert store.read("empty", limit=0) == b""
+    assert store.list() == ["empty"]
+
+
+def test_reading_past_the_end_is_damage(store: Files) -> None:
+    store.write("file", [b"12345"])
+    with pytest.raises(DamagedError, match="file"):
+        store.read_into("file", 3, memoryview(bytearray(3)))
+    with pytest.raises(DamagedError, match="more than 4"):
+        store.read("file", limit=4)
+
+
+def test_writing_replaces(store: Files) -> None:
+    store.write("file", [b"x" * 5_000_000])
+    store.write("file", [b"new"])
+    assert store.read("file", limit=10) == b"new"
+    assert store.list() == ["file"]
+
+
+@pytest.mark.parametrize("size", [1, 5 * 2**20])
+def test_a_failed_write_leaves_nothing_new_and_nothing_behind(store: Files, size: int) -> None:
+    def chunks() -> Iterator[bytes]:
+        yield b"y" * size
+        raise Broken
+
+    with pytest.raises((Broken, SaveError)):
+        store.write("folder/file", chunks())
+    assert [name for name in store.list("folder") if not name.startswith(".")] == []
+    store.write("folder/file", [b"old"])
+    if isinstance(store, UrlFiles) and not store._renames:
+        return  # an object store's writer chooses a new name
+    with pytest.raises((Broken, SaveError)):
+        store.write("folder/file", chunks())
+    assert store.read("folder/file", limit=10) == b"old"
+    assert store.list("folder") == ["file"]
+
+
+def test_what_is_not_there(store: Files) -> None:
+    store.write("there", [b"1"])
+    with pytest.raises(ObjectNotFoundError, match="absent"):
+        store.size("absent")
+    with pytest.raises(ObjectNotFoundError, match="absent"):
+        store.read_into("folder/absent", 0, memoryview(bytearray(1)))
+    assert store.list("absent") == []
+    store.remove("absent")
+    store.remove("folder/absent")
+    store.remove_folder("folder")
+    assert store.list() == ["there"]
+
+
+def test_listing_and_removing(store: Files) -> None:
+    for name in ["a/1", "a/2", "a/c/3", "ab/4", "top"]:
+        store.write(name, [name.encode()])
+    assert store.list() == ["a", "ab", "top"]
+    assert store.list("a") == ["1", "2", "c"]
+    store.remove("a/1")
+    assert store.list("a") == ["2", "c"]
+    store.remove_folder("a")
+    assert store.list() == ["ab", "top"]
+    assert store.read("ab/4", limit=10) == b"ab/4"
+
+
+@pytest.mark.parametrize("name", ["", "/etc/passwd", "../out", "a/../../out", "a//b", "a/.", "nul\0", "x" * 256])
+def test_names_cannot_lead_out(store: Files, name: str) -> None:
+    with pytest.raises(InvalidNameError):
+        store.write(name, [b""])
+    with pytest.raises(InvalidNameError):
+        store.read(name, limit=1)
+    with pytest.raises(InvalidNameError):
+        store.remove(name)
+    with pytest.raises(InvalidNameError):
+        store.remove_folder(name)
+    if name:
+        with pytest.raises(InvalidNameError):
+            store.list(name)
+
+
+def test_a_directory_says_when_there_is_no_room(small_tmpfs: Path) -> None:
+    store = Directory(small_tmpfs)
+    with pytest.raises(CapacityError):
+        store.write("file", [bytes(2**20)] * 8)
+    assert store.list() == []
+
+
+def test_who_reads_from_a_directory_meanwhile_sees_the_old_file(tmpfs: Path) -> None:
+    store = Directory(tmpfs)
+    store.write("file", [b"old"])
+    with open(tmpfs / "file", "rb") as file:
+        store.write("file", [b"new"])
+        assert file.read() == b"old"
+    assert store.read("file", limit=3) == b"new"
+
+
+def test_a_directory_follows_no_links(tmpfs: Path) -> None:
+    store = Directory(tmpfs / "root")
+    store.write("folder/real", [b"1"])
+    outside = tmpfs / "outside"
+    outside.mkdir()
+    (outside / "secret").write_bytes(b"2")
+    (tmpfs / "root" / "link").symlink_to(outside / "secret")
+    (tmpfs / "root" / "folder" / "link").symlink_to(outside)
+    os.mkfifo(tmpfs / "root" / "pipe")
+    for name in ["link", "folder", "pipe"]:
+        with pytest.raises(DamagedError):
+            store.read(name, limit=10)
+    store.remove_folder("folder")
+    assert (outside / "secret").read_bytes() == b"2"
+    store.remove_folder("link")
+    assert (outside / "secret").read_bytes() == b"2"
+    assert store.list() == ["pipe"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
+@pytest.mark.parametrize("persister_class", [PosixCheckpointPersister, FsspecCheckpointPersister])
+def test_nothing_is_read_or_written_where_another_user_planted_a_link(
+    tmpfs: Path, persister_class: type[StoredCheckpointPersister]
+) -> None:
+    shared, elsewhere = tmpfs / "shared", tmpfs / "elsewhere"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    elsewhere.mkdir()
+    persister = persister_class(str(shared / "link"), name="n", managers=1)
+    (shared / "link").symlink_to(elsewhere)
+    os.lchown(shared / "link", 54321, 54321)
+    with pytest.raises(UnsafePathError, match="user 54321"):
+        persister.begin_run("run-1")
+    with pytest.raises(UnsafePathError, match="user 54321"):
+        Directory(shared / "link").lock("n/lock", 0.0)
+    assert not list(elsewhere.iterdir())
+
+
+def test_what_cannot_be_used_as_a_directory(tmpfs: Path) -> None:
+    (tmpfs / "file").write_bytes(b"")
+    store = Directory(tmpfs / "file")
+    with pytest.raises(SaveError):
+        store.write("name", [b""])
+    assert store.list() == []
+
+
+def test_a_lock_ends_with_its_owner(tmpfs: Path) -> None:
+    store = Directory(tmpfs)
+    ready, say = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            kept = store.lock("folder/lock", 1.0)
+            os.write(say, b"1" if kept else b"")
+            signal.pause()
+        finally:
+            os._exit(1)
+    try:
+        assert select.select([ready], [], [], 20)[0]
+        with pytest.raises(JobInUseError, match="lock"):
+            store.lock("folder/lock", 0.0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(ready)
+        os.close(say)
+    lock = store.lock("folder/lock", 0.0)
+    assert lock is not None
+    with pytest.raises(JobInUseError):
+        store.lock("folder/lock", 0.0)
+    with lock:
+        pass
+    again = store.lock("folder/lock", 0.0)
+    assert again is not None
+    again.__exit__(None, None, None)
+    again.__exit__(None, None, None)  # twice does no harm
+
+
+def test_urls_that_fsspec_cannot_use() -> None:
+    with pytest.raises(InvalidArgumentError, match="url"):
+        UrlFiles("")
+    with pytest.raises(InvalidArgumentError, match="nosuch"):
+        UrlFiles("nosuch://folder").list()

@@ -1,0 +1,293 @@
+"""What is read of a running job's version is what was saved, or the reader is told; the job goes on in any case."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from ml_flashpoint import Flashpoint, open_version
+from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.cli.copy import copy
+from ml_flashpoint.cli.verify import verify_base
+from ml_flashpoint.format.errors import (
+    CapacityError,
+    DamagedError,
+    FlashpointError,
+    ObjectNotFoundError,
+    PrunedError,
+    SaveError,
+    UnreadableError,
+    UnsafePathError,
+)
+from ml_flashpoint.stores.base_container import BaseContainer
+from ml_flashpoint.tools.copy import copy_version
+from tests.checkpoint_object_manager.store_support import ARENA, commit
+
+_KEY = "model.weight"
+
+
+class _Job:
+    """A job whose weights are the number of its step."""
+
+    def __init__(self, base: Path) -> None:
+        self.base = base
+        self.model = torch.nn.Linear(256, 256, bias=False)
+        self.flashpoint = Flashpoint(base).track(model=self.model)
+        self.flashpoint.resume()
+
+    def save(self, count: int = 1) -> int:
+        for _ in range(count):
+            with torch.no_grad():
+                self.model.weight.fill_(self.flashpoint.steps_done + 1)
+            self.flashpoint.step()
+            assert self.flashpoint.wait(60)
+        assert self.flashpoint.health.failures == 0
+        return self.flashpoint.steps_done
+
+
+@pytest.fixture
+def job(tmpfs: Path) -> _Job:
+    made = _Job(tmpfs / "job")
+    made.save(2)
+    return made
+
+
+def _is_all(tensor: torch.Tensor, value: int) -> bool:
+    return bool((tensor == value).all())
+
+
+def test_what_other_tools_map_shows_later_steps(job: _Job) -> None:
+    """Why all this is needed: docs/object-format.md warns of it."""
+    [path] = (job.base / "step-2_ckpt").glob("*.safetensors")
+    with safe_open(path, "pt") as file:
+        tensor = file.get_tensor(_KEY)
+        job.save(4)
+        assert not _is_all(tensor, 2)
+    job.flashpoint.close()
+
+
+def test_an_open_version_stays_what_it_was(job: _Job) -> None:
+    with open_version(job.base) as version:
+        tensor, array = version.tensor(0, _KEY), version.numpy(0, _KEY)
+        assert (version.step, version.missing_ranks) == (2, [])
+        assert _KEY in list(version.keys(0))
+        job.save(6)
+        assert _is_all(tensor, 2)
+        assert (array == 2).all()
+        with open_version(job.base, 2) as again:
+            assert _is_all(again.tensor(0, _KEY), 2)
+    job.save(2)
+    assert not (job.base / "step-2_ckpt").exists()
+    with open_version(job.base) as newest:
+        assert newest.step == 10
+        with pytest.raises(ObjectNotFoundError):
+            newest.tensor(1, _KEY)
+    job.flashpoint.close()
+
+
+def test_a_version_that_was_removed_is_told_of(job: _Job) -> None:
+    with open_version(job.base) as version:
+        tensor = version.tensor(0, _KEY)
+        for path in job.base.glob("step-2_ckpt/*"):
+            path.unlink()
+        assert _is_all(tensor, 2), "what was read is the reader's own"
+        with pytest.raises(PrunedError, match="step 2"):
+            version.object(0).check()
+    job.flashpoint.close()
+
+
+@pytest.mark.stores_any_bytes
+def test_what_is_held_stays_although_there_is_no_room(small_tmpfs: Path) -> None:
+    store = RankStore(small_tmpfs / "job", 0)
+    size = 1 << 20
+
+    def save(step: int) -> None:
+        arena = store.acquire(size)
+        arena.buffer[:size] = bytes([step]) * size
+        store.release(arena)
+        commit(store, step, f"a{step}", rank=0)
+        store.advance(f"a{step}")
+
+    save(1)
+    manifest = next(part.manifest for part in store.held() if part.version == "step-1_ckpt")
+    assert manifest is not None
+    held = BaseContainer(store.base).hold(manifest)
+    held.__enter__()
+    save(2)
+    assert (store.base / "step-1_ckpt").exists()
+    taken = [store.acquire(size)]
+    with contextlib.suppress(CapacityError):
+        while len(taken) < 100:
+            taken.append(store.acquire(ARENA * 8))
+    assert len(taken) < 100
+    assert BaseContainer(store.base).has(manifest.version, 0, manifest.save_id)
+    held.__exit__(None, None, None)
+    store.drop_useless()
+    assert not (store.base / "step-1_ckpt").exists()
+    store.close()
+
+
+@pytest.mark.stores_any_bytes
+def test_a_version_that_is_not_whole_here_is_taken_only_if_asked_for(tmpfs: Path) -> None:
+    store = RankStore(tmpfs / "job", 0)
+    with pytest.raises(ObjectNotFoundError, match="there is no version"):
+        open_version(store.base)
+    commit(store, 1, "a1")
+    with pytest.raises(ObjectNotFoundError, match=r"ranks 1, 2, 3 of 4 are missing.*--partial"):
+        open_version(store.base)
+    with open_version(store.base, partial=True) as version:
+        assert version.missing_ranks == [1, 2, 3]
+    store.close()
+
+
+# ---- copies -------------------------------------------------------------------------------------------------------
+
+
+def _weight(version: Path) -> torch.Tensor:
+    [path] = version.glob("*.safetensors")
+    with safe_open(path, "pt") as file:
+        tensor: torch.Tensor = file.get_tensor(_KEY)
+        return tensor
+
+
+def test_a_copy_is_what_was_saved(job: _Job, tmpfs: Path) -> None:
+    told: list[tuple[int, int]] = []
+
+    def progress(done: int, total: int) -> None:
+        if not told:
+            job.save(4)  # what is being copied is pruned by now, or would be
+        told.append((done, total))
+
+    copied = copy_version(job.base, tmpfs / "copies", 2, progress=progress)
+    assert told[-1][0] == told[-1][1] > 256 * 256 * 4
+    assert _is_all(_weight(copied), 2)
+    assert verify_base(str(tmpfs / "copies")) == 0
+    newest = job.flashpoint.steps_done
+    copy_version(job.base, tmpfs / "copies", newest)
+    with pytest.raises(SaveError, match="already"):
+        copy_version(job.base, tmpfs / "copies", newest)
+    job.flashpoint.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
+def test_nothing_is_copied_to_where_another_user_planted_a_link(job: _Job, tmpfs: Path) -> None:
+    shared, elsewhere = tmpfs / "shared", tmpfs / "elsewhere"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    elsewhere.mkdir()
+    (shared / "copies").symlink_to(elsewhere)
+    os.lchown(shared / "copies", 54321, 54321)
+    with pytest.raises(UnsafePathError, match="user 54321"):
+        copy_version(job.base, shared / "copies")
+    assert not list(elsewhere.iterdir())
+    job.flashpoint.close()
+
+
+def test_a_version_that_goes_meanwhile_is_not_copied_and_the_newest_is(
+    job: _Job, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ml_flashpoint.stores.part.PIECE_BYTES", 4096)
+    saves = [1]
+
+    def save_some(done: int, total: int) -> None:
+        if saves:
+            job.save(saves.pop())
+            for path in job.base.glob(f"step-{job.flashpoint.steps_done - 1}_ckpt/*"):
+                path.unlink()
+
+    job.save()
+    with pytest.raises(PrunedError):
+        copy_version(job.base, tmpfs / "copies", 3, progress=save_some)
+    assert not list((tmpfs / "copies").iterdir())
+    saves.append(1)
+    copied = copy_version(job.base, tmpfs / "copies", progress=save_some)
+    assert copied.name == f"step-{job.flashpoint.steps_done}_ckpt"
+    assert _is_all(_weight(copied), job.flashpoint.steps_done)
+    job.flashpoint.close()
+
+
+@pytest.mark.damages_on_purpose
+def test_damage_is_not_copied(job: _Job, tmpfs: Path) -> None:
+    [path] = (job.base / "step-2_ckpt").glob("*.safetensors")
+    with open(path, "r+b") as file:
+        file.seek(100_000)
+        file.write(b"\xff")
+    with pytest.raises(DamagedError, match="as recorded"):
+        copy_version(job.base, tmpfs / "copies")
+    assert not list((tmpfs / "copies").iterdir())
+    with pytest.raises(DamagedError), open_version(job.base) as version:
+        version.tensor(0, _KEY)
+    job.flashpoint.close()
+
+
+@pytest.mark.parametrize("spare", range(5))
+def test_what_cannot_be_opened_just_now_is_not_taken_for_none(job: _Job, tmpfs: Path, spare: int) -> None:
+    """Nor are descriptors lost on the way."""
+    lowest = os.open("/dev/null", os.O_RDONLY)
+    os.close(lowest)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + spare, limits[1]))
+    found: list[object] = []
+    try:
+        for read in (lambda: _read(job.base), lambda: copy_version(job.base, tmpfs / "copies").name):
+            try:
+                found.append(read())
+            except FlashpointError as error:
+                found.append(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert not [
+        path
+        for path in Path("/proc/self/fd").iterdir()
+        if str(tmpfs) in (at := os.path.realpath(path)) and "step-2_ckpt" in at
+    ]
+    assert isinstance(found[0], UnreadableError) or found[0] == 2
+    assert isinstance(found[1], (UnreadableError, SaveError)) or found[1] == "step-2_ckpt"
+    assert _read(job.base) == 2
+    job.flashpoint.close()
+
+
+def _read(base: Path) -> float:
+    with open_version(base) as version:
+        return float(version.tensor(0, _KEY)[0, 0])
+
+
+@pytest.mark.damages_on_purpose
+def test_a_version_of_which_the_manifest_cannot_be_read_is_not_passed_over(job: _Job) -> None:
+    job.save()
+    newest = job.base / "step-3_ckpt"
+    for manifest in newest.glob("*.manifest"):
+        manifest.rename(manifest.with_suffix(".kept"))
+        os.symlink("nowhere", manifest)
+    with pytest.raises((DamagedError, UnreadableError)):
+        open_version(job.base, 3)
+    job.flashpoint.close()
+
+
+def test_what_is_no_base_container_is_an_error_of_ours(tmpfs: Path) -> None:
+    (tmpfs / "file").write_text("no folder")
+    with pytest.raises(UnreadableError, match="Not a directory"):
+        open_version(tmpfs / "file")
+    with pytest.raises(UnreadableError, match="Not a directory"):
+        copy_version(tmpfs / "file", tmpfs / "copies")
+
+
+def test_the_command_says_how_it_went(job: _Job, tmpfs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outcomes: list[Callable[[], int]] = [
+        lambda: copy(f"{job.base}@2", str(tmpfs / "copies")),
+        lambda: copy(f"{job.base}@2", str(tmpfs / "copies")),
+        lambda: copy(f"{job.base}@7", str(tmpfs / "copies")),
+        lambda: copy(str(tmpfs / "nothing"), str(tmpfs / "copies")),
+    ]
+    assert [outcome() for outcome in outcomes] == [0, 1, 2, 2]
+    said = capsys.readouterr()
+    assert f"copied to {tmpfs}{os.sep}copies{os.sep}step-2_ckpt" in said.out
+    assert said.err.count("flashpoint: ") == 3
+    job.flashpoint.close()

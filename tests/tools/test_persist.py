@@ -1,0 +1,405 @@
+"""Persisting by hand: the version that it was, from whatever is sound, or nothing."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from ml_flashpoint.cli.persist import persist as command
+from ml_flashpoint.core.bounded import while_it_moves
+from ml_flashpoint.format.digest import digest_block
+from ml_flashpoint.format.errors import (
+    DamagedError,
+    DeadlineError,
+    InvalidArgumentError,
+    JobInUseError,
+    MissingPartsError,
+    ObjectNotFoundError,
+    PrunedError,
+    SaveError,
+    UnreadableError,
+    UnsafePathError,
+)
+from ml_flashpoint.format.lineage import Lineage, write_lineage
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name, write_manifest
+from ml_flashpoint.stores.base_container import BaseContainer
+from ml_flashpoint.stores.directory import Directory
+from ml_flashpoint.stores.durable import MARKER, DurableVersions
+from ml_flashpoint.stores.location import open_durable
+from ml_flashpoint.stores.ownership import Ownership
+from ml_flashpoint.stores.url import UrlFiles
+from ml_flashpoint.stores.version_store import Version
+from ml_flashpoint.tools import copy as module
+from ml_flashpoint.tools.copy import persist_version
+from ml_flashpoint.tools.items import open_version
+from tests.support.forked import wait_until
+from tests.support.processes import child_environment
+
+RUN = "1700000000000-0000000a"
+BLOCK = 1000
+pytestmark = [pytest.mark.damages_on_purpose, pytest.mark.stores_any_bytes]
+
+
+def save_id(number: int) -> str:
+    return f"{RUN}-{number:019d}"
+
+
+def content(rank: int, number: int) -> bytes:
+    return bytes((rank + number + at) % 251 for at in range(2500))
+
+
+def commit(base: Path, rank: int, number: int, *, step: int | None = None, world_size: int = 4) -> Path:
+    """A part as a job leaves it; returns its object."""
+    step, data = number if step is None else step, content(rank, number)
+    digests = tuple(digest_block(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK))
+    record = ObjectRecord(object_name(rank, save_id(number)), len(data), len(data) + 100, digests, BLOCK)
+    folder = base / f"step-{step}_ckpt"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / record.name).write_bytes(data + b"\xff" * 100)
+    write_manifest(folder, Manifest(folder.name, rank, world_size, save_id(number), f"node-{base.name}", (record,)))
+    return folder / record.name
+
+
+def commit_all(bases: list[Path], number: int, ranks: dict[int, list[int]], *, step: int | None = None) -> None:
+    for base, some in ranks.items():
+        for rank in some:
+            commit(bases[base], rank, number, step=step)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[1500] ^= 1
+    path.write_bytes(data)
+
+
+def counting(store: DurableVersions) -> list[Version]:
+    return [version for version in store.versions() if version.counts]
+
+
+def stored(store: DurableVersions) -> dict[int, list[bytes]]:
+    """What each complete version has of the bytes that count, by step."""
+    found = {}
+    for version in counting(store):
+        store.check_parts(version)
+        records = [store.manifest(version, rank).objects[0] for rank in version.ranks]
+        names = [f"{version.folder}/{record.name}" for record in records]
+        whole = [store.files.read(name, limit=10**6) for name in names]
+        assert all(each[record.size :] == bytes(100) for each, record in zip(whole, records, strict=True))
+        found[version.step] = [each[: record.size] for each, record in zip(whole, records, strict=True)]
+    return found
+
+
+def expected(number: int) -> list[bytes]:
+    return [content(rank, number) for rank in range(4)]
+
+
+@pytest.fixture
+def bases(tmpfs: Path) -> list[Path]:
+    return [tmpfs / "a", tmpfs / "b"]
+
+
+@pytest.fixture
+def url(tmpfs: Path) -> str:
+    return f"file://{tmpfs}/store"
+
+
+@pytest.fixture
+def store(tmpfs: Path) -> DurableVersions:
+    return DurableVersions(Directory(tmpfs / "store"))
+
+
+@pytest.fixture
+def memory() -> Iterator[str]:
+    where = f"memory://{secrets.token_hex(4)}"
+    yield where
+    fsspec.filesystem("memory").rm(where, recursive=True)
+
+
+def test_one_node_has_its_own_parts_and_copies(bases: list[Path], url: str, store: DurableVersions) -> None:
+    commit_all(bases, 7, {0: [0, 1, 2, 3], 1: [2, 3]})
+    calls: list[tuple[int, int]] = []
+    made = persist_version(bases[0], url, progress=lambda done, total: calls.append((done, total)))
+    assert (made.version.step, made.version.save_id, made.was_there, made.newer) == (7, save_id(7), False, None)
+    assert stored(store) == {7: expected(7)}
+    assert calls[-1] == (4 * 2600, 4 * 2600)
+    assert sorted(store.files.list()) == ["lock", f"run-{RUN}"]
+
+
+def test_the_newest_that_all_nodes_together_have(bases: list[Path], url: str, store: DurableVersions) -> None:
+    commit_all(bases, 5, {0: [0, 1], 1: [2, 3]})
+    commit_all(bases, 6, {0: [0, 1], 1: [2, 3]})
+    commit_all(bases, 7, {0: [0, 1]})  # being saved when it died
+    assert persist_version(bases, url).version.step == 6
+    assert persist_version(bases, url, 5).newer == 6
+    assert stored(store) == {5: expected(5), 6: expected(6)}
+
+
+def test_missing_parts_are_named(
+    bases: list[Path], url: str, store: DurableVersions, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commit_all(bases, 7, {0: [0, 2], 1: [0]})
+    with pytest.raises(MissingPartsError, match="of step 7, those of ranks 1, 3 of 4 are missing"):
+        persist_version(bases, url)
+    assert command([str(base) for base in bases], url, as_json=True) == 1
+    assert "ranks 1, 3 of 4" in json.loads(capsys.readouterr().out)["error"]
+    assert command([f"{bases[0]}@8"], url) == 2
+    with pytest.raises(ObjectNotFoundError, match="no version of step 8"):
+        persist_version(bases, url, 8)
+    with pytest.raises(InvalidArgumentError, match="absolute"):
+        persist_version(bases, "file://here")
+    assert store.files.list() == []
+
+
+def test_a_damaged_part_is_taken_from_another_node(bases: list[Path], url: str, store: DurableVersions) -> None:
+    commit_all(bases, 7, {0: [0, 1, 2, 3], 1: [1, 2, 3]})
+    flip(bases[0] / "step-7_ckpt" / object_name(1, save_id(7)))
+    (bases[0] / "step-7_ckpt" / object_name(2, save_id(7))).unlink()
+    path = bases[0] / "step-7_ckpt" / object_name(3, save_id(7))
+    path.unlink()
+    path.symlink_to(bases[1] / "step-7_ckpt" / object_name(3, save_id(7)))
+    persist_version(bases, url)
+    assert stored(store) == {7: expected(7)}
+
+
+def test_what_is_damaged_everywhere_is_left_for_an_older_version(
+    bases: list[Path], url: str, store: DurableVersions
+) -> None:
+    commit_all(bases, 6, {0: [0, 1, 2, 3]})
+    commit_all(bases, 7, {0: [0, 1, 2, 3], 1: [1]})
+    for base in bases:
+        flip(base / "step-7_ckpt" / object_name(1, save_id(7)))
+    assert persist_version(bases, url).version.step == 6
+    assert stored(store) == {6: expected(6)}
+    with pytest.raises(DamagedError, match="block 1"):
+        persist_version(bases, url, 7)
+    assert stored(store) == {6: expected(6)}
+
+
+def test_what_cannot_be_read_is_no_reason_for_an_older_version(
+    bases: list[Path], url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit_all(bases, 6, {0: [0, 1, 2, 3]})
+    commit_all(bases, 7, {0: [0, 1, 2, 3]})
+
+    def fail(self: BaseContainer, manifest: Manifest, *args: object) -> None:
+        raise UnreadableError("too many open files", rank=manifest.rank)
+
+    monkeypatch.setattr(BaseContainer, "read_into", fail)
+    with pytest.raises(UnreadableError):
+        persist_version(bases, url)
+
+
+def test_what_the_job_has_gone_back_from_is_not_taken(bases: list[Path], url: str, store: DurableVersions) -> None:
+    commit_all(bases, 6, {0: [0, 1, 2, 3]})
+    commit_all(bases, 7, {0: [0, 1, 2, 3]})
+    (bases[0] / ".flashpoint").mkdir(mode=0o700)
+    write_lineage(bases[0] / ".flashpoint", Lineage().gone_back_to(save_id(6), save_id(8)))
+    assert persist_version(bases, url).version.step == 6
+    assert persist_version(bases, url, 7).version.step == 7  # asked for
+
+
+def test_it_goes_on_where_it_was_interrupted(
+    bases: list[Path], url: str, store: DurableVersions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit_all(bases, 7, {0: [0, 1, 2, 3]})
+
+    def fail(*args: object) -> None:
+        raise SaveError("no marker")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DurableVersions, "complete", fail)
+        with pytest.raises(SaveError, match="no marker"):
+            persist_version(bases[0], url)
+    assert stored(store) == {}
+    with monkeypatch.context() as patched:
+        patched.setattr(BaseContainer, "read_into", fail)  # the parts are there
+        assert not persist_version(bases[0], url).was_there
+        assert persist_version(bases[0], url).was_there
+    assert stored(store) == {7: expected(7)}
+    [version] = counting(store)
+    flip(Path(store.path, version.folder, object_name(2, save_id(7))))
+    assert not persist_version(bases[0], url).was_there, "a part that differs is written anew"
+    assert stored(store) == {7: expected(7)}
+
+
+def test_one_part_that_cannot_be_written_stops_the_others(
+    bases: list[Path], url: str, store: DurableVersions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ml_flashpoint.stores.part.PIECE_BYTES", BLOCK)
+    commit_all(bases, 7, {0: [0, 1, 2, 3]})
+    calls = []
+
+    def interrupted(done: int, total: int) -> None:
+        calls.append(done)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        persist_version(bases[0], url, progress=interrupted)
+    assert len(calls) == 1
+    assert store.ranks_there("step-7_ckpt", save_id(7)) == set()
+
+
+def test_a_later_save_of_the_step_stays(bases: list[Path], url: str, store: DurableVersions) -> None:
+    commit_all(bases, 8, {0: [0, 1, 2, 3]}, step=7)
+    persist_version(bases[0], url)
+    shutil.rmtree(bases[0])
+    commit_all(bases, 7, {0: [0, 1, 2, 3]})
+    with pytest.raises(SaveError, match="a later save of this step is there"):
+        persist_version(bases[0], url)
+    assert stored(store) == {7: expected(8)}
+
+
+def test_not_while_somebody_else_persists_there(
+    bases: list[Path], url: str, store: DurableVersions, memory: str
+) -> None:
+    commit_all(bases, 7, {0: [0, 1, 2, 3]})
+    owner = Ownership(store.files)
+    owner.take()
+    with pytest.raises(JobInUseError, match="somebody persists there"):
+        persist_version(bases[0], url)
+    owner.release()
+    persist_version(bases[0], url)
+    owner = Ownership(UrlFiles(memory), period_s=0.05)
+    owner.take()  # a lease, renewed by a thread
+    with pytest.raises(JobInUseError, match="somebody persists there"):
+        persist_version(bases[0], memory, period_s=0.1)
+    assert stored(open_durable(memory)) == {}
+    owner._ended.set()  # it was killed
+    assert persist_version(bases[0], memory, period_s=0.05).version.step == 7
+
+
+class HangingFiles(Directory):
+    """Does not come back from the second piece of an object, until it is told to."""
+
+    go_on = threading.Event()
+
+    def write(self, name: str, chunks: Iterable[Any]) -> int:
+        def some() -> Iterator[Any]:
+            for number, chunk in enumerate(chunks):
+                if number:
+                    self.go_on.wait()
+                yield chunk
+
+        return super().write(name, some())
+
+
+def test_a_store_that_hangs_is_given_up(
+    bases: list[Path], url: str, store: DurableVersions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit_all(bases, 7, {0: [0, 1, 2, 3]})
+    with monkeypatch.context() as patched:
+        patched.setattr("ml_flashpoint.stores.part.PIECE_BYTES", BLOCK)
+        patched.setattr(module, "open_durable", lambda url: DurableVersions(HangingFiles(url[len("file://") :])))
+        with pytest.raises(DeadlineError, match=r"nothing has happened for 0.5 s"):
+            persist_version(bases[0], url, deadline_s=0.5)
+        with pytest.raises(JobInUseError):  # what hangs may go on
+            persist_version(bases[0], url, deadline_s=0.5)
+        HangingFiles.go_on.set()
+        wait_until(lambda: is_free(store), "what was given up ends")
+    assert stored(store) == {}
+    assert not persist_version(bases[0], url).was_there
+    assert stored(store) == {7: expected(7)}
+
+
+def is_free(store: DurableVersions) -> bool:
+    owner = Ownership(store.files)
+    try:
+        owner.take()
+    except JobInUseError:
+        return False
+    owner.release()
+    return True
+
+
+@pytest.mark.slow
+def test_no_process_waits_for_a_store_that_hangs(bases: list[Path], url: str) -> None:
+    commit_all(bases, 7, {0: [0, 1, 2, 3]})
+    script = (
+        "import sys, threading\n"
+        "from ml_flashpoint.stores.directory import Directory\n"
+        "Directory.write = lambda *_: threading.Event().wait()\n"
+        "from ml_flashpoint.cli.persist import persist\n"
+        "sys.exit(persist([sys.argv[1]], sys.argv[2], deadline_s=0.5))\n"
+    )
+    argv = [sys.executable, "-c", script, str(bases[0]), url]
+    done = subprocess.run(argv, capture_output=True, text=True, env=child_environment(), timeout=60)
+    assert done.returncode == 1
+    assert "nothing has happened for 0.5 s" in done.stderr
+
+
+@pytest.mark.slow
+def test_what_is_slow_does_not_hang() -> None:
+    def slowly(moved: Callable[[], None]) -> str:
+        for _ in range(60):
+            time.sleep(0.05)
+            moved()
+        return "done"
+
+    assert while_it_moves(slowly, 2.0, "somewhere") == "done"
+
+
+def test_of_a_running_job_the_newest_is_taken(
+    bases: list[Path], url: str, store: DurableVersions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit_all(bases, 7, {0: [0, 1, 2, 3]})
+    hold = BaseContainer.hold
+
+    def removed(self: BaseContainer, manifest: Manifest) -> Any:
+        if manifest.step == 7:
+            shutil.rmtree(self.base / "step-7_ckpt")
+            commit_all(bases, 8, {0: [0, 1, 2, 3]})
+            raise PrunedError("it went")
+        return hold(self, manifest)
+
+    monkeypatch.setattr(BaseContainer, "hold", removed)
+    assert persist_version(bases[0], url).version.step == 8
+    assert stored(store) == {8: expected(8)}
+
+
+def test_planted_links_in_the_store_are_not_followed(bases: list[Path], tmpfs: Path, url: str) -> None:
+    commit_all(bases, 7, {0: [0, 1, 2, 3]})
+    (tmpfs / "elsewhere").mkdir()
+    (tmpfs / "store").mkdir()
+    (tmpfs / "store" / f"run-{RUN}").symlink_to(tmpfs / "elsewhere")
+    with pytest.raises((DamagedError, UnsafePathError)):
+        persist_version(bases[0], url)
+    assert list((tmpfs / "elsewhere").iterdir()) == []
+
+
+def test_of_persisted_versions_the_newest_that_is_sound_is_opened(
+    bases: list[Path], url: str, store: DurableVersions
+) -> None:
+    for number in (6, 7):
+        commit_all(bases, number, {0: [0, 1, 2, 3]})
+        persist_version(bases[0], url, number)
+    assert open_version(url).step == 7
+    newest = counting(store)[0]
+    store.files.remove(f"{newest.folder}/{object_name(2, newest.save_id)}")
+    assert open_version(url).step == 6
+    with pytest.raises(ObjectNotFoundError, match="no such file"):
+        open_version(url, 7)
+    with pytest.raises(ObjectNotFoundError, match="no complete version of step 8"):
+        open_version(url, 8)
+
+
+def test_the_command(bases: list[Path], url: str, store: DurableVersions, capsys: pytest.CaptureFixture[str]) -> None:
+    commit_all(bases, 6, {0: [0, 1], 1: [2, 3]})
+    commit_all(bases, 7, {0: [0, 1], 1: [2, 3]})
+    sources = [str(base) for base in bases]
+    assert command([f"{sources[0]}@7", sources[1]], url) == 0
+    assert capsys.readouterr().out == f"step 7 of 4 ranks is persisted, 10.2 KiB: {url}\n"
+    assert command([f"{sources[0]}@6", sources[1]], url, as_json=True) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["step"], told["world_size"], told["was_there"], told["newer"]) == (6, 4, False, 7)
+    assert all(MARKER in store.files.list(version.folder) for version in counting(store))

@@ -1,0 +1,166 @@
+"""Removing persisted versions by hand: not the one that a job would go on from, and not while one persists there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from ml_flashpoint import Flashpoint
+from ml_flashpoint.cli.rm import remove
+from ml_flashpoint.format.errors import DeadlineError, InvalidArgumentError, JobInUseError, ObjectNotFoundError
+from ml_flashpoint.format.manifest import object_name
+from ml_flashpoint.stores.directory import Directory
+from ml_flashpoint.stores.durable import MARKER, DurableVersions
+from ml_flashpoint.stores.location import open_durable
+from ml_flashpoint.stores.ownership import Ownership
+from ml_flashpoint.tools import removal as module
+from ml_flashpoint.tools.removal import remove_versions
+from tests.facade.test_persist import write_steps
+from tests.stores.test_durable import LATER, content, counting, part, persist
+from tests.support.loops import Stored
+
+pytestmark = [pytest.mark.damages_on_purpose, pytest.mark.stores_any_bytes]
+
+
+@pytest.fixture
+def root(tmpfs: Path) -> Path:
+    return tmpfs / "store"
+
+
+@pytest.fixture
+def url(root: Path) -> str:
+    return f"file://{root}"
+
+
+@pytest.fixture
+def store(root: Path) -> DurableVersions:
+    """With steps 1 and 2, and step 1 of a later run, which is the newest."""
+    store = DurableVersions(Directory(root))
+    persist(store, 1)
+    persist(store, 2)
+    persist(store, 1, LATER)
+    return store
+
+
+def steps(store: DurableVersions) -> list[int]:
+    return [version.step for version in counting(store)]
+
+
+def test_a_step_goes_and_no_other(url: str, store: DurableVersions) -> None:
+    assert remove_versions(url, 2).versions == [f"run-{part(2).save_id[:22]}/step-2_ckpt"]
+    assert steps(store) == [1, 1]
+    with pytest.raises(ObjectNotFoundError, match="no version of step 2"):
+        remove_versions(url, 2)
+
+
+def test_the_newest_goes_only_if_that_is_said(url: str, store: DurableVersions) -> None:
+    for step in (1, None):
+        with pytest.raises(InvalidArgumentError, match=r"--newest"):
+            remove_versions(url, step)
+    assert steps(store) == [1, 2, 1]
+    assert len(remove_versions(url, 1, newest=True).versions) == 2  # both saves of it
+    assert steps(store) == [2]
+    assert [name for name in store.files.list() if name.startswith("run-")] == [f"run-{part(2).save_id[:22]}"]
+
+
+def test_what_is_not_whole_is_not_what_a_job_goes_on_from(url: str, store: DurableVersions) -> None:
+    newest = counting(store)[0]
+    store.files.remove(f"{newest.folder}/{object_name(0, newest.save_id)}")
+    with pytest.raises(InvalidArgumentError, match=r"step-2_ckpt is the newest that is whole"):
+        remove_versions(url, 2)
+    assert len(remove_versions(url, 1).versions) == 2
+    assert steps(store) == [2]
+
+
+def test_all_goes_but_what_is_of_no_training_job(url: str, root: Path, store: DurableVersions) -> None:
+    store.write_part(part(9), content)  # of a save that was cut short
+    marker = f"{counting(store)[-1].folder}/{MARKER}"
+    store.files.write(marker, [b"damaged"])
+    (root / "dictionary" / "run-x").mkdir(parents=True)
+    (root / "notes.txt").write_text("mine")
+    assert len(remove_versions(url, newest=True).versions) == 4
+    assert store.files.list() == ["dictionary", "lock", "notes.txt"]
+    with pytest.raises(ObjectNotFoundError):
+        remove_versions(url, newest=True)
+
+
+def test_not_while_somebody_persists_there(url: str, store: DurableVersions) -> None:
+    owner = Ownership(store.files)
+    owner.take()
+    with pytest.raises(JobInUseError, match="somebody persists there"):
+        remove_versions(url, 2)
+    owner.release()
+    assert steps(store) == [1, 2, 1]
+
+
+def test_nothing_is_made_where_there_is_nothing(tmpfs: Path) -> None:
+    with pytest.raises(ObjectNotFoundError):
+        remove_versions(f"file://{tmpfs}/none")
+    assert not (tmpfs / "none").exists()
+
+
+class HangingFiles(Directory):
+    """Does not come back from the removal of a folder, until it is told to."""
+
+    go_on = threading.Event()
+    ended = threading.Event()
+
+    def remove_folder(self, folder: str) -> None:
+        self.go_on.wait()
+        self.ended.set()
+        super().remove_folder(folder)
+
+
+def test_a_store_that_hangs_is_given_up(
+    url: str, root: Path, store: DurableVersions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "open_store", lambda source: DurableVersions(HangingFiles(root)))
+    with pytest.raises(DeadlineError, match=r"nothing has happened for 0.3 s"):
+        remove_versions(url, 2, deadline_s=0.3)
+    assert steps(store) == [1, 1]  # the marker goes first
+    HangingFiles.go_on.set()
+    assert HangingFiles.ended.wait(60)
+
+
+def test_behind_other_urls(tmpfs: Path) -> None:
+    store = open_durable(f"local://{tmpfs}/store")
+    for number in (1, 2):
+        persist(store, number)
+    assert len(remove_versions(f"local://{tmpfs}/store", 1, period_s=0.05).versions) == 1
+    assert steps(store) == [2]
+    assert "lease.json" not in store.files.list()
+
+
+def test_the_command(url: str, root: Path, store: DurableVersions, capsys: pytest.CaptureFixture[str]) -> None:
+    assert remove(f"{url}@2") == 2
+    assert "say --yes" in capsys.readouterr().err
+    assert remove(f"{root}@1", yes=True) == 2
+    assert "say --newest" in capsys.readouterr().err
+    assert steps(store) == [1, 2, 1]
+    assert remove(f"{root}@2", yes=True, as_json=True) == 0
+    assert json.loads(capsys.readouterr().out)["versions"] == [f"run-{part(2).save_id[:22]}/step-2_ckpt"]
+    assert remove(url, yes=True, newest=True) == 0
+    assert remove(url, yes=True, newest=True) == 2
+    assert remove(str(root.parent / "job"), yes=True, newest=True) == 2
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_from_what_is_left(tmpfs: Path, url: str, root: Path) -> None:
+    base = tmpfs / "job"
+    with Flashpoint(base, persist=url, persist_every=1, strict=True) as fp:
+        fp.track(value=Stored(1)).resume()
+        write_steps(fp, 3)
+        with pytest.raises(JobInUseError):
+            remove_versions(url, 1)
+    remove_versions(url, 3, newest=True)
+    shutil.rmtree(base)
+    with Flashpoint(base, persist=url, strict=True) as fp:
+        assert fp.track(value=Stored()).resume() == 2
+    assert remove(url, yes=True, newest=True) == 0
+    shutil.rmtree(base)
+    with Flashpoint(base, persist=url, strict=True) as fp:
+        assert fp.track(value=Stored()).resume() == 0

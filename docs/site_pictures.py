@@ -42,6 +42,7 @@ _LAYERS = {
     "core": "the engine: saving, committing, recovering, loading",
     "replication": "copies: sending, receiving, verifying; stores of versions",
     "checkpoint_object_manager": "arenas and versions on tmpfs",
+    "memory": "the lock of a job, the room on a node; slots",
     "state": "state as a tree of tensors and an archive, and the plan to write it",
     "copy": "bytes from tensors into arenas",
     "ranks": "who takes part, strategies, recovery planning; requests",

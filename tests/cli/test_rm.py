@@ -144,7 +144,7 @@ def test_not_while_a_process_of_the_job_runs(base: Path, capsys: pytest.CaptureF
         child.next_report("resumed")
         assert remove(str(base), yes=True) == 1
         assert "ranks 0 are running here" in capsys.readouterr().err
-        with pytest.raises(JobInUseError, match="a live process"):  # one that started since that look
+        with pytest.raises(JobInUseError, match="another job has this base container open"):  # since that look
             remove_from_base(base)
         with pytest.raises(JobInUseError):
             remove_from_base(base, 2)

@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ml_flashpoint.checkpoint_object_manager.capacity import free_memory, is_memory
 from ml_flashpoint.copy.pinned import PageLock, works_on_devices
 from ml_flashpoint.format.errors import CapacityError, DamagedError, SaveError
 from ml_flashpoint.format.private_folders import open_own
+from ml_flashpoint.memory.capacity import free_memory, is_memory
 
 if TYPE_CHECKING:  # imported by the first that asks for a tensor: managers of dictionaries do not
     import torch

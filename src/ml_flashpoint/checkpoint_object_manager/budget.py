@@ -12,7 +12,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from ml_flashpoint.checkpoint_object_manager.capacity import OWN_VERSIONS, available_bytes
+from ml_flashpoint.checkpoint_object_manager.capacity import OWN_VERSIONS
+from ml_flashpoint.memory.capacity import available_bytes
 
 _log = logging.getLogger(__name__)
 

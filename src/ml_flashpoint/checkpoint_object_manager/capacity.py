@@ -6,43 +6,20 @@ middle of a save. It allocates nothing.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 from pathlib import Path
 
 import psutil
 
-from ml_flashpoint.checkpoint_object_manager.control_groups import memory_left
 from ml_flashpoint.format.errors import CapacityError
+from ml_flashpoint.memory.capacity import available_bytes, is_memory
 
 _log = logging.getLogger(__name__)
 _warned: set[str] = set()
 
-_TMPFS, _RAMFS, _HUGETLBFS = 0x01021994, 0x858458F6, 0x958458F6
-_libc = ctypes.CDLL(None)
-
 OWN_VERSIONS = 2
 """Versions that a rank keeps of its own state: the newest complete one and the one being written."""
-
-
-def is_memory(path: Path | int) -> bool:
-    """Whether what is stored in a file or folder that exists, or in an open file, takes the memory of the machine."""
-    return _kind_of(path) in (_TMPFS, _RAMFS)
-
-
-def free_memory() -> int:
-    """Bytes of memory that this process may still take: what is free of the machine and of the container."""
-    free = int(psutil.virtual_memory().available)
-    left = memory_left()
-    return free if left is None else min(free, left)
-
-
-def _kind_of(path: Path | int) -> int | None:
-    """The number by which the kernel tells filesystems apart; None if it does not say."""
-    found = ctypes.create_string_buffer(512)  # a struct statfs, larger than any
-    status = _libc.fstatfs(path, found) if isinstance(path, int) else _libc.statfs(os.fsencode(path), found)
-    return ctypes.c_long.from_buffer(found).value & 0xFFFFFFFF if status == 0 else None
 
 
 def mount_of(path: Path) -> tuple[str, str, tuple[str, ...]]:
@@ -65,15 +42,6 @@ def existing_parent(path: Path) -> Path:
     return path
 
 
-def available_bytes(path: Path) -> int:
-    """Bytes that may still be stored under ``path``: filesystem space and, on tmpfs, also free memory of the machine
-    and of the container."""
-    path = existing_parent(path)
-    stats = os.statvfs(path)
-    free = stats.f_bavail * stats.f_frsize
-    return min(free, free_memory()) if is_memory(path) else free
-
-
 def most_bytes(path: Path) -> int:
     """Bytes that could be stored under ``path`` if nothing else were there: no room can be made for more."""
     path = existing_parent(path)
@@ -87,7 +55,7 @@ def most_bytes(path: Path) -> int:
 
 def warn_unless_memory(base: Path) -> None:
     """Log one warning a process if ``base`` is not on a memory filesystem: saves work, at disk speed."""
-    if str(base) in _warned or _kind_of(existing_parent(base)) in (_TMPFS, _RAMFS, _HUGETLBFS):
+    if str(base) in _warned or is_memory(existing_parent(base)):
         return
     _warned.add(str(base))
     _log.warning(

@@ -7,7 +7,7 @@ go: the saver does, and `retained`.
 
 ::
 
-    <base>/.flashpoint/job                                         locked by all processes of the job; see `job_lock`
+    <base>/.flashpoint/job                                         locked by all processes of the job; see `memory.lock`
     <base>/.flashpoint/rank-00003/lock, arena-0, arena-1, ...      faulted in for the life of the job
     <base>/.flashpoint/rank-00003/reserve                          pages for manifests
     <base>/step-7_ckpt/rank-00003-<save id>.safetensors            hard link to an arena
@@ -30,7 +30,6 @@ from ml_flashpoint.checkpoint_object_manager.arena_pool import ArenaPool, is_are
 from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR, mark_complete
 from ml_flashpoint.checkpoint_object_manager.capacity import warn_unless_memory
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
-from ml_flashpoint.checkpoint_object_manager.job_lock import JobLock
 from ml_flashpoint.checkpoint_object_manager.orphans import inherit_parts
 from ml_flashpoint.checkpoint_object_manager.rank_lock import LOCK, take_lock
 from ml_flashpoint.checkpoint_object_manager.reserve import RESERVE, keep_reserve
@@ -47,6 +46,7 @@ from ml_flashpoint.format.lineage import Lineage, read_lineage
 from ml_flashpoint.format.manifest import Manifest
 from ml_flashpoint.format.private_folders import sweep_folder
 from ml_flashpoint.format.status import NAME as STATUS
+from ml_flashpoint.memory.lock import JobLock
 from ml_flashpoint.ranks.recovery import superseded
 from ml_flashpoint.ranks.retention import VerifiedSave
 
@@ -129,10 +129,10 @@ class RankStore:
         """Raise unless the base container at this path is still the one that was opened.
 
         Raises:
-            JobInUseError: see `JobFile.check`.
+            JobInUseError: see `JobLock.check`.
         """
         if self._job is not None:
-            self._job.file.check()
+            self._job.check()
 
     # ---- arenas -------------------------------------------------------------------------------------------
 

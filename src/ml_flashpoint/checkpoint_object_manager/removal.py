@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Final
 
 from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR, RANK_NAME, forget_complete, holds_parts
-from ml_flashpoint.checkpoint_object_manager.job_lock import JOB, lock_out_jobs
 from ml_flashpoint.checkpoint_object_manager.rank_lock import LOCK
 from ml_flashpoint.checkpoint_object_manager.version_files import (
     list_versions,
@@ -29,6 +28,7 @@ from ml_flashpoint.format.errors import JobInUseError, ObjectNotFoundError, Save
 from ml_flashpoint.format.lineage import remove_lineage
 from ml_flashpoint.format.manifest import parse_manifest_name, parse_object_name
 from ml_flashpoint.format.private_folders import check_folder, check_way, open_folder, open_own
+from ml_flashpoint.memory.lock import JOB, locked_out
 
 _ARENA: Final = "arena-"
 
@@ -99,21 +99,21 @@ def remove_from_base(base: Path, step: int | None = None) -> Removed:
 def _locked(root: Path) -> Iterator[list[Path]]:
     """The folders of all ranks, while no process can have one."""
     private = root / PRIVATE_DIR
-    descriptors: list[int] = []
     ranks: list[Path] = []
-    try:
+    with contextlib.ExitStack() as held:
         if os.path.lexists(private):
             os.close(open_folder(private))
-            descriptors.append(lock_out_jobs(root))
+            held.enter_context(locked_out(root))
             ranks = sorted(private / name for name in os.listdir(private) if RANK_NAME.fullmatch(name))
         for folder in ranks:
             os.close(open_folder(folder))
             # Once a process each: closing another descriptor of the file would let go of the lock.
-            descriptors.append(open_own(folder / LOCK, os.O_RDWR | os.O_CREAT))
+            descriptor = open_own(folder / LOCK, os.O_RDWR | os.O_CREAT)
+            held.callback(os.close, descriptor)
             try:
-                fcntl.lockf(descriptors[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                owner = os.pread(descriptors[-1], 32, 0).decode(errors="replace").strip()
+                owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
                 raise JobInUseError(
                     f"a live process (pid {owner or 'unknown'}) has it",
                     rank=int(folder.name.rpartition("-")[2]),
@@ -121,9 +121,6 @@ def _locked(root: Path) -> Iterator[list[Path]]:
                     hint="end the job first",
                 ) from error
         yield ranks
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
 
 
 def _remove_version(directory: Path, removed: Removed) -> set[int]:

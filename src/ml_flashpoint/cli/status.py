@@ -22,12 +22,12 @@ from rich.table import Table
 from rich.text import Text
 
 from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR
-from ml_flashpoint.checkpoint_object_manager.capacity import available_bytes
 from ml_flashpoint.cli import output
 from ml_flashpoint.cli.base_view import format_bytes, read_base, read_ranks
 from ml_flashpoint.cli.bases import base_of
 from ml_flashpoint.cli.losses import CAPTION, UNKNOWN, Loss, losses
 from ml_flashpoint.format.status import RankStatus, read_status
+from ml_flashpoint.memory.capacity import available_bytes
 
 _TRIES = 5
 _ARENA: Final = "arena-"

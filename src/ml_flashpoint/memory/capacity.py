@@ -32,16 +32,25 @@ def available_bytes(path: Path, *, root: Path = Path("/")) -> int:
         return free
     if stats.f_blocks == 0:  # a tmpfs without a limit has no size
         free = psutil.virtual_memory().total
-    limits = [left for group, files in _groups(root) if (left := _left_in(group, files)) is not None]
-    return min(free, int(psutil.virtual_memory().available), *limits)
+    return min(free, free_memory(root))
 
 
-def is_memory(path: Path) -> bool:
-    """Return True if files at a path that exists take the memory of the machine."""
+def free_memory(root: Path = Path("/")) -> int:
+    """Return the bytes of memory that this process may still take, of the machine and of its control groups."""
+    free, left = int(psutil.virtual_memory().available), memory_left(root)
+    return free if left is None else min(free, left)
+
+
+def memory_left(root: Path = Path("/")) -> int | None:
+    """Return the bytes that the control groups of this process leave; None if none of them has a limit."""
+    return min((left for group, files in _groups(root) if (left := _left_in(group, files)) is not None), default=None)
+
+
+def is_memory(path: Path | int) -> bool:
+    """Return True if a file or folder that exists, or an open file, takes the memory of the machine."""
     found = ctypes.create_string_buffer(512)  # a struct statfs, larger than any; its first field is the kind
-    if _libc.statfs(os.fsencode(path), found) != 0:
-        return False
-    return ctypes.c_long.from_buffer(found).value & 0xFFFFFFFF in (_TMPFS, _RAMFS)
+    status = _libc.fstatfs(path, found) if isinstance(path, int) else _libc.statfs(os.fsencode(path), found)
+    return status == 0 and ctypes.c_long.from_buffer(found).value & 0xFFFFFFFF in (_TMPFS, _RAMFS)
 
 
 class _Files(NamedTuple):

@@ -117,14 +117,15 @@ class JobLock:
         Raises:
             JobInUseError: the lock's file is not the one that this process has locked.
         """
+        found = "another job has made it anew"
         try:
             status = os.stat(self._path, follow_symlinks=False)
             if (status.st_dev, status.st_ino) == self._file:
                 return
         except (FileNotFoundError, NotADirectoryError):
-            pass
+            found = "nothing is there now"
         raise JobInUseError(
-            "this base container was removed while the job had it open",
+            f"this base container was removed while the job had it open, and {found}",
             path=self.base,
             hint="the job can save nothing any more: end it, and give each job a base container of its own",
         )

@@ -23,11 +23,12 @@ import torch.distributed as dist
 
 import ml_flashpoint
 from ml_flashpoint import events
-from ml_flashpoint.checkpoint_object_manager.capacity import available_bytes, existing_parent
+from ml_flashpoint.checkpoint_object_manager.capacity import existing_parent
 from ml_flashpoint.cli.doctor.finding import BAD, NOTE, OK, Examined, Finding
 from ml_flashpoint.core.engine import CheckpointEngine
 from ml_flashpoint.extras import DISTRIBUTION
 from ml_flashpoint.format.errors import FlashpointError, ReplicationError
+from ml_flashpoint.memory.capacity import available_bytes
 from ml_flashpoint.ranks.rank_group import RankGroup, rank_group
 
 _SAVES = 4

@@ -327,7 +327,7 @@ def _write_by_place(target: torch.Tensor, source: torch.Tensor) -> None:
         target, source = torch._neg_view(target), torch._neg_view(source)
     to, of = _bits(target), _bits(source.resolve_conj().resolve_neg())
     span = 1 + sum((size - 1) * stride for size, stride in zip(to.shape, to.stride(), strict=True))
-    places = torch.arange(span, device=to.device).as_strided(to.shape, to.stride())
+    places = torch.arange(span, dtype=torch.int64, device=to.device).as_strided(to.shape, to.stride())
     to.as_strided((span,), (1,), to.storage_offset())[places.reshape(-1)] = of.reshape(-1)
     if not torch.equal(to, of):
         raise LoadError(

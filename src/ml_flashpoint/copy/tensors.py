@@ -12,7 +12,7 @@ from ml_flashpoint.format.errors import SaveError
 
 
 def is_plain_strided(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's memory is all there is to it, so that copying its elements preserves it."""
+    """Return True if the memory of a tensor is all of it, so that a copy of its elements is the same tensor."""
     wraps_others = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     return tensor.layout is torch.strided and not tensor.is_quantized and not wraps_others and not tensor.is_nested
 

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -132,14 +133,15 @@ class CheckpointEngine:
             self.unasked = not self.ranks.all_ok(self.store.asked)
             self._in_flight: InFlight | None = None
             if self.persisting is not None and sigterm_grace_s is not None:
-                main = threading.main_thread()
-                self._in_flight = InFlight(
-                    self.persisting.hurry,
-                    lambda s: self.finish(s, lambda left: self.saver.wait(left, held_up=main)),
-                    sigterm_grace_s,
-                )
-                hold_up_sigterm(self._in_flight)
+                self._in_flight = self._hold_up_sigterm(self.persisting, sigterm_grace_s)
             undo.pop_all()
+
+    def _hold_up_sigterm(self, persisting: Persisting, grace_s: float) -> InFlight:
+        main = threading.main_thread()
+        finish = partial(self.finish, settle=partial(self.saver.wait, held_up=main))
+        in_flight = InFlight(persisting.hurry, finish, grace_s)
+        hold_up_sigterm(in_flight)
+        return in_flight
 
     def version(self, step: int) -> CheckpointContainerId:
         """The name of the version of a step, whether there is one or not."""

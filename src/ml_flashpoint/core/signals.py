@@ -32,7 +32,7 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True, eq=False)
 class InFlight:
-    """What one engine has in flight when SIGTERM comes.
+    """The work of one engine that is in flight when SIGTERM comes.
 
     Attributes:
         hurry: has the newest version persisted as fast as that goes; does not wait.

@@ -98,7 +98,7 @@ def _save(value: object, name: str) -> SaveId:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one rank has to say about a round.
+    """The word of one rank on a round.
 
     Attributes:
         number: of the verdict that began the round.

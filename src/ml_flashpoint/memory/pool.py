@@ -63,7 +63,7 @@ class SlotRequest:
 
 
 class SlotView(Protocol):
-    """What `choose` looks at in a slot."""
+    """The side of a slot that `choose` looks at."""
 
     @property
     def state(self) -> State:

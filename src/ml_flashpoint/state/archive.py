@@ -142,7 +142,7 @@ def refuse_unloadable(data: bytes, what: str, *, allowed: Sequence[SafeGlobal] =
 
 
 def _refusal(data: bytes, allowed: Sequence[SafeGlobal], leaves: Leaves | None, seen: Any = None) -> Exception | None:
-    """Why an archive that was just written would not be loaded. What was found to be loadable is remembered."""
+    """Return why an archive that was just written would not be loaded. Remember archives that would be."""
     if seen in _loadable:
         return None
     try:
@@ -421,7 +421,7 @@ def _text(error: BaseException) -> str:
 
 
 def _words(allowed: Sequence[SafeGlobal], leaves: Leaves | None) -> list[SafeGlobal]:
-    """What an archive may name."""
+    """Return everything that an archive may name."""
     listed = {name: kind for kind, name in by_name(allowed)}
     trusted = [*listed.values(), *(kind for kind, _ in by_name(torch.serialization.get_safe_globals()))]
     words = [*_WORDS, *by_name(allowed), (_Maker(listed, trusted), f"{__name__}._made")]
@@ -482,7 +482,7 @@ class _Maker:
 
 
 class _Reducers(dict[type, Any]):
-    """How values of a type are pickled, by the type; for pickle, which asks for each type that it has no opcode for."""
+    """Functions that pickle values, by type; for pickle, which asks for each type that it has no opcode for."""
 
     def __init__(self, leaves: Leaves | None, *, storages: bool = True) -> None:
         super().__init__(_REDUCERS)

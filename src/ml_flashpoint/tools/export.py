@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Exported:
-    """What was exported.
+    """The result of an export.
 
     Attributes:
         path: the folder, or the file.

@@ -55,7 +55,10 @@ def test_a_job_is_warned_where_it_may_hang(
     flags = ["--nproc-per-node=2", f"--max-restarts={restarts}", *place]
     argv = [sys.executable, "-m", "torch.distributed.run", *flags, str(script)]
     if says.startswith("export") or warm.ALL_COLD:
-        said = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=200)
+        try:
+            said = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=200)
+        except subprocess.TimeoutExpired as error:
+            pytest.fail(f"the job hangs; it said: {error.stderr!r}")
     else:
         said = warm.run(argv, env, timeout_s=200)
     assert said.returncode == 0, said.stderr[-3000:]

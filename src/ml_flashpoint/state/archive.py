@@ -484,13 +484,11 @@ class _Maker:
         self._unfinished: list[tuple[Any, type, dict[str, Any]]] = []
 
     def finish(self) -> None:
-        """Make instances of their types that are none yet.
-
-        Raises:
-            TypeError: a type has slots.
-        """
+        """Make instances of their types that are none yet."""
         for made, kind, attributes in self._unfinished:
-            made.__class__ = kind
+            if type(made) is _Unfinished:
+                made.__dict__.clear()
+                made.__class__ = kind
             set_attributes(made, attributes)
 
     def __call__(self, kind: str, *args: Any) -> Any:
@@ -508,9 +506,13 @@ class _Maker:
         if type(attributes) is not dict or not all(type(each) is str for each in attributes):
             raise TypeError("attributes that are no dict")
         kind = self._found(name, is_plain)
-        if not callable(object.__new__(kind)):
+        made: Any = object.__new__(kind)
+        if not callable(made):
             return new_instance(kind, attributes)
-        self._unfinished.append((made := _Unfinished(), kind, attributes))
+        with contextlib.suppress(TypeError):  # it has slots, and is without attributes instead
+            _Unfinished(kind, {}).__class__ = kind
+            made = _Unfinished(kind, attributes)
+        self._unfinished.append((made, kind, attributes))
         return made
 
     def _tuple(self, name: Any, values: Any) -> Any:
@@ -536,7 +538,13 @@ class _Maker:
 class _Unfinished:
     """An instance of a type that it is given later."""
 
-    __hash__ = None  # type: ignore[assignment]
+    def __init__(self, kind: Any, attributes: Mapping[str, Any]) -> None:
+        self.kind = kind
+        self.attributes = attributes
+
+    def __hash__(self) -> int:
+        by_content = self.kind.__hash__ is not object.__hash__
+        return hash(new_instance(self.kind, self.attributes)) if by_content else object.__hash__(self)
 
 
 class _Reducers(dict[type, Any]):

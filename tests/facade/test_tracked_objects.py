@@ -57,6 +57,44 @@ def test_optimizer_with_lists_for_state(base: Path) -> None:
     torch.testing.assert_close(state_of(restored)[0]["old_dirs"], state_of(optimizer)[0]["old_dirs"], rtol=0, atol=0)
 
 
+class _Counting(torch.optim.SGD):
+    """Its state dict has more than what torch's has."""
+
+    steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.steps = state_dict["steps"]
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "steps"})
+
+
+def _hooked(parameters: Any, **options: Any) -> torch.optim.Optimizer:
+    def load(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+        optimizer.steps = state["steps"]
+        return {key: value for key, value in state.items() if key != "steps"}
+
+    made: Any = torch.optim.SGD(parameters, **options)
+    made.steps = 0
+    made.register_state_dict_post_hook(lambda optimizer, state: {**state, "steps": optimizer.steps})
+    made.register_load_state_dict_pre_hook(load)
+    return made  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("make", [_Counting, _hooked], ids=["method", "hook"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_an_optimizer_whose_state_dict_has_more(base: Path, make: Any, momentum: float) -> None:
+    model, fresh = nn.Linear(4, 2), nn.Linear(4, 2)
+    optimizer: Any = trained(model, lambda parameters: make(parameters, lr=0.1, momentum=momentum))
+    restored: Any = make(fresh.parameters(), lr=0.1, momentum=momentum)
+    optimizer.steps = 7
+    save(base, model=model, optimizer=optimizer)
+    assert resumed(base, model=fresh, optimizer=restored) == 1
+    assert restored.steps == 7
+    assert_same_state(restored, optimizer)
+
+
 def test_optimizer_that_has_not_stepped_is_not_made_to(base: Path) -> None:
     model = nn.Linear(4, 2)
     optimizer = torch.optim.AdamW(model.parameters())

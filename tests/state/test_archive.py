@@ -36,6 +36,24 @@ class Settings:
         made.append("Settings")
 
 
+@dataclasses.dataclass(frozen=True)
+class Task:
+    name: str
+
+    def __call__(self, *args: Any) -> torch.Tensor:
+        made.append(self.name)
+        return torch.ones(1)
+
+
+@dataclasses.dataclass(slots=True)
+class SlottedTask:
+    name: str
+
+    def __call__(self, *args: Any) -> torch.Tensor:
+        made.append(self.name)
+        return torch.ones(1)
+
+
 class Pair(NamedTuple):
     first: Any
     second: Any
@@ -65,6 +83,7 @@ def _same(one: Any, other: Any) -> None:
 OURS = {
     **VALUES,
     "types of this process": [Settings(0.5, ["a"]), Pair(1, Pair(torch.ones(2), None)), {Colour.RED: Colour.RED}],
+    "an instance that can be called": {"twice": [task := Task("warmup"), task], task: SlottedTask("b")},
     "generators": [random.getstate(), np.random.default_rng(1).bit_generator.state],
 }
 
@@ -274,6 +293,63 @@ def test_a_name_that_is_not_allowed_is_named_and_not_called(tmp_path: Path) -> N
         with pytest.raises(UnsafeContentError, match=r"\.mkdir"):
             _load(forged)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", [Task, SlottedTask])
+def test_an_instance_that_can_be_called_is_not_called(kind: Any) -> None:
+    made.clear()
+    task = parts_of(saved(kind("forged")))[0][2:-1]
+    forged = archive_of(b"\x80\x02ctorch._tensor\n_rebuild_from_type_v2\n(" + task + b"ctorch\nTensor\n)}tR.")
+    with pytest.raises(DamagedError, match=r"not callable|no attribute|name"):
+        _load(forged)
+    assert made == []
+
+
+def test_a_name_is_the_same_wherever_its_module_ends() -> None:
+    pickle = pickled(VALUES["nested"])
+    for name in (b"ctorch\n_utils._rebuild_nested_tensor\n", b"ctorch._utils\n_rebuild_nested_tensor\n"):
+        forged, records = parts_of(pickle)
+        forged = forged.replace(b"ctorch._utils\n_rebuild_nested_tensor\n", name)
+        with pytest.raises(UnsafeContentError, match=r"torch\._utils\._rebuild_nested_tensor"):
+            _load(archive_of(forged, records))
+
+
+def test_records_whose_names_differ_in_case_are_damage() -> None:
+    for name in ("DATA.PKL", "Data.pkl"):
+        with pytest.raises(DamagedError, match="two records"):
+            _load(archive_of(b"\x80\x02N.", {name: b"\x80\x02K\x01."}))
+
+
+_MADE = b"cml_flashpoint.state.archive\n_made\n"
+_DEEP = 300_000
+NESTED = {
+    "tuples that are hashed": b"})" + b"\x85" * _DEEP + b"K\x01s",
+    "slices": b"cbuiltins\nslice\nN" * _DEEP + b"N" + b"\x86R" * _DEEP,
+    "queues": (_MADE + b"X\x05\0\0\0deque]") * _DEEP + b"N" + b"aN\x87R" * _DEEP,
+    "arrays": (_MADE + b"X\x07\0\0\0objectsK\x01\x85]") * _DEEP + b"N" + b"a\x87R" * _DEEP,
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_what_is_nested_too_deeply_to_be_freed_is_damage(name: str) -> None:
+    with pytest.raises(DamagedError, match="nested too deeply"):
+        _load(archive_of(b"\x80\x02" + NESTED[name] + b"."))
+
+
+def test_large_values_are_not_nested_deeply() -> None:
+    value = {f"key {number}": [(number, {"a": number}), {number}] for number in range(20_000)}
+    assert _load(save_archive(value, "value")) == value
+
+
+def test_no_memory_is_made_of_elements_that_share_it() -> None:
+    octets = torch.zeros(1, dtype=torch.uint8).expand(1 << 33)
+    for value in ((octets, "|u1", (1 << 33,), False), (octets.view(torch.int8), torch.qint8, 1.0, 0)):
+        kind = "array" if value[0].dtype is torch.uint8 else "quantized"
+        pickle, records = parts_of(saved(value))
+        text = b"X" + len(kind).to_bytes(4, "little") + kind.encode()
+        body = pickle[2:-1].replace(b"(", b"(" + text, 1)
+        with pytest.raises(DamagedError, match="more bytes than its memory"):
+            _load(archive_of(b"\x80\x02" + _MADE + body + b"R.", records))
 
 
 def test_types_that_archives_name_must_be_of_their_kind() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections import UserDict
+from collections import Counter, UserDict
 from typing import Any
 
 import pytest
@@ -20,6 +20,11 @@ from ml_flashpoint.state.packed_state import PackedState, item_bytes
 from ml_flashpoint.state.plan import Offer, Share
 from ml_flashpoint.state.tree import Tree
 
+
+class _Unknown(UserDict[str, Any]):
+    """A mapping that torch's pytree does not know, and DCP goes into."""
+
+
 _tensors = st.builds(
     lambda shape, dtype: torch.zeros(shape, dtype=dtype),
     st.sampled_from([(), (2,), (3,), (2, 3), (0,)]),
@@ -34,7 +39,10 @@ _values = st.one_of(
 )
 _inner: Any = st.recursive(
     _values,
-    lambda each: st.one_of(st.dictionaries(st.sampled_from("xyz"), each, max_size=3), st.lists(each, max_size=2)),
+    lambda each: st.one_of(
+        st.dictionaries(st.sampled_from("xyz"), each, max_size=3),
+        st.lists(each, max_size=2),
+    ),
     max_leaves=6,
 )
 _states = st.dictionaries(st.sampled_from("abc"), _inner, min_size=1, max_size=3)
@@ -153,10 +161,6 @@ def test_values_are_encoded_anew_only_where_they_differ() -> None:
     assert dict(items)["b"] == b"[-0.0]"
 
 
-class _Unknown(UserDict[str, Any]):
-    """A mapping that torch's pytree does not know, and DCP goes into."""
-
-
 def test_tensors_in_containers_that_are_not_compared_are_planned_anew_each_time() -> None:
     state = {"a": _Unknown(b=torch.ones(2), n=3)}
     share, tree = _share(state)
@@ -165,6 +169,12 @@ def test_tensors_in_containers_that_are_not_compared_are_planned_anew_each_time(
     assert torch.equal(dict(tensors)["a.b"], torch.full((2,), 2.0))
     assert [key for key, _ in items] == ["a.n"]
     assert not _offer(state).is_of(Tree(state))
+
+
+@pytest.mark.parametrize("kind", [_Unknown, Counter, type("Words", (dict,), {})])
+def test_containers_that_are_not_compared_may_grow(kind: Any) -> None:
+    offer = _offer({"a": {"b": kind(n=3)}})
+    assert not offer.is_of(Tree({"a": {"b": kind(n=3, more=4)}}))
 
 
 def test_tied_tensors_are_taken_once_until_they_are_no_more() -> None:

@@ -326,13 +326,21 @@ class _UnknownNameError(Exception):
 _GLOBALS = re.compile(rb"c([\w.\x80-\xff]+\n[\w.\x80-\xff]+)\n")
 _REFUSED = re.compile(r"GLOBAL ([^\s]+)")
 # Torch would call these: of NumPy if the program has allowed it, the others unchecked.
-_NEVER = re.compile(rb"cnumpy[\w.]*\n|ctorch\._utils\n_rebuild_(nested_tensor|qtensor)\n")
+_NEVER = re.compile(rb"cnumpy[\w.]*\n|ctorch[.\n]_utils[.\n]_rebuild_(nested_tensor|qtensor)\n")
+# Deeper values end the process when they are hashed or freed.
+_DEEPEST = 5_000
+_NESTING = (b"t", b"\x85", b"\x86", b"\x87", b"R", b"\x81")
+_TAKEN = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "REDUCE": 2, "NEWOBJ": 2, "BINPERSID": 1}
+_FILLED = {"APPEND": 1, "SETITEM": 2, "BUILD": 1, "APPENDS": 0, "SETITEMS": 0}
 
 
 def _load(data: Any, allowed: Sequence[SafeGlobal], device_of: Any, leaves: Leaves | None) -> Any:
     with memoryview(data) as octets, octets.cast("B") as whole:
         stream = _rewritten(_records(whole))
-    words = _words(allowed, leaves)
+    maker = _Maker(allowed)
+    words = [*_WORDS, *by_name(allowed), (maker, f"{__name__}._made")]
+    if leaves is not None:
+        words.append((leaves.give, f"{__name__}._leaf"))
     # Torch leaves sparse tensors unchecked unless it is asked to check them.
     sparse = torch.sparse.check_sparse_tensor_invariants(enable=True)  # type: ignore[no-untyped-call]
     with _lock, plain_modes(), sparse:
@@ -340,11 +348,13 @@ def _load(data: Any, allowed: Sequence[SafeGlobal], device_of: Any, leaves: Leav
         present = set(torch.serialization.get_safe_globals())
         with torch.serialization.safe_globals([word for word in words if word not in present]):
             try:
-                return torch.load(stream, map_location=_Devices(device_of), weights_only=True, mmap=False)
+                value = torch.load(stream, map_location=_Devices(device_of), weights_only=True, mmap=False)
             except pickle.UnpicklingError as error:
                 if (found := _REFUSED.search(str(error))) is not None:
                     raise _UnknownNameError(found[1].rstrip(".")) from None
                 raise
+    maker.finish()
+    return value
 
 
 def _records(whole: memoryview) -> dict[str, memoryview]:
@@ -357,6 +367,7 @@ def _records(whole: memoryview) -> dict[str, memoryview]:
     except zipfile.BadZipFile:
         raise _NoArchiveError from None
     found: dict[str, memoryview] = {}
+    seen: set[str] = set()
     for entry in entries:
         name = entry.filename.partition("/")[2]
         head = struct.unpack("<4s22xHH", whole[entry.header_offset : entry.header_offset + 30])
@@ -364,8 +375,9 @@ def _records(whole: memoryview) -> dict[str, memoryview]:
         data = whole[begin : begin + entry.file_size]
         if head[0] != b"PK\x03\x04" or entry.compress_type != zipfile.ZIP_STORED or len(data) != entry.file_size:
             raise ValueError(f"its record {entry.filename!r} is not stored plainly")
-        if name in found:
+        if name.lower() in seen:  # torch finds records by names in any case
             raise ValueError(f"it has two records {name!r}")
+        seen.add(name.lower())
         found[name] = data
     if sum(map(len, found.values())) > len(whole):
         raise ValueError("its records overlap")
@@ -386,7 +398,36 @@ def _rewritten(records: Mapping[str, memoryview]) -> io.BytesIO:
             found = str(argument).replace(" ", "\n")
             if code.name == "GLOBAL" and _NEVER.match(f"c{found}\n".encode()):
                 raise _UnknownNameError(found.replace("\n", "."))
+    if sum(map(pickled.count, _NESTING)) > _DEEPEST and _depth(pickled) > _DEEPEST:
+        raise ValueError("its values are nested too deeply")
     return _zipped({"version": b"3\n", **records})
+
+
+def _depth(pickled: bytes) -> int:
+    """Return how deeply the values of a pickle are nested."""
+    deepest, stack, outer, memo = 0, list[int](), list[list[int]](), dict[Any, int]()
+    for code, argument, _ in pickletools.genops(pickled):
+        name = code.name
+        if name == "MARK":
+            outer.append(stack)
+            stack = []
+        elif name in ("BINPUT", "LONG_BINPUT"):
+            memo[argument] = stack[-1]
+        elif name in ("BINGET", "LONG_BINGET"):
+            stack.append(memo[argument])
+        elif name in _TAKEN or name in _FILLED or name == "TUPLE":
+            count = _TAKEN.get(name) or _FILLED.get(name)
+            taken = stack[-count:] if count else stack
+            stack = stack if count else outer.pop()
+            del stack[len(stack) - (count or 0) :]
+            depth = 1 + max(taken, default=0)
+            if name in _FILLED:
+                depth = max(depth, stack.pop())
+            stack.append(depth)
+            deepest = max(deepest, depth)
+        elif code.stack_after:
+            stack.append(0)
+    return deepest
 
 
 def _zipped(records: Mapping[str, Any]) -> io.BytesIO:
@@ -420,17 +461,9 @@ def _text(error: BaseException) -> str:
 # ---- what a name stands for ---------------------------------------------------------------------------------------
 
 
-def _words(allowed: Sequence[SafeGlobal], leaves: Leaves | None) -> list[SafeGlobal]:
-    """Return everything that an archive may name."""
-    listed = {name: kind for kind, name in by_name(allowed)}
-    trusted = [*listed.values(), *(kind for kind, _ in by_name(torch.serialization.get_safe_globals()))]
-    words = [*_WORDS, *by_name(allowed), (_Maker(listed, trusted), f"{__name__}._made")]
-    return words if leaves is None else [*words, (leaves.give, f"{__name__}._leaf")]
-
-
 def _made(kind: str, *args: Any) -> Any:
     """Stand in a pickle for what `_Maker` makes."""
-    return _Maker({}, ())(kind, *args)
+    return _Maker(())(kind, *args)
 
 
 def _leaf(*described: Any) -> Any:
@@ -439,11 +472,24 @@ def _leaf(*described: Any) -> Any:
 
 
 class _Maker:
-    """Makes the values that are not written as pickle would write them, from arguments that it does not trust."""
+    """Makes the values that are not written as pickle would write them, from arguments that it does not trust.
 
-    def __init__(self, listed: Mapping[str, Any], trusted: Sequence[Any]) -> None:
-        self._listed = listed
-        self._trusted = trusted
+    Instances that can be called are none before `finish`: torch calls whatever an archive says makes a tensor.
+    """
+
+    def __init__(self, allowed: Sequence[SafeGlobal]) -> None:
+        self._listed = {name: kind for kind, name in by_name(allowed)}
+        safe = by_name(torch.serialization.get_safe_globals())
+        self._trusted = [*self._listed.values(), *(kind for kind, _ in safe)]
+        self._unfinished: list[tuple[Any, type, dict[str, Any]]] = []
+
+    def finish(self) -> None:
+        """Make instances of their types that are none yet."""
+        for made, kind, attributes in self._unfinished:
+            if type(made) is _Unfinished:
+                made.__dict__.clear()
+                made.__class__ = kind
+            set_attributes(made, attributes)
 
     def __call__(self, kind: str, *args: Any) -> Any:
         own: dict[str, Callable[..., Any]]
@@ -459,7 +505,15 @@ class _Maker:
     def _instance(self, name: Any, attributes: Any) -> Any:
         if type(attributes) is not dict or not all(type(each) is str for each in attributes):
             raise TypeError("attributes that are no dict")
-        return new_instance(self._found(name, is_plain), attributes)
+        kind = self._found(name, is_plain)
+        made: Any = object.__new__(kind)
+        if not callable(made):
+            return new_instance(kind, attributes)
+        with contextlib.suppress(TypeError):  # it has slots, and is without attributes instead
+            _Unfinished(kind, {}).__class__ = kind
+            made = _Unfinished(kind, attributes)
+        self._unfinished.append((made, kind, attributes))
+        return made
 
     def _tuple(self, name: Any, values: Any) -> Any:
         kind = self._found(name, is_namedtuple)
@@ -479,6 +533,18 @@ class _Maker:
         for key, value in pairs.items():
             made[key] = value
         return made
+
+
+class _Unfinished:
+    """An instance of a type that it is given later."""
+
+    def __init__(self, kind: Any, attributes: Mapping[str, Any]) -> None:
+        self.kind = kind
+        self.attributes = attributes
+
+    def __hash__(self) -> int:
+        by_content = self.kind.__hash__ is not object.__hash__
+        return hash(new_instance(self.kind, self.attributes)) if by_content else object.__hash__(self)
 
 
 class _Reducers(dict[type, Any]):
@@ -660,6 +726,8 @@ def _stream(data: Any, position: Any) -> io.BytesIO:
 def _exactly(value: Any) -> torch.Tensor:
     if type(value) is not torch.Tensor:
         raise TypeError(f"a {type(value).__name__} in the place of a tensor")
+    if value.layout is torch.strided and not value.is_nested and value.nbytes > value.untyped_storage().nbytes():
+        raise ValueError("a tensor of more bytes than its memory has")
     return value
 
 
@@ -784,13 +852,22 @@ def new_instance(kind: type, attributes: Mapping[str, Any]) -> Any:
         TypeError, AttributeError: it cannot have them.
     """
     instance: Any = object.__new__(kind)
-    slots = _slots_of(kind)
+    set_attributes(instance, attributes)
+    return instance
+
+
+def set_attributes(instance: Any, attributes: Mapping[str, Any]) -> None:
+    """Give an instance these attributes, without running anything of its type's own.
+
+    Raises:
+        TypeError, AttributeError: it cannot have them.
+    """
+    slots = _slots_of(type(instance))
     for name, value in attributes.items():
         if name in slots:
             slots[name].__set__(instance, value)
         else:
             instance.__dict__[name] = value
-    return instance
 
 
 def _slots_of(kind: type) -> dict[str, types.MemberDescriptorType]:

@@ -34,6 +34,8 @@ _log = logging.getLogger(__name__)
 _State = dict[str, Any]
 _NOTHING = object()
 _PLAIN = frozenset({torch.Tensor, nn.Parameter, int, float, str})
+_PARTS = {"state", "param_groups"}
+"""All that torch's function knows of what an optimizer's state dict has."""
 _SIMPLE = (torch.Tensor, bool, int, float, str, type(None))
 
 
@@ -78,7 +80,8 @@ class OptimizerState:
         # Names may go on to other parameters, and be the same ones.
         named = (module.named_parameters(remove_duplicate=False) for module in self._modules.values())
         parameters = [*parameters_of(optimizer), *(parameter for _, parameter in chain.from_iterable(named))]
-        simple = _is_table(optimizer)  # it may become another thing after any step
+        own = optimizer.state_dict()
+        simple = own.keys() <= _PARTS and _is_table(optimizer)  # it may become another thing after any step
         before, *others = self._named_for
         is_as_before = len(before) == len(parameters) and all(map(operator.is_, before, parameters))
         if not is_as_before or others != [names, simple]:
@@ -89,7 +92,7 @@ class OptimizerState:
         assert self._root is not None
         if self._names is None:
             return _by_torch(self._root, optimizer) if optimizer.state else None
-        return _named(optimizer.state_dict(), self._names)
+        return _named(own, self._names)
 
     def _examine(self, simple: bool) -> None:
         self._names = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -112,13 +113,21 @@ class Offer:
                 shard = next(i for i, each in enumerate(sharded.local_shards()) if each.tensor is found)
                 source = _Source(source.leaf, source.keys, shard)
             self.sources.append(source)
-        # Tensors in a container that torch's pytree does not know are not compared.
-        pairs = zip(self.plan.items, self.sources, strict=True)
-        self._is_seen = all(item.type is WriteItemType.BYTE_IO or source.leaf is not None for item, source in pairs)
+        # Content of a container that torch's pytree does not know is not compared.
+        self._is_seen = all(
+            source.leaf is not None or (item.type is WriteItemType.BYTE_IO and not _is_within(planner, item, places))
+            for item, source in zip(self.plan.items, self.sources, strict=True)
+        )
 
     def is_of(self, tree: Tree) -> bool:
         """Return True if a state has this structure."""
         return self._is_seen and self._structure.is_of(tree)
+
+
+def _is_within(planner: DefaultSavePlanner, item: WriteItem, places: Mapping[Path, int]) -> bool:
+    """Return True if an item is in a leaf."""
+    path = planner.mappings[item.index.fqn]
+    return any(path[:length] in places for length in range(1, len(path)))
 
 
 def _keys(state: Any, path: Path) -> tuple[Any, ...]:
@@ -199,7 +208,7 @@ class Share:
         self._sources = [offer.sources[number] for number in wanted]
         self._plan: Plan | None = None
         self._addresses: list[int] = []
-        self._written: dict[int, tuple[str | None, bytes]] = {}
+        self._written: dict[int, tuple[bytes | None, bytes]] = {}
 
     def capture(self, tree: Tree) -> Captured:
         """Take what is written out of a state.
@@ -279,11 +288,11 @@ class Share:
 
     def _encoded(self, number: int, value: Any, encode: Callable[[str, Any], bytes]) -> bytes:
         """Return an item as bytes: those of the save before, if the value is equal and of the same types."""
-        text = repr(value) if _is_flat(value) else None  # which tells 1 from True, and 0.0 from -0.0
+        pickled = pickle.dumps(value, 4) if _is_flat(value) else None  # which tells 1 from True, and 0.0 from -0.0
         known, content = self._written.get(number, (None, b""))
-        if text is None or text != known:
+        if pickled is None or pickled != known:
             content = encode(self.items[number].index.fqn, value)
-            self._written[number] = text, content
+            self._written[number] = pickled, content
         return content
 
 

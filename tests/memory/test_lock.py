@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ml_flashpoint.format.errors import JobInUseError, UnsafePathError
+from ml_flashpoint.format.private_folders import open_own
 from ml_flashpoint.memory.lock import JobLock, locked_out
 from tests.support.forked import Child, Report, wait_until
 
@@ -107,6 +108,23 @@ def test_who_waits_while_the_base_container_is_removed_locks_the_new_file(tmpfs:
             second.next_report("open")
             assert (tmpfs / ".flashpoint/job").exists()
             assert refused(tmpfs, second.pid)
+
+
+def test_a_job_that_opens_in_the_midst_of_a_removal_makes_its_folders_anew(
+    tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    private = tmpfs / "base" / ".flashpoint"
+
+    def removed(path: Path, flags: int) -> int:
+        monkeypatch.undo()
+        private.rmdir()
+        private.parent.rmdir()
+        return open_own(path, flags)
+
+    monkeypatch.setattr("ml_flashpoint.memory.lock.open_own", removed)
+    lock = JobLock(tmpfs / "base", "a", 0.0)
+    lock.check()
+    lock.release()
 
 
 def test_a_lock_whose_file_is_gone_is_worth_nothing(tmpfs: Path) -> None:

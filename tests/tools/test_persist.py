@@ -41,7 +41,7 @@ from ml_flashpoint.stores.ownership import Ownership
 from ml_flashpoint.stores.url import UrlFiles
 from ml_flashpoint.stores.version_store import Version
 from ml_flashpoint.tools import copy as module
-from ml_flashpoint.tools.copy import persist_version
+from ml_flashpoint.tools.copy import copy_version, persist_version
 from ml_flashpoint.tools.items import open_version
 from tests.support.forked import wait_until
 from tests.support.processes import child_environment
@@ -391,6 +391,55 @@ def test_of_persisted_versions_the_newest_that_is_sound_is_opened(
         open_version(url, 7)
     with pytest.raises(ObjectNotFoundError, match="no complete version of step 8"):
         open_version(url, 8)
+
+
+def test_a_persisted_version_that_goes_while_it_is_read_is_no_damage(
+    bases: list[Path], tmpfs: Path, url: str, store: DurableVersions
+) -> None:
+    """A job removes older versions once a newer one is persisted, whoever reads them."""
+    for number in (6, 7):
+        commit_all(bases, number, {0: [0, 1, 2, 3]})
+    persist_version(bases[0], url, 6)
+    newer = [7]
+
+    def prune(done: int, total: int) -> None:
+        if newer:
+            persist_version(bases[0], url, newer.pop())
+            store.remove(6)
+
+    assert copy_version(url, tmpfs / "copies", progress=prune).name == "step-7_ckpt"
+    newer.append(6)
+
+    def persist_older(done: int, total: int) -> None:
+        if newer:
+            persist_version(bases[0], url, newer.pop())
+            store.remove(7)
+
+    with pytest.raises(PrunedError):
+        copy_version(url, tmpfs / "again", 7, progress=persist_older)
+    with open_version(url, 6) as version:
+        store.remove(6)
+        with pytest.raises(PrunedError):
+            version.object(3).check()
+
+
+def test_a_persisted_version_that_goes_before_its_parts_are_read_is_no_damage(
+    bases: list[Path], url: str, store: DurableVersions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (6, 7):
+        commit_all(bases, number, {0: [0, 1, 2, 3]})
+    persist_version(bases[0], url, 6)
+    manifest = DurableVersions.manifest
+
+    def prune(self: DurableVersions, version: Version, rank: int) -> Manifest:
+        if version.step == 6:
+            monkeypatch.undo()
+            persist_version(bases[0], url, 7)
+            store.remove(6)
+        return manifest(self, version, rank)
+
+    monkeypatch.setattr(DurableVersions, "manifest", prune)
+    assert open_version(url).step == 7
 
 
 def test_the_command(bases: list[Path], url: str, store: DurableVersions, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,6 +34,7 @@ JOB: Final = "job"
 _log = logging.getLogger(__name__)
 
 _PAUSE_S = 0.05
+_TRIES = 100
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, pid
 _EXITING, _SIGKILL_BIT = 0x4, 1 << 8  # PF_EXITING of the kernel; signal 9 in a mask
 
@@ -92,11 +93,18 @@ class JobLock:
     def _take(self) -> int | None:
         """Take the lock. Return None, or the process that has it: -1 for one that is only looking."""
         with _mutex:
+            tries_left = _TRIES
             while True:
-                make_tree(self.base, self._path.parent)
-                held = _known(self._path)
+                try:
+                    make_tree(self.base, self._path.parent)
+                    held = _known(self._path)
+                    descriptor = open_own(self._path, os.O_RDWR | os.O_CREAT) if held is None else -1
+                except FileNotFoundError:  # a removal takes the folders in the midst of this
+                    if not tries_left:
+                        raise
+                    tries_left -= 1
+                    continue
                 if held is None:
-                    descriptor = open_own(self._path, os.O_RDWR | os.O_CREAT)
                     pid = _lock(descriptor, self._byte)
                     if pid is not None or not is_at(descriptor, self._path):  # removed meanwhile: look again
                         os.close(descriptor)

@@ -187,7 +187,7 @@ def stored_object(
                 return
             except (DamagedError, ObjectNotFoundError, PrunedError, UnreadableError, LoadError) as error:
                 known = (manifest.version, manifest.rank, manifest.save_id)
-                gone = isinstance(error, DigestMismatchError) and not store.has(*known)
+                gone = isinstance(error, (DigestMismatchError, ObjectNotFoundError)) and not store.has(*known)
                 failures.append(pruned(*known, store.path) if gone else error)
             if len(failures) < len(stores):
                 _log.warning("rank %d: taking another copy: %s", manifest.rank, failures[-1])

@@ -38,6 +38,9 @@ def make_whole(target: Path, what: str, make: Callable[[Path], Path]) -> Path:
             sync_directory(target.parent)
         finally:
             shutil.rmtree(hidden, ignore_errors=True)
-    except OSError as error:
-        raise SaveError(f"{what} cannot be written: {error.strerror or error}", path=target) from error
+    except (OSError, RuntimeError) as error:
+        cause = error.__context__ if isinstance(error, RuntimeError) else error  # torch's archives raise one after it
+        if not isinstance(cause, OSError):
+            raise
+        raise SaveError(f"{what} cannot be written: {cause.strerror or cause}", path=target) from error
     return target

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -344,6 +345,8 @@ def _memory(nbytes: int, scratch: Path | None) -> torch.Tensor:
     if scratch is None or not nbytes:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     path = scratch / secrets.token_hex(8)
+    with open(path, "xb") as file:  # a store to a mapped page that a full disk has no room for is SIGBUS
+        os.posix_fallocate(file.fileno(), 0, nbytes)
     flat = torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
     path.unlink()
     return flat

@@ -83,6 +83,12 @@ class FoundVersion:
         """Ranks whose parts are in none of the stores."""
         return [rank for rank in range(self.world_size) if rank not in self.holders]
 
+    @property
+    def is_removed(self) -> bool:
+        """True if a store has removed it since it was listed: then nothing about it is damage."""
+        held = {store: rank for rank, holders in self.holders.items() for store, _ in holders}
+        return not all(store.has(self.name, rank, self.save_id) for store, rank in held.items())
+
     def parts(self, stack: contextlib.ExitStack) -> dict[int, StoredPart]:
         """Return the parts by rank, held until the stack is closed.
 
@@ -172,10 +178,11 @@ def with_newest(
 ) -> _T:
     """Return what ``use`` returns for the newest version that it can use, or the one of a step.
 
-    A damaged version is left for an older one. What cannot be read just now is not. If a running job has removed the
-    newest version meanwhile, this looks again.
+    A damaged version is left for an older one. What cannot be read just now is not. If the newest version was removed
+    meanwhile, by a running job or by hand, this looks again.
 
     Raises:
+        PrunedError: the version of the step was removed meanwhile, or versions go as fast as they are looked for.
         FlashpointError: see `find_versions`; or what ``use`` raised.
     """
     for tries_left in reversed(range(_TRIES)):
@@ -185,6 +192,13 @@ def with_newest(
                 try:
                     return use(version)
                 except FlashpointError as error:
+                    if is_damage(error) and version.is_removed:
+                        raise PrunedError(
+                            "the version was removed while it was read",
+                            step=version.step,
+                            path=error.path,
+                            hint="read the newest version",
+                        ) from error
                     if not is_damage(error) or version is versions[-1]:
                         raise
                     _log.warning("step %d is not sound, trying an older version: %s", version.step, error)

@@ -353,6 +353,17 @@ def test_a_destination_that_cannot_be(door: Door, tmp_path: Path, format: str) -
     assert sorted(os.listdir(tmp_path)) == ["file", "there"]
 
 
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("size", [3 << 20, 5 << 20])
+def test_an_export_to_a_full_disk_is_not_there(door: Door, small_tmpfs: Path, format: str, size: int) -> None:
+    """Neither is the process killed by a store to a mapped page that the disk has no room for."""
+    (small_tmpfs / "other").write_bytes(bytes(3 << 19))
+    door.save({"model": {"weight": torch.ones(size, dtype=torch.uint8)}}, 1)
+    with pytest.raises(SaveError, match=r"cannot be written: .*No space left"):
+        export_version(door.base, small_tmpfs / "out", format=format)
+    assert [path.name for path in small_tmpfs.iterdir()] == ["other"]
+
+
 def test_bad_arguments(door: Door, tmpfs: Path, tmp_path: Path) -> None:
     door.save({"w": torch.ones(10)}, 1)
     with pytest.raises(InvalidArgumentError, match="format='zip'"):

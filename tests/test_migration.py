@@ -149,7 +149,7 @@ def test_a_replication_manager_is_shut_down() -> None:
 
 @pytest.mark.slow
 def test_the_names_of_dragons_dictionary(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "ml_flashpoint.core.arguments")
+    caplog.set_level(logging.INFO, "ml_flashpoint.format.arguments")
     options: dict[str, Any] = {"persister_class": NULLCheckpointPersister, "trace": True}
     with DDict(2, 1, 1 << 28, name="run-7", **options) as d:
         assert d.get_name() == "run-7"

@@ -21,21 +21,12 @@ from torch.utils.data import DataLoader
 
 from ml_flashpoint import events
 from ml_flashpoint.copy.overlap import Overlap
-from ml_flashpoint.core.arguments import (
-    checked_base,
-    checked_bool,
-    checked_callable,
-    checked_choice,
-    checked_globals,
-    checked_integer,
-    checked_seconds,
-)
 from ml_flashpoint.core.engine import CheckpointEngine
 from ml_flashpoint.core.persist_options import persist_options
 from ml_flashpoint.core.room import check_capacity
-from ml_flashpoint.core.schedule import checked_every, passes_multiple
 from ml_flashpoint.core.signals import answer_sigterm
 from ml_flashpoint.data import LoaderBatches, Loaders, Through
+from ml_flashpoint.engine.schedule import checked_every, passes_multiple
 from ml_flashpoint.facade.agreement import fall_back
 from ml_flashpoint.facade.claims import claim, release
 from ml_flashpoint.facade.health import Recovery
@@ -45,6 +36,15 @@ from ml_flashpoint.facade.notices import size, tell
 from ml_flashpoint.facade.readings import Readings
 from ml_flashpoint.facade.save_runner import SaveRunner
 from ml_flashpoint.facade.state_loader import StateLoader
+from ml_flashpoint.format.arguments import (
+    checked_base,
+    checked_bool,
+    checked_callable,
+    checked_choice,
+    checked_globals,
+    checked_integer,
+    checked_seconds,
+)
 from ml_flashpoint.format.checkpoint_id_types import MAX_STEP
 from ml_flashpoint.format.errors import (
     DeadlineError,

@@ -17,7 +17,6 @@ import fsspec
 import pytest
 
 from ml_flashpoint.cli.persist import persist as command
-from ml_flashpoint.core.bounded import while_it_moves
 from ml_flashpoint.format.digest import digest_block
 from ml_flashpoint.format.errors import (
     DamagedError,
@@ -34,6 +33,7 @@ from ml_flashpoint.format.errors import (
 from ml_flashpoint.format.lineage import Lineage, write_lineage
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name, write_manifest
 from ml_flashpoint.stores.base_container import BaseContainer
+from ml_flashpoint.stores.bounded import while_it_moves
 from ml_flashpoint.stores.directory import Directory
 from ml_flashpoint.stores.durable import MARKER, DurableVersions
 from ml_flashpoint.stores.location import open_durable

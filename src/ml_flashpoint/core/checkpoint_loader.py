@@ -18,7 +18,6 @@ from collections.abc import Callable
 
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.core.arguments import ignored
 from ml_flashpoint.core.loader import MLFlashpointCheckpointLoader, RecoveryReport
 from ml_flashpoint.core.opening import open_together
 from ml_flashpoint.core.part_reader import (
@@ -31,6 +30,7 @@ from ml_flashpoint.core.part_source import PartSource
 from ml_flashpoint.core.recovery_run import RecoveryRun
 from ml_flashpoint.core.sidecars import restore_sidecars
 from ml_flashpoint.core.unloadable import why_nothing
+from ml_flashpoint.format.arguments import ignored
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import (
     DamagedError,

@@ -25,7 +25,6 @@ from ml_flashpoint.checkpoint_object_manager.capacity import OWN_VERSIONS
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.core.arguments import checked_integer, ignored
 from ml_flashpoint.core.commit_queue import CommitQueue, CommitStats
 from ml_flashpoint.core.object_stages import BytesItem, FilledObject, TensorItem
 from ml_flashpoint.core.object_writer import ObjectWriter
@@ -37,6 +36,7 @@ from ml_flashpoint.core.save_identity import Numbering, SaveIdentity, later_than
 from ml_flashpoint.core.saver import MLFlashpointCheckpointSaver, unasked_versions
 from ml_flashpoint.core.saving_process import RemoteSaver, SaveServer, Ticket
 from ml_flashpoint.core.signals import answer_sigterm
+from ml_flashpoint.format.arguments import checked_integer, ignored
 from ml_flashpoint.format.at_exit import at_exit
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import CapacityError, FlashpointError, InvalidArgumentError, JobInUseError, SaveError

@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
-from ml_flashpoint.core.arguments import checked_base, checked_bool
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.core.discarding import discard_versions
@@ -30,6 +29,7 @@ from ml_flashpoint.core.retention import KeptVersion, Retention
 from ml_flashpoint.core.saver import unasked_versions
 from ml_flashpoint.core.signals import InFlight, answer_sigterm, hold_up_sigterm, let_go_of_sigterm
 from ml_flashpoint.core.status_board import StatusBoard
+from ml_flashpoint.format.arguments import checked_base, checked_bool
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import FlashpointError
 from ml_flashpoint.format.knobs import copy_threads, exit_deadline_s, seal_deadline_s

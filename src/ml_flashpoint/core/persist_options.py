@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from ml_flashpoint.core.arguments import checked_integer
+from ml_flashpoint.format.arguments import checked_integer
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.stores.location import checked_url, is_url
 

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeVar
 
-from ml_flashpoint.core.bounded import Bounded
 from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.core.loader import MLFlashpointCheckpointLoader
 from ml_flashpoint.core.part_reader import ObjectReader
@@ -33,6 +32,7 @@ from ml_flashpoint.format.failure_kinds import is_damage, retrying, text_of
 from ml_flashpoint.format.knobs import recovery_deadline_s
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
 from ml_flashpoint.ranks.rank_group import RankGroup
+from ml_flashpoint.stores.bounded import Bounded
 from ml_flashpoint.stores.durable import DurableVersions, save_of, version_of
 from ml_flashpoint.stores.location import open_durable
 from ml_flashpoint.stores.part import check_blocks

@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeAlias
 
-from ml_flashpoint.core.arguments import checked_integer, ignored
 from ml_flashpoint.ddict.client.mapping import Mapped
 from ml_flashpoint.ddict.errors import DDictError, DDictPersistError
 from ml_flashpoint.ddict.options import Configuration, Options, checked_timeout
 from ml_flashpoint.ddict.persistence.persister import check_checkpoint_id
 from ml_flashpoint.ddict.runtime.embedded import Runtime, create
+from ml_flashpoint.format.arguments import checked_integer, ignored
 from ml_flashpoint.format.errors import InvalidArgumentError
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ml_flashpoint.core.arguments import checked_integer
+from ml_flashpoint.format.arguments import checked_integer
 from ml_flashpoint.format.checkpoint_id_types import MAX_STEP
 from ml_flashpoint.format.errors import LoadError
 from ml_flashpoint.ranks.rank_group import RankGroup

@@ -6,11 +6,11 @@ by themselves is `ranks.retention`'s rule.
 
 from __future__ import annotations
 
-from ml_flashpoint.core.arguments import checked_integer
 from ml_flashpoint.core.engine import CheckpointEngine
 from ml_flashpoint.core.retention import KeptVersion
 from ml_flashpoint.facade.save_runner import SaveRunner
 from ml_flashpoint.facade.state_loader import LoadOutcome, StateLoader
+from ml_flashpoint.format.arguments import checked_integer
 from ml_flashpoint.format.checkpoint_id_types import MAX_STEP
 from ml_flashpoint.format.errors import DeadlineError, InvalidArgumentError
 from ml_flashpoint.state.random_numbers import capture_rng_state, restore_rng_state

@@ -231,3 +231,11 @@ class TopologyError(FlashpointError):
 
 class RanksLostError(DeadlineError, TopologyError):
     """Ranks of the job have lost each other: one died, hangs, or has not made the call that the others made."""
+
+
+class SkippedError(SaveError):
+    """A save was skipped: there was no free slot, since earlier saves are still being copied. Training goes on."""
+
+
+class SupersededError(SaveError):
+    """A save is not going to be verified: a newer one is, or the ranks have passed over it."""

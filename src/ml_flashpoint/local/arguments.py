@@ -6,7 +6,7 @@ import contextlib
 import os
 from typing import Any
 
-from ml_flashpoint.core.arguments import checked_base
+from ml_flashpoint.format.arguments import checked_base
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId, validate_segment
 from ml_flashpoint.format.errors import InvalidArgumentError, InvalidNameError
 from ml_flashpoint.local.base_state_dict import TensorAwareStateDict

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import torch.multiprocessing as multiprocessing
 
-from ml_flashpoint.core.arguments import ignored
+from ml_flashpoint.format.arguments import ignored
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.format.knobs import call_deadline_s, exit_deadline_s
 from ml_flashpoint.local.async_request import AsyncRequest, BackgroundSave

@@ -18,7 +18,6 @@ from typing import NamedTuple
 from ml_flashpoint import events
 from ml_flashpoint.copy.collection import collection_paused
 from ml_flashpoint.copy.overlap import Overlap, OverlappingDoor
-from ml_flashpoint.core.arguments import checked_globals, checked_grace, checked_integer
 from ml_flashpoint.core.background import give_way
 from ml_flashpoint.core.engine import CheckpointEngine
 from ml_flashpoint.core.joint_load import FailedStepError, JointLoad
@@ -26,6 +25,7 @@ from ml_flashpoint.core.object_stages import BytesItem, TensorItem
 from ml_flashpoint.core.part_reader import ObjectReader
 from ml_flashpoint.core.persist_options import PersistHealth, persist_options
 from ml_flashpoint.core.save import Save, SaveState
+from ml_flashpoint.format.arguments import checked_globals, checked_grace, checked_integer
 from ml_flashpoint.format.checkpoint_id_types import MAX_STEP, CheckpointContainerId
 from ml_flashpoint.format.errors import (
     FlashpointError,

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ml_flashpoint.core.bounded import Bounded, while_it_moves
 from ml_flashpoint.format.errors import SaveError
 from ml_flashpoint.format.manifest import ObjectRecord
 from ml_flashpoint.stores.base_container import BaseContainer
+from ml_flashpoint.stores.bounded import Bounded, while_it_moves
 from ml_flashpoint.stores.durable import DurableVersions, folder_of
 from ml_flashpoint.stores.location import durable_url, open_durable
 from ml_flashpoint.stores.ownership import PERIOD_S

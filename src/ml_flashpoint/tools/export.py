@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ml_flashpoint.copy.dtypes import bytes_of, dtype_name
-from ml_flashpoint.core.arguments import checked_choice
+from ml_flashpoint.format.arguments import checked_choice
 from ml_flashpoint.format.dtypes import stored_tensor
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError
 from ml_flashpoint.format.object_format import encode_header

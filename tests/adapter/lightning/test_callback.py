@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from ml_flashpoint.adapter.lightning import FlashpointCallback, resume_path
 from ml_flashpoint.adapter.lightning.strategies import check_callbacks, is_sharded
-from ml_flashpoint.core.schedule import passes_multiple
+from ml_flashpoint.engine.schedule import passes_multiple
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, LoadError
 
 pytestmark = pytest.mark.filterwarnings("ignore")

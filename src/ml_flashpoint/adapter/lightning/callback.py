@@ -21,17 +21,17 @@ from ml_flashpoint.adapter.lightning.checkpoint_io import FlashpointCheckpointIO
 from ml_flashpoint.adapter.lightning.engine import TrainerFlashpoint
 from ml_flashpoint.adapter.lightning.strategies import check_callbacks, is_sharded, join_processes
 from ml_flashpoint.adapter.trainer_loops import ends_something, updates_by_step
-from ml_flashpoint.core.arguments import (
+from ml_flashpoint.core.persist_options import persist_options
+from ml_flashpoint.engine.schedule import checked_every, checked_skip, passes_multiple
+from ml_flashpoint.facade.kept_versions import checked_wanted
+from ml_flashpoint.facade.notices import tell
+from ml_flashpoint.format.arguments import (
     checked_base,
     checked_bool,
     checked_choice,
     checked_globals,
     checked_seconds,
 )
-from ml_flashpoint.core.persist_options import persist_options
-from ml_flashpoint.core.schedule import checked_every, checked_skip, passes_multiple
-from ml_flashpoint.facade.kept_versions import checked_wanted
-from ml_flashpoint.facade.notices import tell
 from ml_flashpoint.format.errors import InvalidArgumentError, NothingLoadableError
 from ml_flashpoint.ranks.retention import Keep, checked_keep
 from ml_flashpoint.ranks.strategies import ReplicationStrategy, checked_strategy

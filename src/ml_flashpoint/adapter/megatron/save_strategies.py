@@ -42,11 +42,11 @@ from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SC
 from ml_flashpoint.checkpoint_object_manager.version_files import remove_version_folder, write_sidecars
 from ml_flashpoint.copy.collection import collection_paused
 from ml_flashpoint.copy.tensors import is_plain_strided, materialized
-from ml_flashpoint.core.arguments import ignored
 from ml_flashpoint.core.background import give_way
 from ml_flashpoint.core.object_stages import BytesItem
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.sidecars import sidecar_items, sidecar_labels
+from ml_flashpoint.format.arguments import ignored
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import (
     DeadlineError,

@@ -14,8 +14,8 @@ from ml_flashpoint.adapter.nemo.checkpoint_io import (
     MLFlashpointCheckpointIO,
 )
 from ml_flashpoint.adapter.trainer_loops import updates_by_step
-from ml_flashpoint.core.arguments import checked_base, checked_bool
-from ml_flashpoint.core.schedule import checked_every, checked_skip, passes_multiple
+from ml_flashpoint.engine.schedule import checked_every, checked_skip, passes_multiple
+from ml_flashpoint.format.arguments import checked_base, checked_bool
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidArgumentError
 

@@ -18,8 +18,8 @@ from ml_flashpoint.adapter.nemo.checkpoint_io import (
     MLFlashpointCheckpointIO,
 )
 from ml_flashpoint.adapter.nemo.parts import EngineParts
-from ml_flashpoint.core.arguments import checked_base, checked_bool, checked_integer, checked_seconds, ignored
 from ml_flashpoint.core.persist_options import persist_options
+from ml_flashpoint.format.arguments import checked_base, checked_bool, checked_integer, checked_seconds, ignored
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.ranks.retention import Keep, checked_keep

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from ml_flashpoint.adapter.pytorch.memory_stager import MemoryStager
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
-from ml_flashpoint.core.arguments import checked_globals, checked_grace
 from ml_flashpoint.core.engine import CheckpointEngine
 from ml_flashpoint.core.persist_options import persist_options
+from ml_flashpoint.format.arguments import checked_globals, checked_grace
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.ranks.retention import Keep
 from ml_flashpoint.ranks.strategies import ReplicationStrategy

@@ -39,12 +39,12 @@ from ml_flashpoint.adapter.pytorch.tensor_leaves import TensorLeaves
 from ml_flashpoint.checkpoint_object_manager.arena_tensor import ArenaTensor
 from ml_flashpoint.copy.cpu import cpu_clones
 from ml_flashpoint.copy.overlap import Overlap, OverlappingDoor
-from ml_flashpoint.core.arguments import ignored
 from ml_flashpoint.core.background import BackgroundThread, give_way
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver, MLFlashpointCheckpointSaver
 from ml_flashpoint.core.object_stages import BytesItem, TensorItem
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.save_identity import SaveIdentity
+from ml_flashpoint.format.arguments import ignored
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import DivergedError, FlashpointError, InvalidArgumentError, SaveError
 from ml_flashpoint.format.knobs import seal_deadline_s

@@ -19,9 +19,9 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from ml_flashpoint.core.arguments import checked_integer
 from ml_flashpoint.ddict.errors import REQUESTS, BarrierBrokenError, DDictDestroyedError, DDictTimeoutError
 from ml_flashpoint.ddict.native import ray as native_ray
+from ml_flashpoint.format.arguments import checked_integer
 from ml_flashpoint.format.errors import AuthenticationError, FlashpointError, InvalidArgumentError, ProtocolError
 from ml_flashpoint.net.channel import Channel, ConnectionLostError
 from ml_flashpoint.net.client import Address, Connection

@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait as wait_for
 from typing import Any
 
-from ml_flashpoint.core.arguments import checked_integer
 from ml_flashpoint.ddict.errors import DDictError, DDictTimeoutError, ProcessFailedError
 from ml_flashpoint.ddict.native.barrier import Barrier
 from ml_flashpoint.ddict.native.process import ProcessTemplate, run_child, this_process
 from ml_flashpoint.ddict.native.ray import RayMember, is_on_ray, start_on_ray
+from ml_flashpoint.format.arguments import checked_integer
 from ml_flashpoint.format.errors import InvalidArgumentError
 
 _log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from ml_flashpoint.core.arguments import checked_integer
+from ml_flashpoint.format.arguments import checked_integer
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.format.manifest import MAX_WORLD_SIZE
 

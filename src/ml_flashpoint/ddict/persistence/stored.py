@@ -23,7 +23,6 @@ from contextlib import AbstractContextManager
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from ml_flashpoint.core.arguments import checked_integer
 from ml_flashpoint.ddict.errors import DDictPersistError
 from ml_flashpoint.ddict.persistence.packs import PackReader, Receipt, read_receipt, write_pack
 from ml_flashpoint.ddict.persistence.persister import (
@@ -35,6 +34,7 @@ from ml_flashpoint.ddict.persistence.persister import (
     new_run_id,
 )
 from ml_flashpoint.format import knobs
+from ml_flashpoint.format.arguments import checked_integer
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId, validate_segment
 from ml_flashpoint.format.errors import (
     DamagedError,

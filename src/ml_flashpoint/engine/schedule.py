@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ml_flashpoint.core.arguments import checked_integer
+from ml_flashpoint.format.arguments import checked_integer
 
 
 def checked_every(every: int) -> int:

@@ -1,0 +1,30 @@
+"""One save of one rank: its three futures, and what it has on its way to a committed part."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.manifest import Manifest
+from ml_flashpoint.format.save_id import SaveId
+
+
+class Save:
+    """One rank's part of a version on its way: staged, committed, verified. Made by `Checkpointer.begin`.
+
+    Attributes:
+        id: run and step; None while a save that was staged before its step was known has no name.
+        version: path of the version; None as long as `id` is.
+        staged: done once the program may change the tensors.
+        committed: the manifest, once this rank's part is committed.
+        verified: done once all ranks have committed their parts and have all copies of them. Fails with
+            `SupersededError` when a newer save is verified instead, or the ranks pass over this one.
+
+    All three end by the deadline of the save (``FLASHPOINT_SEAL_DEADLINE_S``).
+    """
+
+    id: SaveId | None
+    version: CheckpointContainerId | None
+    staged: Future[None]
+    committed: Future[Manifest]
+    verified: Future[None]

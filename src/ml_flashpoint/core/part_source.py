@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.core.recovery_plan import CompleteVersion
 from ml_flashpoint.format.errors import CapacityError, FlashpointError, LoadError, ObjectNotFoundError, SaveError
 from ml_flashpoint.format.failure_kinds import as_ours, is_transient, pauses, retrying
 from ml_flashpoint.format.knobs import recovery_deadline_s, transfer_deadline_s
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
 from ml_flashpoint.ranks.rank_group import RankGroup
-from ml_flashpoint.ranks.recovery import CompleteVersion
 from ml_flashpoint.ranks.strategies import ReplicationStrategy
 from ml_flashpoint.replication.replication_manager import ReplicationManager
 from ml_flashpoint.replication.small_fetch import fetch_blocks, fetch_manifest

@@ -17,6 +17,7 @@ from ml_flashpoint.checkpoint_object_manager.removal import Removed
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.lineage import Lineage
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
+from ml_flashpoint.format.save_id import SaveId
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -51,6 +52,11 @@ class Version:
     def name(self) -> str:
         """Name of its folder: ``step-<n>_ckpt``."""
         return CheckpointContainerId.format_version_container(self.step)
+
+    @property
+    def save(self) -> SaveId:
+        """Name of the save; of run 0 if the save id is not one of this format."""
+        return SaveId(int(self.save_id) if self.save_id.isdecimal() else 0, self.step)
 
     @property
     def complete(self) -> bool:

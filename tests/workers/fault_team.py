@@ -125,8 +125,7 @@ def team_obey(report: Report, rank: int, size: str) -> None:
                     garbler.close()
                 backend = StoreBackend(lambda: engine.objects.wait_for_store(30.0))
                 host, port = engine.replication.address_of(rank)
-                service = TransferService(rank_group().secret, backend, host=host, port=port)
-                service.start()
+                TransferService(rank_group().secret, backend, host=host, port=port)
                 report("serving")
             case ("end",):
                 break

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ml_flashpoint.net.transfer_service import TransferService
 from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.replication.store_backend import StoreBackend
-from ml_flashpoint.replication.transfer_service import TransferService
 from tests.support.forked import Report
 from tests.workers.fault_engine import Rank, base_here, die_at
 
@@ -125,8 +125,7 @@ def team_obey(report: Report, rank: int, size: str) -> None:
                     garbler.close()
                 backend = StoreBackend(lambda: engine.objects.wait_for_store(30.0))
                 host, port = engine.replication.address_of(rank)
-                service = TransferService(rank_group().secret, backend, host=host, port=port)
-                service.start()
+                TransferService(rank_group().secret, backend, host=host, port=port)
                 report("serving")
             case ("end",):
                 break

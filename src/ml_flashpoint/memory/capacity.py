@@ -35,6 +35,16 @@ def available_bytes(path: Path, *, root: Path = Path("/")) -> int:
     return min(free, free_memory(root))
 
 
+def most_bytes(path: Path) -> int:
+    """Return the bytes that the filesystem of a path would have if nothing were on it."""
+    stats = os.statvfs(path)
+    size = stats.f_blocks * stats.f_frsize
+    if not is_memory(path):
+        return size
+    total = int(psutil.virtual_memory().total)
+    return min(size or total, total)  # a tmpfs without a limit has no size
+
+
 def free_memory(root: Path = Path("/")) -> int:
     """Return the bytes of memory that this process may still take, of the machine and of its control groups."""
     free, left = int(psutil.virtual_memory().available), memory_left(root)

@@ -13,9 +13,11 @@ import contextlib
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from ml_flashpoint import events
@@ -229,7 +231,7 @@ class Recovery:
 
     # ---- finding -------------------------------------------------------------------------------------------
 
-    def has_versions(self) -> bool:
+    def any_versions(self) -> bool:
         """Return True if any node, or the durable store, may have a version. Collective.
 
         Raises:
@@ -358,12 +360,16 @@ class Recovery:
             for each in self.existing(self._gather())
         ]
 
-    def reader(self, version: CheckpointContainerId) -> VersionReader:
+    def reader(self, path: str | os.PathLike[str]) -> VersionReader:
         """Return a reader of a version: the one that was found last, or a newer save of the step in memory.
+
+        Args:
+            path: of the version.
 
         Raises:
             ObjectNotFoundError: no part of it is on this node.
         """
+        version = CheckpointContainerId(path)
         record = newest_begun(read_records(self.container))
         named = [save for save in self.container.list_versions() if save.version == version.name]
         newest = max((save for save in named if record is None or record.has(save)), default=None)
@@ -453,7 +459,8 @@ class _Search:
                 _log.error("%s cannot be recovered, stepping back: %s", tried.save.version, why)
                 self._tell(events.SteppedBack, tried.save, error=why)
             if candidate is None:
-                return self._nothing()
+                self._raise_if_lost()
+                return None
             has_all = self._vote(candidate, self._take(candidate))
             self._fetch_s += time.monotonic() - planned
             if has_all:
@@ -505,7 +512,7 @@ class _Search:
                 return False
         return save not in self._excluded and save not in self._given_up
 
-    def _nothing(self) -> None:
+    def _raise_if_lost(self) -> None:
         """Raise if a version was lost, or the wanted one is not there."""
         recovery, ranks = self._recovery, self._ranks
         if self._wanted is not None:
@@ -545,7 +552,7 @@ class _Search:
         """Check that this rank's share of the parts is there, with the right sizes."""
         store = self._recovery.durable.store
         for part in range(self._ranks.rank, version.world_size, self._ranks.world_size):
-            waited_for(lambda part=part: store.check_sizes(store.manifest(version, part)), store.path)  # type: ignore[misc]
+            waited_for(partial(_check_size, store, version, part), store.path)
 
     def _bring(self, found: Found, outcome: _Outcome) -> None:
         """Fetch this rank's own part if it is not here, and check what this rank has to check."""
@@ -618,3 +625,7 @@ class _Search:
         elif found.tier == "persisted" or not grown:  # else the next plan replaces what is damaged, if it can
             self._given_up.add(found.save)
         return False
+
+
+def _check_size(store: DurableVersions, version: Version, rank: int) -> None:
+    store.check_sizes(store.manifest(version, rank))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -43,6 +43,7 @@ class State(str, Enum):
 
     DAMAGED = "damaged"
     WRITING = "writing"
+    PARTIAL = "partial"
     REPLICATED = "replicated"
     LOCAL = "local"
 
@@ -179,6 +180,9 @@ class _FoundPart:
     problems: list[Problem]
 
 
+_Ranks = Mapping[int, tuple[RankStatus | None, int | None]]
+
+
 def read_base(path: str | os.PathLike[str]) -> BaseView:
     """Look at a base container.
 
@@ -212,7 +216,10 @@ def _read_base(store: BaseContainer) -> BaseView:
         if save is not None and save > newest:
             saves.setdefault(save, [])
     record = newest_begun(store.records())
-    views = [_judge(save, saves[save], ranks, newest=save == max(saves)) for save in sorted(saves, reverse=True)]
+    copies = {rank for parts in saves.values() for rank in _copied(parts, ranks)}
+    views = [
+        _judge(save, saves[save], ranks, copies, newest=save == max(saves)) for save in sorted(saves, reverse=True)
+    ]
     return BaseView(
         base=base,
         versions=tuple(
@@ -320,24 +327,27 @@ def _read_parts(store: BaseContainer) -> tuple[list[_FoundPart], list[Path]]:
 
 
 def _judge(
-    save: SaveId, parts: list[_FoundPart], ranks: Mapping[int, tuple[RankStatus | None, int | None]], *, newest: bool
+    save: SaveId, parts: list[_FoundPart], ranks: _Ranks, copies: Collection[int], *, newest: bool
 ) -> VersionView:
     """Judge one save by its parts here.
 
     Args:
         ranks: of this node, from `read_ranks`.
+        copies: ranks whose copies this node holds, of any save.
         newest: True if ranks that run have to commit it, too.
     """
-    here = {part.rank for part in parts if not ranks or part.rank in ranks}
-    copied = {part.rank for part in parts} - here
+    copied = _copied(parts, ranks)
+    here = {part.rank for part in parts} - copied
     size = max((part.manifest.world_size for part in parts if part.manifest is not None), default=None)
-    writing = {rank for rank, (_, pid) in ranks.items() if newest and pid is not None} - here
-    peers = any(status is not None and status.copies_on for status, _ in ranks.values())
+    missing = set(ranks) - here - copied
+    writing = {rank for rank in missing if newest and ranks[rank][1] is not None}
     if any(part.problems for part in parts):
         state = State.DAMAGED
-    elif writing or not here:
+    elif writing:
         state = State.WRITING
-    elif peers and copied:
+    elif missing or not here:
+        state = State.PARTIAL
+    elif copied and copied >= copies:
         state = State.REPLICATED
     else:
         state = State.LOCAL
@@ -353,6 +363,16 @@ def _judge(
         ),
         writing=tuple(sorted(writing)),
     )
+
+
+def _copied(parts: Iterable[_FoundPart], ranks: _Ranks) -> set[int]:
+    """Return the ranks whose parts were saved on another node."""
+    nodes = {status.node for status, _ in ranks.values() if status is not None}
+    return {
+        part.rank
+        for part in parts
+        if nodes and (part.rank not in ranks if part.manifest is None else part.manifest.node not in nodes)
+    }
 
 
 def _step_of(version: str) -> int:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import random
 import signal
-import socket
 import sys
 import threading
 import time
@@ -95,9 +92,8 @@ def team_save_two_and_keep_both(report: Report, rank: int, size: str, life: int)
 def team_obey(report: Report, rank: int, size: str) -> None:
     """Do what the test says, one thing after the other, and report when it is done and how long it took."""
     engine = Rank(base_here(), replicate=True)
-    assert engine.replication is not None
-    engine.checkpointer.wait(0.1)  # the saver is made by all ranks together
-    garbler: Garbler | None = None
+    if not engine.checkpointer.run:
+        engine.checkpointer.latest()
     report("ready")
     while True:
         match report.listen():
@@ -109,61 +105,11 @@ def team_obey(report: Report, rank: int, size: str) -> None:
                 report("settled", engine.checkpointer.wait(deadline_s))
             case ("stats",):
                 report("stats", asdict(engine.checkpointer.stats))
-            case ("garble", seed):
-                engine.replication.close()
-                garbler = Garbler(engine.replication.address_of(rank), seed)
-                report("garbling")
-            case ("refuse",):
-                engine.replication.close()
-                report("refusing")
-            case ("serve",):
-                if garbler is not None:
-                    garbler.close()
-                backend = StoreBackend(lambda: engine.objects.wait_for_store(30.0))
-                host, port = engine.replication.address_of(rank)
-                service = TransferService(rank_group().secret, backend, host=host, port=port)
-                service.start()
-                report("serving")
             case ("end",):
                 break
     # No farewell to peers: some of them may be gone.
     report("result", None)
     os._exit(0)
-
-
-class Garbler:
-    """Listens where a service was, and answers whoever connects with noise, silence or a closed door."""
-
-    def __init__(self, address: tuple[str, int], seed: int) -> None:
-        self._random = random.Random(seed)
-        self._listener = socket.create_server(address)
-        self._closed = False
-        self._kept: list[socket.socket] = []
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                peer, _ = self._listener.accept()
-                if self._closed:
-                    peer.close()
-                    return
-                match self._random.choice(["noise", "noise", "silence", "close"]):
-                    case "noise":
-                        with contextlib.suppress(OSError):
-                            peer.sendall(self._random.randbytes(self._random.randrange(1, 100_000)))
-                        self._kept.append(peer)
-                    case "silence":
-                        self._kept.append(peer)
-                    case "close":
-                        peer.close()
-
-    def close(self) -> None:
-        self._closed = True
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for peer in self._kept:
-            peer.close()
 
 
 def team_load_and_save(report: Report, rank: int, size: str, steps: list[int], life: int) -> tuple[int, int] | None:

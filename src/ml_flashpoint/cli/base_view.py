@@ -326,9 +326,7 @@ def _read_parts(store: BaseContainer) -> tuple[list[_FoundPart], list[Path]]:
     return parts, loose
 
 
-def _judge(
-    save: SaveId, parts: list[_FoundPart], ranks: _Ranks, copies: set[int], *, newest: bool
-) -> VersionView:
+def _judge(save: SaveId, parts: list[_FoundPart], ranks: _Ranks, copies: set[int], *, newest: bool) -> VersionView:
     """Judge one save by its parts here.
 
     Args:

@@ -49,9 +49,7 @@ def faults_and_locks(run: Run, folder: Path) -> Iterator[Row]:
     size = max(1 << 20, run.size.floor)
     began = time.perf_counter()
     slot = Slot.make(folder / "faulted", size)
-    yield run.row("memory", "reserved (posix_fallocate)", [time.perf_counter() - began], size)
-    began = time.perf_counter()
-    yield run.row("memory", "faulted in, one thread", [time.perf_counter() - began], size)
+    yield run.row("memory", "reserved and faulted in, one thread", [time.perf_counter() - began], size)
     runtime = pinned.Runtime() if run.on_gpu else None
     for unit in (64 << 20, 256 << 20, 1 << 30):
         if runtime is None:

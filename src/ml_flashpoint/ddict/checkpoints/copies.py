@@ -7,13 +7,15 @@ again, which costs one small message for each part that it has. So no holder is 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TypeAlias
 
-from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.ddict.checkpoints.index import PartRef
+from ml_flashpoint.ddict.manager.store import HeldPart, PartStore
 from ml_flashpoint.format.errors import (
     DamagedError,
     DeadlineError,
@@ -21,7 +23,8 @@ from ml_flashpoint.format.errors import (
     ReplicationError,
 )
 from ml_flashpoint.format.knobs import transfer_deadline_s
-from ml_flashpoint.format.manifest import encode
+from ml_flashpoint.format.manifest import Manifest, encode, parse_object_name
+from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.net.channel import TransferCancelledError
 from ml_flashpoint.net.handshake import check_secret
 from ml_flashpoint.net.messages import Fields
@@ -42,7 +45,7 @@ class Copies:
     rest is thread-safe. ``nodes``: of all managers. ``holders``: numbers of managers, in order of preference."""
 
     def __init__(
-        self, store: RankStore, nodes: Sequence[str], holders: Sequence[int], secret: bytes, ask: AskPeer
+        self, store: PartStore, nodes: Sequence[str], holders: Sequence[int], secret: bytes, ask: AskPeer
     ) -> None:
         self.nodes = nodes
         self.holders = holders
@@ -71,7 +74,7 @@ class Copies:
 
     def _push_to(self, number: int, parts: list[PartRef], needed: Collection[PartRef], deadline: float) -> None:
         link = self._links[number]
-        link.acknowledged.intersection_update(ref.attempt for ref in parts)  # others are not asked for again
+        link.acknowledged.intersection_update(ref.name for ref in parts)  # others are not asked for again
 
         def is_over() -> bool:
             return self._closed or time.monotonic() > deadline
@@ -82,9 +85,9 @@ class Copies:
             peer.ping(cancelled=is_over)
             for ref in list(parts):
                 try:
-                    if ref.attempt not in link.acknowledged:
-                        self._push_part(peer, ref.attempt, is_over)
-                        link.acknowledged.add(ref.attempt)
+                    if ref.name not in link.acknowledged:
+                        self._push_part(peer, ref, is_over)
+                        link.acknowledged.add(ref.name)
                 except (DamagedError, ObjectNotFoundError) as error:
                     if ref in needed:
                         raise
@@ -112,22 +115,70 @@ class Copies:
             connect_timeout_s=min(_MAX_CONNECT_S, max(left, 0.001)),
         )
 
-    def _push_part(self, peer: PeerConnection, attempt: str, is_over: Callable[[], bool]) -> None:
-        part = self._store.find(attempt, self._store.rank)
-        if part is None or part.manifest is None or part.doomed:
-            raise ObjectNotFoundError("a part is not here any more", rank=self._store.rank, path=attempt)
-        record, encoded = part.manifest.objects[0], encode(part.manifest)
-        # Open while it is sent, so that its arena is not reused.
-        with self._store.open_object(part.version, record.name) as view:
-            if peer.push(part.manifest, encoded, [view], cancelled=is_over):
-                self.pushed_bytes += record.size
+    def _push_part(self, peer: PeerConnection, ref: PartRef, is_over: Callable[[], bool]) -> None:
+        with self._store.reading(ref.save, self._store.number) as part:
+            if peer.push(part.manifest, encode(part.manifest), [part.data], cancelled=is_over):
+                self.pushed_bytes += part.record.size
 
-    def held_by(self, attempts: Collection[str]) -> list[int]:
+    def held_by(self, parts: Collection[PartRef]) -> list[int]:
         """Holders that have acknowledged all of these, and have not been found gone since."""
-        return [number for number, link in self._links.items() if link.acknowledged.issuperset(attempts)]
+        names = [ref.name for ref in parts]
+        return [number for number, link in self._links.items() if link.acknowledged.issuperset(names)]
 
     def close(self) -> None:
         """Break off a push under way and close the connections. Idempotent."""
         self._closed = True
         for link in self._links.values():
             link.close()
+
+
+class IncomingCopy:
+    """A slot that is being filled with a part from elsewhere: an `IncomingPart`. Raises `CapacityError`: no room."""
+
+    def __init__(self, store: PartStore, manifest: Manifest) -> None:
+        record = manifest.objects[0]
+        self._store, self._manifest = store, manifest
+        self._slot = store.take(record.file_size, exact=True)
+        self.buffers = (self._slot.buffer[: record.size],)
+
+    def commit(self) -> None:
+        """The bytes are verified: commit the part."""
+        self._store.commit(self._slot, self._manifest)
+
+    def abort(self) -> None:
+        """Free the slot."""
+        self._store.free(self._slot)
+
+
+class CopyBackend:
+    """Serves the parts of a store, and takes in copies: a `TransferBackend`. Thread-safe. ``check``: raises
+    `FlashpointError` for a part that no copy is taken of."""
+
+    def __init__(self, store: PartStore, check: Callable[[Manifest], None]) -> None:
+        self._store = store
+        self._check = check
+
+    @contextlib.contextmanager
+    def open_object(self, version: str, name: str) -> Iterator[memoryview]:
+        """See `TransferBackend`."""
+        rank, save_id = parse_object_name(name) or (0, "")
+        with self._reading(version, rank, save_id) as part:
+            yield part.data
+
+    def read_manifest(self, version: str, rank: int, save_id: str) -> bytes:
+        """See `TransferBackend`."""
+        with self._reading(version, rank, save_id) as part:
+            return encode(part.manifest)
+
+    def _reading(self, version: str, rank: int, save_id: str) -> AbstractContextManager[HeldPart]:
+        save = SaveId.parse(version, save_id)
+        if save is None:
+            raise ObjectNotFoundError("this is the name of no part", rank=rank, path=f"{version}/{save_id}")
+        return self._store.reading(save, rank)
+
+    def begin_receive(self, manifest: Manifest) -> IncomingCopy | None:
+        """See `TransferBackend`."""
+        self._check(manifest)
+        save = SaveId.of(manifest)
+        held = None if save is None else self._store.find(save, manifest.rank)
+        return None if held is not None and held.manifest == manifest else IncomingCopy(self._store, manifest)

@@ -20,7 +20,7 @@ from ml_flashpoint.ddict.manager.slots import ValueSlots
 from ml_flashpoint.ddict.manager.store import PartStore
 from ml_flashpoint.format.errors import FlashpointError, ReplicationError
 from ml_flashpoint.format.object_format import encode_header, plan_layout
-from ml_flashpoint.net.transfer_protocol import Address
+from ml_flashpoint.net.transfers import Address
 from ml_flashpoint.ranks.strategies import PairwiseReplicationStrategy, ReplicationStrategy, Topology
 
 SECRET = bytes(range(32))

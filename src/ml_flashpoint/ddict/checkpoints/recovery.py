@@ -11,12 +11,11 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import product
 from typing import TypeVar
 
-from ml_flashpoint.ddict.checkpoints.copies import Copies, IncomingCopy
+from ml_flashpoint.ddict.checkpoints.copies import Copies, Holder
 from ml_flashpoint.ddict.checkpoints.index import (
     INLINE,
     STORED,
@@ -36,10 +35,9 @@ from ml_flashpoint.ddict.manager.slots import ValueSlots, value_id_of
 from ml_flashpoint.ddict.manager.store import HeldPart, PartStore
 from ml_flashpoint.format.digest import digest_workers, verify_blocks
 from ml_flashpoint.format.errors import DamagedError, FlashpointError, ManifestError, ObjectNotFoundError
-from ml_flashpoint.format.knobs import transfer_deadline_s
+from ml_flashpoint.net.blocks import BlockChecker
 from ml_flashpoint.net.channel import TransferCancelledError
-from ml_flashpoint.net.small_fetch import fetch_manifest
-from ml_flashpoint.net.transfer_client import Holder, fetch_object_from_holders
+from ml_flashpoint.net.transfers import PartName
 
 _log = logging.getLogger(__name__)
 _Key = TypeVar("_Key")
@@ -164,26 +162,16 @@ class Recoverer:
             return _once(self._found, (number, again), lambda: self._copies.find(number))
 
     def _fetch_from(self, holder: Holder, ref: PartRef) -> HeldPart:
-        secret, deadline_s = self._copies.secret, transfer_deadline_s()
-        version = ref.save.version
-        manifest = fetch_manifest(holder, secret, version, self._rank, ref.name, deadline_s=deadline_s)
-        if manifest.world_size != len(self._copies.nodes) or not is_part(manifest):
-            raise ManifestError("a holder gave the manifest of another part", node=holder.node)
-        with ExitStack() as undo:
-            incoming = IncomingCopy(self._store, manifest)
-            undo.callback(incoming.abort)
-            fetch_object_from_holders(
-                [holder],
-                secret,
-                version,
-                manifest.objects[0],
-                incoming.buffers[0],
-                rank=self._rank,
-                deadline_s=deadline_s,
-                cancelled=self._cancelled,
-            )
-            incoming.commit()
-            undo.pop_all()
+        name = PartName(ref.save.version, ref.name, self._rank)
+        with self._copies.connect(holder) as peer:
+            manifest = peer.read_manifest(name)
+            if manifest.world_size != len(self._copies.nodes) or not is_part(manifest):
+                raise ManifestError("a holder gave the manifest of another part", node=holder.node)
+            with (
+                self._store.receiving(manifest) as buffer,
+                BlockChecker(manifest.objects[0], buffer, str(name)) as blocks,
+            ):
+                peer.fetch(name, blocks, cancelled=self._cancelled)
         part = self._store.find(ref.save, self._rank)
         assert part is not None  # it was committed
         return part

@@ -35,7 +35,6 @@ from ml_flashpoint.ddict.checkpoints.index import (
     encode_index,
     gather,
     index_bytes,
-    is_part,
     part_of,
     parts_of,
     plan_object,
@@ -50,15 +49,14 @@ from ml_flashpoint.format.errors import (
     DeadlineError,
     FlashpointError,
     InvalidArgumentError,
-    ProtocolError,
     ReplicationError,
 )
 from ml_flashpoint.format.knobs import block_bytes, transfer_deadline_s
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.slot import Slot
-from ml_flashpoint.net.transfer_protocol import Address
 from ml_flashpoint.net.transfer_service import TransferService
+from ml_flashpoint.net.transfers import Address
 
 _log = logging.getLogger(__name__)
 
@@ -114,19 +112,13 @@ class Snapshots:
         self._closed = threading.Event()
         if self.holders or self.held:
             self._service = TransferService(
-                secret, CopyBackend(store, self._check_copy), host=host, deadline_s=transfer_deadline_s()
+                secret, CopyBackend(store, self.held, len(nodes)), host=host, deadline_s=transfer_deadline_s()
             )
-            self._service.start()
 
     @property
     def address(self) -> Address | None:
         """Where peers reach it; None if it serves none."""
         return None if self._service is None else self._service.address
-
-    def _check_copy(self, manifest: Manifest) -> None:
-        """Take in only copies that this manager is to hold, and only such as a dictionary makes."""
-        if manifest.rank not in self.held or manifest.world_size != len(self.copies.nodes) or not is_part(manifest):
-            raise ProtocolError("this manager holds no copies of that one, or this is no part", rank=manifest.rank)
 
     def close(self) -> None:
         """Break off what is under way and stop serving. Idempotent. The store and its parts stay."""

@@ -232,6 +232,22 @@ class PartStore:
             part = self._parts[save, rank] = HeldPart(save, manifest, slot)
         return part
 
+    @contextlib.contextmanager
+    def receiving(self, manifest: Manifest) -> Iterator[memoryview]:
+        """Yield a buffer for a part from elsewhere, which is committed if the block is left without an error.
+
+        Raises:
+            SaveError, CapacityError: see `take` and `commit`.
+        """
+        slot = self.take(manifest.objects[0].file_size, exact=True)
+        try:
+            with slot.buffer[: manifest.objects[0].size] as buffer:
+                yield buffer
+            self.commit(slot, manifest)
+        except BaseException:
+            self.free(slot)
+            raise
+
     def find(self, save: SaveId, rank: int) -> HeldPart | None:
         """Return a part; None if it is not here."""
         with self._lock:

@@ -174,7 +174,9 @@ class World:
         self.explicit_every, self.blocks = rng.choice([0, 0, 1, 3, 7]), rng.random() < 0.5
         held = Counter(self.home[holder] for holders in self.holders for holder in holders)
         own = Counter(self.home)
-        self.room = [(self.keep.versions + 1) * (own[node] + held[node]) + rng.randint(0, 2) for node in range(self.nodes)]
+        self.room = [
+            (self.keep.versions + 1) * (own[node] + held[node]) + rng.randint(0, 2) for node in range(self.nodes)
+        ]
         self.memory = [Node() for _ in range(self.nodes)]
         self.parked: dict[int, Node] = {}
         self.faults, self.store_is_up, self.last_call = True, True, 10**9

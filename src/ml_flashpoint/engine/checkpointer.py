@@ -571,9 +571,10 @@ class Checkpointer:
             error = DeadlineError(f"the save {text} within {seconds:.0f} s", step=step, rank=self.ranks.rank)
             self.fail(save, error)
             saves.fail(save.verified, error)
-        if self._wanted is None:
+        board = self._board
+        if self._wanted is None or board is None:
             return False
-        more = self._pool.prepare(self._wanted, self._retained())
+        more = self._pool.prepare(self._wanted, board.request(SaveId(self._run, _UNNAMED)))
         self._wanted = self._wanted if more else None
         return more
 

@@ -255,9 +255,7 @@ class Pool:
     def _wanted(self, size: int, *, exact: bool) -> int:
         if exact:
             return round_up(size, PAGE)
-        if size > self._size:
-            self._size = slot_size(size)
-        return self._size
+        return slot_size(size) if size > self._size else self._size
 
     def _choose(self, request: SlotRequest, wanted: int, unfit: Sequence[Slot], *, can_make: bool) -> Slot | New | None:
         locked = list(unfit)

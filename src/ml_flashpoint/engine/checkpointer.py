@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ml_flashpoint.config import Config
 from ml_flashpoint.engine.reader import RecoveryReport, VersionReader
 from ml_flashpoint.engine.recovery import KeptVersion
-from ml_flashpoint.engine.save import Save
+from ml_flashpoint.engine.save import Save, SaveStats
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.status import RankStatus
 from ml_flashpoint.memory.container import BaseContainer
@@ -52,7 +52,7 @@ class Checkpointer:
     config: Config
     strategy: ReplicationStrategy
     container: BaseContainer
-    stats: Any
+    stats: SaveStats
     last_recovery: RecoveryReport | None
 
     def __init__(
@@ -114,6 +114,20 @@ class Checkpointer:
 
         Raises:
             SkippedError: there is no free slot. `SaveError`, `CapacityError`: no room, or the save has ended.
+        """
+        raise NotImplementedError
+
+    def place_of(self, save: Save, tensor: torch.Tensor) -> tuple[str, int] | None:
+        """Return where a staged tensor lies, so that another process can map it: the file of the save's slot, and the
+        offset in it. None if the tensor is not one of the copies in the slot, or no contiguous view of one."""
+        raise NotImplementedError
+
+    def tensor_at(self, save: Save, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """Return the staged bytes at an offset of the save's slot as a tensor, without a copy: for `fill`, which takes
+        it as it lies. The inverse of `place_of`.
+
+        Raises:
+            SaveError: the save has no slot, or nothing was staged there.
         """
         raise NotImplementedError
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.manifest import Manifest
@@ -28,3 +29,27 @@ class Save:
     staged: Future[None]
     committed: Future[Manifest]
     verified: Future[None]
+
+
+@dataclass(slots=True)
+class SaveStats:
+    """Counters of the saves of one rank. Steps are None before the first.
+
+    Attributes:
+        committed, verified, skipped, failed: number of saves that were. One that is skipped has not failed.
+        last_committed, last_verified: their newest steps.
+        copied_bytes, copied_s: bytes of this rank's parts that holders have acknowledged, and the time that took.
+        copy_error: reason why copies are missing now; None while copying works.
+        error: reason of the newest save that failed.
+    """
+
+    committed: int = 0
+    verified: int = 0
+    skipped: int = 0
+    failed: int = 0
+    last_committed: int | None = None
+    last_verified: int | None = None
+    copied_bytes: int = 0
+    copied_s: float = 0.0
+    copy_error: str | None = None
+    error: str | None = None

@@ -1,9 +1,9 @@
 """A simulation of rounds, slots and recovery that drives the decisions of `ml_flashpoint.engine.rounds`.
 
 Deterministic: a seed gives a schedule of save calls, commits, pushes, answers and verdicts on 1 to 5 ranks and 1 to 4
-nodes, with saves that fail, saves that somebody waits for, ranks that do not agree on who writes what, messages that are
-late, readers, versions that are persisted, a store that cannot be reached, crashes, lost nodes, nodes that come back with
-old memory, and jobs that go back to an older version. `World.play` raises `Violation` if a promise is broken.
+nodes, with saves that fail, saves that somebody waits for, ranks that do not agree on who writes what, messages that
+are late, readers, versions that are persisted, a store that cannot be reached, crashes, lost nodes, nodes that come
+back with old memory, and jobs that go back to an older version. `World.play` raises `Violation` if a promise is broken.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -21,7 +23,7 @@ from ml_flashpoint.format.errors import (
     UnaskedVersionsError,
 )
 from ml_flashpoint.format.save_id import SaveId
-from tests.support.forked import Child, call, call_team, preload
+from tests.support.forked import call, call_team, preload
 from tests.support.tmpfs import SMALL_TMPFS_BYTES
 from tests.workers import checkpointer_jobs as jobs
 
@@ -172,8 +174,13 @@ def test_a_forked_child_does_nothing(tmpfs: Path) -> None:
 
 
 def test_a_process_that_ends_commits_what_it_has_begun(tmpfs: Path) -> None:
-    with Child(jobs.leave_open, str(tmpfs / "job")) as child:
-        child.join()
+    script = """
+import sys
+from ml_flashpoint.engine.checkpointer import Checkpointer
+from tests.workers.checkpointer_jobs import begin_and_commit
+begin_and_commit(Checkpointer(sys.argv[1]), 1)
+"""
+    subprocess.run([sys.executable, "-c", script, str(tmpfs / "job")], check=True, timeout=60)
     with Checkpointer(tmpfs / "job") as checkpointer:
         assert checkpointer.latest() == checkpointer.version(1)
 

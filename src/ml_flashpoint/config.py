@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
-from ml_flashpoint.ranks.retention import Keep
-from ml_flashpoint.ranks.strategies import ReplicationStrategy
+from ml_flashpoint.format.arguments import checked_integer, checked_seconds
+from ml_flashpoint.format.errors import InvalidArgumentError
+from ml_flashpoint.ranks.retention import Keep, checked_keep
+from ml_flashpoint.ranks.strategies import ReplicationStrategy, checked_strategy
+from ml_flashpoint.stores.location import checked_url, is_url
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +23,47 @@ class Persist:
         bytes_per_s: most bytes that a rank writes in a second; None for no limit.
 
     Raises:
-        InvalidArgumentError: one is unusable.
+        InvalidArgumentError: one is unusable. Errors name the arguments as the adapters do: ``persist``,
+            ``persist_every``, ``persist_keep``, ``persist_bytes_per_s``.
     """
 
     url: str
     every: int = 50
     keep: int = 3
     bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "url", _checked_place(self.url))
+        checked_integer("persist_every", self.every, 1)
+        checked_integer("persist_keep", self.keep, 1)
+        rate = self.bytes_per_s
+        if rate is not None and (isinstance(rate, bool) or not isinstance(rate, (int, float)) or not rate > 0):
+            raise InvalidArgumentError(
+                "must be a positive number of bytes a second, or None", argument="persist_bytes_per_s", value=rate
+            )
+
+    @staticmethod
+    def of(url: str | None, every: int = 50, keep: int = 3, bytes_per_s: float | None = None) -> Persist | None:
+        """Return what these keywords of an adapter ask for; None if nothing is to be persisted.
+
+        Raises:
+            InvalidArgumentError: one is unusable, even where nothing is to be persisted.
+        """
+        options = Persist("/" if url is None else url, every, keep, bytes_per_s)
+        return None if url is None else options
+
+
+def _checked_place(value: object) -> str:
+    url = checked_url("persist", value)
+    text = os.path.expanduser(os.fspath(value))  # type: ignore[call-overload]
+    if not is_url(text) and not os.path.isabs(text):
+        raise InvalidArgumentError(
+            "must be a URL or an absolute path: the ranks of a job, and its next run, may start in other folders",
+            argument="persist",
+            value=value,
+            hint=f"write {url}, if that is meant",
+        )
+    return url
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +72,28 @@ class Config:
 
     Attributes:
         replication: who holds copies of whose parts; None: pairs of nodes, or nobody on a single node.
-        keep: verified versions that stay in memory.
+        keep: verified versions that stay in memory: a `Keep`, or the number of the newest ones.
         persist: durable versions; None for none.
         sigterm_grace_s: with ``persist``, seconds at most that SIGTERM is held up; None: it is left alone.
+
+    Raises:
+        InvalidArgumentError: one is unusable.
     """
 
     replication: ReplicationStrategy | str | None = None
-    keep: Keep = field(default_factory=Keep)
+    keep: Keep | int = field(default_factory=Keep)
     persist: Persist | None = None
     sigterm_grace_s: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "replication", checked_strategy(self.replication))
+        object.__setattr__(self, "keep", checked_keep(self.keep))
+        if self.persist is not None and not isinstance(self.persist, Persist):
+            raise InvalidArgumentError("must be a Persist(...), or None", argument="persist", value=self.persist)
+        if self.sigterm_grace_s is not None:
+            checked_seconds("sigterm_grace_s", self.sigterm_grace_s)
+
+    @property
+    def rule(self) -> Keep:
+        """Return `keep` as a rule."""
+        return checked_keep(self.keep)

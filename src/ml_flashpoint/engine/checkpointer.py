@@ -30,6 +30,7 @@ from ml_flashpoint.engine.board import Board
 from ml_flashpoint.engine.committing import BytesItem, Filled, PartWriter, Staged, TensorItem
 from ml_flashpoint.engine.reader import RecoveryReport, VersionReader
 from ml_flashpoint.engine.recovery import KeptVersion
+from ml_flashpoint.engine.replicas import Replicas
 from ml_flashpoint.engine.rounds import Member, Verdict
 from ml_flashpoint.engine.save import Save, SaveStats, Terms
 from ml_flashpoint.format.arguments import checked_base, checked_bool, checked_integer
@@ -149,6 +150,7 @@ class Checkpointer:
         base: base container. ranks: the ranks that use it together. strategy: who holds copies of whose parts.
         container: the store of versions on this node.
         stats: counters of what became of the saves of this rank.
+        replicas: who writes what of the state that several ranks have alike.
 
     Raises:
         InvalidArgumentError: an argument is unusable, or differs between ranks.
@@ -208,6 +210,7 @@ class Checkpointer:
         stack.callback(self._copies.close)
         self._store = open_store(ranks)
         stack.callback(self._store.close)
+        self.replicas = Replicas(ranks.rank, ranks.world_size, self._store)
         self._recovery = Recovery(ranks, self.container, keep=rule)
         stack.callback(self._recovery.close)
         self._executor = self._together(lambda: CommittingThread(self._idle))
@@ -412,17 +415,25 @@ class Checkpointer:
         if filled.staged.late is None:
             saves.end(save.staged, None)
 
-    def commit(self, save: Save, *, extra: Sequence[BytesItem] = (), labels: Mapping[str, str] | None = None) -> None:
+    def commit(
+        self,
+        save: Save,
+        *,
+        items: Callable[[], tuple[Sequence[TensorItem], Sequence[BytesItem]]] | None = None,
+        extra: Sequence[BytesItem] = (),
+        labels: Mapping[str, str] | None = None,
+    ) -> None:
         """Have the committing executor seal and commit what was filled; `Save.committed` ends then. Does not wait.
 
         Args:
+            items: returns the tensors and byte items of a save that was staged and not filled: the executor fills it.
             extra: further byte items, known only now.
             labels: short strings for the manifest.
         """
         with self._working(save):
-            if not isinstance(save.content, Filled) or save.id is None:
+            if save.id is None or not isinstance(save.content, Filled if items is None else Staged):
                 raise SaveError("a save must be filled and have a step before it is committed", rank=self.ranks.rank)
-        self._executor.submit(partial(self._commit, save, tuple(extra), dict(labels or {})))
+        self._executor.submit(partial(self._commit, save, items, tuple(extra), dict(labels or {})))
 
     def fail(self, save: Save, error: BaseException) -> None:
         """Give a save up that is not committed: its futures end with the error, its slot is free. Safe to repeat."""
@@ -520,8 +531,16 @@ class Checkpointer:
 
     # ---- the committing thread -------------------------------------------------------------------------------
 
-    def _commit(self, save: Save, extra: Sequence[BytesItem], labels: dict[str, str]) -> None:
+    def _commit(
+        self,
+        save: Save,
+        items: Callable[[], tuple[Sequence[TensorItem], Sequence[BytesItem]]] | None,
+        extra: Sequence[BytesItem],
+        labels: dict[str, str],
+    ) -> None:
         with contextlib.suppress(FlashpointError), self._working(save):
+            if items is not None:
+                self.fill(save, *items())
             assert isinstance(save.content, Filled)
             assert save.id is not None
             save.content.staged.wait(save.terms.left_s)

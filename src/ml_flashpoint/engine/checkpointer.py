@@ -772,6 +772,12 @@ class Checkpointer:
         """Number of the run; 0 while versions are there that nobody has asked about."""
         return self._run
 
+    @property
+    def board_error(self) -> str | None:
+        """The reason why nothing new can be verified now; None while the board works."""
+        board = self._board
+        return None if board is None else board.error
+
     def check_asked(self, call: str, *, hint: str | None = None) -> None:
         """Raise, on all ranks, if there are versions that nobody has asked about.
 

@@ -23,7 +23,8 @@ from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SC
 from ml_flashpoint.copy import cuda
 from ml_flashpoint.copy.collection import collection_paused
 from ml_flashpoint.copy.overlap import Overlap
-from ml_flashpoint.engine.checkpointer import BytesItem, Checkpointer, TensorItem
+from ml_flashpoint.engine.checkpointer import Checkpointer
+from ml_flashpoint.engine.committing import BytesItem, TensorItem
 from ml_flashpoint.engine.replicas import Table
 from ml_flashpoint.engine.save import Save
 from ml_flashpoint.engine.signals import interrupts_held
@@ -78,6 +79,7 @@ class Saves:
         self._beginning = False
         self._lock = threading.Lock()
         self._failure: FlashpointError | None = None
+        self._saved: SaveId | None = None
         self.failures = self.failures_in_a_row = self.bytes = 0
         self.last_error: str | None = None
         self.blocked_s = self.blocked_total_s = self.committed_s = 0.0
@@ -109,6 +111,8 @@ class Saves:
 
     def _save(self, step: int, began: float, *, explicit: bool) -> None:
         checkpointer, name = self._checkpointer, SaveId(self._checkpointer.run, step)
+        if self._last is not None and self._last.id == name and not _has_failed(self._last):
+            return  # it is that version
         tree: Tree | None = None
         error: Exception | None = None
         try:
@@ -194,6 +198,7 @@ class Saves:
             self.failures_in_a_row = 0
             self.committed_s = time.perf_counter() - began
             self.bytes = committed.result().total_size
+            self._saved = SaveId.of(committed.result())
 
     def _fail(self, step: int, error: BaseException) -> None:
         failure = error if isinstance(error, FlashpointError) else None
@@ -214,6 +219,12 @@ class Saves:
                 text,
             )
 
+    @property
+    def last_saved(self) -> int | None:
+        """Step of the newest save of this run of which this rank's part is committed; None if there is none."""
+        saved = self._saved
+        return saved.step if saved is not None and saved.run == self._checkpointer.run else None
+
     def take_failure(self) -> FlashpointError | None:
         """Return the latest failure, once."""
         with self._lock:
@@ -223,3 +234,7 @@ class Saves:
     def await_commits(self, deadline_s: float) -> bool:
         """Wait until this rank's parts of all saves are committed, or have failed. Return True if in time."""
         return not concurrent.futures.wait([each.committed for each in self._open], deadline_s).not_done
+
+
+def _has_failed(save: Save) -> bool:
+    return save.committed.done() and save.committed.exception() is not None

@@ -100,8 +100,8 @@ def written_plan(
     byte_items: list[BytesItem],
     rank: int,
 ) -> WrittenPlan:
-    """Return the items of a plan as a rank wrote them; ``known`` if it is of the same plan, which planners that cache plans
-    give again, and no item has changed its size."""
+    """Return the items of a plan as a rank wrote them: ``known`` if it is of the same plan, which planners that cache
+    plans give again, and no item has changed its size."""
     sizes = {key: tensor.nbytes for key, tensor in tensors}
     sizes.update((key, len(data)) for key, data in byte_items)
     if known is not None and known.plan is plan and known.sizes == sizes:

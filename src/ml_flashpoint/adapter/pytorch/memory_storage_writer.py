@@ -67,6 +67,27 @@ class _Call:
     began: float = field(default_factory=time.perf_counter)
 
 
+class _StagingFuture(StagingFuture[dict[str, Any]]):
+    """A staged state, once all of it is copied. The first to ask for the result waits for that, as DCP's thread does
+    before it saves; so no thread has to wait beside it."""
+
+    def __init__(self, state: StagedStateDict) -> None:
+        super().__init__()
+        self._state: StagedStateDict | None = state
+        if state.staged.is_copied:
+            self._end()
+
+    def _end(self) -> None:
+        state, self._state = self._state, None
+        if state is not None:
+            state.staged.await_copies()
+            self.set_result(state)
+
+    def result(self, timeout: float | None = None) -> dict[str, Any]:
+        self._end()
+        return super().result(timeout)
+
+
 class MemoryStorageWriter(OverlappingDoor, StorageWriter):
     """Saves DCP checkpoints into memory. Use one writer for all saves of a job.
 
@@ -190,13 +211,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         Returns:
             What :meth:`stage` does, once all is copied. It raises nothing: what fails is raised by the write.
         """
-        state = self._stage(state_dict, promised=True)
-        future: StagingFuture[dict[str, Any]] = StagingFuture()
-        if (save := state.staged.save) is None:
-            future.set_result(state)
-        else:
-            save.staged.add_done_callback(lambda _: future.set_result(state))
-        return future
+        return _StagingFuture(self._stage(state_dict, promised=True))
 
     def _stage(self, state_dict: dict[str, Any], *, promised: bool = False) -> StagedStateDict:
         began = time.perf_counter()

@@ -114,6 +114,7 @@ class Staged:
         self._saves = saves
         self._checkpointer = checkpointer
         self._clones: Clones | None = None
+        self._late: LateCopy | None = None
         self._lock = threading.Lock()
         self._claimed = False
         self._threads = weakref.WeakSet(threading.enumerate())
@@ -125,10 +126,25 @@ class Staged:
             self._clones = Clones([tensor for _, tensor in tensors])
             return self._clones.views
         self.save = self._checkpointer.begin(explicit=True)
+        self._late = late
         return self._checkpointer.stage(self.save, tensors, late=late)
 
+    @property
+    def is_copied(self) -> bool:
+        """True if nothing is copied any more: nothing was late, or it is over."""
+        return self._late is None or self._late.over
+
+    def await_copies(self) -> None:
+        """Wait until all is copied: whoever reads the copies needs all of them. An error is raised by the write."""
+        if self._late is None or self.error is not None:
+            return
+        try:
+            self._late.wait(seal_deadline_s())
+        except SaveError as error:
+            self.fail(error)
+
     def claim(self, checkpointer: Checkpointer, step: int) -> Save:
-        """Return the save, which now has a step and whose copies are all there. Only one thread or process may.
+        """Return the save, which now has a step and all copies. Only one thread or process may.
 
         Raises:
             SaveError: staging failed, or another one has claimed it.
@@ -138,6 +154,7 @@ class Staged:
             claimed, self._claimed = self._claimed, True
         if claimed:
             raise SaveError("what was staged was saved or given up before, and is not kept")
+        self.await_copies()
         try:
             if self.error is not None:
                 raise SaveError(f"staging failed: {self.error}", step=step) from self.error
@@ -145,7 +162,6 @@ class Staged:
                 self.save = checkpointer.begin(step, explicit=True)
             else:
                 checkpointer.name(self.save, step)
-                self.save.staged.result(seal_deadline_s())  # planners may read what was staged
         except Exception as error:
             self.fail(error)
             raise
@@ -171,11 +187,7 @@ class Staged:
         if threading.current_thread() not in self._threads:
             time.sleep(GIVEN_S)  # for pickling, its thread would keep the interpreter's lock
         self.worker = threading.current_thread()
-        try:
-            if self.save is not None:
-                self.save.staged.result(seal_deadline_s())
-        except Exception as error:
-            self.fail(error)
+        self.await_copies()
         return self._saves.server.send(self, state)
 
     def place_of(self, tensor: torch.Tensor) -> tuple[str, int] | None:

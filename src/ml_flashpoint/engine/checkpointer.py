@@ -725,9 +725,8 @@ class Checkpointer:
         if board is not None:
             board.close(max(give_up - time.monotonic(), 0.0))
         with self._lock:
-            mine = list(self._saves)
-        for save in mine:
-            step = None if save.id is None else save.id.step
+            mine = [(save, save.id.step) for save in self._saves if save.id is not None]  # others get the new run's
+        for save, step in mine:
             error = SupersededError("the save was not verified before its run ended", step=step, rank=self.ranks.rank)
             self.fail(save, error)
             saves.fail(save.verified, error)

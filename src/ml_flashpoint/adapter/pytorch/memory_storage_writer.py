@@ -33,7 +33,8 @@ from ml_flashpoint.adapter.pytorch.staged_state import StagedStateDict, listen
 from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE
 from ml_flashpoint.adapter.pytorch.tensor_leaves import TensorLeaves
 from ml_flashpoint.copy.overlap import Overlap, OverlappingDoor
-from ml_flashpoint.engine.checkpointer import BytesItem, Checkpointer, TensorItem
+from ml_flashpoint.engine.checkpointer import Checkpointer
+from ml_flashpoint.engine.committing import BytesItem, TensorItem
 from ml_flashpoint.engine.save import Save
 from ml_flashpoint.format.arguments import ignored
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
@@ -73,12 +74,12 @@ class _StagingFuture(StagingFuture[dict[str, Any]]):
 
     def __init__(self, state: StagedStateDict) -> None:
         super().__init__()
-        self._state: StagedStateDict | None = state
+        self._copying: StagedStateDict | None = state
         if state.staged.is_copied:
             self._end()
 
     def _end(self) -> None:
-        state, self._state = self._state, None
+        state, self._copying = self._copying, None
         if state is not None:
             state.staged.await_copies()
             self.set_result(state)

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace
 from ml_flashpoint.copy.tensors import is_plain_strided, materialized
-from ml_flashpoint.engine.checkpointer import BytesItem, TensorItem
+from ml_flashpoint.engine.committing import BytesItem, TensorItem
 from ml_flashpoint.format.errors import NotStagedError, UnsafeContentError
 from ml_flashpoint.state.archive import SafeGlobal, refuse_unloadable, save_archive
 

@@ -19,7 +19,8 @@ from ml_flashpoint.adapter.pytorch.saving_process import MappedFile, RemoteSaves
 from ml_flashpoint.adapter.pytorch.staged_state import StagedStateDict
 from ml_flashpoint.copy.cpu import copy_all
 from ml_flashpoint.copy.late import LateCopy
-from ml_flashpoint.engine.checkpointer import BytesItem, Checkpointer, TensorItem
+from ml_flashpoint.engine.checkpointer import Checkpointer
+from ml_flashpoint.engine.committing import BytesItem, TensorItem
 from ml_flashpoint.engine.save import Save
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidArgumentError, SaveError

@@ -26,7 +26,7 @@ import torch
 
 from ml_flashpoint.adapter.pytorch.staged_state import StagedStateDict
 from ml_flashpoint.copy.dtypes import dtype_name, octets_of, torch_dtype
-from ml_flashpoint.engine.checkpointer import BytesItem, TensorItem
+from ml_flashpoint.engine.committing import BytesItem, TensorItem
 from ml_flashpoint.engine.save import Save
 from ml_flashpoint.format import errors
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from ml_flashpoint.adapter.pytorch.saves import LocalSaves
 from ml_flashpoint.config import Config
-from ml_flashpoint.engine.checkpointer import BytesItem, Checkpointer, TensorItem
+from ml_flashpoint.engine.checkpointer import Checkpointer
+from ml_flashpoint.engine.committing import BytesItem, TensorItem
 from ml_flashpoint.engine.reader import RecoveryReport, VersionReader
 from ml_flashpoint.engine.save import SaveStats
 from ml_flashpoint.format.arguments import checked_integer, ignored

@@ -173,7 +173,7 @@ def test_what_does_not_end_in_time_is_given_up(
     seen: list[int] = []
     monkeypatch.setenv("FLASHPOINT_CALL_DEADLINE_S", "0.5")
     queue.schedule_async_request(AsyncRequest(wait_for, (pipe,), [partial(seen.append, 0)]))
-    with pytest.raises(BackgroundWorkerError, match="asynchronous call 0 has not ended within"):
+    with pytest.raises(BackgroundWorkerError, match="asynchronous call 0 failed: it has not ended within"):
         queue.maybe_finalize_async_calls(blocking=True)
     monkeypatch.delenv("FLASHPOINT_CALL_DEADLINE_S")
     queue.schedule_async_request(AsyncRequest(write, (tmp_path / "a", "x"), [partial(seen.append, 1)]))

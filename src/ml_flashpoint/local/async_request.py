@@ -1,20 +1,18 @@
-"""`AsyncRequest`: what is left to do of an asynchronous save, and how it is done.
-
-Owns the request and its life: schedule, run, finalize once. Its fields are those of megatron-core's own request, so
-either queue takes either request. Running requests in the background is `async_queue`'s.
-"""
+"""`AsyncRequest`: the rest of an asynchronous save. Its fields are those of megatron-core's own request, so either
+queue takes either request."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-import time
+import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
+from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
-from ml_flashpoint.core.save import Save
-from ml_flashpoint.core.saving_process import Ticket
-from ml_flashpoint.format.knobs import collective_deadline_s, seal_deadline_s
+from ml_flashpoint.format.knobs import seal_deadline_s
 from ml_flashpoint.local.errors import CallOrderError, CheckpointingException
 from ml_flashpoint.ranks.rank_group import rank_group
 
@@ -53,29 +51,30 @@ class AsyncRequest(NamedTuple):
         self.finalize_fns.append(fn)
 
     def freeze(self) -> AsyncRequest:
-        """The same request, to which nothing can be added."""
+        """Return the same request, to which nothing can be added."""
         return self._replace(is_frozen=True)
 
     def completed(self) -> AsyncRequest:
-        """The same request, with nothing where programs leave None in place of arguments or finalizations."""
+        """Return the same request, with nothing where programs leave None in place of arguments or finalizations."""
         return self._replace(
             async_fn_args=tuple(self.async_fn_args or ()),
             async_fn_kwargs=dict(self.async_fn_kwargs or {}),
             finalize_fns=self.finalize_fns if self.finalize_fns is not None else [],
         )
 
-    def resolved_args(self) -> tuple[Any, ...]:
-        """The arguments of ``async_fn``, after preloading.
+    def bound(self) -> Callable[[], Any]:
+        """Preload, and return a call of ``async_fn`` with its arguments.
 
         Raises:
             CallOrderError: there is something to preload, and no second argument to take it.
         """
-        if self.preload_fn is None:
-            return tuple(self.async_fn_args or ())
-        if len(self.async_fn_args or ()) < 2:
-            raise CallOrderError("preload_fn needs a second argument of async_fn to replace")
-        first, _, *rest = self.async_fn_args
-        return (first, self.preload_fn(), *rest)
+        request = self.completed()
+        arguments = request.async_fn_args
+        if self.preload_fn is not None:
+            if len(arguments) < 2:
+                raise CallOrderError("preload_fn needs a second argument of async_fn to replace")
+            arguments = (arguments[0], self.preload_fn(), *arguments[2:])
+        return partial(self.async_fn or _nothing, *arguments, **request.async_fn_kwargs)
 
     def execute_sync(self) -> None:
         """Do all of it now. Collective: finalizations follow once all ranks have run ``async_fn``.
@@ -85,8 +84,7 @@ class AsyncRequest(NamedTuple):
         """
         error: Exception | None = None
         try:
-            if self.async_fn is not None:
-                self.async_fn(*self.resolved_args(), **(self.async_fn_kwargs or {}))
+            self.bound()()
         except Exception as caught:
             error = caught
         if not rank_group().all_ok(error is None):
@@ -121,53 +119,61 @@ class AsyncRequest(NamedTuple):
         return self.call_idx
 
 
-class BackgroundSave:
-    """The ``async_fn`` of a local save, which needs nobody to run it: the trainer's background threads do the work.
+def _nothing(*_: Any, **__: Any) -> None:
+    """Stand for an ``async_fn`` that is None."""
 
-    Called, it waits for the end of the save: here, in a process that a queue forked, or in one that it was sent to.
+
+class BackgroundSave:
+    """The ``async_fn`` of a local save, which the trainer's own engine commits.
+
+    Called, it waits until the save has ended: here, in a process that a queue forked, or in one that it was pickled to.
 
     Args:
-        save: the save.
-        ticket: leads another process to it; None if the save has ended.
+        ended: ends when the save does, by its deadline.
+
+    Attributes:
+        future: the same, in the process that saves; None in another one.
     """
 
-    def __init__(self, save: Save, ticket: Ticket | None) -> None:
-        self._save = save
-        self._ticket = ticket
+    def __init__(self, ended: Future[Any]) -> None:
+        self._ended = ended
         self._process = os.getpid()
-        # Longer than the engine lets any save take, so only a background thread that is lost makes it come to this.
-        self._give_up = time.monotonic() + seal_deadline_s() + collective_deadline_s()
+        # Another process reaches the pipe by this one's descriptor of it. It can be read from once the save has ended.
+        self._pipe, write_end = os.pipe()
+        weakref.finalize(self, os.close, self._pipe)
+        ended.add_done_callback(partial(_announce, write_end))
 
     @property
-    def runs_here(self) -> bool:
-        """Whether this process is the one that saves."""
-        return os.getpid() == self._process
-
-    @property
-    def ended(self) -> bool:
-        """Whether the save has ended, well or not, or should have."""
-        return self._save.finished.is_set() or time.monotonic() > self._give_up
-
-    @property
-    def error(self) -> BaseException | None:
-        """Why the save failed here, as far as that is known; finalizing the request tells it on all ranks."""
-        return self._save.error
-
-    def wait(self, timeout_s: float = float("inf")) -> None:
-        """Wait for the end, in the process that saves, for so many seconds at most; never for ever."""
-        self._save.finished.wait(max(0.0, min(timeout_s, self._give_up - time.monotonic())))
+    def future(self) -> Future[Any] | None:
+        """Return the future of the save if this process makes it."""
+        return self._ended if os.getpid() == self._process else None
 
     def __call__(self) -> None:
-        """Wait for the end, in any process."""
-        if self.runs_here:
-            self.wait()
+        """Wait for the end, well or not: finalizing the request tells which."""
+        if self.future is not None:
+            self.future.exception()
         else:
-            _await_end(self._ticket)
+            _await_end(self._process, self._pipe)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial, (_await_end, self._ticket)
+        return partial, (_await_end, self._process, self._pipe)
 
 
-def _await_end(ticket: Ticket | None) -> None:
-    if ticket is not None:
-        ticket.await_end()
+def _announce(write_end: int, _: Future[Any]) -> None:
+    with contextlib.suppress(OSError):  # nobody can read from it any more
+        os.write(write_end, b".")
+    os.close(write_end)
+
+
+def _await_end(trainer: int, pipe: int) -> None:
+    """Wait until a save of another process has ended, or that process has."""
+    opened: list[int] = []
+    try:
+        opened.append(os.pidfd_open(trainer))
+        opened.append(os.open(f"/proc/{trainer}/fd/{pipe}", os.O_RDONLY | os.O_NONBLOCK))
+        wait(opened, timeout=seal_deadline_s())
+    except OSError:
+        pass  # the process is gone, or its request is
+    finally:
+        for each in opened:
+            os.close(each)

@@ -1,0 +1,186 @@
+"""The server of parts: serves those of this node to peers, and takes copies of others' parts in."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId, validate_segment
+from ml_flashpoint.format.errors import (
+    InvalidArgumentError,
+    InvalidNameError,
+    ManifestError,
+    ProtocolError,
+    ReplicationError,
+)
+from ml_flashpoint.format.manifest import decode
+from ml_flashpoint.net.blocks import BlockChecker
+from ml_flashpoint.net.channel import Channel
+from ml_flashpoint.net.messages import Fields, integer, text
+from ml_flashpoint.net.server import HANDSHAKE_DEADLINE_S, HangUp, Peer, RequestServer
+from ml_flashpoint.net.transfers import DEADLINE_S, TRANSFERS, Address, PartName, TransferBackend, error_context
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+IDLE_DEADLINE_S = 300.0
+"""Default time after which an authenticated connection without any request is closed."""
+WORK_LIMIT_S = 600.0
+"""Default for the longest that clients are asked to wait for the backend."""
+MAX_CONNECTIONS = 256
+"""Default for the authenticated connections served at once."""
+_SHORTEST_KEEPALIVE_S, _LONGEST_KEEPALIVE_S = 0.02, 5.0
+
+
+class TransferService:
+    """A server for the peers that know the job's secret. Listens from construction until `close`.
+
+    In a forked child it is closed. The backend sees only authenticated requests, with names that cannot leave a
+    directory.
+
+    Args:
+        secret: of the job, 16 bytes or more.
+        backend: where parts come from and go to.
+        host: address to listen on, which peers reach.
+        port: port to listen on; 0 takes a free one.
+        deadline_s: a transfer without progress for so long is given up.
+        handshake_deadline_s: an unauthenticated client is dropped after so long.
+        idle_deadline_s, work_limit_s, max_connections: see the constants.
+
+    Attributes:
+        address: host and port for peers to connect to.
+
+    Raises:
+        InvalidArgumentError: the secret is too short, or a limit is not positive.
+        ReplicationError: the address cannot be listened on, or there is no thread to be had.
+    """
+
+    def __init__(
+        self,
+        secret: bytes,
+        backend: TransferBackend,
+        *,
+        host: str,
+        port: int = 0,
+        deadline_s: float = DEADLINE_S,
+        handshake_deadline_s: float = HANDSHAKE_DEADLINE_S,
+        idle_deadline_s: float = IDLE_DEADLINE_S,
+        work_limit_s: float = WORK_LIMIT_S,
+        max_connections: int = MAX_CONNECTIONS,
+    ) -> None:
+        if min(deadline_s, handshake_deadline_s, idle_deadline_s, work_limit_s, max_connections) <= 0:
+            raise InvalidArgumentError("deadlines and limits of a transfer service must be positive")
+        try:
+            self._server = RequestServer(
+                secret,
+                _Requests(backend, deadline_s, work_limit_s),
+                TRANSFERS,
+                tcp_host=host,
+                tcp_port=port,
+                stall_s=deadline_s,
+                handshake_deadline_s=handshake_deadline_s,
+                idle_s=idle_deadline_s,
+                max_connections=max_connections,
+            )
+        except OSError as error:
+            raise ReplicationError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
+        except RuntimeError as error:
+            raise ReplicationError(f"cannot serve peers: {error}") from error
+        self.address: Address = (host, int(self._server.addresses[0][-1]))
+
+    def __enter__(self) -> TransferService:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop listening, break off transfers, and wait for their threads for at most about 2 s. Safe to call twice."""
+        self._server.close()
+
+
+@contextlib.contextmanager
+def _out_of_step() -> Iterator[None]:
+    """From here on the two sides no longer agree on what comes next, if anything goes wrong."""
+    try:
+        yield
+    except Exception as error:
+        raise HangUp from error
+
+
+class _Requests:
+    """What requests mean: see `net.server.RequestHandler`. A session is the channel."""
+
+    def __init__(self, backend: TransferBackend, deadline_s: float, work_limit_s: float) -> None:
+        self._backend = backend
+        self._deadline_s = deadline_s
+        self._work_limit_s = work_limit_s
+
+    def open(self, peer: Peer) -> Channel:
+        assert peer.channel is not None
+        return peer.channel
+
+    def closed(self, session: Channel) -> None:
+        pass
+
+    def handle(
+        self, session: Channel, op: str, fields: Fields, blobs: list[bytes]
+    ) -> tuple[Fields, Sequence[Buffer]] | None:
+        if op == "ping":
+            return {}, ()
+        if op == "manifest":
+            return {}, (self._backend.read_manifest(_part_in(fields)),)
+        if op == "fetch":
+            self._give_bytes(session, fields)
+            return None
+        if op == "push" and len(blobs) == 1:
+            return self._take_part(session, fields, blobs[0])
+        raise ProtocolError(f"there is no request {op!a} of {len(blobs)} blobs")
+
+    def _give_bytes(self, channel: Channel, fields: Fields) -> None:
+        part, begin = _part_in(fields), integer(fields, "offset")
+        end = begin + integer(fields, "length")
+        with self._backend.open_part(part) as view:
+            if end > len(view):
+                raise ProtocolError(f"bytes {begin} to {end} of {part}, which has {len(view)}")
+            with _out_of_step(), view[begin:end] as piece:
+                channel.send(None, {}, payload_bytes=len(piece))
+                channel.send_payload(piece)
+
+    def _take_part(self, channel: Channel, fields: Fields, encoded: bytes) -> tuple[Fields, Sequence[Buffer]]:
+        every_s = min(_LONGEST_KEEPALIVE_S, max(_SHORTEST_KEEPALIVE_S, integer(fields, "patience_ms") / 4000))
+        working = functools.partial(channel.working, every_s=every_s, limit_s=self._work_limit_s)
+        rider, manifest = fields.get("rider"), decode(encoded)
+        if not isinstance(rider, dict) or len(manifest.objects) != 1:
+            raise ManifestError("a push must have a part with one object, and a rider")
+        record = manifest.objects[0]
+        with error_context(PartName.of(manifest)), contextlib.ExitStack() as receiving:
+            with working():
+                buffer = receiving.enter_context(self._backend.receive(manifest, rider))
+            if buffer is None:
+                return {"held": True}, ()
+            # What is wrong is told while the peer may still be sending; it looks for this when its own send fails.
+            with _out_of_step():
+                blocks = receiving.enter_context(BlockChecker(record, buffer, f"{manifest.version}/{record.name}"))
+                channel.send(None, {"held": False})
+                announced = channel.receive(request=True)
+                if announced.subject != "data" or announced.payload_bytes != record.size:
+                    raise ProtocolError("a push must go on with exactly the bytes that its manifest names")
+                for block in range(len(record.digests)):
+                    blocks.receive(channel, block)
+                    if blocks.failed:
+                        break
+                with working():
+                    blocks.finish(self._deadline_s)
+                    receiving.close()  # ends the checking, then commits
+        return {}, ()
+
+
+def _part_in(fields: Fields) -> PartName:
+    part = PartName(text(fields, "version"), text(fields, "save"), integer(fields, "rank"))
+    if CheckpointContainerId.parse_version_container(validate_segment(part.version)) is None:
+        raise InvalidNameError(f"not the name of a version: {part.version!a}")
+    validate_segment(part.save)
+    return part

@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ml_flashpoint import events
 from ml_flashpoint.config import Config
 from ml_flashpoint.engine import save as saves
-from ml_flashpoint.engine.alone import Copies, Recovery, open_store
+from ml_flashpoint.engine.alone import Recovery, open_store
 from ml_flashpoint.engine.board import Board
 from ml_flashpoint.engine.committing import BytesItem, Filled, PartWriter, Staged, TensorItem
+from ml_flashpoint.engine.copying import Copies
 from ml_flashpoint.engine.reader import RecoveryReport, VersionReader
 from ml_flashpoint.engine.recovery import KeptVersion
 from ml_flashpoint.engine.replicas import Replicas

@@ -24,9 +24,9 @@ from ml_flashpoint.copy.overlap import Overlap
 from ml_flashpoint.core.engine import CheckpointEngine
 from ml_flashpoint.core.persist_options import persist_options
 from ml_flashpoint.core.room import check_capacity
-from ml_flashpoint.core.signals import answer_sigterm
 from ml_flashpoint.data import LoaderBatches, Loaders, Through
 from ml_flashpoint.engine.schedule import checked_every, passes_multiple
+from ml_flashpoint.engine.signals import answer_sigterm
 from ml_flashpoint.facade.agreement import fall_back
 from ml_flashpoint.facade.claims import claim, release
 from ml_flashpoint.facade.health import Recovery

@@ -27,7 +27,7 @@ from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSav
 from ml_flashpoint.core.object_stages import BytesItem, TensorItem
 from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.save_identity import SaveIdentity, missing_ranks
-from ml_flashpoint.core.signals import interrupts_held
+from ml_flashpoint.engine.signals import interrupts_held
 from ml_flashpoint.facade.failures import as_flashpoint_error, causes_of
 from ml_flashpoint.facade.save_exchange import SaveExchange
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId

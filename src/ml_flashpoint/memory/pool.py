@@ -61,6 +61,11 @@ class SlotRequest:
     spare: int = 0
     may_grow: bool = False
 
+    @property
+    def left_alone(self) -> frozenset[SaveId]:
+        """The saves whose slots are not taken over from ranks that are gone: of this one they have other ranks' parts."""
+        return frozenset(self.retained) | ({self.save} if self.save is not None else set())
+
 
 class SlotView(Protocol):
     """The side of a slot that `choose` looks at."""
@@ -255,9 +260,7 @@ class Pool:
     def _wanted(self, size: int, *, exact: bool) -> int:
         if exact:
             return round_up(size, PAGE)
-        if size > self._size:
-            self._size = slot_size(size)
-        return self._size
+        return slot_size(size) if size > self._size else self._size
 
     def _choose(self, request: SlotRequest, wanted: int, unfit: Sequence[Slot], *, can_make: bool) -> Slot | New | None:
         locked = list(unfit)
@@ -271,7 +274,7 @@ class Pool:
         # The save waits while a slot is made. Beyond ``keep + 1`` that is for `prepare`, unless no slot is free.
         for may_grow in sorted({False, request.may_grow}):
             fits = count < slot_limit(self.keep, may_grow=may_grow, extra=self.extra)
-            may_make = can_make and fits and self._may_make(wanted, request.retained, spare=count > self.keep)
+            may_make = can_make and fits and self._may_make(wanted, request.left_alone, spare=count > self.keep)
             chosen = choose(self._slots, request, locked, may_make=may_make)
             if chosen is not None:
                 return chosen
@@ -348,7 +351,7 @@ class Pool:
             wanted = self._wanted(size, exact=False)
             count = len(self._slots) + self._making
             most = slot_limit(self.keep, may_grow=request.may_grow, extra=self.extra)
-            if count >= most or not self._may_make(wanted, request.retained, spare=count > self.keep):
+            if count >= most or not self._may_make(wanted, request.left_alone, spare=count > self.keep):
                 return False
             self._making += 1
         made = self._make(wanted, replace(request, save=None))
@@ -366,14 +369,14 @@ class Pool:
 
     def _make(self, size: int, request: SlotRequest) -> Slot | None:
         """Make a slot, or take one over, in `State.WRITING`; None if there is no room after all."""
-        slot = None
+        slot, retained = None, request.left_alone
         try:
-            slot = self._taken_over(size, request)
+            slot = self._taken_over(size, retained)
             if slot is None:
                 for left in self._left():
                     if self._available() >= size:
                         break
-                    self._remove_left(left, request.retained)
+                    self._remove_left(left, retained)
                 path = self._folder / str(next(self._numbers))
                 slot = Slot.make(path, size, go_on=lambda still: self._available() >= still)
         except CapacityError as error:
@@ -420,11 +423,11 @@ class Pool:
                 found.append(_Left(path, owner, status.st_size, save))
         return found
 
-    def _taken_over(self, size: int, request: SlotRequest) -> Slot | None:
+    def _taken_over(self, size: int, retained: Collection[SaveId]) -> Slot | None:
         for left in self._left():
             # The first slot of a pool may be somewhat larger: all others are made as large then.
             most = size if self._slots else size * 5 // 4
-            if left.save not in request.retained and size <= left.size <= most:
+            if left.save not in retained and size <= left.size <= most:
                 slot = self._claimed(left, self._folder / str(next(self._numbers)))
                 if slot is not None:
                     slot.prepare()

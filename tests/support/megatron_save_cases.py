@@ -230,7 +230,7 @@ def a_save_that_fails_on_one_rank(door: Door, other: TorchDist) -> None:
     versions = sorted(name for name in os.listdir(door.base) if name.startswith("step-"))
     assert versions == [f"step-{step}_ckpt"], versions
     copies = len(door.replication.held_by(rank())) if door.replication.initialized else 0
-    assert len(door.arena_bytes(rank())) <= 5 * (1 + copies), door.arena_bytes(rank())
+    assert len(door.slot_bytes(rank())) <= 5 * (1 + copies), door.slot_bytes(rank())
 
 
 def _save(door: Door, state: dict[str, Any], step: int, asynchronous: bool, itself: bool) -> None:

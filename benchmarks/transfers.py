@@ -15,8 +15,8 @@ from benchmarks.timing import Result, measure
 from ml_flashpoint.format.digest import BLOCK_SIZE, BlockDigester
 from ml_flashpoint.format.errors import ObjectNotFoundError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
-from ml_flashpoint.replication.transfer_client import PeerConnection
-from ml_flashpoint.replication.transfer_service import TransferService
+from ml_flashpoint.net.transfer_client import PeerConnection
+from ml_flashpoint.net.transfer_service import TransferService
 
 SIZE = 1 << 30
 SECRET = b"only for this benchmark, 32 byte"

@@ -1,4 +1,4 @@
-"""The strategy and the door that docs/how-it-works.md adds, as they stand."""
+"""The strategy and the adapter that docs/how-it-works.md adds, as they stand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.forked import call_team
 from tests.workers import documented_door
 
 
-def test_the_strategy_and_the_door_of_the_page_work(tmpfs: Path) -> None:
+def test_the_strategy_and_the_adapter_of_the_page_work(tmpfs: Path) -> None:
     results = call_team(documented_door.save_and_load, tmpfs, 3)
     assert [held for held, _ in results] == [1, 2, 0]  # each rank's copy is two nodes further on
     for rank, (_, loaded) in enumerate(results):

@@ -1,4 +1,4 @@
-"""Copies of ours between the device and an arena, beside the floors."""
+"""Copies of ours between the device and a slot, beside the floors."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 from benchmarks.cuda import floors
 from benchmarks.cuda.report import Row, Run
-from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.copy import pinned
 from ml_flashpoint.copy.cpu import copy_all
 from ml_flashpoint.copy.dtypes import described, torch_dtype
 from ml_flashpoint.format.object_format import plan_layout
+from ml_flashpoint.memory.slot import Slot
 
 State = dict[str, torch.Tensor]
 
@@ -28,7 +28,7 @@ def state_of(run: Run, kind: tuple[int, int]) -> State:
 def both_ways(run: Run, folder: Path) -> Iterator[Row]:
     """Few large tensors, then many small ones: into memory that is not locked, that is, and back."""
     for what, kind in (("large", run.size.large), ("small", run.size.small)):
-        yield from _one(run, folder / f"arena-{what}", f"{kind[0]:,} x {kind[1] >> 10:,} KiB", kind)
+        yield from _one(run, folder / f"slot-{what}", f"{kind[0]:,} x {kind[1] >> 10:,} KiB", kind)
         run.release()
 
 
@@ -36,9 +36,8 @@ def _one(run: Run, path: Path, name: str, kind: tuple[int, int]) -> Iterator[Row
     state = state_of(run, kind)
     layout = plan_layout(described(state.items()))
     nbytes = sum(tensor.nbytes for tensor in state.values())
-    arena = Arena.create(path, layout.size)
-    arena.prefault()
-    views = [arena.view(e.begin, e.end, torch_dtype(e.dtype), e.shape) for e in layout.tensors]
+    slot = Slot.make(path, layout.size)
+    views = [slot.view(e.begin, e.end, torch_dtype(e.dtype), e.shape) for e in layout.tensors]
     sources = [state[e.key] for e in layout.tensors]
 
     def down() -> None:
@@ -52,14 +51,11 @@ def _one(run: Run, path: Path, name: str, kind: tuple[int, int]) -> Iterator[Row
     if run.on_gpu:
         pinned.note_device(torch.cuda.current_device())
         began = time.perf_counter()
-        arena.prefault_in_background()
-        if arena._prefault is not None:
-            arena._prefault.join()
-        note = "" if arena.is_page_locked else "refused"
+        slot.prepare()
+        note = "" if slot.is_pinned else "refused"
         yield run.row("copies", f"{name}: locked", [time.perf_counter() - began], nbytes, note=note)
         case = f"{name}: down, locked"
         yield run.measure("copies", case, down, nbytes, floor=floors.DOWN)
         yield run.measure("copies", f"{name}: up, locked", lambda: copy_all(sources, views), nbytes, floor=floors.UP)
     assert all(torch.equal(view, source.cpu()) for view, source in zip(views[:3], sources[:3], strict=True))
-    arena.unlink()
-    arena.close()
+    slot.remove()

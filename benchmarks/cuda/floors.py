@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.cuda.report import Row, Run
-from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.copy import pinned
+from ml_flashpoint.memory.slot import Slot
 
 DOWN, UP = "pinned, device to host", "pinned, host to device"
 
@@ -48,20 +48,17 @@ def faults_and_locks(run: Run, folder: Path) -> Iterator[Row]:
     """New memory: faulted in, then page-locked by slices of several sizes, and unlocked."""
     size = max(1 << 20, run.size.floor)
     began = time.perf_counter()
-    arena = Arena.create(folder / "faulted", size)
-    yield run.row("memory", "reserved (posix_fallocate)", [time.perf_counter() - began], size)
-    began = time.perf_counter()
-    arena.prefault()
-    yield run.row("memory", "faulted in, one thread", [time.perf_counter() - began], size)
+    slot = Slot.make(folder / "faulted", size)
+    yield run.row("memory", "reserved and faulted in, one thread", [time.perf_counter() - began], size)
     runtime = pinned.Runtime() if run.on_gpu else None
     for unit in (64 << 20, 256 << 20, 1 << 30):
         if runtime is None:
             yield Row("memory", f"locked by {unit >> 20} MiB", note="left out: there is no device")
             continue
-        begins = range(arena.address, arena.address + size, unit)
+        begins = range(slot.address, slot.address + size, unit)
         with runtime.guard(run.device.index or 0):
             began = time.perf_counter()
-            statuses = {runtime.register(b, min(unit, arena.address + size - b)) for b in begins}
+            statuses = {runtime.register(b, min(unit, slot.address + size - b)) for b in begins}
             locked = time.perf_counter()
             for begin in begins:
                 runtime.unregister(begin)
@@ -70,5 +67,4 @@ def faults_and_locks(run: Run, folder: Path) -> Iterator[Row]:
         note = "" if statuses == {0} else f"refused: {statuses}"
         yield run.row("memory", f"locked by {unit >> 20} MiB", [locked - began], size, note=note)
         yield run.row("memory", f"unlocked by {unit >> 20} MiB", [unlocked - locked], size)
-    arena.unlink()
-    arena.close()
+    slot.remove()

@@ -50,7 +50,7 @@ def snapshot(base: Path) -> dict[str, tuple[int, ...]]:
 
 def full(step: int) -> list[Part]:
     """All four parts of a version, as node 0 with ranks 0 and 1 holds them."""
-    return [Part(0, step), Part(1, step), Part(2, step, holder=0), Part(3, step, holder=1)]
+    return [Part(0, step), Part(1, step), Part(2, step), Part(3, step)]
 
 
 @pytest.fixture
@@ -114,17 +114,17 @@ def test_copies_make_a_version_replicated(base: Path) -> None:
 
 
 def test_versions_come_newest_save_first_and_saves_of_one_step_stand_side_by_side(base: Path) -> None:
-    later = "1800000000000-0a0b0c0d"
+    later = RUN + 1
     call(cli_bases.make, base, [0], [Part(0, 9, world_size=1), Part(0, 8, world_size=1, run=later)])
     call(cli_bases.make, base, [0], [Part(0, 9, world_size=1, run=later)])
     listed = flashpoint_json("ls", base, code=0)["versions"]
-    assert [(v["step"], v["attempt"][: len(RUN)]) for v in listed] == [(9, later), (8, later), (9, RUN)]
+    assert [(v["step"], int(v["attempt"])) for v in listed] == [(9, later), (8, later), (9, RUN)]
 
 
-def test_a_rank_that_has_not_committed_yet_is_writing(base: Path) -> None:
-    call(cli_bases.make, base, [0, 1], [*full(5), Part(0, 6), Part(2, 6, holder=0)])
+def test_a_version_without_the_part_of_a_rank_that_has_ended_is_partial(base: Path) -> None:
+    call(cli_bases.make, base, [0, 1], [*full(5), Part(0, 6), Part(2, 6)])
     found = versions(base)
-    assert (found[6]["state"], found[6]["writing_ranks"]) == ("writing", [1])
+    assert (found[6]["state"], found[6]["writing_ranks"]) == ("partial", [])
     assert found[5]["state"] == "replicated"
 
 
@@ -134,21 +134,21 @@ def test_the_first_save_is_writing_until_all_live_ranks_have_committed(base: Pat
         listed = flashpoint_json("ls", base, code=0)
         assert listed["live"] == {"0": child.pid, "1": child.pid}
         assert [(v["state"], v["writing_ranks"]) for v in listed["versions"]] == [("writing", [1])]
-        # The look has not taken anything from the job: its locks still hold.
-        with Child(cli_bases.make, base, [0], [], env={"FLASHPOINT_LOCK_DEADLINE_S": "0.1"}) as second:
-            assert second.wait(timeout_s=1.0) is None
-    assert versions(base)[1]["state"] == "local"  # nobody runs, and nobody knows of rank 1
+        # The look has not taken anything from the job: its lock still holds.
+        with Child(cli_bases.take, base) as second:
+            assert second.result() == "JobInUseError"
+    assert versions(base)[1]["state"] == "partial"  # nobody runs
 
 
 def test_live_ranks_are_expected_in_the_newest_save_only(base: Path) -> None:
-    later = "1800000000000-0a0b0c0d"
+    later = RUN + 1
     call(cli_bases.make, base, [0], [Part(0, 5, world_size=1)])
-    parts = [Part(0, 6, run=later), Part(2, 6, holder=0, run=later)]
+    parts = [Part(0, 6, run=later), Part(2, 6, run=later)]
     with Child(cli_bases.make_and_live, base, [0, 1], parts) as child:
         child.next_report("ready")
         found = versions(base)
         assert (found[6]["state"], found[6]["writing_ranks"]) == ("writing", [1])
-        assert (found[5]["state"], found[5]["writing_ranks"]) == ("local", [])
+        assert (found[5]["state"], found[5]["writing_ranks"]) == ("partial", [])
 
 
 def test_ranks_that_have_moved_here_do_not_turn_older_versions_into_writing(base: Path) -> None:
@@ -158,9 +158,9 @@ def test_ranks_that_have_moved_here_do_not_turn_older_versions_into_writing(base
         assert versions(base)[5]["state"] == "replicated"
 
 
-def test_copies_alone_are_writing(base: Path) -> None:
-    call(cli_bases.make, base, [0, 1], [*full(5), Part(2, 6, holder=0), Part(3, 6, holder=1)])
-    assert (versions(base)[6]["state"], versions(base)[6]["writing_ranks"]) == ("writing", [0, 1])
+def test_copies_alone_are_partial(base: Path) -> None:
+    call(cli_bases.make, base, [0, 1], [*full(5), Part(2, 6), Part(3, 6)])
+    assert versions(base)[6]["state"] == "partial"
 
 
 def test_a_base_container_without_versions_is_empty_and_sound(base: Path) -> None:
@@ -170,12 +170,7 @@ def test_a_base_container_without_versions_is_empty_and_sound(base: Path) -> Non
     assert "no versions" in flashpoint("ls", base).stdout
 
 
-def test_nothing_waits_for_a_fifo_in_the_place_of_a_file(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "lock")
-    assert base_view._lock_holder(tmp_path / "lock") is None
-
-
-def test_a_copy_of_a_base_container_without_arenas_can_be_looked_at(base: Path, tmp_path: Path) -> None:
+def test_a_copy_of_the_versions_alone_can_be_looked_at(base: Path, tmp_path: Path) -> None:
     call(cli_bases.make, base, [0, 1], full(5))
     away = tmp_path / "away"
     (away / "step-5_ckpt").mkdir(parents=True)
@@ -191,7 +186,7 @@ def test_objects_without_a_manifest_are_leftovers_and_no_damage(base: Path) -> N
     left = str(part_path(base, Part(0, 6)))
     listed = flashpoint_json("ls", base, code=0)
     assert listed["leftovers"] == [left]
-    assert [(v["step"], v["state"]) for v in listed["versions"]] == [(6, "writing"), (5, "local")]
+    assert [(v["step"], v["state"]) for v in listed["versions"]] == [(6, "partial"), (5, "local")]
     assert flashpoint_json("verify", base, code=0)["objects"] == 1
 
 

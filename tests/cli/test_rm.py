@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from ml_flashpoint import Flashpoint, open_version
-from ml_flashpoint.checkpoint_object_manager import removal
-from ml_flashpoint.checkpoint_object_manager.removal import remove_from_base
 from ml_flashpoint.cli.rm import remove
 from ml_flashpoint.format.errors import JobInUseError, ObjectNotFoundError, UnsafePathError
+from ml_flashpoint.memory import container
+from ml_flashpoint.stores.base_container import BaseContainer
 from tests.faults.common import part_files
 from tests.support.forked import Child, Team, call_team, preload
 from tests.support.loops import Stored, versions
@@ -42,8 +42,8 @@ def base(tmpfs: Path) -> Path:
     return base
 
 
-def arenas(base: Path) -> int:
-    return len(list((base / ".flashpoint").rglob("arena-*")))
+def slots(base: Path) -> int:
+    return len(list((base / ".flashpoint" / "slots").glob("*/*")))
 
 
 def test_nothing_is_left_of_a_base_container(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,11 +58,11 @@ def test_nothing_is_left_of_a_base_container(base: Path, capsys: pytest.CaptureF
 
 
 def test_one_version_goes_with_its_memory(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = arenas(base)
+    before = slots(base)
     assert remove(f"{base}@2", yes=True) == 0
     assert "removed step-2_ckpt, " in capsys.readouterr().out
     assert versions(base) == [1, 3]
-    assert arenas(base) == before - 1
+    assert slots(base) == before - 1
     assert remove(f"{base}@2", yes=True) == 2
     with pytest.raises(ObjectNotFoundError), open_version(base, 2):
         pass
@@ -129,7 +129,7 @@ def test_what_is_not_ours_stays(base: Path, tmpfs: Path, capsys: pytest.CaptureF
     (base / "step-9_ckpt").symlink_to(tmpfs / "precious")
     (base / "step-1_ckpt" / "notes.txt").write_text("mine")
     (base / "step-2_ckpt" / "link").symlink_to(tmpfs / "precious")
-    (base / ".flashpoint" / "rank-00000" / "arena-77").symlink_to(tmpfs / "precious" / "data")
+    (base / ".flashpoint" / "slots" / "00001-00000" / "77").symlink_to(tmpfs / "precious" / "data")
     assert remove(str(base), yes=True) == 0
     assert sorted(os.listdir(base)) == ["notes.txt", "step-1_ckpt", "step-2_ckpt", "step-9_ckpt"]
     assert os.listdir(base / "step-1_ckpt") == ["notes.txt"]
@@ -145,9 +145,9 @@ def test_not_while_a_process_of_the_job_runs(base: Path, capsys: pytest.CaptureF
         assert remove(str(base), yes=True) == 1
         assert "ranks 0 are running here" in capsys.readouterr().err
         with pytest.raises(JobInUseError, match="another job has this base container open"):  # since that look
-            remove_from_base(base)
+            BaseContainer(base).remove(None)
         with pytest.raises(JobInUseError):
-            remove_from_base(base, 2)
+            BaseContainer(base).remove(2)
         assert {path for path in before if "step-" in path} <= set(map(str, base.rglob("*")))
         child.kill()
     assert remove(str(base), yes=True) == 0
@@ -155,16 +155,16 @@ def test_not_while_a_process_of_the_job_runs(base: Path, capsys: pytest.CaptureF
 
 def test_a_job_that_starts_meanwhile_waits_and_starts_from_nothing(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     children: list[Any] = []
-    remove_version = removal._remove_version
+    remove_all = container.BaseContainer.remove_all
 
-    def start_first(*args: Any) -> set[int]:
+    def start_first(self: container.BaseContainer) -> list[str]:
         if not children:
             children.append(Child(start, str(base)))
             children[0].next_report("starting")
-        return remove_version(*args)
+        return remove_all(self)
 
-    monkeypatch.setattr(removal, "_remove_version", start_first)
-    remove_from_base(base)
+    monkeypatch.setattr(container.BaseContainer, "remove_all", start_first)
+    BaseContainer(base).remove(None)
     with children[0] as child:
         assert child.result(30) == 0
     assert versions(base) == [1]
@@ -178,11 +178,11 @@ def test_what_is_no_base_container_is_not_touched(tmpfs: Path, capsys: pytest.Ca
     for source in (tmpfs / "home", tmpfs / "nothing", f"file://{tmpfs}"):
         assert remove(str(source), yes=True) == 2
     with pytest.raises(ObjectNotFoundError):
-        remove_from_base(tmpfs / "home")
+        BaseContainer(tmpfs / "home").remove(None)
     assert (tmpfs / "home" / "file").read_text() == "mine"
     (tmpfs / "home").chmod(0o777)
     with pytest.raises(UnsafePathError):
-        remove_from_base(tmpfs / "home")
+        BaseContainer(tmpfs / "home").remove(None)
 
 
 def test_a_base_container_may_be_called_like_a_step(base: Path) -> None:

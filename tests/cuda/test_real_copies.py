@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.copy import cuda, pinned, transfers
 from ml_flashpoint.copy.cpu import copy_all, cpu_clones
 from ml_flashpoint.format.errors import SaveError
+from ml_flashpoint.memory.slot import Slot
 from tests.support.tensors import PLAIN_DTYPES, dtype_name, raw, tensor_of
 
 pytestmark = pytest.mark.cuda
@@ -28,36 +28,33 @@ def _small_borders(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=["locked", "not locked"])
-def arena(request: pytest.FixtureRequest, tmpfs: Path) -> Iterator[Arena]:
-    made = Arena.create(tmpfs / "arena", 16 << 20)
+def slot(request: pytest.FixtureRequest, tmpfs: Path) -> Iterator[Slot]:
+    made = Slot.make(tmpfs / "slot", 16 << 20)
     if request.param == "locked":
         pinned.note_device(torch.cuda.current_device())
-        made.prefault_in_background()
-        assert made._prefault is not None
-        made._prefault.join()
-        assert made.is_page_locked
+        made.prepare()
+        assert made.is_pinned
     yield made
-    made.views = None
     made.close()
 
 
-def views_of(arena: Arena, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def views_of(slot: Slot, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     views, at = {}, 4096
     for number in sorted(range(len(tensors)), key=lambda n: -tensors[n].dtype.itemsize):
         tensor = tensors[number]
         end = at + tensor.numel() * tensor.dtype.itemsize
-        views[number] = arena.view(at, end, tensor.dtype, tuple(tensor.shape))
+        views[number] = slot.view(at, end, tensor.dtype, tuple(tensor.shape))
         at = end
     return [views[number] for number in range(len(tensors))]
 
 
 @pytest.mark.parametrize("dtype", PLAIN_DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("pick", [lambda t: t, lambda t: t.t(), lambda t: t[1:5:2, 3:]], ids=["plain", "turned", "cut"])
-def test_any_dtype_and_strides(arena: Arena, dtype: torch.dtype, pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_any_dtype_and_strides(slot: Slot, dtype: torch.dtype, pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
     octets = tensor_of(dtype, (64, 80)).view(-1).view(torch.uint8)
     there = [pick(octets.cuda().view(dtype).view(64, 80)) for _ in range(3)]
     expected = raw(pick(octets.view(dtype).view(64, 80)))
-    views = views_of(arena, there)
+    views = views_of(slot, there)
     copy_all(views, there)
     assert [raw(view) for view in views] == [expected] * 3
     back = [pick(torch.zeros_like(octets).cuda().view(dtype).view(64, 80)) for _ in range(3)]
@@ -67,7 +64,7 @@ def test_any_dtype_and_strides(arena: Arena, dtype: torch.dtype, pick: Callable[
     assert [raw(each) for each in copied] == [expected] * 3
 
 
-def test_saves_of_many_tensors_in_turn(arena: Arena) -> None:
+def test_saves_of_many_tensors_in_turn(slot: Slot) -> None:
     rng = random.Random(5)
     shapes = [(rng.randrange(1, 9000),) for _ in range(300)] + [()] * 100 + [(300, 700), (1000, 1000)]
     rng.shuffle(shapes)
@@ -77,7 +74,7 @@ def test_saves_of_many_tensors_in_turn(arena: Arena) -> None:
         expected = [raw(each) for each in there]
         there = [each if each.dim() == 0 and n % 2 else each.cuda() for n, each in enumerate(there)]
         order = sorted(range(len(there)), key=lambda n: -there[n].dtype.itemsize)
-        views = views_of(arena, there)
+        views = views_of(slot, there)
         copy_all([views[n] for n in order], [there[n] for n in order])
         assert [raw(view) for view in views] == expected
         back = [torch.zeros_like(each) for each in there]
@@ -85,10 +82,10 @@ def test_saves_of_many_tensors_in_turn(arena: Arena) -> None:
         assert [raw(each.cpu()) for each in back] == expected
 
 
-def test_half_floats_that_are_no_numbers_keep_their_bits(arena: Arena) -> None:
+def test_half_floats_that_are_no_numbers_keep_their_bits(slot: Slot) -> None:
     bits = torch.tensor([0x7C01, -1, 0x7F81, 0x7E55] * 8, dtype=torch.int16)
     there = [bits.cuda().view(dtype) for dtype in (torch.float16, torch.bfloat16, torch.float16, torch.bfloat16)]
-    views = views_of(arena, there)
+    views = views_of(slot, there)
     copy_all(views, there)
     assert all(torch.equal(view.view(torch.int16), bits) for view in views)
     back = [torch.zeros_like(each) for each in there]
@@ -97,9 +94,9 @@ def test_half_floats_that_are_no_numbers_keep_their_bits(arena: Arena) -> None:
 
 
 @pytest.mark.parametrize("shape", [(64,), (1 << 19,)], ids=["small", "large"])
-def test_copies_come_after_what_the_caller_has_enqueued(arena: Arena, shape: tuple[int, ...]) -> None:
+def test_copies_come_after_what_the_caller_has_enqueued(slot: Slot, shape: tuple[int, ...]) -> None:
     there = [torch.zeros(shape, device="cuda") for _ in range(3)]
-    views = views_of(arena, there)
+    views = views_of(slot, there)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -117,9 +114,9 @@ def test_copies_come_after_what_the_caller_has_enqueued(arena: Arena, shape: tup
     assert not any(bool(each.any()) for each in there)
 
 
-def test_copies_are_refused_while_a_graph_is_captured(arena: Arena) -> None:
+def test_copies_are_refused_while_a_graph_is_captured(slot: Slot) -> None:
     there = torch.ones(64, device="cuda")
-    view = views_of(arena, [there])
+    view = views_of(slot, [there])
     copy_all(view, [there])
     graph, static = torch.cuda.CUDAGraph(), torch.zeros(8, device="cuda")
     with torch.cuda.graph(graph):
@@ -130,9 +127,9 @@ def test_copies_are_refused_while_a_graph_is_captured(arena: Arena) -> None:
     assert bool((static == 1).all())
 
 
-def test_an_error_leaves_nothing_under_way(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_leaves_nothing_under_way(slot: Slot, monkeypatch: pytest.MonkeyPatch) -> None:
     there = [torch.ones(1 << 19, device="cuda") for _ in range(4)]
-    views = views_of(arena, there)
+    views = views_of(slot, there)
     stream = cuda.stream(torch.cuda.current_device(), "now")
     calls = iter([stream.do] * 3)
     monkeypatch.setattr(stream, "do", lambda work: next(calls)(work))
@@ -144,13 +141,13 @@ def test_an_error_leaves_nothing_under_way(arena: Arena, monkeypatch: pytest.Mon
     assert all(bool((view == 1).all()) for view in views)
 
 
-def test_without_room_to_pack_each_goes_by_itself(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_room_to_pack_each_goes_by_itself(slot: Slot, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(cuda.stream(torch.cuda.current_device(), "now"), "empty", full)
     there = [torch.full((64,), float(n), device="cuda") for n in range(9)]
-    views = views_of(arena, there)
+    views = views_of(slot, there)
     copy_all(views, there)
     assert [float(view[0]) for view in views] == [float(n) for n in range(9)]
 

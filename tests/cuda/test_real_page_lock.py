@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.copy import cuda, pinned
+from ml_flashpoint.memory.slot import Slot
 
 pytestmark = pytest.mark.cuda
 SIZE = 4 << 20
@@ -33,25 +33,23 @@ def a_kernel_runs() -> bool:
     return bool((torch.ones(8, device="cuda") * 2).sum().item() == 16)
 
 
-def locked_arena(path: Path, size: int = SIZE) -> Arena:
-    arena = Arena.create(path, size)
-    arena.prefault_in_background()
-    assert arena._prefault is not None
-    arena._prefault.join()
-    return arena
+def locked_slot(path: Path, size: int = SIZE) -> Slot:
+    slot = Slot.make(path, size)
+    slot.prepare()
+    return slot
 
 
-def test_an_arena_is_locked_by_slices_until_it_is_closed(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slot_is_locked_by_slices_until_it_is_closed(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned, "SLICE", 1 << 20)
-    arena = locked_arena(tmpfs / "arena")
-    assert arena.is_page_locked
-    assert arena.tensor.is_pinned()
-    for begin, end in pinned.slices(arena.address, arena.address + SIZE):
-        at = begin - arena.address
-        arena.tensor[at : at + end - begin].copy_(torch.ones(end - begin, dtype=torch.uint8, device="cuda"))
-    assert bool(arena.tensor.all())
-    view = arena.view(0, 64, torch.uint8, (64,))
-    arena.close()
+    slot = locked_slot(tmpfs / "slot")
+    assert slot.is_pinned
+    assert slot.tensor.is_pinned()
+    for begin, end in pinned.slices(slot.address, slot.address + SIZE):
+        at = begin - slot.address
+        slot.tensor[at : at + end - begin].copy_(torch.ones(end - begin, dtype=torch.uint8, device="cuda"))
+    assert bool(slot.tensor.all())
+    view = slot.view(0, 64, torch.uint8, (64,))
+    slot.close()
     assert not view.is_pinned()
     assert a_kernel_runs()
 
@@ -59,33 +57,30 @@ def test_an_arena_is_locked_by_slices_until_it_is_closed(tmpfs: Path, monkeypatc
 def test_what_nobody_closes_is_unlocked_before_it_is_unmapped(tmpfs: Path) -> None:
     """Else one of the next mappings at the same address would be refused, and copied to in the wrong place."""
     for turn in range(20):
-        arena = locked_arena(tmpfs / f"arena-{turn}")
-        assert arena.is_page_locked
-        del arena
+        slot = locked_slot(tmpfs / f"slot-{turn}")
+        assert slot.is_pinned
+        del slot
         gc.collect()
     assert a_kernel_runs()
 
 
 def test_a_refusal_is_no_error_of_the_next_kernel(tmpfs: Path) -> None:
-    arena = Arena.create(tmpfs / "arena", SIZE)
-    lock = pinned.PageLock(arena.address + (1 << 45), SIZE)  # where nothing is mapped
+    slot = Slot.make(tmpfs / "slot", SIZE)
+    lock = pinned.PageLock(slot.address + (1 << 45), SIZE)  # where nothing is mapped
     assert not lock.extend()
     assert not lock.is_due
     assert a_kernel_runs()
-    arena.close()
+    slot.close()
 
 
 def test_what_an_earlier_mapping_has_left_is_unlocked(tmpfs: Path) -> None:
-    arena = Arena.create(tmpfs / "arena", SIZE)
-    arena.prefault()
+    slot = Slot.make(tmpfs / "slot", SIZE)
     with runtime().guard(torch.cuda.current_device()):
-        assert runtime().register(arena.address, 4096) == 0
-    arena.lock_in_background()
-    assert arena._prefault is not None
-    arena._prefault.join()
-    assert arena.is_page_locked
+        assert runtime().register(slot.address, 4096) == 0
+    slot.lock_in_background()
+    assert slot.is_pinned
     assert a_kernel_runs()
-    arena.close()
+    slot.close()
 
 
 def test_memory_is_locked_while_another_thread_captures_a_graph(tmpfs: Path) -> None:
@@ -96,18 +91,15 @@ def test_memory_is_locked_while_another_thread_captures_a_graph(tmpfs: Path) -> 
     with torch.cuda.stream(side):
         static += 1
     torch.cuda.current_stream().wait_stream(side)
-    arena = Arena.create(tmpfs / "arena", SIZE)
-    arena.prefault()
+    slot = Slot.make(tmpfs / "slot", SIZE)
     with torch.cuda.graph(graph):
         static += 1
-        arena.lock_in_background()
-        assert arena._prefault is not None
-        arena._prefault.join()
+        slot.lock_in_background()
         static += 1
-    assert arena.is_page_locked
+    assert slot.is_pinned
     graph.replay()
     assert bool((static == 3).all())
-    arena.close()
+    slot.close()
 
 
 def test_background_threads_make_no_context_elsewhere(tmpfs: Path) -> None:
@@ -115,35 +107,35 @@ def test_background_threads_make_no_context_elsewhere(tmpfs: Path) -> None:
         pytest.skip("needs two devices")
     before = torch.cuda.mem_get_info(0)[0] if torch.cuda.current_device() else None
     pinned.note_device(1)
-    arena = locked_arena(tmpfs / "arena")
-    arena.close()
+    slot = locked_slot(tmpfs / "slot")
+    slot.close()
     assert before is None or torch.cuda.mem_get_info(0)[0] >= before - (64 << 20)
 
 
 def test_forked_children_leave_cuda_alone(tmpfs: Path) -> None:
-    arena = locked_arena(tmpfs / "arena")
+    slot = locked_slot(tmpfs / "slot")
     child = os.fork()
     if not child:
         status = 1
         try:
-            arena.close()
-            status = int(pinned.is_locked(arena.address, 1) or cuda.in_use())
+            slot.close()
+            status = int(pinned.is_locked(slot.address, 1) or cuda.in_use())
         finally:
             os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
-    assert arena.is_page_locked
-    assert arena.tensor.is_pinned()
-    arena.close()
+    assert slot.is_pinned
+    assert slot.tensor.is_pinned()
+    slot.close()
 
 
 def test_threads_lock_at_once(tmpfs: Path) -> None:
-    arenas = [Arena.create(tmpfs / f"arena-{n}", SIZE) for n in range(4)]
-    for arena in arenas:
-        arena.prefault_in_background()
-    for arena in arenas:
-        assert isinstance(arena._prefault, threading.Thread)
-        arena._prefault.join()
-    assert all(arena.is_page_locked for arena in arenas)
-    for arena in arenas:
-        arena.close()
+    slots = [Slot.make(tmpfs / f"slot-{n}", SIZE) for n in range(4)]
+    for slot in slots:
+        slot.prepare()
+    for slot in slots:
+        assert isinstance(slot._prefault, threading.Thread)
+        slot._prefault.join()
+    assert all(slot.is_pinned for slot in slots)
+    for slot in slots:
+        slot.close()
     assert a_kernel_runs()

@@ -23,7 +23,7 @@ from ml_flashpoint.format.errors import (
     ReplicationError,
 )
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, encode, object_name, read_manifest
-from ml_flashpoint.replication.transfer_client import PeerConnection
+from ml_flashpoint.net.transfer_client import PeerConnection
 from tests.ddict.snapshot_support import PAGE, flip_a_byte, part_of, some, value_ids
 from tests.support.managers import SECRET, Cluster, Content, Member, content_of
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ml_flashpoint.checkpoint_object_manager.arena import PAGE
+from ml_flashpoint.memory.slot import PAGE
 from tests.support import tmpfs as tmpfs_folders
 from tests.support.forked import DEADLINE_S, call_team
 from tests.workers.tight_room import save_back_to_back
@@ -94,19 +94,6 @@ def test_versions_are_verified_for_ever(
     tmp_path: Path, sizes: Callable[[int], list[int]], states: int, ranks: int
 ) -> None:
     job(tmp_path, sizes(80), states, ranks)
-
-
-@pytest.mark.parametrize("states", [4, pytest.param(5, marks=pytest.mark.slow)])
-def test_agreements_that_break_off_cost_no_later_version(tmp_path: Path, states: int) -> None:
-    """A save of which it was not known whether others have verified it takes no room once it is known."""
-    sizes, breaks = constant(14), (4, 9)
-    room = documented(states, max(sizes))
-    with nodes(tmp_path, room):
-        said = call_team(save_back_to_back, tmp_path, 2, sizes, 1, breaks)
-    for each in said:
-        assert each["settled"]
-        assert each["agreement_error"] is None
-        assert each["last_verified"] == len(sizes), each["verified"]
 
 
 @pytest.mark.slow

@@ -13,13 +13,13 @@ from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import Ch
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.format.errors import InvalidNameError, ManifestError, ReplicationError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, encode
+from ml_flashpoint.net.small_fetch import fetch_manifest
+from ml_flashpoint.net.transfer_client import Holder
 from ml_flashpoint.ranks.strategies import RingReplicationStrategy, Topology
 from ml_flashpoint.replication import replication_manager
 from ml_flashpoint.replication.replication_manager import ReplicationManager
-from ml_flashpoint.replication.small_fetch import fetch_manifest
 from ml_flashpoint.replication.store_backend import IncomingCopy, StoreBackend
-from ml_flashpoint.replication.transfer_client import Holder
-from tests.replication.transfer_support import SECRET, MemoryStore, serving
+from tests.net.transfer_support import SECRET, MemoryStore, serving
 from tests.support.forked import call_team
 from tests.support.injector import Fault
 from tests.workers import injected

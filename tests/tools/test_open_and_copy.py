@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 from collections.abc import Callable
@@ -13,11 +12,9 @@ import torch
 from safetensors import safe_open
 
 from ml_flashpoint import Flashpoint, open_version
-from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.cli.copy import copy
 from ml_flashpoint.cli.verify import verify_base
 from ml_flashpoint.format.errors import (
-    CapacityError,
     DamagedError,
     FlashpointError,
     ObjectNotFoundError,
@@ -26,9 +23,10 @@ from ml_flashpoint.format.errors import (
     UnreadableError,
     UnsafePathError,
 )
-from ml_flashpoint.stores.base_container import BaseContainer
 from ml_flashpoint.tools.copy import copy_version
-from tests.checkpoint_object_manager.store_support import ARENA, commit
+from tests.support.forked import call
+from tests.workers import cli_bases
+from tests.workers.cli_bases import Part
 
 _KEY = "model.weight"
 
@@ -104,47 +102,16 @@ def test_a_version_that_was_removed_is_told_of(job: _Job) -> None:
 
 
 @pytest.mark.stores_any_bytes
-def test_what_is_held_stays_although_there_is_no_room(small_tmpfs: Path) -> None:
-    store = RankStore(small_tmpfs / "job", 0)
-    size = 1 << 20
-
-    def save(step: int) -> None:
-        arena = store.acquire(size)
-        arena.buffer[:size] = bytes([step]) * size
-        store.release(arena)
-        commit(store, step, f"a{step}", rank=0)
-        store.advance(f"a{step}")
-
-    save(1)
-    manifest = next(part.manifest for part in store.held() if part.version == "step-1_ckpt")
-    assert manifest is not None
-    held = BaseContainer(store.base).hold(manifest)
-    held.__enter__()
-    save(2)
-    assert (store.base / "step-1_ckpt").exists()
-    taken = [store.acquire(size)]
-    with contextlib.suppress(CapacityError):
-        while len(taken) < 100:
-            taken.append(store.acquire(ARENA * 8))
-    assert len(taken) < 100
-    assert BaseContainer(store.base).has(manifest.version, 0, manifest.save_id)
-    held.__exit__(None, None, None)
-    store.drop_useless()
-    assert not (store.base / "step-1_ckpt").exists()
-    store.close()
-
-
-@pytest.mark.stores_any_bytes
 def test_a_version_that_is_not_whole_here_is_taken_only_if_asked_for(tmpfs: Path) -> None:
-    store = RankStore(tmpfs / "job", 0)
+    base = tmpfs / "job"
+    call(cli_bases.make, base, [0], [])
     with pytest.raises(ObjectNotFoundError, match="there is no version"):
-        open_version(store.base)
-    commit(store, 1, "a1")
+        open_version(base)
+    call(cli_bases.make, base, [0], [Part(0, 1)])
     with pytest.raises(ObjectNotFoundError, match=r"ranks 1, 2, 3 of 4 are missing.*--partial"):
-        open_version(store.base)
-    with open_version(store.base, partial=True) as version:
+        open_version(base)
+    with open_version(base, partial=True) as version:
         assert version.missing_ranks == [1, 2, 3]
-    store.close()
 
 
 # ---- copies -------------------------------------------------------------------------------------------------------

@@ -1,74 +1,98 @@
-"""Base containers for the tests of the command line, made by the engine's own store, in children.
+"""Base containers for the tests of the command line, made by `memory`, in children.
 
-Owns what the parts hold. In children, since a store's lock is the process's, and looking at a base container from
+Owns what the parts hold. In children, since a lock is the process's, and looking at a base container from
 the same process would give it up.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.format.digest import BlockDigester
+from ml_flashpoint.format.digest import digest_block
+from ml_flashpoint.format.errors import JobInUseError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
+from ml_flashpoint.format.status import RankStatus, write_status
+from ml_flashpoint.memory.container import STATUS, BaseContainer
+from ml_flashpoint.memory.lock import JobLock
+from ml_flashpoint.memory.slot import PAGE, round_up
 from tests.workers.fault_engine import Rank
 
 Report = Callable[..., None]
 
-RUN = "1700000000000-0a0b0c0d"
+RUN = 3
 BLOCK = 4096
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part to commit: the part of `rank`, put into an arena of `holder` (itself by default)."""
+    """A part to commit: the part of `rank` of a save of a run."""
 
     rank: int
     step: int
-    holder: int | None = None
     world_size: int = 4
-    run: str = RUN
+    run: int = RUN
     size: int = 3 * BLOCK + 100
 
     @property
     def save_id(self) -> str:
-        return f"{self.run}-{self.step:08d}"
+        return f"{self.run:08d}"
 
     @property
     def name(self) -> str:
         return object_name(self.rank, self.save_id)
 
 
-def commit(store: RankStore, part: Part) -> None:
-    arena = store.acquire(part.size)
-    arena.buffer[: part.size] = bytes((part.rank + part.step + i) % 251 for i in range(part.size))
-    digests = BlockDigester(arena.buffer, part.size, block_size=BLOCK).finish()
-    record = ObjectRecord(part.name, part.size, arena.size, digests, BLOCK)
+def commit(container: BaseContainer, part: Part) -> None:
+    content = bytes((part.rank + part.step + i) % 251 for i in range(part.size)).ljust(
+        round_up(max(1, part.size), PAGE), b"\0"
+    )
+    blocks = [content[begin : min(begin + BLOCK, part.size)] for begin in range(0, part.size, BLOCK)]
+    record = ObjectRecord(part.name, part.size, len(content), tuple(map(digest_block, blocks)), BLOCK)
     node = f"node-{part.rank // 2}"
-    store.commit(Manifest(f"step-{part.step}_ckpt", part.rank, part.world_size, part.save_id, node, (record,)), [arena])
+    version = f"step-{part.step}_ckpt"
+    container.write_part(Manifest(version, part.rank, part.world_size, part.save_id, node, (record,)), [content])
 
 
 def make(report: Report, base: Path, ranks: Sequence[int], parts: Sequence[Part]) -> None:
-    """Commits parts, and ends."""
-    stores = {rank: RankStore(base, rank) for rank in ranks}
+    """Commits parts where ranks run, and ends."""
+    _make(base, ranks, parts)
+
+
+def _make(base: Path, ranks: Sequence[int], parts: Sequence[Part]) -> JobLock:
+    lock = JobLock(base, "a job", 1.0)
+    container = BaseContainer(base, lock)
+    for rank in ranks:
+        folder = container.private / STATUS / str(rank)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_status(folder, RankStatus(rank=rank, node="node-0", pid=os.getpid(), copies_on=("node-1",)))
     for part in parts:
-        commit(stores[part.rank if part.holder is None else part.holder], part)
+        commit(container, part)
+    return lock
 
 
 def make_and_live(report: Report, base: Path, ranks: Sequence[int], parts: Sequence[Part]) -> None:
     """Commits parts, and lives on."""
-    stores = {rank: RankStore(base, rank) for rank in ranks}
-    for part in parts:
-        commit(stores[part.rank if part.holder is None else part.holder], part)
+    lock = _make(base, ranks, parts)
     report("ready")
     signal.pause()
+    lock.release()
+
+
+def take(report: Report, base: Path) -> str:
+    """Tries to open the base container for another job."""
+    try:
+        JobLock(base, "another job", 0.1)
+    except JobInUseError:
+        return "JobInUseError"
+    return "open"
 
 
 def save_for_ever(report: Report, base: Path) -> None:
-    """Saves again and again, which prunes the save before, with the real saver."""
+    """Saves again and again, which uses the slots of earlier saves, with the real engine."""
     rank = Rank(base)
     step = 0
     while True:
@@ -79,7 +103,7 @@ def save_for_ever(report: Report, base: Path) -> None:
 
 
 def save_once(report: Report, base: Path) -> None:
-    """One save with the real saver."""
+    """One save with the real engine."""
     rank = Rank(base)
     rank.save("small", 7, 1)
-    rank.saver.wait(30)
+    rank.checkpointer.wait(30)

@@ -1,4 +1,4 @@
-"""A rank that uses the strategy and the door of docs/how-it-works.md."""
+"""A rank that uses the strategy and the adapter of docs/how-it-works.md."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from ml_flashpoint.checkpoint_object_manager.version_files import list_versions
-from ml_flashpoint.core.part_reader import read_local_manifests
 from tests.support.processes import REPOSITORY
 
 
@@ -26,7 +24,7 @@ def _blocks() -> Any:
 
 
 def save_and_load(report: Callable[..., None], rank: int) -> tuple[int, dict[str, Any]]:
-    """Save three times through the door, the second time in vain. Returns whose copy is here, and what is loaded."""
+    """Save three times through the adapter, the second time in vain. Returns whose copy is here, and what is loaded."""
     page = _blocks()
     door = page.Arrays(os.environ["FLASHPOINT_TEST_BASE"], page.SkipOneStrategy())
     assert door.load() is None
@@ -39,12 +37,11 @@ def save_and_load(report: Callable[..., None], rank: int) -> tuple[int, dict[str
     else:
         assert rank
     door.save(3, {"weight": shared + 1, "bias": np.ones((2, 3), np.int16), "tied": shared, "too": shared})
-    assert door.engine.saver.wait()
-    assert door.engine.saver.stats.last_verified == 3
-    (version,) = list_versions(door.engine.store.base)
-    manifests, errors = read_local_manifests(door.engine.store.base, version)
-    assert not errors
-    (copy,) = (each.rank for each in manifests if each.rank != rank)
+    checkpointer = door.checkpointer
+    assert checkpointer.wait()
+    assert checkpointer.stats.last_verified == 3
+    (ranks,) = (ranks for save, ranks in checkpointer.container.list_versions().items() if save.step == 3)
+    (copy,) = ranks - {rank}
     loaded = door.load()
-    door.engine.close()
+    checkpointer.close()
     return copy, loaded

@@ -21,13 +21,12 @@ from typing import Any
 
 import torch
 
-from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
-from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
-from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
+from ml_flashpoint.config import Config
+from ml_flashpoint.engine.checkpointer import Checkpointer
+from ml_flashpoint.engine.save import Save
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.digest import digest_block
 from ml_flashpoint.format.errors import FlashpointError, NothingLoadableError
-from ml_flashpoint.replication.replication_manager import ReplicationManager
 from tests.support.forked import Report
 
 SIZES = {"tiny": (0, 1, 7, 300), "small": (5, 4096, 70_000), "mid": (3 << 20, 17 << 20, 40_000, 12 << 20)}
@@ -59,33 +58,30 @@ class Rank:
 
     def __init__(self, base: Path | str, *, replicate: bool = False) -> None:
         self.base = CheckpointContainerId(base)
-        self.objects = CheckpointObjectManager()
-        self.replication: ReplicationManager | None = None
-        if replicate:
-            self.replication = ReplicationManager()
-            self.replication.initialize(self.objects)
-        self.loader = DefaultMLFlashpointCheckpointLoader(self.objects, self.replication)
-        self._saver: DefaultMLFlashpointCheckpointSaver | None = None
-
-    @property
-    def saver(self) -> DefaultMLFlashpointCheckpointSaver:
-        if self._saver is None:
-            self._saver = DefaultMLFlashpointCheckpointSaver(
-                ckpt_obj_manager=self.objects, replication_manager=self.replication
-            )
-        return self._saver
+        self.checkpointer = Checkpointer(base, Config(replication="pairwise" if replicate else "none"))
+        self.rank = self.checkpointer.ranks.rank
 
     def version(self, step: int) -> CheckpointContainerId:
-        return CheckpointContainerId.create_child(self.base, CheckpointContainerId.format_version_container(step))
+        return self.checkpointer.version(step)
 
-    def save(self, size: str, step: int, life: int) -> None:
-        tensors = state(size, self.saver.rank, step, life)
-        self.objects.open(self.base, self.saver.rank).asked = True  # as if told to save over whatever there is
-        self.saver.save(self.version(step), list(tensors.items()), [("note", note(step, life))])
+    def save(self, size: str, step: int, life: int) -> Save:
+        """Save, and return when this rank's part is committed."""
+        if not self.checkpointer.run:
+            self.checkpointer.latest()
+        tensors = state(size, self.rank, step, life)
+        save = self.checkpointer.begin(step, explicit=True)
+        try:
+            self.checkpointer.fill(save, list(tensors.items()), [("note", note(step, life))])
+        except BaseException as error:
+            self.checkpointer.fail(save, error)
+            raise
+        self.checkpointer.commit(save)
+        save.committed.result()
+        return save
 
     def load(self, size: str) -> tuple[int, int] | None:
         """Load the latest version, compare every byte; its step and life, or None if there is none."""
-        found = self.loader.get_latest_complete_checkpoint(self.base)
+        found = self.checkpointer.latest()
         if found is None:
             return None
         return self.check(size, found)
@@ -101,27 +97,23 @@ class Rank:
 
     def check(self, size: str, version: CheckpointContainerId) -> tuple[int, int]:
         """Compare this rank's part; where fewer ranks saved it than there are now, one of theirs."""
-        rank = self.saver.rank % self.loader.read_manifest(version, 0).world_size
-        manifest = self.loader.read_manifest(version, rank)
-        reader = self.loader.open_object(version, manifest, manifest.objects[0])
-        said = json.loads(bytes(reader.bytes_of("note")))
+        reader = self.checkpointer.reader(version)
+        rank = self.rank % reader.world_size
+        part = reader.open(rank)
+        said = json.loads(bytes(part.bytes_of("note")))
         step, life = int(said["step"]), int(said["life"])
         if step != version.step:
             raise AssertionError(f"{version} holds step {step}")
         for name, expected in state(size, rank, step, life).items():
-            entry = reader.entry(name)
-            found = torch.frombuffer(bytearray(reader.bytes_of(name)), dtype=torch.uint8) if entry.shape[0] else None
+            entry = part.entry(name)
+            found = torch.frombuffer(bytearray(part.bytes_of(name)), dtype=torch.uint8) if entry.shape[0] else None
             if entry.shape != tuple(expected.shape) or (found is not None and not torch.equal(found, expected)):
                 raise AssertionError(f"{name} of {version} is not what was saved at step {step} in life {life}")
-        self.loader.release()
+        reader.release()
         return step, life
 
     def close(self) -> None:
-        if self._saver is not None:
-            self._saver.close()
-        if self.replication is not None:
-            self.replication.close()
-        self.objects.close()
+        self.checkpointer.close()
 
 
 # ---- dying at an exact point --------------------------------------------------------------------------------
@@ -191,17 +183,6 @@ def save_for_ever(report: Report, base: str, size: str, first: int, life: int) -
         rank.save(size, step, life)
         report("committed", step)
         step += 1
-
-
-def overwrite_for_ever(report: Report, base: str, size: str, step: int, life: int) -> None:
-    """Save the same step again and again; each time is a life of its own."""
-    rank = Rank(base)
-    report("loaded", rank.load(size))
-    while True:
-        report("begins", life)
-        rank.save(size, step, life)
-        report("committed", life)
-        life += 1
 
 
 def load_for_ever(report: Report, base: str, size: str) -> None:
@@ -357,12 +338,10 @@ def save_while_full(report: Report, base: str, leaves: list[int], growing: bool)
             said = type(error).__name__
             filler.unlink()
             # With the room back, what is there must still load, bit for bit.
-            other = Rank(base)
-            other.objects = rank.objects
             if newest:
                 loaded_size = 70_000 + (newest * 40_000 if growing else 0)
                 SIZES["growing"] = (loaded_size, 30_000)
-                found = DefaultMLFlashpointCheckpointLoader(rank.objects).get_latest_complete_checkpoint(base)
+                found = rank.checkpointer.latest()
                 if found is None or found.step != newest:
                     raise AssertionError(f"{found} instead of step {newest}") from error
                 rank.check("growing", found)
@@ -384,7 +363,6 @@ def base_here() -> str:
 def hold(report: Report, base: str) -> None:
     """Open the base container and stay, until told to go."""
     rank = Rank(base)
-    rank.objects.open(base, 0)
     report("open")
     report.listen()
     rank.close()
@@ -393,7 +371,7 @@ def hold(report: Report, base: str) -> None:
 def open_base(report: Report, base: str) -> str:
     """Open the base container; the error if it cannot be."""
     try:
-        Rank(base).objects.open(base, 0)
+        Rank(base).close()
     except FlashpointError as error:
         return f"{type(error).__name__}: {error}"
     return "open"
@@ -404,12 +382,12 @@ def discard_and_load(report: Report, base: str, size: str) -> list[tuple[int, in
     rank = Rank(base)
     found = []
     while True:
-        version = rank.loader.get_latest_complete_checkpoint(base)
+        version = rank.checkpointer.newest()
         found.append(rank.check(size, version) if version is not None else None)
         if version is None:
             rank.close()
             return found
-        rank.loader.discard(version)
+        rank.checkpointer.discard(version)
 
 
 def load_and_save(report: Report, base: str, size: str, step: int) -> None:

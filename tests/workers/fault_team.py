@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import random
 import signal
-import socket
 import sys
 import threading
 import time
@@ -16,9 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ml_flashpoint.ranks.rank_group import rank_group
-from ml_flashpoint.replication.store_backend import StoreBackend
-from ml_flashpoint.replication.transfer_service import TransferService
 from tests.support.forked import Report
 from tests.workers.fault_engine import Rank, base_here, die_at
 
@@ -35,13 +29,12 @@ def team_load(report: Report, rank: int, size: str) -> tuple[int, int] | None:
 def team_read_all(report: Report, rank: int) -> int | None:
     """Find the latest version and read every part of it, as doors do that reshard; its step."""
     engine = Rank(base_here(), replicate=True)
-    found = engine.loader.get_latest_complete_checkpoint(engine.base)
+    found = engine.checkpointer.latest()
     if found is not None:
-        for part in range(engine.loader.read_manifest(found, 0).world_size):
-            manifest = engine.loader.read_manifest(found, part)
-            reader = engine.loader.open_object(found, manifest, manifest.objects[0])
-            reader.ensure(0, reader.record.size)
-        engine.loader.release()
+        with engine.checkpointer.reader(found) as reader:
+            for part in range(reader.world_size):
+                opened = reader.open(part)
+                opened.ensure(0, opened.record.size)
     _train()
     engine.close()
     return None if found is None else found.step
@@ -56,9 +49,9 @@ def team_save(report: Report, rank: int, size: str, steps: list[int], life: int,
         report("begins", step)
         engine.save(size, step, life)
         report("committed", step)
-        if not engine.saver.wait(30):
+        if not engine.checkpointer.wait(30):
             raise AssertionError("the copies were not made in time")
-        report("verified", engine.saver.stats.last_verified or 0)
+        report("verified", engine.checkpointer.stats.last_verified or 0)
     engine.close()
     return changes()
 
@@ -73,7 +66,7 @@ def team_save_for_ever(report: Report, rank: int, size: str, first: int, life: i
         report("begins", step)
         engine.save(size, step, life)
         report("committed", step)
-        report("verified", engine.saver.stats.last_verified or 0)
+        report("verified", engine.checkpointer.stats.last_verified or 0)
         step += 1
 
 
@@ -99,9 +92,8 @@ def team_save_two_and_keep_both(report: Report, rank: int, size: str, life: int)
 def team_obey(report: Report, rank: int, size: str) -> None:
     """Do what the test says, one thing after the other, and report when it is done and how long it took."""
     engine = Rank(base_here(), replicate=True)
-    assert engine.replication is not None
-    engine.saver.wait(0.1)  # the saver is made by all ranks together
-    garbler: Garbler | None = None
+    if not engine.checkpointer.run:
+        engine.checkpointer.latest()
     report("ready")
     while True:
         match report.listen():
@@ -110,64 +102,14 @@ def team_obey(report: Report, rank: int, size: str) -> None:
                 engine.save(size, step, life)
                 report("committed", step, time.monotonic() - began)
             case ("wait", deadline_s):
-                report("settled", engine.saver.wait(deadline_s))
+                report("settled", engine.checkpointer.wait(deadline_s))
             case ("stats",):
-                report("stats", asdict(engine.saver.stats))
-            case ("garble", seed):
-                engine.replication.close()
-                garbler = Garbler(engine.replication.address_of(rank), seed)
-                report("garbling")
-            case ("refuse",):
-                engine.replication.close()
-                report("refusing")
-            case ("serve",):
-                if garbler is not None:
-                    garbler.close()
-                backend = StoreBackend(lambda: engine.objects.wait_for_store(30.0))
-                host, port = engine.replication.address_of(rank)
-                service = TransferService(rank_group().secret, backend, host=host, port=port)
-                service.start()
-                report("serving")
+                report("stats", asdict(engine.checkpointer.stats))
             case ("end",):
                 break
     # No farewell to peers: some of them may be gone.
     report("result", None)
     os._exit(0)
-
-
-class Garbler:
-    """Listens where a service was, and answers whoever connects with noise, silence or a closed door."""
-
-    def __init__(self, address: tuple[str, int], seed: int) -> None:
-        self._random = random.Random(seed)
-        self._listener = socket.create_server(address)
-        self._closed = False
-        self._kept: list[socket.socket] = []
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                peer, _ = self._listener.accept()
-                if self._closed:
-                    peer.close()
-                    return
-                match self._random.choice(["noise", "noise", "silence", "close"]):
-                    case "noise":
-                        with contextlib.suppress(OSError):
-                            peer.sendall(self._random.randbytes(self._random.randrange(1, 100_000)))
-                        self._kept.append(peer)
-                    case "silence":
-                        self._kept.append(peer)
-                    case "close":
-                        peer.close()
-
-    def close(self) -> None:
-        self._closed = True
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for peer in self._kept:
-            peer.close()
 
 
 def team_load_and_save(report: Report, rank: int, size: str, steps: list[int], life: int) -> tuple[int, int] | None:
@@ -177,7 +119,7 @@ def team_load_and_save(report: Report, rank: int, size: str, steps: list[int], l
     for step in steps:
         _train()
         engine.save(size, step, life)
-        if not engine.saver.wait(30):
+        if not engine.checkpointer.wait(30):
             raise AssertionError("the copies were not made in time")
     engine.close()
     return found
@@ -189,6 +131,6 @@ def team_load_and_commit(report: Report, rank: int, size: str, steps: list[int],
     report("loaded", engine.load(size))
     for step in steps:
         engine.save(size, step + rank, life)
-    engine.saver.wait(30)
+    engine.checkpointer.wait(30)
     report("committed")
     threading.Event().wait()

@@ -16,8 +16,8 @@ from ml_flashpoint import Flashpoint, events
 from ml_flashpoint.core import inventory
 from ml_flashpoint.format.errors import FlashpointError, UnaskedVersionsError
 from ml_flashpoint.net import client as net_client
+from ml_flashpoint.net import transfer_client
 from ml_flashpoint.ranks.strategies import NoReplicationStrategy, ReplicationStrategy, RingReplicationStrategy
-from ml_flashpoint.replication import transfer_client
 from ml_flashpoint.replication.replication_manager import ReplicationManager
 from tests.support.descriptors import NoDescriptors
 from tests.support.forked import Report

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
-from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,37 +22,21 @@ def _used(base: Path) -> int:
     return (stats.f_blocks - stats.f_bfree) * stats.f_frsize
 
 
-def _break_off(step: int) -> None:
-    """Have the next agreement in the background fail on this rank once it was asked, as a reset connection would."""
-    real = dist.all_reduce
-
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        if threading.current_thread().name != "flashpoint-commit":
-            return real(*args, **kwargs)
-        dist.all_reduce = real
-        raise RuntimeError(f"connection reset before the verdict on step {step}")
-
-    dist.all_reduce = failing
-
-
-def save_back_to_back(
-    report: Report, rank: int, sizes: list[int], lag: int, breaks: Collection[int] = ()
-) -> dict[str, Any]:
+def save_back_to_back(report: Report, rank: int, sizes: list[int], lag: int) -> dict[str, Any]:
     """Load, then save a state of each of these sizes, without a pause; and what became of it.
 
     Args:
         lag: after so many saves, all are waited for.
-        breaks: steps at which rank 1 loses the others while they agree.
 
     Returns:
         ``loaded``: the step; ``errors``: saves that raised; ``verified``: the last verified step seen after each save;
         ``at``: when that was, in seconds;
-        ``used``: the most bytes used on the filesystem; and the saver's counters.
+        ``used``: the most bytes used on the filesystem; and the counters of saves.
     """
     base = Path(base_here())
     os.environ[BLOCK_BYTES_VARIABLE] = str(1 << 16)  # states of some MiB stand for large ones, as do their manifests
     engine = Rank(base, replicate=True)
-    found = engine.loader.get_latest_complete_checkpoint(engine.base)
+    found = engine.checkpointer.latest()
     loaded = 0 if found is None else found.step or 0
     state = torch.arange(max(sizes) // 8, dtype=torch.int64) + rank
     verified: list[int] = []
@@ -64,22 +46,21 @@ def save_back_to_back(
     for step, size in enumerate(sizes, loaded + 1):
         dist.all_reduce(torch.zeros(1))  # what keeps ranks at the same step, as training does
         state[:: 64 << 10] = step
-        if rank == 1 and step in breaks:
-            engine.saver.wait(30)
-            _break_off(step)
         try:
-            engine.saver.save(engine.version(step), [("state", state[: size // 8])], [("step", b"%d" % step)])
+            save = engine.checkpointer.begin(step, explicit=True)
+            engine.checkpointer.fill(save, [("state", state[: size // 8])], [("step", b"%d" % step)])
+            engine.checkpointer.commit(save)
         except FlashpointError as error:
             errors.append(f"{step}: {error}")
         if lag and step % lag == 0:
-            engine.saver.wait(30)
-        verified.append(engine.saver.stats.last_verified or 0)
+            engine.checkpointer.wait(30)
+        verified.append(engine.checkpointer.stats.last_verified or 0)
         at.append(time.monotonic())
         used = max(used, _used(base))
-    settled = engine.saver.wait(60)
+    settled = engine.checkpointer.wait(60)
     used = max(used, _used(base))
     dist.barrier()
     result = {"loaded": loaded, "errors": errors, "verified": verified, "at": at, "used": used, "settled": settled}
-    result |= asdict(engine.saver.stats)
+    result |= asdict(engine.checkpointer.stats)
     engine.close()
     return result

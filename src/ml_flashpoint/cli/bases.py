@@ -19,7 +19,6 @@ import psutil
 from rich.markup import escape
 from rich.table import Table
 
-from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR
 from ml_flashpoint.cli import output
 from ml_flashpoint.cli.base_view import (
     NotABaseContainerError,
@@ -29,7 +28,7 @@ from ml_flashpoint.cli.base_view import (
     read_ranks,
 )
 from ml_flashpoint.format.errors import InvalidArgumentError
-from ml_flashpoint.format.status import read_status
+from ml_flashpoint.memory.lock import PRIVATE
 
 _IN_MEMORY: Final = ("tmpfs", "ramfs", "hugetlbfs")
 _DEPTH: Final = 5
@@ -71,7 +70,7 @@ def _bases_in(folder: Path, depth: int) -> Iterator[Path]:
             below = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
     except OSError:
         return
-    if PRIVATE_DIR in below:
+    if PRIVATE in below:
         yield folder
         return
     for name in below if depth else ():
@@ -134,7 +133,7 @@ def list_bases(*, as_json: bool = False) -> int:
 def _summary(base: Path) -> BaseSummary | None:
     try:
         view = read_base(base)
-        told = [status for folder, _ in read_ranks(base).values() if (status := read_status(folder)) is not None]
+        told = [status for status, _ in read_ranks(base).values() if status is not None]
     except NotABaseContainerError:
         return None  # removed meanwhile, or somebody else's
     complete = next((version.step for version in view.versions if version.complete and not version.problems), None)

@@ -25,7 +25,13 @@ from ml_flashpoint.cli.verify import STYLES, CheckedVersion, versions_at
 from ml_flashpoint.stores.location import open_store
 from ml_flashpoint.tools.check import look_at
 
-_STYLES = {State.DAMAGED: "bold red", State.WRITING: "yellow", State.REPLICATED: "green", State.LOCAL: "cyan"}
+_STYLES = {
+    State.DAMAGED: "bold red",
+    State.PARTIAL: "dim",
+    State.WRITING: "yellow",
+    State.REPLICATED: "green",
+    State.LOCAL: "cyan",
+}
 
 
 @output.command

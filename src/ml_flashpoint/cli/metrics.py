@@ -86,7 +86,7 @@ class NodeCollector(Collector):
         for rank in ranks:
             up.add_metric([str(rank.rank)], float(rank.pid is not None))
         yield up
-        memory = memory_of(Path(self._base), ranks)
+        memory = memory_of(Path(self._base))
         for (name, text), count in zip(_OF_THE_NODE, memory, strict=True):
             gauge = GaugeMetricFamily(f"flashpoint_{name}", text)
             if ranks:

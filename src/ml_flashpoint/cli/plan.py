@@ -1,7 +1,7 @@
 """`flashpoint plan`: what a job will need of its nodes, how often it should save, and what it gains by that.
 
 Owns the model of a job in a few numbers, and how the result is shown. The memory is what the job checks before training
-(`checkpoint_object_manager.capacity`, `.arena_pool`, `.budget`), the copies are `ranks.strategies`', the formulas
+(`memory.pool`), the copies are `ranks.strategies`', the formulas
 `cli.goodput`'s. Nothing is measured here: what is not given is assumed, and said.
 """
 
@@ -18,16 +18,13 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from ml_flashpoint.checkpoint_object_manager.arena_pool import with_headroom
-from ml_flashpoint.checkpoint_object_manager.budget import MOST_OWN_VERSIONS
-from ml_flashpoint.checkpoint_object_manager.capacity import OWN_VERSIONS, needed_bytes
 from ml_flashpoint.cli import output
 from ml_flashpoint.cli.base_view import format_bytes
 from ml_flashpoint.cli.plan_plot import Curve, curve, text_plot
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.format.manifest import MAX_WORLD_SIZE
+from ml_flashpoint.memory.pool import slot_limit, slot_size
 from ml_flashpoint.ranks.goodput import best_interval_s, goodput
-from ml_flashpoint.ranks.retention import checked_keep
 from ml_flashpoint.ranks.strategies import STRATEGIES, ReplicationStrategy, Topology, checked_strategy
 
 WEIGHT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -36,6 +33,7 @@ WEIGHT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 OPTIMIZER_VALUES = {"adam": 2, "adamw": 2, "lion": 1, "momentum": 1, "muon": 1, "sgd": 0}
 """Numbers that an optimizer keeps for each parameter."""
 
+_SPARE = 2  # slots that a rank may have beyond those that it needs
 _GB = 1e9
 _GIB = 1 << 30
 
@@ -142,15 +140,15 @@ def memory_of(job: Job, strategy: ReplicationStrategy) -> Memory:
     copies = max(held.values(), default=0)
     version_bytes = math.ceil(job.params * job.bytes_per_parameter)
     part_bytes = -(-version_bytes // topology.world_size)
-    arena_bytes = with_headroom(part_bytes)
-    needed = needed_bytes(arena_bytes, copies, checked_keep(job.keep).beside_newest)
+    slot_bytes = slot_size(part_bytes)
+    needed = slot_limit(job.keep, may_grow=False, extra=0) * slot_bytes * (1 + copies)
     return Memory(
         version_bytes=version_bytes,
         part_bytes=part_bytes,
         copies_held=copies,
         survives=min(map(len, holders)),
         node_bytes=needed * job.ranks,
-        roomy_bytes=(needed + (MOST_OWN_VERSIONS - OWN_VERSIONS) * arena_bytes) * job.ranks,
+        roomy_bytes=(needed + _SPARE * slot_bytes) * job.ranks,
     )
 
 

@@ -8,12 +8,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -21,17 +19,14 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR
-from ml_flashpoint.cli import output
+from ml_flashpoint.cli import base_view, output
 from ml_flashpoint.cli.base_view import format_bytes, read_base, read_ranks
 from ml_flashpoint.cli.bases import base_of
 from ml_flashpoint.cli.losses import CAPTION, UNKNOWN, Loss, losses
-from ml_flashpoint.format.status import RankStatus, read_status
+from ml_flashpoint.format.status import RankStatus
 from ml_flashpoint.memory.capacity import available_bytes
 
 _TRIES = 5
-_ARENA: Final = "arena-"
-_STAT_BLOCK: Final = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +64,9 @@ def read_node(base: str) -> list[RankView]:
     Raises:
         NotABaseContainerError: it is none.
     """
-    ranks = read_ranks(base)
-    told = {rank: read_status(directory) for rank, (directory, _) in ranks.items()}
     return [
-        RankView(rank, pid, status if (status := told[rank]) is not None and status.updated_s else None)
-        for rank, (_, pid) in sorted(ranks.items())
+        RankView(rank, pid, status if status is not None and status.updated_s else None)
+        for rank, (status, pid) in sorted(read_ranks(base).items())
     ]
 
 
@@ -95,23 +88,13 @@ def read_losses(base: str) -> tuple[list[RankView], list[Loss]]:
     return ranks, found
 
 
-def memory_of(base: Path, ranks: Sequence[RankView]) -> tuple[int, int]:
-    """Return the bytes that checkpoints of these ranks take, own parts and copies, and the bytes left for more."""
+def memory_of(base: Path) -> tuple[int, int]:
+    """Return the bytes that checkpoints take on this node, own parts and copies, and the bytes left for more."""
     try:
         left = available_bytes(base)
     except OSError:
         left = 0
-    return sum(_arena_bytes(base / PRIVATE_DIR / f"rank-{each.rank:05d}") for each in ranks), left
-
-
-def _arena_bytes(folder: Path) -> int:
-    found = 0
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.startswith(_ARENA):
-                with contextlib.suppress(OSError):
-                    found += entry.stat(follow_symlinks=False).st_blocks * _STAT_BLOCK
-    return found
+    return base_view.memory_of(base), left
 
 
 @output.command

@@ -17,13 +17,13 @@ from ml_flashpoint.format.errors import CapacityError, FlashpointError, LoadErro
 from ml_flashpoint.format.failure_kinds import as_ours, is_transient, pauses, retrying
 from ml_flashpoint.format.knobs import recovery_deadline_s, transfer_deadline_s
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
+from ml_flashpoint.net.small_fetch import fetch_blocks, fetch_manifest
+from ml_flashpoint.net.transfer_client import Holder, fetch_object_from_holders
 from ml_flashpoint.ranks.rank_group import RankGroup
 from ml_flashpoint.ranks.recovery import CompleteVersion
 from ml_flashpoint.ranks.strategies import ReplicationStrategy
 from ml_flashpoint.replication.replication_manager import ReplicationManager
-from ml_flashpoint.replication.small_fetch import fetch_blocks, fetch_manifest
 from ml_flashpoint.replication.store_backend import IncomingCopy
-from ml_flashpoint.replication.transfer_client import Holder, fetch_object_from_holders
 
 _log = logging.getLogger(__name__)
 

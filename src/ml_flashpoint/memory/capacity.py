@@ -24,8 +24,7 @@ def available_bytes(path: Path, *, root: Path = Path("/")) -> int:
         path: need not exist; its nearest parent that does counts.
         root: folder that holds the ``proc`` and ``sys`` of the control groups.
     """
-    while not path.exists():
-        path = path.parent
+    path = existing_parent(path)
     stats = os.statvfs(path)
     free = stats.f_bavail * stats.f_frsize
     if not is_memory(path):
@@ -33,6 +32,36 @@ def available_bytes(path: Path, *, root: Path = Path("/")) -> int:
     if stats.f_blocks == 0:  # a tmpfs without a limit has no size
         free = psutil.virtual_memory().total
     return min(free, free_memory(root))
+
+
+def existing_parent(path: Path) -> Path:
+    """Return a path, or its nearest parent that exists."""
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def most_bytes(path: Path) -> int:
+    """Return the bytes that could be stored under a path if nothing else were there."""
+    path = existing_parent(path)
+    stats = os.statvfs(path)
+    size = stats.f_blocks * stats.f_frsize
+    if not is_memory(path):
+        return size
+    total = int(psutil.virtual_memory().total)
+    return min(size or total, total)  # a tmpfs without a limit has no size
+
+
+def mount_of(path: Path) -> tuple[str, str, tuple[str, ...]]:
+    """Return the mount point, kind and options of the filesystem of a path; empty where they cannot be seen."""
+    best, kind, options = "", "an unknown filesystem", ""
+    text = str(path.resolve())
+    for mount in psutil.disk_partitions(all=True):
+        point = mount.mountpoint.rstrip("/") or "/"
+        inside = text == point or text.startswith(point if point == "/" else point + "/")
+        if inside and len(point) >= len(best):  # of several mounts on one point, the last one covers the others
+            best, kind, options = point, mount.fstype, mount.opts
+    return best, kind, tuple(options.split(","))
 
 
 def free_memory(root: Path = Path("/")) -> int:

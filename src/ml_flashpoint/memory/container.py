@@ -62,6 +62,7 @@ _log = logging.getLogger(__name__)
 
 SLOTS: Final = "slots"
 RUNS: Final = "runs"
+STATUS: Final = "status"
 _OWNER = re.compile(r"(\d{5,8})-(\d{5,8})")
 _NUMBER = re.compile(r"\d{1,18}")
 _INDEX = ".sidecars"
@@ -399,9 +400,10 @@ class BaseContainer:
         self.clean()
         for path in self.slot_paths():
             path.unlink()
-        for name in names_in(self.private / RUNS):
-            (self.private / RUNS / name).unlink()
-        for folder in (*self._slot_folders(), self.private / SLOTS, self.private / RUNS):
+        folders = (self.private / RUNS, self.private / STATUS)
+        for path in (folder / name for folder in folders for name in names_in(folder)):
+            path.unlink()
+        for folder in (*self._slot_folders(), self.private / SLOTS, *folders):
             with contextlib.suppress(OSError):
                 folder.rmdir()
         (self.private / JOB).unlink(missing_ok=True)  # last: who waits for the lock sees then that the file is another

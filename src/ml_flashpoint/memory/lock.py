@@ -171,6 +171,18 @@ def locked_out(base: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def is_open(base: Path) -> bool:
+    """Return True if a process has a base container open. Not for a process of the job: its lock would end."""
+    try:
+        descriptor = os.open(base / PRIVATE / JOB, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        return _holder(descriptor, 0, 0) is not None
+    finally:
+        os.close(descriptor)
+
+
 def _known(path: Path) -> _Held | None:
     try:
         status = os.stat(path, follow_symlinks=False)

@@ -19,7 +19,10 @@ from ml_flashpoint.format.errors import (
 )
 from ml_flashpoint.format.knobs import transfer_deadline_s
 from ml_flashpoint.format.manifest import encode
+from ml_flashpoint.net.pushing import HolderLink, push_to_all
 from ml_flashpoint.net.reachable import reachable_host
+from ml_flashpoint.net.transfer_client import PeerConnection
+from ml_flashpoint.net.transfer_service import TransferService
 from ml_flashpoint.ranks.rank_group import RankGroup, boot_id, rank_group
 from ml_flashpoint.ranks.strategies import (
     NoReplicationStrategy,
@@ -27,10 +30,7 @@ from ml_flashpoint.ranks.strategies import (
     ReplicationStrategy,
     checked_strategy,
 )
-from ml_flashpoint.replication.pushing import HolderLink, push_to_all
 from ml_flashpoint.replication.store_backend import StoreBackend
-from ml_flashpoint.replication.transfer_client import PeerConnection
-from ml_flashpoint.replication.transfer_service import TransferService
 
 Address = tuple[str, int]
 

@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
-from ml_flashpoint.checkpoint_object_manager.removal import Removed
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import (
     DamagedError,
@@ -46,7 +45,7 @@ from ml_flashpoint.stores.files import Files, watched_files
 from ml_flashpoint.stores.ownership import PERIOD_S, owned_files
 from ml_flashpoint.stores.part import stored_object
 from ml_flashpoint.stores.records import MAX_RECORD_BYTES, decode_record, encode_record
-from ml_flashpoint.stores.version_store import Content, Version, VersionStore
+from ml_flashpoint.stores.version_store import Content, Removed, Version, VersionStore
 
 _log = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 from typing import Final
 
-from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.format.private_folders import check_unplanted
+from ml_flashpoint.memory.lock import PRIVATE
 from ml_flashpoint.stores.base_container import BaseContainer
 from ml_flashpoint.stores.directory import Directory
 from ml_flashpoint.stores.durable import DurableVersions, is_run_folder
@@ -41,7 +41,7 @@ def is_url(text: str) -> bool:
 def durable_url(argument: str, value: object) -> str:
     """Return a URL to persist at. Raise an `InvalidArgumentError` if it is none, or a base container."""
     url = checked_url(argument, value)
-    if url.startswith(_FILE) and os.path.lexists(Path(url[len(_FILE) :], PRIVATE_DIR)):
+    if url.startswith(_FILE) and os.path.lexists(Path(url[len(_FILE) :], PRIVATE)):
         raise InvalidArgumentError(
             "this is a job's base container", argument=argument, value=value, hint="give the URL of the job's persist="
         )

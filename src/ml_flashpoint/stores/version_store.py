@@ -10,13 +10,12 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ml_flashpoint.checkpoint_object_manager.removal import Removed
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.lineage import Lineage
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
+from ml_flashpoint.memory.lineage import RunRecord
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -25,13 +24,28 @@ Content = Callable[[ObjectRecord], "Iterable[Buffer]"]
 """The bytes of an object, as many as its file has, in pieces."""
 
 
+@dataclass
+class Removed:
+    """Account of a removal.
+
+    Attributes:
+        versions: names of the folders that were removed.
+        freed_bytes: memory that the files took.
+        left: names of what stays in the base container.
+    """
+
+    versions: list[str] = field(default_factory=list)
+    freed_bytes: int = 0
+    left: list[str] = field(default_factory=list)
+
+
 @dataclass(frozen=True, slots=True)
 class Version:
     """One save of one step, in one store.
 
     Attributes:
         step: training step; -1 if not known.
-        save_id: the save that all parts are of, "" if not known. Later ones compare greater.
+        save_id: the run that saved it, as its files spell it; "" if not known.
         folder: of the version, in the store.
         ranks: ranks whose parts are there, by the names of files or by the marker.
         world_size: number of ranks that saved it; 0 if not known.
@@ -46,6 +60,11 @@ class Version:
     world_size: int = 0
     counts: bool = False
     problem: str = ""
+
+    @property
+    def order(self) -> tuple[str, int]:
+        """Later versions compare greater: by run, then by step."""
+        return self.save_id, self.step
 
     @property
     def name(self) -> str:
@@ -125,9 +144,9 @@ class VersionStore(ABC):
             SaveError: one cannot be removed; those removed before are gone.
         """
 
-    def lineage(self) -> Lineage:
-        """Return the saves that the job has gone back from, if the store knows."""
-        return Lineage()
+    def records(self) -> list[RunRecord]:
+        """Return the records of runs that the store has, by which versions exist; none if it has no records."""
+        return []
 
     def hold(self, manifest: Manifest) -> AbstractContextManager[None]:
         """Have a running job keep a part until this is left, if it can. Raise a `PrunedError` if the part went."""

@@ -145,10 +145,10 @@ def persist_version(
 
 def _persist(found: FoundVersion, store: DurableVersions, check: Callable[[], None], progress: Progress) -> Persisted:
     there = [version for version in store.versions() if version.counts]
-    newer = next((version.step for version in there if version.save_id > found.save_id), None)
+    newer = next((version.step for version in there if version.order > (found.save_id, found.step)), None)
     folder = folder_of(found.name, found.save_id)
     marked = next((version for version in there if version.folder == folder), None)
-    if marked is not None and marked.save_id > found.save_id:
+    if marked is not None and marked.order > (found.save_id, found.step):
         raise SaveError("a later save of this step is there", step=found.step, path=f"{store.path}/{folder}")
     nbytes, written = _write_parts(found, store, progress)
     if marked is not None and marked.save_id == found.save_id and not written:

@@ -22,8 +22,9 @@ from ml_flashpoint.format.errors import (
     PrunedError,
 )
 from ml_flashpoint.format.failure_kinds import is_damage
-from ml_flashpoint.format.lineage import Lineage, merged
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
+from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.memory.lineage import newest_begun
 from ml_flashpoint.stores.location import open_store
 from ml_flashpoint.stores.part import StoredObject, stored_object
 from ml_flashpoint.stores.version_store import Version, VersionStore
@@ -134,12 +135,16 @@ def find_versions(stores: Sequence[VersionStore], step: int | None, *, partial: 
         LoadError, UnreadableError: a store cannot be read just now.
     """
     there = [(store, version) for store in stores for version in store.versions() if step in (None, version.step)]
-    lineage = Lineage() if step is not None else merged(store.lineage() for store in stores)
+    run = None if step is not None else newest_begun(record for store in stores for record in store.records())
     saves: dict[tuple[str, int], dict[int, list[tuple[VersionStore, Version]]]] = {}
     sizes: dict[tuple[str, int], int] = {}
     for store, version in there:
-        if version.counts and version.world_size and lineage.counts(version.save_id):
-            key = (version.save_id, version.step)
+        if (
+            version.counts
+            and version.world_size
+            and (run is None or run.has(SaveId(int(version.save_id), version.step)))
+        ):
+            key = version.order
             sizes[key] = version.world_size
             for rank in version.ranks:
                 saves.setdefault(key, {}).setdefault(rank, []).append((store, version))

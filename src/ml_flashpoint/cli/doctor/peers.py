@@ -1,6 +1,6 @@
 """What `flashpoint doctor` finds between the nodes of a job, when it is launched as the job is.
 
-Owns the measurement: versions of an engine's own, in a base container beside the job's, saved and copied as the job's
+Owns the measurement: versions of its own, in a base container beside the job's, saved and copied as the job's
 are: by the same addresses, authentication, connections and digests. What is not measured here is the device.
 """
 
@@ -23,19 +23,18 @@ import torch.distributed as dist
 
 import ml_flashpoint
 from ml_flashpoint import events
-from ml_flashpoint.checkpoint_object_manager.capacity import existing_parent
 from ml_flashpoint.cli.doctor.finding import BAD, NOTE, OK, Examined, Finding
-from ml_flashpoint.core.engine import CheckpointEngine
+from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.extras import DISTRIBUTION
 from ml_flashpoint.format.errors import FlashpointError, ReplicationError
-from ml_flashpoint.memory.capacity import available_bytes
+from ml_flashpoint.memory.capacity import available_bytes, existing_parent
 from ml_flashpoint.ranks.rank_group import RankGroup, rank_group
 
 _SAVES = 4
 _ROUNDS = 9
 _SKEW_S = 0.5
 _SLOW = 3.0
-_ARENAS = 8  # of a rank with one copy to hold, at most, and to spare
+_SLOTS = 8  # of a rank with one copy to hold, at most, and to spare
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +136,7 @@ def _send(base: Path, ranks: RankGroup, megabytes: int, deadline_s: float) -> li
     """Has every rank save a few versions, and tells how fast their copies came to be."""
     beside = base.with_name(f"{base.name}-doctor")
     here = len(ranks.topology.ranks_of(ranks.node))
-    size = max(1, min(megabytes * 1_000_000, available_bytes(beside) // (_ARENAS * here)))
+    size = max(1, min(megabytes * 1_000_000, available_bytes(beside) // (_SLOTS * here)))
     rates, errors = [0.0], [""]
 
     def note(event: events.Event) -> None:
@@ -149,19 +148,20 @@ def _send(base: Path, ranks: RankGroup, megabytes: int, deadline_s: float) -> li
 
     holders: tuple[str, ...] = ()
     with _removed_afterwards(beside, ranks), _noted(errors), events.subscribe(note, beside):
-        engine = CheckpointEngine(beside, discard_existing=True)
+        checkpointer = Checkpointer(beside, discard_existing=True)
         try:
             tensor = torch.ones(size, dtype=torch.uint8, device="cpu")
-            for step in range(_SAVES):  # the first ones make arenas, here and at peers
-                # Where one fails on this rank, the others wait for its later ones all the same.
+            for step in range(_SAVES):  # the first ones make slots, here and at peers
                 with _noted(errors):
-                    engine.saver.save(engine.version(step), [("doctor", tensor)])
-                engine.saver.wait(deadline_s)
-            held = engine.replication.copies_of(ranks.rank)
+                    save = checkpointer.begin(step, explicit=True)
+                    checkpointer.fill(save, [("doctor", tensor)])
+                    checkpointer.commit(save)
+                checkpointer.wait(deadline_s)
+            held = checkpointer.strategy.copies_of(ranks.rank, ranks.topology)
             holders = tuple(ranks.topology.node_of(rank) for rank in held)
         finally:
             ranks.gather(b"")  # who is faster goes on serving the others
-            engine.close()
+            checkpointer.close()
     mine = [holders, max(rates), errors[-1] if max(rates) == 0.0 else ""]
     told = [json.loads(blob) for blob in ranks.gather(json.dumps(mine).encode())]
     return [

@@ -18,18 +18,20 @@ from pathlib import Path
 import psutil
 
 import ml_flashpoint
-from ml_flashpoint.checkpoint_object_manager.capacity import (
-    existing_parent,
-    most_bytes,
-    mount_of,
-)
 from ml_flashpoint.cli.base_view import format_bytes
 from ml_flashpoint.cli.doctor.finding import BAD, NOTE, OK, Finding
 from ml_flashpoint.extras import DISTRIBUTION
 from ml_flashpoint.format import knobs
 from ml_flashpoint.format.errors import FlashpointError
 from ml_flashpoint.format.private_folders import check_folder, check_way
-from ml_flashpoint.memory.capacity import available_bytes, is_memory, memory_left
+from ml_flashpoint.memory.capacity import (
+    available_bytes,
+    existing_parent,
+    is_memory,
+    memory_left,
+    most_bytes,
+    mount_of,
+)
 from ml_flashpoint.net.reachable import reachable_host
 
 _MOUNT = "mount -t tmpfs -o size=200g,mode=1777 tmpfs /mnt/mlf-jobs, and take a folder in it (see: flashpoint plan)"

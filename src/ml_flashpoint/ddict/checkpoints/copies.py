@@ -25,8 +25,8 @@ from ml_flashpoint.format.manifest import encode
 from ml_flashpoint.net.channel import TransferCancelledError
 from ml_flashpoint.net.handshake import check_secret
 from ml_flashpoint.net.messages import Fields
-from ml_flashpoint.replication.pushing import HolderLink, push_to_all
-from ml_flashpoint.replication.transfer_client import Holder, PeerConnection
+from ml_flashpoint.net.pushing import HolderLink, push_to_all
+from ml_flashpoint.net.transfer_client import Holder, PeerConnection
 
 _log = logging.getLogger(__name__)
 

@@ -40,9 +40,9 @@ from ml_flashpoint.format.errors import DamagedError, FlashpointError, ManifestE
 from ml_flashpoint.format.knobs import transfer_deadline_s
 from ml_flashpoint.format.manifest import ObjectRecord
 from ml_flashpoint.net.channel import TransferCancelledError
-from ml_flashpoint.replication.small_fetch import fetch_manifest
+from ml_flashpoint.net.small_fetch import fetch_manifest
+from ml_flashpoint.net.transfer_client import Holder, fetch_object_from_holders
 from ml_flashpoint.replication.store_backend import IncomingCopy
-from ml_flashpoint.replication.transfer_client import Holder, fetch_object_from_holders
 
 _log = logging.getLogger(__name__)
 _Key = TypeVar("_Key")

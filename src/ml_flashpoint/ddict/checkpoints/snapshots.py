@@ -60,9 +60,9 @@ from ml_flashpoint.format.errors import (
 from ml_flashpoint.format.knobs import block_bytes, transfer_deadline_s
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
 from ml_flashpoint.format.object_format import encode_header
+from ml_flashpoint.net.transfer_protocol import Address
+from ml_flashpoint.net.transfer_service import TransferService
 from ml_flashpoint.replication.store_backend import StoreBackend
-from ml_flashpoint.replication.transfer_protocol import Address
-from ml_flashpoint.replication.transfer_service import TransferService
 
 _log = logging.getLogger(__name__)
 

@@ -21,10 +21,10 @@ from ml_flashpoint.net import handshake
 from ml_flashpoint.net.channel import Channel, ConnectionLostError
 from ml_flashpoint.net.messages import HEAD_BYTES, MessageCode
 from ml_flashpoint.net.reception import MAX_HANDSHAKES, Reception
-from ml_flashpoint.replication.transfer_client import PeerConnection
-from ml_flashpoint.replication.transfer_protocol import TRANSFERS
-from ml_flashpoint.replication.transfer_service import TransferService
-from tests.replication.transfer_support import (
+from ml_flashpoint.net.transfer_client import PeerConnection
+from ml_flashpoint.net.transfer_protocol import TRANSFERS
+from ml_flashpoint.net.transfer_service import TransferService
+from tests.net.transfer_support import (
     ATTEMPT,
     NAME,
     SECRET,

@@ -25,9 +25,9 @@ from ml_flashpoint.format.manifest import Manifest, ObjectRecord, encode
 from ml_flashpoint.net import handshake
 from ml_flashpoint.net.channel import Channel
 from ml_flashpoint.net.client import connect
-from ml_flashpoint.replication.transfer_client import PeerConnection
-from ml_flashpoint.replication.transfer_protocol import TRANSFERS
-from ml_flashpoint.replication.transfer_service import TransferService
+from ml_flashpoint.net.transfer_client import PeerConnection
+from ml_flashpoint.net.transfer_protocol import TRANSFERS
+from ml_flashpoint.net.transfer_service import TransferService
 from tests.support.processes import suspend
 
 SECRET = b"the secret of the job that tests"
@@ -272,7 +272,7 @@ class PeerProcess:
 
     def __init__(self, *arguments: str, command: Callable[[Sequence[str]], list[str]] = list) -> None:
         self._process = subprocess.Popen(
-            command([sys.executable, "-m", "tests.replication.transfer_support", *arguments]),
+            command([sys.executable, "-m", "tests.net.transfer_support", *arguments]),
             cwd=REPOSITORY,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

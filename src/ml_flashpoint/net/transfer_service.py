@@ -25,14 +25,14 @@ from ml_flashpoint.format.errors import (
     ReplicationError,
 )
 from ml_flashpoint.format.manifest import Manifest
+from ml_flashpoint.net import transfer_protocol as protocol
+from ml_flashpoint.net.block_verifier import BlockTarget, BlockVerifier, receive_blocks
 from ml_flashpoint.net.channel import Channel
 from ml_flashpoint.net.handshake import check_secret
 from ml_flashpoint.net.messages import Fields, integer, text
 from ml_flashpoint.net.server import HANDSHAKE_DEADLINE_S, HangUp, Peer, RequestServer
-from ml_flashpoint.replication import transfer_protocol as protocol
-from ml_flashpoint.replication.block_verifier import BlockTarget, BlockVerifier, receive_blocks
-from ml_flashpoint.replication.transfer_backend import IncomingPart, TransferBackend
-from ml_flashpoint.replication.transfer_protocol import Address, error_context
+from ml_flashpoint.net.transfer_backend import IncomingPart, TransferBackend
+from ml_flashpoint.net.transfer_protocol import Address, error_context
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

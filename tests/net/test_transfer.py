@@ -23,12 +23,12 @@ from ml_flashpoint.format.errors import (
     ReplicationError,
 )
 from ml_flashpoint.format.manifest import ObjectRecord, encode
+from ml_flashpoint.net.block_verifier import BlockTarget, BlockVerifier
 from ml_flashpoint.net.channel import ConnectionLostError
 from ml_flashpoint.net.messages import WORKING
-from ml_flashpoint.replication.block_verifier import BlockTarget, BlockVerifier
-from ml_flashpoint.replication.transfer_client import Holder, PeerConnection, fetch_object_from_holders
-from ml_flashpoint.replication.transfer_service import TransferService
-from tests.replication.transfer_support import (
+from ml_flashpoint.net.transfer_client import Holder, PeerConnection, fetch_object_from_holders
+from ml_flashpoint.net.transfer_service import TransferService
+from tests.net.transfer_support import (
     ATTEMPT,
     BLOCK,
     NAME,

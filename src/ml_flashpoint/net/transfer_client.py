@@ -25,12 +25,12 @@ from ml_flashpoint.format.errors import (
     ReplicationError,
 )
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
+from ml_flashpoint.net.block_verifier import BlockTarget, BlockVerifier, receive_blocks
 from ml_flashpoint.net.channel import Cancelled, Channel, ConnectionLostError, TransferCancelledError
 from ml_flashpoint.net.client import connect
 from ml_flashpoint.net.handshake import check_secret
 from ml_flashpoint.net.messages import Fields, Message
-from ml_flashpoint.replication.block_verifier import BlockTarget, BlockVerifier, receive_blocks
-from ml_flashpoint.replication.transfer_protocol import (
+from ml_flashpoint.net.transfer_protocol import (
     CONNECT_TIMEOUT_S,
     DEFAULT_DEADLINE_S,
     TRANSFERS,

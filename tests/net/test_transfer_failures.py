@@ -24,10 +24,10 @@ from ml_flashpoint.format.manifest import encode
 from ml_flashpoint.net import channel as channels
 from ml_flashpoint.net import handshake
 from ml_flashpoint.net.channel import Channel, ConnectionLostError, TransferCancelledError
-from ml_flashpoint.replication.transfer_client import Holder, PeerConnection, fetch_object_from_holders
-from ml_flashpoint.replication.transfer_protocol import TRANSFERS
-from ml_flashpoint.replication.transfer_service import TransferService
-from tests.replication.transfer_support import (
+from ml_flashpoint.net.transfer_client import Holder, PeerConnection, fetch_object_from_holders
+from ml_flashpoint.net.transfer_protocol import TRANSFERS
+from ml_flashpoint.net.transfer_service import TransferService
+from tests.net.transfer_support import (
     BLOCK,
     LARGE,
     NAME,

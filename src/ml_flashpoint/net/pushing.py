@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from ml_flashpoint.format.errors import FlashpointError, ReplicationError
 from ml_flashpoint.net.channel import ConnectionLostError
-from ml_flashpoint.replication.transfer_client import PeerConnection
+from ml_flashpoint.net.transfer_client import PeerConnection
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from ml_flashpoint.format.digest import block_count, verify_blocks
 from ml_flashpoint.format.errors import ManifestError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, decode, parse_object_name
-from ml_flashpoint.replication.transfer_client import Holder, PeerConnection
+from ml_flashpoint.net.transfer_client import Holder, PeerConnection
 
 
 def fetch_manifest(

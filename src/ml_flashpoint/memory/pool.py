@@ -47,7 +47,7 @@ class SlotRequest:
     """Terms on which a save may take a slot.
 
     Attributes:
-        save: the save.
+        save: the save; None for one that `Pool.name` gives its step later.
         retained: saves whose slots must not be taken.
         of_round: True for the round's save, a copy, and a part that recovery fetches. Any other save must not take the
             newest committed part.
@@ -55,7 +55,7 @@ class SlotRequest:
         may_grow: True if the pool may have more than ``keep + 1`` slots.
     """
 
-    save: SaveId
+    save: SaveId | None
     retained: Collection[SaveId]
     of_round: bool = True
     spare: int = 0
@@ -289,6 +289,32 @@ class Pool:
                     other.state, other.save = State.EMPTY, None
             slot.state = State.COMMITTED
 
+    def name(self, slot: Slot, save: SaveId) -> None:
+        """Say which save a slot in `State.WRITING` is for: it was taken before the save had a step."""
+        with self._lock:
+            slot.save = save
+
+    def shortage(self, size: int) -> CapacityError | None:
+        """Return the error of a save for which no slot can be made, now or once others are free; None if one can.
+
+        Args:
+            size: bytes of the object.
+        """
+        with self._lock:
+            slots = tuple(self._slots)
+        # Slots that are too small are replaced once they are free.
+        available = self._available() + sum(slot.size for slot in slots if slot.size < size)
+        if sum(slot.size >= size for slot in slots) > self.keep or available >= size:
+            return None
+        return CapacityError(
+            "no room for one more version",
+            needed_bytes=size,
+            available_bytes=max(available, 0),
+            rank=self.owner.rank,
+            path=self.container.base,
+            hint="enlarge the tmpfs (mount -o remount,size=...) or the container, free memory, or lower keep",
+        )
+
     def free(self, slot: Slot) -> None:
         """Return a slot that was taken and will not be committed. Nothing happens if it was."""
         with self._lock:
@@ -434,6 +460,20 @@ class Pool:
         Slow: it frees memory. For the board's thread, after a verdict.
         """
         return sum(self._remove_left(left, retained) for left in self._left())
+
+    def clear(self) -> None:
+        """Remove all parts and slots that are neither written nor read. Slow: it frees memory."""
+        with self._lock:
+            gone = [
+                slot
+                for slot in self._slots
+                if slot.state is not State.WRITING
+                and not slot.readers
+                and self.container.reclaim(slot, self.owner.rank)
+            ]
+            self._slots = [slot for slot in self._slots if slot not in gone]
+        for slot in gone:
+            slot.remove()
 
     def close(self) -> None:
         """Unmap all slots. The files stay."""

@@ -16,13 +16,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import torch
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
-from torch.distributed.checkpoint.planner import WriteItemType
 
 from ml_flashpoint import events
 from ml_flashpoint.adapter.megatron.common_state import saved_common_state, written_common_state
@@ -37,17 +36,15 @@ from ml_flashpoint.adapter.megatron.save_plan import PlanExchange, PlannedSave
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
 from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE
 from ml_flashpoint.copy.collection import collection_paused
-from ml_flashpoint.copy.overlap import Overlap, OverlappingDoor
-from ml_flashpoint.copy.tensors import is_plain_strided, materialized
-from ml_flashpoint.engine.checkpointer import BytesItem, Checkpointer, TensorItem
+from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.engine.save import Save
 from ml_flashpoint.engine.sidecars import sidecar_items, sidecar_labels
 from ml_flashpoint.format.arguments import ignored
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, SaveError
 from ml_flashpoint.format.private_folders import make_tree
+from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.ranks.rank_group import rank_group
-from ml_flashpoint.state.archive import refuse_unloadable, save_archive
 
 _log = logging.getLogger(__name__)
 
@@ -84,14 +81,6 @@ class _Carried:
     common: Callable[[], bytes | None] | None
     others: Callable[[], Mapping[str, bytes]] = dict
     explicit: bool = True
-
-
-class _Copies(OverlappingDoor):
-    """Copies of what optimizers update, which go on while training does."""
-
-    def __init__(self) -> None:
-        self._overlap = Overlap()
-        self.begin = self._overlap.begin
 
 
 @dataclass(slots=True)
@@ -145,8 +134,8 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
     """Saves megatron-core's sharded state dicts into memory. Use one for all saves of a job, from one thread.
 
     A save that fails does not stop the training, be it synchronous or not: it is logged, counted, and told by
-    :attr:`last_error`, on every rank, and the next one is made as usual. The step that was saved last is not saved
-    again: it is the same state.
+    :attr:`last_error`, on every rank, and the next one is made as usual. To save the last step again, or an earlier
+    one, begins a new run, which goes on from the newest version.
 
     Args:
         storage_writer: the job's writer.
@@ -179,9 +168,8 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         self._child = child
         self._group = rank_group()
         self._plans = PlanExchange(self._group)
-        self._copies = _Copies()
         self._carried: _Carried | None = None
-        self._last: _Writing | None = None  # saved on all ranks
+        self._entered = SaveId(0, 0)
         self._failed: list[CheckpointContainerId] = []
         self.last_error: FlashpointError | None = None
 
@@ -195,16 +183,16 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         Raises:
             InvalidArgumentError: one is neither.
         """
-        watch_optimizers(self._copies, *optimizers)
+        watch_optimizers(self._writer, *optimizers)
 
     def before_update(self) -> None:
         """Wait until nothing is copied any more. To be called before anything but the step of an optimizer that is
         watched changes what that updates: else the save fails, and from then on saves return when all is copied."""
-        self._copies.before_update()
+        self._writer.before_update()
 
     def stop_watching(self) -> None:
         """Wait until nothing is copied any more, and watch nothing from then on. Safe to call twice."""
-        self._copies.stop_watching()
+        self._writer.stop_watching()
 
     def can_handle_sharded_objects(self) -> bool:
         """Return True: sharded objects are saved like tensors. (megatron-core asks for the attribute only.)"""
@@ -232,7 +220,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
             UnaskedVersionsError: the base container has versions of an earlier run that nobody has asked about. On all
                 ranks.
         """
-        writing = self._begin(sharded_state_dict, version_of(checkpoint_dir), late=True)
+        writing = self._begin(sharded_state_dict, version_of(checkpoint_dir))
         return AsyncRequest(_nothing if self._child else None, (), [partial(self._end, writing)])
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> None:
@@ -240,7 +228,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
 
         Args and errors are those of :meth:`async_save`.
         """
-        self._end(self._begin(sharded_state_dict, version_of(checkpoint_dir), late=False))
+        self._end(self._begin(sharded_state_dict, version_of(checkpoint_dir)))
 
     @contextmanager
     def carrying(
@@ -264,7 +252,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         finally:
             self._carried = None
 
-    def _begin(self, sharded_state_dict: dict[str, Any], version: CheckpointContainerId, *, late: bool) -> _Writing:
+    def _begin(self, sharded_state_dict: dict[str, Any], version: CheckpointContainerId) -> _Writing:
         """Do everything that the caller has to wait for. Errors are kept, since they must not leave other ranks
         waiting, unless all ranks raise them."""
         began = time.perf_counter()
@@ -272,14 +260,15 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
             if failed != version:
                 _remove_files(failed)
         self._failed.clear()
-        if self._last is not None and self._last.version == version:
-            return self._last
-        checkpointer = self._writer.checkpointer_of(version)
+        checkpointer, step = self._writer.checkpointer(version), version.step or 0
         try:
             checkpointer.check_asked("get_latest_complete_checkpoint(base)")
         except FlashpointError:
             _remove_files(version)
             raise
+        if SaveId(checkpointer.run, step) <= self._entered:  # a step is saved once a run
+            checkpointer.latest()
+        self._entered = SaveId(checkpointer.run, step)
         writing = _Writing(version, checkpointer)
         sharded_state_dict, common_state = split_common_state(sharded_state_dict)
         failure: BaseException | None = None
@@ -287,12 +276,12 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
             with collection_paused():
                 try:
                     explicit = self._carried is None or self._carried.explicit
-                    writing.save = checkpointer.begin(version.step, explicit=explicit)
+                    writing.save = checkpointer.begin(step, explicit=explicit)
                     writing.save.committed.add_done_callback(writing.end)
                     self._add_files(writing, common_state)
                 except Exception as error:
                     failure = error
-                self._stage(writing, self._plans.plan(sharded_state_dict, failure), late=late)
+                self._stage(writing, self._plans.plan(sharded_state_dict, failure))
         except Exception as error:
             writing.fail(failure or error)
         except BaseException as error:
@@ -302,7 +291,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         events.emit(events.LoopHeld, self._group, version.parent, version.step, seconds=seconds)
         return writing
 
-    def _stage(self, writing: _Writing, planned: PlannedSave, *, late: bool) -> None:
+    def _stage(self, writing: _Writing, planned: PlannedSave) -> None:
         """Copy what the plan says, once, and have it committed."""
         checkpointer, save = writing.checkpointer, writing.save
         assert save is not None
@@ -310,33 +299,13 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         if planned.metadata is not None:
             extra = [*extra, (METADATA_KEY, planned.metadata)]
             writing.labels[METADATA_SCOPE] = "global"
-        tensors, byte_items = self._items(planned)
-        begun = self._copies.begin(tensor for _, tensor in tensors) if late else None
-        staged = checkpointer.stage(save, tensors, [key for key, _ in byte_items], late=begun)
+        data = dict(zip((item.index for item in planned.plan.items), planned.data, strict=True))
+        planner: Any = SimpleNamespace(resolve_data=lambda item: data[item.index])
+        tensors, byte_items = self._writer.items(planned.plan, planner, planned.keys, safe_globals=object_types())
+        staged = self._writer.stage_tensors(save, tensors, [key for key, _ in byte_items])
         named = [(key, copy) for (key, _), copy in zip(tensors, staged, strict=True)]
         checkpointer.fill(save, named, [*byte_items, *extra])
         checkpointer.commit(save, labels={"door": "dcp", **writing.labels})
-
-    def _items(self, planned: PlannedSave) -> tuple[list[TensorItem], list[BytesItem]]:
-        """Return the items of a plan: tensors that are their memory, and bytes."""
-        tensors: list[TensorItem] = []
-        byte_items: list[BytesItem] = []
-        allowed = (*self._writer.safe_globals, *object_types())
-        for item, key, data in zip(planned.plan.items, planned.keys, planned.data, strict=True):
-            if item.type is WriteItemType.BYTE_IO:
-                assert not isinstance(data, torch.Tensor)
-                byte_items.append((key, data.getvalue()))
-                refuse_unloadable(byte_items[-1][1], f"item {item.index.fqn!r}", allowed=allowed)
-                continue
-            assert isinstance(data, torch.Tensor)
-            data = materialized(data)
-            if data.is_meta:
-                raise SaveError(f"tensor {item.index.fqn!r} has no data: it is a meta tensor")
-            if is_plain_strided(data):
-                tensors.append((key, data))
-            else:  # of a class of its own
-                byte_items.append((key, save_archive(data, str(item.index.fqn), allowed=allowed)))
-        return tensors, byte_items
 
     def _add_files(self, writing: _Writing, common_state: ShardedObject | None) -> None:
         """Have the files that `dist_checkpointing.load` looks for kept in an object.
@@ -371,7 +340,6 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
             error = error or gone
         self.last_error = error
         if error is None:
-            self._last = writing
             return
         _log.error("the save of step %s failed, training goes on: %s", writing.version.step, error)
         self._failed.append(writing.version)

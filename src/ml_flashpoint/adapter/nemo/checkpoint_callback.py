@@ -1,4 +1,4 @@
-"""`MLFlashpointCheckpointCallback`: when a NeMo trainer saves into memory. Owns the schedule."""
+"""`MLFlashpointCheckpointCallback`: the schedule by which a NeMo trainer saves into memory."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
                 value=str(self.base),
                 hint="pass it to wrap_trainer_and_auto_resume_with_mlflashpoint first",
             )
-        io.parts.check_asked()
+        io.parts.go_on()
         self._strategy = io.parts.save_strategy
         io.parts.engine.ranks.agree_on(every_n_steps=self.every_n_steps)
         self._step = trainer.global_step

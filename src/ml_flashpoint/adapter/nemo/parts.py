@@ -14,7 +14,6 @@ from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWri
 from ml_flashpoint.config import Config
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.errors import NothingLoadableError
 from ml_flashpoint.format.knobs import exit_deadline_s, seal_deadline_s
 
 _log = logging.getLogger(__name__)
@@ -57,16 +56,15 @@ class EngineParts:
         """Find the newest version that all ranks can load, in memory or persisted, and bring it here. Collective.
 
         Raises:
-            NothingLoadableError: there are versions, and none can be loaded. Saving goes on without them.
+            NothingLoadableError: there are versions, and none can be loaded.
         """
-        self._found = None
-        try:
-            self._found = self.engine.newest()
-        except NothingLoadableError:
-            self._asked = True
-            raise
+        self._found = self.engine.newest()
         self._asked = True
         return None if self._found is None else Path(str(self._found))
+
+    def overwrite(self) -> None:
+        """Note that the program goes on from elsewhere, and knows of the versions here. Collective."""
+        self._found, self._asked = None, True
 
     def go_on(self) -> None:
         """Begin the run of saves that training is about to make. Collective.

@@ -307,7 +307,7 @@ def resume_path(
 
 
 def _goes_on_from_the_end(trainer: Trainer) -> bool:
-    """Return True if a trainer that is given what this one has now, after its last epoch, begins the next one as this one
+    """Return True if a trainer that is given what this one has now, after its last epoch, begins the next one as this
     would. Not so if that epoch was ended before its last batch; if steps are limited, since Lightning then takes the
     epoch for one to be finished, and ends it again; nor with loaders that have a state, which it leaves out. With
     averages, those have taken the place of the parameters."""

@@ -15,12 +15,15 @@ from benchmarks.timing import Result, measure
 from ml_flashpoint.format.digest import BLOCK_SIZE, BlockDigester
 from ml_flashpoint.format.errors import ObjectNotFoundError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
-from ml_flashpoint.net.transfer_client import PeerConnection
+from ml_flashpoint.net.blocks import BlockChecker
+from ml_flashpoint.net.messages import Fields
+from ml_flashpoint.net.peer import PeerConnection
 from ml_flashpoint.net.transfer_service import TransferService
+from ml_flashpoint.net.transfers import PartName
 
 SIZE = 1 << 30
 SECRET = b"only for this benchmark, 32 byte"
-VERSION = "step-1_ckpt"
+PART = PartName("step-1_ckpt", "run-1", 0)
 _CHUNK = 4 << 20
 
 
@@ -30,14 +33,14 @@ class _OneObject:
     def __init__(self, data: memoryview) -> None:
         self._data = data
 
-    def open_object(self, version: str, name: str) -> AbstractContextManager[memoryview]:
+    def open_part(self, part: PartName) -> AbstractContextManager[memoryview]:
         return nullcontext(self._data)
 
-    def read_manifest(self, version: str, rank: int, save_id: str) -> bytes:
+    def read_manifest(self, part: PartName) -> bytes:
         raise ObjectNotFoundError("not here")
 
-    def begin_receive(self, manifest: Manifest) -> None:
-        return None
+    def receive(self, manifest: Manifest, rider: Fields) -> AbstractContextManager[memoryview | None]:
+        return nullcontext()
 
 
 def _serve(pipe: Connection) -> None:
@@ -86,8 +89,8 @@ def results() -> Iterator[Result]:
             return time.perf_counter() - began
 
     def fetch(_: int) -> None:
-        with PeerConnection(address, SECRET) as peer:
-            peer.fetch_object(VERSION, record, into)
+        with PeerConnection(address, SECRET) as peer, BlockChecker(record, into, record.name) as blocks:
+            peer.fetch(PART, blocks)
 
     plain = Plain()
     yield measure(

@@ -64,7 +64,7 @@ def test_nothing_makes_way_for_what_can_never_have_room(small_tmpfs: Path, size:
         large = ObjectRecord(object_name(1, "a-1"), 0, size or most_bytes(store.base) + PAGE, ())
         part = Manifest("step-1_ckpt", 1, 2, "a-1", "node", (large,))
         with pytest.raises(CapacityError, match="there can be no more than"):
-            StoreBackend(lambda: store).begin_receive(part)
+            StoreBackend(lambda: store).receive(part, {}).__enter__()
         assert store.held() == [own]
         assert len(store.arenas.free) == 1
 
@@ -74,5 +74,5 @@ def test_a_part_of_more_objects_than_any_door_makes_is_refused(tmpfs: Path) -> N
     with contextlib.closing(RankStore(tmpfs, 0)) as store:
         many = tuple(ObjectRecord(object_name(1, "a-1", f"kind{n}"), 0, 1, ()) for n in range(1000))
         with pytest.raises(ManifestError, match="1000 objects"):
-            StoreBackend(lambda: store).begin_receive(Manifest("step-1_ckpt", 1, 2, "a-1", "node", many))
+            StoreBackend(lambda: store).receive(Manifest("step-1_ckpt", 1, 2, "a-1", "node", many), {}).__enter__()
         assert store.arenas.count == 0

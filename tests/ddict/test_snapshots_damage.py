@@ -22,8 +22,8 @@ from ml_flashpoint.format.errors import (
     ProtocolError,
     ReplicationError,
 )
-from ml_flashpoint.format.manifest import Manifest, ObjectRecord, encode, object_name, read_manifest
-from ml_flashpoint.net.transfer_client import PeerConnection
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name, read_manifest
+from ml_flashpoint.net.peer import PeerConnection
 from tests.ddict.snapshot_support import PAGE, flip_a_byte, part_of, some, value_ids
 from tests.support.managers import SECRET, Cluster, Content, Member, content_of
 
@@ -268,7 +268,7 @@ def push(member: Member, manifest: Manifest, data: bytes) -> None:
     address = member.snapshots.address
     assert address is not None
     with PeerConnection(address, SECRET) as peer:
-        peer.push(manifest, encode(manifest), [memoryview(data)])
+        peer.push(manifest, memoryview(data))
 
 
 @pytest.mark.parametrize(

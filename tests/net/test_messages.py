@@ -23,7 +23,7 @@ from ml_flashpoint.format.errors import (
 from ml_flashpoint.net import handshake, messages
 from ml_flashpoint.net.channel import Channel
 from ml_flashpoint.net.messages import HEAD_BYTES, WORKING, MessageCode, parse_text
-from ml_flashpoint.net.transfer_protocol import TRANSFERS
+from ml_flashpoint.net.transfers import TRANSFERS
 
 SECRET = b"s" * 32
 

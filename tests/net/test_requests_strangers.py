@@ -22,7 +22,7 @@ from ml_flashpoint.net.channel import Channel, ConnectionLostError
 from ml_flashpoint.net.client import Address, Connection
 from ml_flashpoint.net.reception import MAX_HANDSHAKES
 from ml_flashpoint.net.server import RequestServer
-from ml_flashpoint.net.transfer_protocol import TRANSFERS
+from ml_flashpoint.net.transfers import TRANSFERS
 from tests.net.requests_support import (
     DEADLINE_S,
     SECRET,

@@ -23,22 +23,24 @@ from ml_flashpoint.format.errors import (
     ReplicationError,
 )
 from ml_flashpoint.format.manifest import ObjectRecord, encode
-from ml_flashpoint.net.block_verifier import BlockTarget, BlockVerifier
+from ml_flashpoint.net.blocks import BlockChecker
 from ml_flashpoint.net.channel import ConnectionLostError
 from ml_flashpoint.net.messages import WORKING
-from ml_flashpoint.net.transfer_client import Holder, PeerConnection, fetch_object_from_holders
-from ml_flashpoint.net.transfer_service import TransferService
+from ml_flashpoint.net.peer import PeerConnection
+from ml_flashpoint.net.transfers import PartName
 from tests.net.transfer_support import (
-    ATTEMPT,
     BLOCK,
     NAME,
+    PART,
     SECRET,
     SLACK_S,
     VERSION,
     MemoryStore,
     Proxy,
+    begin_push,
     channel_to,
     connection_to,
+    fetch,
     manifest_of,
     pattern,
     push,
@@ -50,16 +52,15 @@ from tests.net.transfer_support import (
 # --- What arrives -------------------------------------------------------------------------------------------
 
 
-def test_a_pushed_part_is_committed_as_it_was() -> None:
-    objects = (pattern(5 * BLOCK + 17), b"", b"small", pattern(BLOCK, seed=7))
+@pytest.mark.parametrize("size", [0, 1, BLOCK, 5 * BLOCK + 17])
+def test_a_pushed_part_is_committed_as_it_was(size: int) -> None:
     store = MemoryStore()
     with serving(store) as service, connection_to(service) as peer:
-        assert push(peer, *objects)
+        assert push(peer, pattern(size), {"of": ["the", "caller"]})
         assert push(peer, b"another over the same connection")
-    assert [list(part.values()) for part in store.committed] == [
-        list(objects),
-        [b"another over the same connection"],
-    ]
+        assert peer.connections == 1
+    assert store.committed == [pattern(size), b"another over the same connection"]
+    assert store.riders == [{"of": ["the", "caller"]}, {}]
     assert store.aborted == []
 
 
@@ -72,72 +73,92 @@ def test_a_part_that_is_held_already_is_not_sent() -> None:
     assert (store.committed, store.aborted) == ([], [])
 
 
-def test_a_part_without_bytes_is_committed() -> None:
-    store = MemoryStore()
-    with serving(store) as service, connection_to(service) as peer:
-        push(peer)
-        push(peer, b"", b"")
-    assert [len(part) for part in store.committed] == [0, 2]
-
-
 @pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, 3 * BLOCK + 5])
 def test_a_fetched_object_is_what_is_held(size: int) -> None:
     data = pattern(size)
     into = bytearray(size)
-    with serving(MemoryStore({NAME: data})) as service, connection_to(service) as peer:
-        peer.fetch_object(VERSION, record_of(data), memoryview(into))
+    with serving(MemoryStore({PART: data})) as service, connection_to(service) as peer:
+        fetch(peer, data, into)
     assert into == data
 
 
 def test_any_range_can_be_fetched() -> None:
     data = pattern(100_000)
-    with serving(MemoryStore({NAME: data})) as service, connection_to(service) as peer:
+    with serving(MemoryStore({PART: data})) as service, connection_to(service) as peer:
         for begin, end in ((0, 100_000), (0, 0), (99_999, 100_000), (100_000, 100_000), (4095, 70_001)):
             into = bytearray(end - begin)
-            peer.fetch(VERSION, NAME, begin, memoryview(into))
+            peer.read(PART, begin, memoryview(into))
             assert into == data[begin:end]
         for offset in (100_000, 2**63 - 1):
             with pytest.raises(ProtocolError, match="100000") as caught:
-                peer.fetch(VERSION, NAME, offset, memoryview(bytearray(1)))
-            assert (caught.value.step, caught.value.node) == (5, "n2")
+                peer.read(PART, offset, memoryview(bytearray(1)))
+            assert (caught.value.step, caught.value.rank, caught.value.node) == (5, 3, "n2")
 
 
 def test_buffers_of_other_element_types_are_taken_as_bytes() -> None:
     data = pattern(BLOCK)
-    store = MemoryStore({NAME: data})
+    store = MemoryStore({PART: data})
     into = memoryview(bytearray(BLOCK)).cast("d")
-    manifest = manifest_of(record_of(data))
     with serving(store) as service, connection_to(service) as peer:
-        peer.fetch_object(VERSION, record_of(data), into)
+        fetch(peer, data, into)
         assert into.tobytes() == data
-        peer.push(manifest, encode(manifest), [into])
-    assert store.committed == [{NAME: data}]
+        peer.push(manifest_of(record_of(data)), into)
+    assert store.committed == [data]
 
 
-def test_a_manifest_is_given_byte_for_byte() -> None:
-    manifest = encode(manifest_of(record_of(b"x")))
-    with serving(MemoryStore(manifests={(3, ATTEMPT): manifest})) as service, connection_to(service) as peer:
-        assert peer.read_manifest(VERSION, 3, ATTEMPT) == manifest
-        with pytest.raises(ObjectNotFoundError) as caught:
-            peer.read_manifest(VERSION, 4, ATTEMPT)
-        assert (caught.value.step, caught.value.rank, caught.value.node) == (5, 4, "n2")
+def test_a_manifest_is_that_of_the_part_that_was_asked_for() -> None:
+    manifest = manifest_of(record_of(b"x"))
+    others = manifest_of(record_of(b"x"), rank=2), manifest_of(record_of(b"x", "rank-00002-run-0001.safetensors"))
+    manifests = {PART: encode(manifest), **{PART._replace(rank=n): encode(m) for n, m in enumerate(others)}}
+    manifests[PART._replace(save="run-0002")] = encode(manifest)
+    with serving(MemoryStore(manifests=manifests)) as service, connection_to(service) as peer:
+        assert peer.read_manifest(PART) == manifest
+        for other in (PART._replace(rank=0), PART._replace(rank=1), PART._replace(save="run-0002")):
+            with pytest.raises(ManifestError) as caught:
+                peer.read_manifest(other)
+            assert (caught.value.step, caught.value.rank, caught.value.node) == (5, other.rank, "n2")
+        with pytest.raises(ObjectNotFoundError):
+            peer.read_manifest(PART._replace(rank=4))
         peer.ping()
+        assert peer.connections == 1
+
+
+def test_a_manifest_that_names_objects_of_another_part_is_refused() -> None:
+    manifest = manifest_of(record_of(b"x", "rank-00002-run-0001.safetensors"))
+    store = MemoryStore(manifests={PART: encode(manifest)})
+    with serving(store) as service, connection_to(service) as peer, pytest.raises(ManifestError, match="another part"):
+        peer.read_manifest(PART)
 
 
 def test_many_peers_are_served_at_once() -> None:
-    objects = {f"{n}-{NAME}": pattern(3 * BLOCK, seed=n) for n in range(8)}
+    objects = {PART._replace(rank=n): pattern(3 * BLOCK, seed=n) for n in range(8)}
     store = MemoryStore(dict(objects))
     all_here = threading.Barrier(8)
     store.on_open = lambda: [all_here.wait(20)].clear()
 
-    def fetch(name: str) -> bytes:
+    def read(part: PartName) -> bytes:
         into = bytearray(3 * BLOCK)
         with connection_to(service) as peer:
-            peer.fetch_object(VERSION, record_of(objects[name], name), memoryview(into))
+            peer.read(part, 0, memoryview(into))
         return bytes(into)
 
     with serving(store) as service, ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(fetch, objects)) == list(objects.values())
+        assert list(threads.map(read, objects)) == list(objects.values())
+
+
+def test_a_connection_that_broke_while_it_was_idle_is_made_anew_once() -> None:
+    store = MemoryStore()
+    with serving(store) as service, connection_to(service) as peer:
+        push(peer, b"x")
+        service.close()
+        with serving(store, port=service.address[1]):
+            push(peer, b"y")
+            assert peer.connections == 2
+        with pytest.raises(ConnectionLostError):
+            push(peer, b"z")
+        with serving(store, port=service.address[1]):
+            push(peer, b"z")
+    assert store.committed == [b"x", b"y", b"z"]
 
 
 # --- Damage -------------------------------------------------------------------------------------------------
@@ -152,7 +173,7 @@ def test_a_damaged_push_is_aborted_and_reported_as_such(damage: int) -> None:
                 push(peer, pattern(40 * BLOCK), damage=damage)
             assert f"block {damage // BLOCK}," in str(caught.value)
             assert (caught.value.step, caught.value.rank, caught.value.node) == (5, 3, "n2")
-            assert caught.value.path == f"{VERSION}/0-{NAME}"
+            assert caught.value.path == f"{VERSION}/{NAME}"
     assert store.committed == []
     assert len(store.aborted) == 5
 
@@ -162,9 +183,7 @@ def test_a_push_ends_at_its_first_damaged_block() -> None:
     store = MemoryStore()
     with serving(store) as service:
         channel = channel_to(service)
-        manifest = encode(manifest_of(record_of(b"x" * BLOCK * blocks)))
-        channel.send("push", {"patience_ms": 10_000}, [manifest])
-        assert channel.receive_reply().fields == {"held": False}
+        assert begin_push(channel, manifest_of(record_of(b"x" * BLOCK * blocks))).fields == {"held": False}
         channel.send("data", {}, payload_bytes=BLOCK * blocks)
         sent = 0
         with contextlib.suppress(ConnectionLostError):
@@ -177,16 +196,16 @@ def test_a_push_ends_at_its_first_damaged_block() -> None:
     assert store.aborted == [VERSION]
 
 
-def test_verifying_ends_before_the_buffer_is_given_back() -> None:
+def test_checking_ends_before_the_buffer_is_given_back() -> None:
     memory = mmap.mmap(-1, 128 << 20)
     record = ObjectRecord(NAME, len(memory), len(memory), ("0" * 16,), len(memory))
-    with memoryview(memory) as into, BlockTarget(record, into, NAME) as target, BlockVerifier() as verifier:
-        verifier.submit(target, 0)
+    with memoryview(memory) as into, BlockChecker(record, into, NAME) as blocks:
+        blocks.submit(0)
         threading.Event().wait(0.01)  # enough for it to begin, not to end
     memory.close()
 
 
-def test_verifying_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checking_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that may not start one just now recovers nevertheless, and is not told that damage is sound."""
     start = threading.Thread.start
 
@@ -201,12 +220,12 @@ def test_verifying_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     damaged = bytearray(data)
     damaged[2 * BLOCK] ^= 1
     into = bytearray(len(data))
-    with serving(MemoryStore({NAME: data})) as service, connection_to(service) as peer:
-        peer.fetch_object(VERSION, record_of(data), memoryview(into))
+    with serving(MemoryStore({PART: data})) as service, connection_to(service) as peer:
+        fetch(peer, data, into)
     assert into == data
-    store = MemoryStore({NAME: bytes(damaged)})
+    store = MemoryStore({PART: bytes(damaged)})
     with serving(store) as service, connection_to(service) as peer, pytest.raises(DigestMismatchError):
-        peer.fetch_object(VERSION, record_of(data), memoryview(into))
+        fetch(peer, data, into)
 
 
 def test_a_damaged_object_is_not_fetched() -> None:
@@ -214,9 +233,9 @@ def test_a_damaged_object_is_not_fetched() -> None:
     damaged = bytearray(data)
     damaged[4 * BLOCK + 3] ^= 0x80
     memory = mmap.mmap(-1, len(data))
-    with serving(MemoryStore({NAME: bytes(damaged)})) as service, connection_to(service) as peer:
+    with serving(MemoryStore({PART: bytes(damaged)})) as service, connection_to(service) as peer:
         with memoryview(memory) as into, pytest.raises(DigestMismatchError) as caught:
-            peer.fetch_object(VERSION, record_of(data), into, rank=3)
+            fetch(peer, data, into)
         # The caller still holds the error, and must be able to give the memory back nevertheless.
         memory.close()
     assert f"block 4, bytes {4 * BLOCK} to {5 * BLOCK}" in str(caught.value)
@@ -224,89 +243,33 @@ def test_a_damaged_object_is_not_fetched() -> None:
 
 
 def test_a_small_damaged_object_is_not_fetched() -> None:
-    store = MemoryStore({NAME: b"hexlo"})
+    store = MemoryStore({PART: b"hexlo"})
     with serving(store) as service, connection_to(service) as peer, pytest.raises(DigestMismatchError):
-        peer.fetch_object(VERSION, record_of(b"hello"), memoryview(bytearray(5)))
+        fetch(peer, b"hello", bytearray(5))
 
 
-# --- Several holders ----------------------------------------------------------------------------------------
-
-
-def test_a_broken_fetch_goes_on_at_the_next_holder_after_the_last_good_block() -> None:
+def test_a_broken_fetch_goes_on_after_the_last_good_block_and_damaged_blocks_are_fetched_from_another_peer() -> None:
     data = pattern(20 * BLOCK + 99)
-    into = bytearray(len(data))
-    store = MemoryStore({NAME: data})
-    with serving(store) as service, Proxy(service.address, break_after=7 * BLOCK + BLOCK // 2) as proxy:
-        holders = [Holder("n1", proxy.address), Holder("n2", service.address)]
-        report = fetch_object_from_holders(holders, SECRET, VERSION, record_of(data), memoryview(into))
-    assert into == data
-    assert report.received_bytes == {"n1": 7 * BLOCK, "n2": 13 * BLOCK + 99}
-    ((node, error),) = report.failures
-    assert node == "n1"
-    assert isinstance(error, ConnectionLostError)
-
-
-def test_a_single_holder_whose_connections_break_is_asked_again_while_it_gets_on() -> None:
-    data = pattern(20 * BLOCK)
-    into = bytearray(len(data))
-    with (
-        serving(MemoryStore({NAME: data})) as service,
-        Proxy(service.address, break_after=3 * BLOCK + BLOCK // 2) as proxy,
-    ):
-        holders = [Holder("n1", proxy.address)]
-        report = fetch_object_from_holders(holders, SECRET, VERSION, record_of(data), memoryview(into), attempts=1)
-    assert into == data
-    assert report.received_bytes == {"n1": len(data)}
-    assert len(report.failures) == 6
-
-
-def test_a_holder_that_gets_nowhere_is_given_up() -> None:
-    data = pattern(BLOCK)
-    with (
-        serving(MemoryStore({NAME: data})) as service,
-        Proxy(service.address, break_after=BLOCK // 2) as proxy,
-        pytest.raises(ReplicationError, match="n1") as caught,
-    ):
-        fetch_object_from_holders(
-            [Holder("n1", proxy.address)], SECRET, VERSION, record_of(data), memoryview(bytearray(BLOCK)), rank=3
-        )
-    assert (caught.value.step, caught.value.rank) == (5, 3)
-
-
-def test_only_the_damaged_blocks_are_fetched_from_another_holder() -> None:
-    data = pattern(9 * BLOCK)
     damaged = bytearray(data)
-    for block in (0, 4, 5, 8):
+    for block in (0, 3, 4):
         damaged[block * BLOCK] ^= 1
-    into = bytearray(len(data))
-    with serving(MemoryStore({NAME: bytes(damaged)})) as bad, serving(MemoryStore({NAME: data})) as good:
-        holders = [Holder("n1", bad.address), Holder("n2", good.address)]
-        report = fetch_object_from_holders(holders, SECRET, VERSION, record_of(data), memoryview(into))
+    into, record = bytearray(len(data)), record_of(data)
+    bad, good = MemoryStore({PART: bytes(damaged)}), MemoryStore({PART: data})
+    with (
+        serving(bad) as first,
+        serving(good) as second,
+        Proxy(first.address, break_after=7 * BLOCK + BLOCK // 2) as proxy,
+        memoryview(into) as view,
+        BlockChecker(record, view, NAME) as blocks,
+    ):
+        with PeerConnection(proxy.address, SECRET) as peer, pytest.raises(DigestMismatchError):
+            peer.fetch(PART, blocks)
+        assert blocks.missing() == [range(1), range(3, 5), range(7, 21)]
+        with connection_to(second) as peer:
+            peer.fetch(PART, blocks)
+        assert blocks.missing() == []
     assert into == data
-    assert report.received_bytes == {"n1": 9 * BLOCK, "n2": 4 * BLOCK}
-    assert [(node, type(error)) for node, error in report.failures] == [("n1", DigestMismatchError)]
-
-
-def test_an_object_that_nobody_holds_intact_is_reported_as_what_it_is() -> None:
-    data = pattern(BLOCK)
-    record = record_of(data)
-    wrong = {NAME: bytes(BLOCK)}
-    with serving(MemoryStore(wrong)) as damaged, serving(MemoryStore(wrong)) as also, serving() as empty:
-
-        def fetch(*services: TransferService) -> None:
-            holders = [Holder(f"n{n}", service.address) for n, service in enumerate(services)]
-            fetch_object_from_holders(holders, SECRET, VERSION, record, memoryview(bytearray(BLOCK)))
-
-        with pytest.raises(DigestMismatchError, match=r"n0.*n1"):
-            fetch(damaged, also)
-        with pytest.raises(ObjectNotFoundError):
-            fetch(empty)
-        with pytest.raises(ReplicationError, match=r"no such object.*digest"):
-            fetch(empty, damaged)
-    with pytest.raises(ReplicationError, match="connect"):
-        fetch(damaged)
-    with pytest.raises(InvalidArgumentError):
-        fetch()
+    assert len(good.calls) == 3
 
 
 # --- Refusals -----------------------------------------------------------------------------------------------
@@ -329,7 +292,7 @@ def test_a_refused_push_keeps_its_type_and_the_connection() -> None:
 
 
 def test_a_failing_backend_is_reported_and_survived() -> None:
-    store = MemoryStore({NAME: b"x"})
+    store = MemoryStore({PART: b"x"})
 
     def fail() -> None:
         raise ZeroDivisionError("oh no")
@@ -339,9 +302,9 @@ def test_a_failing_backend_is_reported_and_survived() -> None:
         with pytest.raises(ReplicationError, match=r"ZeroDivisionError: oh no"):
             push(peer, b"x")
         with pytest.raises(ReplicationError, match=r"ZeroDivisionError: oh no"):
-            peer.fetch(VERSION, NAME, 0, memoryview(bytearray(1)))
+            peer.read(PART, 0, memoryview(bytearray(1)))
         store.on_begin = store.on_open = None
-        peer.fetch(VERSION, NAME, 0, memoryview(bytearray(1)))
+        peer.read(PART, 0, memoryview(bytearray(1)))
         with pytest.raises(ReplicationError, match=r"ZeroDivisionError: oh no"):
             push(peer, b"x")
         assert store.aborted == [VERSION]
@@ -352,11 +315,11 @@ def test_a_failing_backend_is_reported_and_survived() -> None:
 
 
 def test_a_push_of_other_sizes_than_the_manifest_says_is_refused() -> None:
-    manifest = manifest_of(record_of(b"four"))
+    four = record_of(b"four")
     with serving() as service, connection_to(service) as peer:
-        for buffers in ([], [memoryview(b"three")], [memoryview(b"four")] * 2):
+        for records, data in (([four], b"three"), ([], b""), ([four, record_of(b"four", "another")], b"fourfour")):
             with pytest.raises(InvalidArgumentError):
-                peer.push(manifest, encode(manifest), buffers)
+                peer.push(manifest_of(*records), memoryview(data))
 
 
 def test_a_payload_other_than_the_announced_one_is_refused() -> None:
@@ -364,8 +327,7 @@ def test_a_payload_other_than_the_announced_one_is_refused() -> None:
     with serving(store) as service:
         for op, payload_bytes in (("data", 5), ("ping", 0)):
             channel = channel_to(service)
-            channel.send("push", {"patience_ms": 1000}, [encode(manifest_of(record_of(b"four")))])
-            assert channel.receive_reply().fields == {"held": False}
+            assert begin_push(channel, manifest_of(record_of(b"four"))).fields == {"held": False}
             channel.send(op, {}, payload_bytes=payload_bytes)
             assert isinstance(refusal_to(channel), ProtocolError)
             channel.close()
@@ -428,21 +390,17 @@ EVIL_VERSIONS = [
 
 
 def test_names_that_leave_their_directory_never_reach_the_backend() -> None:
-    store = MemoryStore(dict.fromkeys(EVIL_NAMES, b"x"))
+    store = MemoryStore()
     into = memoryview(bytearray(1))
+    evil = [PART._replace(save=name) for name in EVIL_NAMES] + [PART._replace(version=name) for name in EVIL_VERSIONS]
     with serving(store) as service, connection_to(service) as peer:
-        for name in EVIL_NAMES:
+        for part in evil:
             with pytest.raises(ReplicationError, match="InvalidNameError"):
-                peer.fetch(VERSION, name, 0, into)
+                peer.read(part, 0, into)
             with pytest.raises(ReplicationError, match="InvalidNameError"):
-                peer.read_manifest(VERSION, 3, name)
-        for version in EVIL_VERSIONS:
-            with pytest.raises(ReplicationError, match="InvalidNameError"):
-                peer.fetch(version, NAME, 0, into)
-            with pytest.raises(ReplicationError, match="InvalidNameError"):
-                peer.read_manifest(version, 3, ATTEMPT)
+                peer.read_manifest(part)
         with pytest.raises(ProtocolError):
-            peer.read_manifest(VERSION, -1, ATTEMPT)
+            peer.read_manifest(PART._replace(rank=-1))
         peer.ping()
     assert store.calls == []
 
@@ -460,7 +418,6 @@ def altered_manifest(**changes: object) -> bytes:
 
 def test_a_manifest_with_such_names_or_sizes_never_reaches_the_backend() -> None:
     store = MemoryStore()
-    manifest = manifest_of(record_of(b"x"))
     attacks: list[dict[str, object]] = [
         *({"name": name} for name in EVIL_NAMES),
         *({"version": version} for version in EVIL_VERSIONS),
@@ -469,10 +426,14 @@ def test_a_manifest_with_such_names_or_sizes_never_reaches_the_backend() -> None
         {"block_size": 0},
         {"rank": 4},
         {"digests": []},
+        {"objects": []},
     ]
-    with serving(store) as service, connection_to(service) as peer:
-        peer.push(manifest, altered_manifest(labels={"a": "b"}), [memoryview(b"x")])
+    with serving(store) as service:
+        channel = channel_to(service)
         for changes in attacks:
-            with pytest.raises(ManifestError):
-                peer.push(manifest, altered_manifest(**changes), [memoryview(b"x")])
-    assert store.calls == [f"begin {VERSION} 3"]
+            subject = begin_push(channel, altered_manifest(**changes)).subject
+            assert isinstance(subject, dict)
+            assert subject["error"] == "ManifestError"
+        assert begin_push(channel, altered_manifest(labels={"a": "b"})).fields == {"held": False}
+        channel.close()
+    assert store.calls == [f"receive {PART}"]

@@ -20,25 +20,28 @@ from ml_flashpoint.format.errors import (
     InvalidArgumentError,
     ReplicationError,
 )
-from ml_flashpoint.format.manifest import encode
 from ml_flashpoint.net import channel as channels
 from ml_flashpoint.net import handshake
+from ml_flashpoint.net.blocks import BlockChecker
 from ml_flashpoint.net.channel import Channel, ConnectionLostError, TransferCancelledError
-from ml_flashpoint.net.transfer_client import Holder, PeerConnection, fetch_object_from_holders
-from ml_flashpoint.net.transfer_protocol import TRANSFERS
+from ml_flashpoint.net.peer import PeerConnection
 from ml_flashpoint.net.transfer_service import TransferService
+from ml_flashpoint.net.transfers import TRANSFERS
 from tests.net.transfer_support import (
     BLOCK,
     LARGE,
     NAME,
+    PART,
     SECRET,
     SLACK_S,
     VERSION,
     MemoryStore,
     PeerProcess,
+    begin_push,
     channel_to,
     connection_to,
     ends_within,
+    fetch,
     impostor,
     manifest_of,
     pattern,
@@ -76,8 +79,6 @@ def test_a_peer_that_accepts_and_never_answers_is_given_up() -> None:
         peer = PeerConnection(address, SECRET, node="n2", deadline_s=30, connect_timeout_s=0.5)
         with ends_within(0.5 + SLACK_S), pytest.raises(DeadlineError) as caught:
             peer.ping()
-        with pytest.raises(ConnectionLostError, match="was closed"):
-            peer.ping()
     assert caught.value.node == "n2"
 
 
@@ -95,9 +96,8 @@ def test_a_peer_that_falls_silent_is_given_up() -> None:
         with impostor(as_server(answer)) as address:
             peer = PeerConnection(address, SECRET, node="n2", deadline_s=2)
             with ends_within(2 + SLACK_S), pytest.raises(DeadlineError) as caught:
-                peer.fetch_object(VERSION, record, memoryview(bytearray(BLOCK)), rank=3)
-            with pytest.raises(ConnectionLostError, match="was closed"):
-                peer.ping()  # what comes next on that connection is anyone's guess
+                fetch(peer, record, bytearray(BLOCK))
+            peer.close()
         assert (caught.value.step, caught.value.rank, caught.value.node) == (5, 3, "n2")
 
 
@@ -105,9 +105,7 @@ def test_a_client_that_falls_silent_is_given_up_and_its_part_aborted() -> None:
     store = MemoryStore()
     with serving(store, deadline_s=2) as service:
         channel = channel_to(service)
-        manifest = encode(manifest_of(record_of(pattern(4 * BLOCK))))
-        channel.send("push", {"patience_ms": 10_000}, [manifest])
-        assert channel.receive_reply().fields == {"held": False}
+        assert begin_push(channel, manifest_of(record_of(pattern(4 * BLOCK)))).fields == {"held": False}
         channel.send("data", {}, payload_bytes=4 * BLOCK)
         channel.send_payload(memoryview(pattern(BLOCK)))
         with ends_within(2 + SLACK_S):
@@ -164,7 +162,7 @@ def test_but_not_for_ever() -> None:
 
 def test_a_transfer_is_broken_off_when_cancelled() -> None:
     data = pattern(LARGE)
-    store = MemoryStore({NAME: data})
+    store = MemoryStore({PART: data})
     record = record_of(data)
     manifest = manifest_of(record)
     asked = 0
@@ -176,22 +174,16 @@ def test_a_transfer_is_broken_off_when_cancelled() -> None:
 
     with serving(store) as service:
         with connection_to(service) as peer, pytest.raises(TransferCancelledError):
-            peer.push(manifest, encode(manifest), [memoryview(data)], cancelled=soon)
+            peer.push(manifest, memoryview(data), cancelled=soon)
         assert store.ended.wait(SLACK_S)
         assert (store.committed, store.aborted) == ([], [VERSION])
         into = memoryview(bytearray(len(data)))
         asked = 0
         with connection_to(service) as peer, pytest.raises(TransferCancelledError):
-            peer.fetch_object(VERSION, record, into, cancelled=soon)
-        asked = 0
-        with pytest.raises(TransferCancelledError):
-            fetch_object_from_holders(
-                [Holder("n2", service.address)] * 2, SECRET, VERSION, record, into, cancelled=soon
-            )
-        assert asked == 4  # the second holder was not even asked
+            fetch(peer, record, into, cancelled=soon)
 
 
-def test_another_thread_can_interrupt_a_request() -> None:
+def test_closing_in_another_thread_breaks_a_request_off() -> None:
     reached = threading.Event()
 
     def silent(channel: Channel) -> None:
@@ -203,15 +195,17 @@ def test_another_thread_can_interrupt_a_request() -> None:
         waiting = thread.submit(peer.ping)
         assert reached.wait(SLACK_S)
         with ends_within(SLACK_S):
-            peer.interrupt()
+            peer.close()
             with pytest.raises(ConnectionLostError):
                 waiting.result()
+            with pytest.raises(ConnectionLostError, match="was closed"):
+                peer.ping()
 
 
 # --- Processes that die -------------------------------------------------------------------------------------
 
 
-def test_a_server_killed_midway_is_replaced_by_the_next_holder() -> None:
+def test_a_server_killed_midway_is_replaced_by_another_one() -> None:
     data = mmap.mmap(-1, LARGE)
     record = record_of(data, block_size=1 << 20)
     into = bytearray(b"\xff") * LARGE
@@ -224,15 +218,18 @@ def test_a_server_killed_midway_is_replaced_by_the_next_holder() -> None:
             dying.kill()
         return False
 
-    with PeerProcess("serve", "127.0.0.1", "0", "10") as dying, serving(MemoryStore({NAME: data})) as alive:
-        holders = [Holder("n1", ("127.0.0.1", dying.tell()["port"])), Holder("n2", alive.address)]
-        report = fetch_object_from_holders(
-            holders, SECRET, VERSION, record, memoryview(into), cancelled=kill_it, deadline_s=30
-        )
+    with (
+        PeerProcess("serve", "127.0.0.1", "0", "10") as dying,
+        serving(MemoryStore({PART: data})) as alive,
+        memoryview(into) as view,
+        BlockChecker(record, view, NAME) as blocks,
+    ):
+        with PeerConnection(("127.0.0.1", dying.tell()["port"]), SECRET) as peer, pytest.raises(ConnectionLostError):
+            peer.fetch(PART, blocks, cancelled=kill_it)
+        assert blocks.right_blocks >= 4
+        with connection_to(alive) as peer:
+            peer.fetch(PART, blocks)
     assert into == data[:]
-    assert report.received_bytes["n1"] >= 4 << 20
-    assert sum(report.received_bytes.values()) == LARGE
-    assert [type(error) for _, error in report.failures] == [ConnectionLostError]
 
 
 def test_a_pusher_killed_midway_leaves_no_part_behind() -> None:
@@ -263,7 +260,7 @@ def test_a_frozen_peer_is_given_up() -> None:
         address = ("127.0.0.1", frozen.tell()["port"])
         peer = PeerConnection(address, SECRET, deadline_s=1)
         with ends_within(1 + SLACK_S), pytest.raises(DeadlineError) as caught:
-            peer.push(manifest, encode(manifest), [memoryview(data)], cancelled=freeze_it)
+            peer.push(manifest, memoryview(data), cancelled=freeze_it)
         assert (caught.value.step, caught.value.rank) == (5, 3)
         peer.close()
 
@@ -293,24 +290,15 @@ def test_a_vanished_machine_is_noticed_within_the_deadline(role: str) -> None:
 # --- Beginning and end --------------------------------------------------------------------------------------
 
 
-def test_a_service_starts_once_and_stays_closed() -> None:
-    service = TransferService(SECRET, MemoryStore(), host="127.0.0.1")
-    with pytest.raises(ReplicationError):
-        _ = service.address
-    service.start()
-    address = service.address
-    service.start()
-    assert service.address == address
-    with PeerConnection(address, SECRET) as peer:
+def test_a_closed_service_stays_closed() -> None:
+    with serving() as service, PeerConnection(service.address, SECRET) as peer:
         peer.ping()
-    service.close()
-    service.close()
-    with pytest.raises(ReplicationError):
-        service.start()
-    with pytest.raises(ConnectionLostError):
-        PeerConnection(address, SECRET).connect()
-    with serving(port=address[1]) as next_one:  # the port is free at once
-        assert next_one.address == address
+        service.close()
+        service.close()
+        with pytest.raises(ConnectionLostError):
+            peer.ping()
+    with serving(port=service.address[1]) as next_one:  # the port is free at once
+        assert next_one.address == service.address
 
 
 def test_closing_breaks_transfers_off_and_leaves_no_thread() -> None:
@@ -318,9 +306,7 @@ def test_closing_breaks_transfers_off_and_leaves_no_thread() -> None:
     store = MemoryStore()
     with serving(store, deadline_s=60) as service, raw_connection(service):
         channel = channel_to(service)
-        manifest = encode(manifest_of(record_of(pattern(4 * BLOCK))))
-        channel.send("push", {"patience_ms": 60_000}, [manifest])
-        assert channel.receive_reply().fields == {"held": False}
+        assert begin_push(channel, manifest_of(record_of(pattern(4 * BLOCK))), 60_000).fields == {"held": False}
         with ends_within(SLACK_S):
             service.close()
     channel.close()
@@ -328,39 +314,28 @@ def test_closing_breaks_transfers_off_and_leaves_no_thread() -> None:
     assert set(threading.enumerate()) <= before
 
 
-def test_the_advertised_host_is_one_that_peers_can_use() -> None:
-    store = MemoryStore()
-    with TransferService(SECRET, store) as anywhere:
-        assert anywhere.address[0] not in ("", "0.0.0.0")
-        with PeerConnection(("127.0.0.1", anywhere.address[1]), SECRET) as peer:
-            peer.ping()
-    with serving(advertise_host="node-7.cluster") as named:
-        assert named.address[0] == "node-7.cluster"
-
-
 def test_an_address_that_cannot_be_listened_on_is_reported() -> None:
     with serving() as service, pytest.raises(ReplicationError, match="cannot listen"):
-        TransferService(SECRET, MemoryStore(), host="127.0.0.1", port=service.address[1]).start()
+        TransferService(SECRET, MemoryStore(), host="127.0.0.1", port=service.address[1])
 
 
 @pytest.mark.parametrize("limit", ["deadline_s", "handshake_deadline_s", "idle_deadline_s", "max_connections"])
 def test_limits_must_be_positive(limit: str) -> None:
     with pytest.raises(InvalidArgumentError):
-        TransferService(SECRET, MemoryStore(), **{limit: 0})
+        TransferService(SECRET, MemoryStore(), host="127.0.0.1", **{limit: 0})
 
 
 def test_short_secrets_and_unfit_buffers_are_refused() -> None:
     with pytest.raises(InvalidArgumentError):
-        TransferService(b"short", MemoryStore())
+        TransferService(b"short", MemoryStore(), host="127.0.0.1")
     with pytest.raises(InvalidArgumentError):
         PeerConnection(("127.0.0.1", 1), b"short")
     with pytest.raises(InvalidArgumentError):
         PeerConnection(("127.0.0.1", 1), SECRET, deadline_s=0)
-    peer = PeerConnection(("127.0.0.1", 1), SECRET)
     record = record_of(b"four")
     for into in (memoryview(b"four"), memoryview(bytearray(5)), memoryview(bytearray(8))[::2]):
         with pytest.raises(InvalidArgumentError):
-            peer.fetch_object(VERSION, record, into)
+            BlockChecker(record, into, NAME)
 
 
 def test_a_forked_child_keeps_neither_port_nor_connection() -> None:
@@ -372,10 +347,10 @@ def test_a_forked_child_keeps_neither_port_nor_connection() -> None:
             assert process.tell() == {"child": "closed"}
             peer.ping()
             process.kill()  # while its child lives on
-            with ends_within(SLACK_S), pytest.raises(ConnectionLostError):
+            with ends_within(SLACK_S), pytest.raises(ConnectionLostError, match="refused"):
                 peer.ping()
             with pytest.raises(ConnectionLostError, match="refused"):
-                PeerConnection(address, SECRET, connect_timeout_s=SLACK_S).connect()
+                PeerConnection(address, SECRET, connect_timeout_s=SLACK_S).ping()
 
 
 def test_a_process_exits_cleanly_in_the_middle_of_transfers() -> None:

@@ -20,16 +20,14 @@ from ml_flashpoint.format.errors import (
 from ml_flashpoint.net import handshake
 from ml_flashpoint.net.channel import Channel, ConnectionLostError
 from ml_flashpoint.net.messages import HEAD_BYTES, MessageCode
+from ml_flashpoint.net.peer import PeerConnection
 from ml_flashpoint.net.reception import MAX_HANDSHAKES, Reception
-from ml_flashpoint.net.transfer_client import PeerConnection
-from ml_flashpoint.net.transfer_protocol import TRANSFERS
 from ml_flashpoint.net.transfer_service import TransferService
+from ml_flashpoint.net.transfers import TRANSFERS
 from tests.net.transfer_support import (
-    ATTEMPT,
-    NAME,
+    PART,
     SECRET,
     SLACK_S,
-    VERSION,
     MemoryStore,
     Proxy,
     channel_to,
@@ -47,7 +45,7 @@ from tests.net.transfer_support import (
 
 
 def test_peers_with_another_secret_get_and_give_nothing() -> None:
-    store = MemoryStore({NAME: b"x"}, manifests={(3, ATTEMPT): b"m"})
+    store = MemoryStore({PART: b"x"}, manifests={PART: b"m"})
     with serving(store) as service:
         for _ in range(3):
             with (
@@ -73,7 +71,7 @@ def test_a_server_must_prove_the_secret_too() -> None:
 
     for answer in (reflecting, guessing):
         with impostor(answer) as address, pytest.raises(AuthenticationError, match="does not know"):
-            PeerConnection(address, SECRET).connect()
+            PeerConnection(address, SECRET).ping()
 
 
 def test_a_server_does_not_prove_anything_to_a_client_that_reflects_its_nonce() -> None:
@@ -96,11 +94,11 @@ def test_a_recorded_session_cannot_be_replayed() -> None:
             sock.sendall(recorded)
             assert len(receive_exactly(sock, handshake.GREETING_BYTES)) == handshake.GREETING_BYTES
             assert is_hung_up(sock)
-    assert store.calls == [f"begin {VERSION} 3"]
+    assert store.calls == [f"receive {PART}"]
 
 
 def test_a_frame_injected_into_a_session_is_refused() -> None:
-    store = MemoryStore({NAME: b"x"})
+    store = MemoryStore({PART: b"x"})
     ping = TRANSFERS.begin_message("ping", {})
     forged = ping + MessageCode(b"guessed key".ljust(32)).next([ping])
     with serving(store) as service:
@@ -138,9 +136,8 @@ def test_garbage_is_dropped_and_never_kills_the_service(garbage: bytes, greeted:
 class _GarbageService:
     """One service for all examples: it must get over every one of them."""
 
-    def __init__(self) -> None:
-        self.store = MemoryStore()
-        self.service = TransferService(SECRET, self.store, host="127.0.0.1", deadline_s=10)
+    store = MemoryStore()
+    service: TransferService
 
 
 GARBAGE_SERVICE = _GarbageService()
@@ -148,7 +145,7 @@ GARBAGE_SERVICE = _GarbageService()
 
 @pytest.fixture(autouse=True, scope="module")
 def _garbage_service() -> Iterator[None]:
-    with GARBAGE_SERVICE.service:
+    with serving(GARBAGE_SERVICE.store) as GARBAGE_SERVICE.service:
         yield
 
 

@@ -20,19 +20,22 @@ from pathlib import Path
 from typing import Any
 
 from ml_flashpoint.format.digest import digest_block
-from ml_flashpoint.format.errors import FlashpointError, ObjectNotFoundError, ReplicationError
+from ml_flashpoint.format.errors import FlashpointError, ObjectNotFoundError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, encode
 from ml_flashpoint.net import handshake
+from ml_flashpoint.net.blocks import BlockChecker
 from ml_flashpoint.net.channel import Channel
 from ml_flashpoint.net.client import connect
-from ml_flashpoint.net.transfer_client import PeerConnection
-from ml_flashpoint.net.transfer_protocol import TRANSFERS
+from ml_flashpoint.net.messages import Fields, Message
+from ml_flashpoint.net.peer import PeerConnection
 from ml_flashpoint.net.transfer_service import TransferService
+from ml_flashpoint.net.transfers import TRANSFERS, PartName
 from tests.support.processes import suspend
 
 SECRET = b"the secret of the job that tests"
 VERSION = "step-5_ckpt"
 ATTEMPT = "run-0001"
+PART = PartName(VERSION, ATTEMPT, 3)
 NAME = "rank-00003-run-0001.safetensors"
 BLOCK = 512 << 10
 """Small enough for quick tests, large enough to be verified by a thread of its own."""
@@ -50,8 +53,8 @@ def record_of(data: bytes | mmap.mmap, name: str = NAME, block_size: int = BLOCK
     return ObjectRecord(name, size, size, digests, block_size)
 
 
-def manifest_of(*records: ObjectRecord) -> Manifest:
-    return Manifest(VERSION, 3, 4, ATTEMPT, "n1", records)
+def manifest_of(*records: ObjectRecord, rank: int = 3) -> Manifest:
+    return Manifest(VERSION, rank, 4, ATTEMPT, "n1", records)
 
 
 def pattern(size: int, seed: int = 0) -> bytes:
@@ -60,76 +63,62 @@ def pattern(size: int, seed: int = 0) -> bytes:
     return b"".join((seed * 1_000_003 + at).to_bytes(8, "big") * (unit // 8) for at in range(0, size, unit))[:size]
 
 
-class Part:
-    """Room for one incoming part, which tells the store how it ended."""
-
-    def __init__(self, store: MemoryStore, manifest: Manifest) -> None:
-        self._store = store
-        self.manifest = manifest
-        self._memory = [mmap.mmap(-1, max(1, record.size)) for record in manifest.objects]
-        self.buffers = tuple(
-            memoryview(memory)[: record.size] for memory, record in zip(self._memory, manifest.objects, strict=True)
-        )
-
-    def contents(self) -> dict[str, bytes]:
-        return {r.name: bytes(b) for r, b in zip(self.manifest.objects, self.buffers, strict=True)}
-
-    def commit(self) -> None:
-        if self._store.on_commit is not None:
-            self._store.on_commit()
-        self._store.committed.append(self.contents())
-        self._end()
-
-    def abort(self) -> None:
-        self._store.aborted.append(self.manifest.version)
-        self._end()
-
-    def _end(self) -> None:
-        # As an arena that goes back to its pool would: fails if the transfer still holds on to the memory.
-        for buffer in self.buffers:
-            buffer.release()
-        for memory in self._memory:
-            memory.close()
-        self._store.ended.set()
-
-
 @dataclass
 class MemoryStore:
     """A transfer backend in memory, which records what it is asked."""
 
-    objects: dict[str, bytes | mmap.mmap] = field(default_factory=dict)
-    manifests: dict[tuple[int, str], bytes] = field(default_factory=dict)
+    objects: dict[PartName, bytes | mmap.mmap] = field(default_factory=dict)
+    manifests: dict[PartName, bytes] = field(default_factory=dict)
     held: bool = False
     on_begin: Callable[[], None] | None = None
     on_commit: Callable[[], None] | None = None
     on_open: Callable[[], None] | None = None
     calls: list[str] = field(default_factory=list)
-    committed: list[dict[str, bytes]] = field(default_factory=list)
+    riders: list[Fields] = field(default_factory=list)
+    committed: list[bytes] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     ended: threading.Event = field(default_factory=threading.Event)
 
     @contextlib.contextmanager
-    def open_object(self, version: str, name: str) -> Iterator[memoryview]:
-        self.calls.append(f"open {version}/{name}")
+    def open_part(self, part: PartName) -> Iterator[memoryview]:
+        self.calls.append(f"open {part}")
         if self.on_open is not None:
             self.on_open()
-        if version != VERSION or name not in self.objects:
-            raise ObjectNotFoundError("no such object here", path=f"{version}/{name}")
-        with memoryview(self.objects[name]) as view:
+        if part not in self.objects:
+            raise ObjectNotFoundError("no such object here")
+        with memoryview(self.objects[part]) as view:
             yield view.toreadonly()
 
-    def read_manifest(self, version: str, rank: int, save_id: str) -> bytes:
-        self.calls.append(f"manifest {version} {rank} {save_id}")
+    def read_manifest(self, part: PartName) -> bytes:
+        self.calls.append(f"manifest {part}")
         try:
-            return self.manifests[rank, save_id]
+            return self.manifests[part]
         except KeyError:
-            raise ObjectNotFoundError("no such part here", rank=rank) from None
+            raise ObjectNotFoundError("no such part here", rank=part.rank) from None
 
-    def begin_receive(self, manifest: Manifest) -> Part | None:
-        self.calls.append(f"begin {manifest.version} {manifest.rank}")
+    @contextlib.contextmanager
+    def receive(self, manifest: Manifest, rider: Fields) -> Iterator[memoryview | None]:
+        self.calls.append(f"receive {PartName.of(manifest)}")
+        self.riders.append(rider)
         if self.on_begin is not None:
             self.on_begin()
-        return None if self.held else Part(self, manifest)
+        if self.held:
+            yield None
+            return
+        size = manifest.objects[0].size
+        # As a slot that goes back to its pool would: fails if the transfer still holds on to the memory.
+        with mmap.mmap(-1, max(1, size)) as memory:
+            try:
+                with memoryview(memory) as view, view[:size] as buffer:
+                    yield buffer
+                if self.on_commit is not None:
+                    self.on_commit()
+                self.committed.append(memory[:size])
+            except BaseException:
+                self.aborted.append(manifest.version)
+                raise
+            finally:
+                self.ended.set()
 
 
 @contextlib.contextmanager
@@ -144,13 +133,25 @@ def connection_to(service: TransferService, secret: bytes = SECRET, **options: A
     return PeerConnection(service.address, secret, node="n2", **options)
 
 
-def push(peer: PeerConnection, *objects: bytes, damage: int | None = None) -> bool:
-    records = [record_of(data, f"{n}-{NAME}") for n, data in enumerate(objects)]
-    manifest = manifest_of(*records)
-    sent = [bytearray(data) for data in objects]
+def push(peer: PeerConnection, data: bytes, rider: Fields | None = None, *, damage: int | None = None) -> bool:
+    sent = bytearray(data)
     if damage is not None:
-        sent[0][damage] ^= 1
-    return peer.push(manifest, encode(manifest), [memoryview(data) for data in sent])
+        sent[damage] ^= 1
+    return peer.push(manifest_of(record_of(data)), memoryview(sent), rider)
+
+
+def fetch(peer: PeerConnection, data: bytes | ObjectRecord, into: bytearray | memoryview, **options: Any) -> None:
+    """Fetch an object whose bytes should be these."""
+    record = data if isinstance(data, ObjectRecord) else record_of(data)
+    with memoryview(into) as view, BlockChecker(record, view, f"{VERSION}/{NAME}") as blocks:
+        peer.fetch(PART, blocks, **options)
+
+
+def begin_push(channel: Channel, manifest: Manifest | bytes, patience_ms: int = 10_000) -> Message:
+    """Ask to push, as a client would; return the answer."""
+    blob = manifest if isinstance(manifest, bytes) else encode(manifest)
+    channel.send("push", {"patience_ms": patience_ms, "rider": {}}, [blob])
+    return channel.receive_reply()
 
 
 def raw_connection(service: TransferService) -> socket.socket:
@@ -320,9 +321,9 @@ def _say(**values: Any) -> None:
 
 
 def _main(role: str, host: str, port: str, deadline_s: str) -> None:
-    data = mmap.mmap(-1, LARGE)
+    data = mmap.mmap(-1, LARGE if role != "push" else 4 * LARGE)
     record = record_of(data, block_size=1 << 20)
-    store = MemoryStore({NAME: data})
+    store = MemoryStore({PART: data})
     if role == "serve":
         with TransferService(SECRET, store, host=host, deadline_s=float(deadline_s)) as service:
             _say(port=service.address[1])
@@ -350,12 +351,9 @@ def _main(role: str, host: str, port: str, deadline_s: str) -> None:
     try:
         with PeerConnection((host, int(port)), SECRET, node="n2", deadline_s=float(deadline_s)) as peer:
             if role == "push":
-                # Several views of the same bytes, as `midway` is asked between the objects as well.
-                records = tuple(record_of(data, f"{n}-{NAME}", 16 << 20) for n in range(4))
-                manifest = manifest_of(*records)
-                peer.push(manifest, encode(manifest), [memoryview(data)] * 4, cancelled=midway)
+                peer.push(manifest_of(record), memoryview(data), cancelled=midway)
             else:
-                peer.fetch_object(VERSION, record, memoryview(data), rank=3, cancelled=midway)
+                fetch(peer, record, memoryview(data), cancelled=midway)
         _say(error=None)
     except FlashpointError as exc:
         _say(error=type(exc).__name__, text=str(exc), step=exc.step, rank=exc.rank, node=exc.node)
@@ -363,29 +361,22 @@ def _main(role: str, host: str, port: str, deadline_s: str) -> None:
 
 def _fork_amid_connections(store: MemoryStore, host: str) -> None:
     service = TransferService(SECRET, store, host=host)
-    service.start()
     _say(port=service.address[1])
     sys.stdin.readline()
     if os.fork() == 0:
-        try:
-            service.start()
-            answer = "started"
-        except ReplicationError:
-            answer = "closed"
         service.close()  # must neither hang nor touch the parent's connections
-        _say(child=answer)
+        _say(child="closed")
     sys.stdin.read()  # the child gets here too, and outlives its parent until the test is over
 
 
 def _exit_amid_transfers(store: MemoryStore, record: ObjectRecord) -> None:
     service = TransferService(SECRET, store, host="127.0.0.1")
-    service.start()
     busy = threading.Barrier(4)
 
     def fetch_on_and_on() -> None:
         with contextlib.suppress(FlashpointError), connection_to(service) as peer:
             for count in range(1_000_000):
-                peer.fetch_object(VERSION, record, memoryview(bytearray(LARGE)))
+                fetch(peer, record, bytearray(LARGE))
                 if count == 0:
                     busy.wait()
 

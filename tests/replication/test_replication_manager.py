@@ -11,15 +11,12 @@ import pytest
 
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
-from ml_flashpoint.format.errors import InvalidNameError, ManifestError, ReplicationError
-from ml_flashpoint.format.manifest import Manifest, ObjectRecord, encode
-from ml_flashpoint.net.small_fetch import fetch_manifest
-from ml_flashpoint.net.transfer_client import Holder
+from ml_flashpoint.format.errors import InvalidNameError, ReplicationError
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord
 from ml_flashpoint.ranks.strategies import RingReplicationStrategy, Topology
 from ml_flashpoint.replication import replication_manager
 from ml_flashpoint.replication.replication_manager import ReplicationManager
-from ml_flashpoint.replication.store_backend import IncomingCopy, StoreBackend
-from tests.net.transfer_support import SECRET, MemoryStore, serving
+from ml_flashpoint.replication.store_backend import StoreBackend
 from tests.support.forked import call_team
 from tests.support.injector import Fault
 from tests.workers import injected
@@ -36,26 +33,17 @@ def test_any_error_of_any_push_fails_the_replication(failing: int, monkeypatch: 
             raise ValueError("operation forbidden on released memoryview object")
 
     monkeypatch.setattr(manager, "_push", push)
-    manifest = Manifest("step-1_ckpt", 0, 3, "a-1", "a", ())
+    manifest = Manifest("step-1_ckpt", 0, 3, "a-1", "a", (ObjectRecord("rank-00000-a-1.safetensors", 0, 0, ()),))
+    arena: Any = SimpleNamespace(buffer=memoryview(b""))
     with pytest.raises(ReplicationError, match="released memoryview"):
-        manager.replicate(HeldPart(manifest.version, 0, manifest.save_id, [], manifest))
+        manager.replicate(HeldPart(manifest.version, 0, manifest.save_id, [arena], manifest))
 
 
 @pytest.mark.parametrize("name", ["rank-00001-a-1.safetensors", "rank-00000-a-2.safetensors", "other"])
 def test_a_copy_cannot_take_the_place_of_another_part(name: str) -> None:
     manifest = Manifest("step-1_ckpt", 0, 3, "a-1", "a", (ObjectRecord(name, 0, 0, ()),))
     with pytest.raises(InvalidNameError, match="no object of this part"):
-        StoreBackend(lambda: CheckpointObjectManager().wait_for_store(1.0)).begin_receive(manifest)
-
-
-@pytest.mark.parametrize("name", ["rank-00001-a-1.safetensors", "rank-00000-a-2.safetensors", "other"])
-def test_a_manifest_that_is_fetched_cannot_name_another_part(name: str) -> None:
-    manifest = Manifest("step-1_ckpt", 0, 3, "a-1", "a", (ObjectRecord(name, 0, 0, ()),))
-    with pytest.raises(InvalidNameError, match="no object of this part"):
-        IncomingCopy(SimpleNamespace(), manifest)  # type: ignore[arg-type]
-    store = MemoryStore(manifests={(0, "a-1"): encode(manifest)})
-    with serving(store) as service, pytest.raises(ManifestError, match="objects of another part"):
-        fetch_manifest(Holder("a", service.address), SECRET, "step-1_ckpt", 0, "a-1", deadline_s=10)
+        StoreBackend(lambda: CheckpointObjectManager().wait_for_store(1.0)).receive(manifest, {}).__enter__()
 
 
 def test_a_rank_that_cannot_listen_is_an_error_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:

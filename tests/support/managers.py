@@ -22,7 +22,7 @@ from ml_flashpoint.ddict.checkpoints.snapshots import Snapshots
 from ml_flashpoint.ddict.manager.arenas import ValueArenas
 from ml_flashpoint.ddict.manager.shard import Entry, InlineValue, StoredValue
 from ml_flashpoint.format.errors import FlashpointError, ReplicationError
-from ml_flashpoint.net.transfer_protocol import Address
+from ml_flashpoint.net.transfers import Address
 from ml_flashpoint.ranks.strategies import PairwiseReplicationStrategy, ReplicationStrategy, Topology
 
 SECRET = bytes(range(32))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ml_flashpoint.ddict.checkpoints.index import PartRef
 from ml_flashpoint.format.errors import FlashpointError
-from ml_flashpoint.net.transfer_protocol import Address
+from ml_flashpoint.net.transfers import Address
 from ml_flashpoint.ranks.strategies import PairwiseReplicationStrategy
 from tests.support.forked import Report
 from tests.support.managers import Content, Member

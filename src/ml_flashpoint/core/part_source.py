@@ -10,15 +10,18 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.format.digest import block_count, verify_blocks
 from ml_flashpoint.format.errors import CapacityError, FlashpointError, LoadError, ObjectNotFoundError, SaveError
 from ml_flashpoint.format.failure_kinds import as_ours, is_transient, pauses, retrying
 from ml_flashpoint.format.knobs import recovery_deadline_s, transfer_deadline_s
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
-from ml_flashpoint.net.small_fetch import fetch_blocks, fetch_manifest
-from ml_flashpoint.net.transfer_client import Holder, fetch_object_from_holders
+from ml_flashpoint.net.blocks import BlockChecker
+from ml_flashpoint.net.peer import PeerConnection
+from ml_flashpoint.net.transfers import Address, PartName
 from ml_flashpoint.ranks.rank_group import RankGroup
 from ml_flashpoint.ranks.recovery import CompleteVersion
 from ml_flashpoint.ranks.strategies import ReplicationStrategy
@@ -26,6 +29,15 @@ from ml_flashpoint.replication.replication_manager import ReplicationManager
 from ml_flashpoint.replication.store_backend import IncomingCopy
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A node that should have an object, and where its transfer service listens."""
+
+    node: str
+    address: Address
+
 
 Failures = list[tuple[str, FlashpointError]]
 """What each node that was asked failed with, in order."""
@@ -94,9 +106,8 @@ class PartSource:
         """
 
         def ask(holder: Holder) -> Manifest:
-            return fetch_manifest(
-                holder, group.secret, version.version, rank, version.save_id, deadline_s=transfer_deadline_s()
-            )
+            with _peer(holder, group) as peer:
+                return peer.read_manifest(PartName(version.version, version.save_id, rank))
 
         holders = self.holders(version, rank, group, first=first)
         what = f"the manifest of rank {rank} in {version.version}"
@@ -118,15 +129,11 @@ class PartSource:
         """
 
         def ask(holder: Holder) -> None:
-            fetch_blocks(
-                holder,
-                group.secret,
-                manifest.version,
-                record,
-                first_block,
-                buffer,
-                deadline_s=transfer_deadline_s(),
-            )
+            size = record.block_size
+            with _peer(holder, group) as peer:
+                peer.read(PartName.of(manifest), first_block * size, buffer)
+            digests = record.digests[first_block : first_block + block_count(buffer.nbytes, size)]
+            verify_blocks(buffer, digests, size, first_block=first_block, path=f"{holder.node}:{record.name}")
 
         _ask_all(self.holders(version, manifest.rank, group), ask, f"{manifest.version}/{record.name}", None, [])
 
@@ -156,23 +163,20 @@ class PartSource:
             incoming = retrying(lambda: IncomingCopy(store, manifest), until, f"making room for {what}", also=_FULL)
             undo.callback(incoming.abort)
             for record, buffer in zip(manifest.objects, incoming.buffers, strict=True):
+                with BlockChecker(record, buffer, f"{version.version}/{record.name}") as blocks:
 
-                def fetch(record: ObjectRecord = record, buffer: memoryview = buffer) -> None:
-                    fetch_object_from_holders(
-                        holders,
-                        group.secret,
-                        version.version,
-                        record,
-                        buffer,
-                        rank=rank,
-                        deadline_s=transfer_deadline_s(),
-                        failures=failures,
-                    )
+                    def fetch(holder: Holder, blocks: BlockChecker = blocks) -> None:
+                        with _peer(holder, group) as peer:
+                            peer.fetch(PartName.of(manifest), blocks)
 
-                retrying(fetch, until, f"fetching {version.version}/{record.name}")
+                    _ask_all(holders, fetch, f"{version.version}/{record.name}", until, failures)
             retrying(incoming.commit, until, f"committing {what}", also=_FULL)
             undo.pop_all()
         return manifest
+
+
+def _peer(holder: Holder, group: RankGroup) -> PeerConnection:
+    return PeerConnection(holder.address, group.secret, node=holder.node, deadline_s=transfer_deadline_s())
 
 
 def _ask_all(

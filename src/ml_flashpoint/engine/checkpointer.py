@@ -75,6 +75,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
+Items = Callable[[], tuple[Sequence[TensorItem], Sequence[BytesItem]]]
+"""Returns the tensors and the byte items of an object, under their names."""
+
 _TABLE = "table"
 _POLL_S = 0.25
 """Seconds after which the committing thread looks for saves past their deadlines, and a waiting save for a slot."""
@@ -100,6 +103,11 @@ class CommittingThread:
             self._thread.start()
         except RuntimeError as error:
             raise SaveError(f"cannot start the thread that commits: {error}", hint="look at ulimit -u") from error
+
+    @property
+    def is_current(self) -> bool:
+        """True if the caller runs on this thread."""
+        return threading.current_thread() is self._thread
 
     def submit(self, work: Callable[[], object]) -> None:
         """Have something done, after everything that was given before."""
@@ -412,17 +420,25 @@ class Checkpointer:
         if filled.staged.late is None:
             saves.end(save.staged, None)
 
-    def commit(self, save: Save, *, extra: Sequence[BytesItem] = (), labels: Mapping[str, str] | None = None) -> None:
+    def commit(
+        self,
+        save: Save,
+        *,
+        items: Items | None = None,
+        extra: Sequence[BytesItem] = (),
+        labels: Mapping[str, str] | None = None,
+    ) -> None:
         """Have the committing executor seal and commit what was filled; `Save.committed` ends then. Does not wait.
 
         Args:
+            items: in place of `fill`: called on the committing executor, returns the tensors and byte items.
             extra: further byte items, known only now.
             labels: short strings for the manifest.
         """
         with self._working(save):
-            if not isinstance(save.content, Filled) or save.id is None:
+            if (items is None and not isinstance(save.content, Filled)) or save.id is None:
                 raise SaveError("a save must be filled and have a step before it is committed", rank=self.ranks.rank)
-        self._executor.submit(partial(self._commit, save, tuple(extra), dict(labels or {})))
+        self._executor.submit(partial(self._commit, save, items, tuple(extra), dict(labels or {})))
 
     def fail(self, save: Save, error: BaseException) -> None:
         """Give a save up that is not committed: its futures end with the error, its slot is free. Safe to repeat."""
@@ -493,7 +509,7 @@ class Checkpointer:
             step = None if save.id is None else save.id.step
             text = "no slot is free: earlier saves are still being copied, or their versions read"
             hint = "save less often, or raise the limit of memory, so that there is room for two more slots"
-            if not save.terms.explicit:
+            if not save.terms.explicit or self._executor.is_current:  # nothing becomes free while that one waits
                 raise SkippedError(f"the save is skipped: {text}", step=step, rank=self.ranks.rank, hint=hint)
             if not save.terms.left_s:
                 raise DeadlineError(text, step=step, rank=self.ranks.rank, hint=hint)
@@ -520,8 +536,10 @@ class Checkpointer:
 
     # ---- the committing thread -------------------------------------------------------------------------------
 
-    def _commit(self, save: Save, extra: Sequence[BytesItem], labels: dict[str, str]) -> None:
-        with contextlib.suppress(FlashpointError), self._working(save):
+    def _commit(self, save: Save, items: Items | None, extra: Sequence[BytesItem], labels: dict[str, str]) -> None:
+        with contextlib.suppress(Exception), self._working(save):
+            if items is not None:
+                self.fill(save, *items())
             assert isinstance(save.content, Filled)
             assert save.id is not None
             save.content.staged.wait(save.terms.left_s)
@@ -571,9 +589,10 @@ class Checkpointer:
             error = DeadlineError(f"the save {text} within {seconds:.0f} s", step=step, rank=self.ranks.rank)
             self.fail(save, error)
             saves.fail(save.verified, error)
-        if self._wanted is None:
+        board = self._board
+        if self._wanted is None or board is None:
             return False
-        more = self._pool.prepare(self._wanted, self._retained())
+        more = self._pool.prepare(self._wanted, board.request(SaveId(self._run, _UNNAMED)))
         self._wanted = self._wanted if more else None
         return more
 
@@ -706,9 +725,8 @@ class Checkpointer:
         if board is not None:
             board.close(max(give_up - time.monotonic(), 0.0))
         with self._lock:
-            mine = list(self._saves)
-        for save in mine:
-            step = None if save.id is None else save.id.step
+            mine = [(save, save.id.step) for save in self._saves if save.id is not None]  # others get the new run's
+        for save, step in mine:
             error = SupersededError("the save was not verified before its run ended", step=step, rank=self.ranks.rank)
             self.fail(save, error)
             saves.fail(save.verified, error)

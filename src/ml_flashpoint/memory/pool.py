@@ -17,7 +17,7 @@ import logging
 import os
 import threading
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
@@ -219,7 +219,7 @@ class Pool:
     def take(self, size: int, request: SlotRequest, *, exact: bool = False) -> Slot | None:
         """Return a slot to write, in `State.WRITING`, or None if there is none now. End it by `commit` or `free`.
 
-        Slow only where a slot is made: the first ``keep + 1`` times, and where saves have grown.
+        Slow only where a slot is made: the first times, unless `prepare` was faster, and where saves have grown.
 
         Args:
             size: bytes of the object.
@@ -260,9 +260,6 @@ class Pool:
         return self._size
 
     def _choose(self, request: SlotRequest, wanted: int, unfit: Sequence[Slot], *, can_make: bool) -> Slot | New | None:
-        most = slot_limit(self.keep, may_grow=request.may_grow, extra=self.extra)
-        count = len(self._slots) + self._making
-        may_make = can_make and count < most and self._may_make(wanted, request.retained, spare=count > self.keep)
         locked = list(unfit)
         for slot in self._slots:
             if slot.state is not State.WRITING and slot.save not in request.retained and slot not in locked:
@@ -270,7 +267,15 @@ class Pool:
                     locked.append(slot)
                 else:
                     slot.unlock()
-        return choose(self._slots, request, locked, may_make=may_make)
+        count = len(self._slots) + self._making
+        # The save waits while a slot is made. Beyond ``keep + 1`` that is for `prepare`, unless no slot is free.
+        for may_grow in sorted({False, request.may_grow}):
+            fits = count < slot_limit(self.keep, may_grow=may_grow, extra=self.extra)
+            may_make = can_make and fits and self._may_make(wanted, request.retained, spare=count > self.keep)
+            chosen = choose(self._slots, request, locked, may_make=may_make)
+            if chosen is not None:
+                return chosen
+        return None
 
     def commit(self, slot: Slot, manifest: Manifest) -> None:
         """Commit the part in a slot that was taken. Where that fails, the slot is free.
@@ -323,15 +328,14 @@ class Pool:
 
     # ---- making --------------------------------------------------------------------------------------------
 
-    def prepare(self, size: int, retained: Collection[SaveId]) -> bool:
+    def prepare(self, size: int, request: SlotRequest) -> bool:
         """Fault in one slot that an earlier process left, or make one ahead of the save that needs it.
 
-        No more than ``keep + 1`` are made. For one thread beside the training thread, again and again once the size of
-        the rank's saves is known.
+        For one thread beside the training thread, again and again once the size of the rank's saves is known.
 
         Args:
             size: bytes of the rank's objects.
-            retained: saves whose slots must not be taken over.
+            request: terms of a save to come: slots of retained saves are not taken over, and the pool may grow or not.
 
         Returns:
             True if there was something to do, and may be more.
@@ -342,10 +346,12 @@ class Pool:
                 return True
         with self._lock:
             wanted = self._wanted(size, exact=False)
-            if len(self._slots) + self._making > self.keep or not self._may_make(wanted, retained, spare=False):
+            count = len(self._slots) + self._making
+            most = slot_limit(self.keep, may_grow=request.may_grow, extra=self.extra)
+            if count >= most or not self._may_make(wanted, request.retained, spare=count > self.keep):
                 return False
             self._making += 1
-        made = self._make(wanted, SlotRequest(SaveId(0, 0), retained))
+        made = self._make(wanted, replace(request, save=None))
         if made is not None:
             self.free(made)
         return made is not None

@@ -18,10 +18,8 @@ from ml_flashpoint.format.errors import (
     TopologyError,
 )
 from ml_flashpoint.format.knobs import transfer_deadline_s
-from ml_flashpoint.format.manifest import encode
-from ml_flashpoint.net.pushing import HolderLink, push_to_all
+from ml_flashpoint.net.peer import PeerConnection, push_to_all
 from ml_flashpoint.net.reachable import reachable_host
-from ml_flashpoint.net.transfer_client import PeerConnection
 from ml_flashpoint.net.transfer_service import TransferService
 from ml_flashpoint.ranks.rank_group import RankGroup, boot_id, rank_group
 from ml_flashpoint.ranks.strategies import (
@@ -50,7 +48,7 @@ class ReplicationManager:
         self._service: TransferService | None = None
         self._group: RankGroup | None = None
         self._addresses: tuple[Address, ...] = ()
-        self._links: dict[int, HolderLink] = {}
+        self._links: dict[int, PeerConnection] = {}
         self._links_lock = threading.Lock()
         self.strategy = self._given_strategy or NoReplicationStrategy()
 
@@ -100,7 +98,6 @@ class ReplicationManager:
             host=host,
             deadline_s=transfer_deadline_s(),
         )
-        self._service.start()
         return self._service.address
 
     @property
@@ -137,22 +134,17 @@ class ReplicationManager:
         group = self._topology_group()
         if (manifest := part.manifest) is None:
             raise ReplicationError("a damaged part cannot be replicated", rank=part.rank)
-        encoded = encode(manifest)
-        buffers = [a.buffer[: o.size] for a, o in zip(part.arenas, manifest.objects, strict=True)]
+        buffer = part.arenas[0].buffer[: manifest.objects[0].size]
 
         def push(peer: PeerConnection) -> None:
-            peer.push(manifest, encoded, buffers, cancelled=cancelled)
+            peer.push(manifest, buffer, cancelled=cancelled)
 
         push_to_all(self.strategy.copies_of(part.rank, group.topology), lambda target: self._push(target, push))
 
     def _push(self, target: int, push: Callable[[PeerConnection], None]) -> None:
         with self._links_lock:
-            link = self._links.pop(target, None) or HolderLink()  # for this thread alone
-        link.use(lambda: self.connect(target), push)
-        with self._links_lock:
-            previous, self._links[target] = self._links.get(target), link
-        if previous is not None:
-            previous.drop()
+            link = self._links.setdefault(target, self.connect(target))
+        push(link)
 
     def connect(self, rank: int) -> PeerConnection:
         """A new authenticated connection to the service of ``rank``. Close it after use."""
@@ -164,7 +156,7 @@ class ReplicationManager:
         """Stop serving. Idempotent."""
         with self._links_lock:
             for link in self._links.values():
-                link.drop()
+                link.close()
             self._links.clear()
         if self._service is not None:
             self._service.close()

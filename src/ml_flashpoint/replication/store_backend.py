@@ -5,7 +5,8 @@ Owns that a copy appears whole and in nobody else's place. When one is sent or d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 from ml_flashpoint.checkpoint_object_manager.arena import Arena
@@ -18,7 +19,9 @@ from ml_flashpoint.format.errors import (
     ObjectNotFoundError,
     UnreadableError,
 )
-from ml_flashpoint.format.manifest import Manifest, manifest_name, parse_object_name
+from ml_flashpoint.format.manifest import Manifest, manifest_name, object_name, parse_object_name
+from ml_flashpoint.net.messages import Fields
+from ml_flashpoint.net.transfers import PartName
 
 ROOM_S = 5.0
 """Seconds that a peer's copy waits for room: long enough for this rank to hear a verdict that its peer has heard."""
@@ -41,13 +44,14 @@ class StoreBackend:
         self._store = store
         self._check = check
 
-    def open_object(self, version: str, name: str) -> AbstractContextManager[memoryview]:
+    def open_part(self, part: PartName) -> AbstractContextManager[memoryview]:
         """See `TransferBackend`."""
-        return self._store().open_object(version, name)
+        return self._store().open_object(part.version, object_name(part.rank, part.save))
 
-    def read_manifest(self, version: str, rank: int, save_id: str) -> bytes:
+    def read_manifest(self, part: PartName) -> bytes:
         """See `TransferBackend`."""
-        path = self._store().base / version / manifest_name(rank, save_id)
+        rank = part.rank
+        path = self._store().base / part.version / manifest_name(rank, part.save)
         try:
             return path.read_bytes()
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -55,15 +59,23 @@ class StoreBackend:
         except OSError as error:
             raise UnreadableError(f"the manifest: {error.strerror}", rank=rank, path=path) from error
 
-    def begin_receive(self, manifest: Manifest) -> IncomingCopy | None:
+    @contextlib.contextmanager
+    def receive(self, manifest: Manifest, rider: Fields) -> Iterator[memoryview | None]:
         """See `TransferBackend`."""
         _check_names(manifest)  # before the store is asked for, which may have to be waited for
         self._check(manifest)
         store = self._store()
         held = store.find(manifest.save_id, manifest.rank)
         if held is not None and held.manifest is not None and not held.doomed:
-            return None
-        return IncomingCopy(store, manifest, timeout_s=ROOM_S)
+            yield None
+            return
+        incoming = IncomingCopy(store, manifest, timeout_s=ROOM_S)
+        try:
+            yield incoming.buffers[0]
+            incoming.commit()
+        except BaseException:
+            incoming.abort()
+            raise
 
 
 class IncomingCopy:

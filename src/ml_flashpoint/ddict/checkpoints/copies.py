@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.ddict.checkpoints.index import PartRef
@@ -21,12 +22,11 @@ from ml_flashpoint.format.errors import (
     ReplicationError,
 )
 from ml_flashpoint.format.knobs import transfer_deadline_s
-from ml_flashpoint.format.manifest import encode
-from ml_flashpoint.net.channel import TransferCancelledError
+from ml_flashpoint.net.channel import ConnectionLostError, TransferCancelledError
 from ml_flashpoint.net.handshake import check_secret
 from ml_flashpoint.net.messages import Fields
-from ml_flashpoint.net.pushing import HolderLink, push_to_all
-from ml_flashpoint.net.transfer_client import Holder, PeerConnection
+from ml_flashpoint.net.peer import PeerConnection, push_to_all
+from ml_flashpoint.net.transfers import Address
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +35,65 @@ AskPeer: TypeAlias = Callable[[int, str, Fields], Fields]
 `FlashpointError`."""
 
 _MAX_CONNECT_S = 10.0
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A manager that should have copies, and where its transfer service listens."""
+
+    node: str
+    address: Address
+
+
+class HolderLink:
+    """The connection to one holder, which stays until something goes wrong on it. For one thread at a time, but `close`
+    may be called by any.
+
+    Attributes:
+        acknowledged: for its user: what the holder has said that it has, over this connection. On a new one there may
+            be another process, which does not have it.
+    """
+
+    def __init__(self) -> None:
+        self.acknowledged: set[str] = set()
+        self._connection: PeerConnection | None = None
+        self._closed = False
+
+    def use(self, connect: Callable[[], PeerConnection], push: Callable[[PeerConnection], _Result]) -> _Result:
+        """What ``push`` returns, given a connection: a new one if there is none. One that was there may have broken
+        while it was idle: then ``push`` is called once more.
+
+        Raises:
+            FlashpointError: what either of them failed with.
+        """
+        was_there = self._connection is not None
+        while True:
+            try:
+                if self._connection is None:
+                    self._connection = connect()
+                if self._closed:  # looked at after the connection is there, and `close` looks after it has said so
+                    raise ReplicationError("this end was closed")
+                return push(self._connection)
+            except BaseException as error:
+                self.drop()
+                if not (was_there and isinstance(error, ConnectionLostError)):
+                    raise
+                was_there = False
+
+    def drop(self) -> None:
+        """Have a new connection the next time."""
+        self.acknowledged = set()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def close(self) -> None:
+        """Break off what is under way. Of no use from then on."""
+        self._closed = True
+        connection = self._connection
+        if connection is not None:
+            connection.close()
 
 
 class Copies:
@@ -116,10 +175,10 @@ class Copies:
         part = self._store.find(attempt, self._store.rank)
         if part is None or part.manifest is None or part.doomed:
             raise ObjectNotFoundError("a part is not here any more", rank=self._store.rank, path=attempt)
-        record, encoded = part.manifest.objects[0], encode(part.manifest)
+        record = part.manifest.objects[0]
         # Open while it is sent, so that its arena is not reused.
         with self._store.open_object(part.version, record.name) as view:
-            if peer.push(part.manifest, encoded, [view], cancelled=is_over):
+            if peer.push(part.manifest, view, cancelled=is_over):
                 self.pushed_bytes += record.size
 
     def held_by(self, attempts: Collection[str]) -> list[int]:

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.ddict.checkpoints.copies import Copies
+from ml_flashpoint.ddict.checkpoints.copies import Copies, Holder
 from ml_flashpoint.ddict.checkpoints.index import (
     INLINE,
     STORED,
@@ -39,9 +39,10 @@ from ml_flashpoint.format.digest import digest_workers, verify_blocks
 from ml_flashpoint.format.errors import DamagedError, FlashpointError, ManifestError, ObjectNotFoundError
 from ml_flashpoint.format.knobs import transfer_deadline_s
 from ml_flashpoint.format.manifest import ObjectRecord
+from ml_flashpoint.net.blocks import BlockChecker
 from ml_flashpoint.net.channel import TransferCancelledError
-from ml_flashpoint.net.small_fetch import fetch_manifest
-from ml_flashpoint.net.transfer_client import Holder, fetch_object_from_holders
+from ml_flashpoint.net.peer import PeerConnection
+from ml_flashpoint.net.transfers import PartName
 from ml_flashpoint.replication.store_backend import IncomingCopy
 
 _log = logging.getLogger(__name__)
@@ -170,22 +171,19 @@ class Recoverer:
 
     def _fetch_from(self, holder: Holder, ref: PartRef) -> HeldPart:
         secret, deadline_s = self._copies.secret, transfer_deadline_s()
-        manifest = fetch_manifest(holder, secret, ref.version, self._rank, ref.attempt, deadline_s=deadline_s)
+        name = PartName(ref.version, ref.attempt, self._rank)
+        with PeerConnection(holder.address, secret, node=holder.node, deadline_s=deadline_s) as peer:
+            return self._fetch_by(peer, holder, name, ref)
+
+    def _fetch_by(self, peer: PeerConnection, holder: Holder, name: PartName, ref: PartRef) -> HeldPart:
+        manifest = peer.read_manifest(name)
         if manifest.world_size != len(self._copies.nodes) or not is_part(manifest):
             raise ManifestError("a holder gave the manifest of another part", node=holder.node)
         with ExitStack() as undo:
             incoming = IncomingCopy(self._store, manifest)
             undo.callback(incoming.abort)
-            fetch_object_from_holders(
-                [holder],
-                secret,
-                ref.version,
-                manifest.objects[0],
-                incoming.buffers[0],
-                rank=self._rank,
-                deadline_s=deadline_s,
-                cancelled=self._cancelled,
-            )
+            with BlockChecker(manifest.objects[0], incoming.buffers[0], f"{ref.version}/{ref.attempt}") as blocks:
+                peer.fetch(name, blocks, cancelled=self._cancelled)
             incoming.commit()
             undo.pop_all()
         part = self._store.find(ref.attempt, self._rank)

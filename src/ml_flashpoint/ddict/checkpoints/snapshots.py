@@ -60,8 +60,8 @@ from ml_flashpoint.format.errors import (
 from ml_flashpoint.format.knobs import block_bytes, transfer_deadline_s
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
 from ml_flashpoint.format.object_format import encode_header
-from ml_flashpoint.net.transfer_protocol import Address
 from ml_flashpoint.net.transfer_service import TransferService
+from ml_flashpoint.net.transfers import Address
 from ml_flashpoint.replication.store_backend import StoreBackend
 
 _log = logging.getLogger(__name__)
@@ -124,7 +124,6 @@ class Snapshots:
         if self.holders or self.held:
             backend = StoreBackend(lambda: store, check=self._check_copy)
             self._service = TransferService(secret, backend, host=host, deadline_s=transfer_deadline_s())
-            self._service.start()
 
     @property
     def address(self) -> Address | None:

@@ -1,0 +1,140 @@
+"""Checking the blocks of an object against their digests while the following ones are still arriving."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+from ml_flashpoint.format.digest import block_count, digest_block, run_on_pool
+from ml_flashpoint.format.errors import DeadlineError, DigestMismatchError, InvalidArgumentError
+from ml_flashpoint.format.manifest import ObjectRecord
+from ml_flashpoint.net.channel import Cancelled, Channel
+
+_INLINE_BYTES = 256 << 10
+"""Blocks up to this size are digested by the receiving thread: quicker than waking another one."""
+
+
+class BlockChecker:
+    """An object that is being received: where its bytes go, and which blocks have arrived whole and are right.
+
+    The blocks are digested on the threads of `format.digest`. One thread receives. A context manager: leaving it drops
+    the blocks that were not looked at yet and waits for those under way (a few ms), so that nothing refers to the
+    buffer afterwards.
+
+    Args:
+        record: what the manifest says of the object.
+        into: writable and contiguous, `record.size` bytes. Its content is undefined after an error.
+        path: how errors name the object.
+
+    Raises:
+        InvalidArgumentError: ``into`` is read-only or of another size.
+    """
+
+    def __init__(self, record: ObjectRecord, into: memoryview, path: str) -> None:
+        if into.readonly or not into.c_contiguous or into.nbytes != record.size:
+            raise InvalidArgumentError(
+                f"the buffer for {path} must be writable, contiguous and of {record.size:,} bytes, not {into.nbytes:,}"
+            )
+        self._record = record
+        self._path = path
+        self._view = into.cast("B") if into.nbytes else memoryview(bytearray())
+        self._right = bytearray(block_count(record.size, record.block_size))
+        self._waiting: deque[int] = deque()
+        self._under_way = 0
+        self._changed = threading.Condition()
+        self._failure: BaseException | None = None
+
+    def __enter__(self) -> BlockChecker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._waiting.clear()
+            self._changed.wait_for(lambda: not self._under_way)
+        self._view.release()
+
+    @property
+    def right_blocks(self) -> int:
+        """Number of blocks that have arrived and are right."""
+        return self._right.count(1)
+
+    @property
+    def failed(self) -> bool:
+        """True if a block was found wrong since the last `finish`."""
+        return self._failure is not None
+
+    def missing(self) -> list[range]:
+        """Return the runs of consecutive blocks that are not right, in order."""
+        runs: list[range] = []
+        block = self._right.find(0)
+        while block >= 0:
+            end = self._right.find(1, block)
+            runs.append(range(block, end if end >= 0 else len(self._right)))
+            block = self._right.find(0, end) if end >= 0 else -1
+        return runs
+
+    def span(self, blocks: range) -> tuple[int, int]:
+        """Return the first byte of consecutive blocks, and the one after their last."""
+        size = self._record.block_size
+        return blocks[0] * size, min((blocks[-1] + 1) * size, self._record.size)
+
+    def receive(self, channel: Channel, block: int, cancelled: Cancelled | None = None) -> None:
+        """Receive one block into its place, and have it checked. Raises what `Channel.receive_payload` does."""
+        begin, end = self.span(range(block, block + 1))
+        with self._view[begin:end] as piece:
+            channel.receive_payload(piece, cancelled=cancelled)
+        self.submit(block)
+
+    def submit(self, block: int) -> None:
+        """Have a block checked that is in its place."""
+        with self._changed:
+            self._waiting.append(block)
+        if self._record.block_size <= _INLINE_BYTES or not run_on_pool(self._check_next):
+            self._check_next()
+
+    def finish(self, deadline_s: float) -> None:
+        """Wait until all blocks that have arrived are checked, and take part in that.
+
+        Args:
+            deadline_s: seconds in which one of them is to be finished.
+
+        Raises:
+            DigestMismatchError: the first that was found wrong since the last call.
+            DeadlineError: none was finished for so long.
+        """
+        while self._check_next():
+            pass
+        with self._changed:
+            while self._under_way:
+                if not self._changed.wait(deadline_s):
+                    raise DeadlineError(f"digests of received blocks made no progress for {deadline_s:g} s")
+            failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _check_next(self) -> bool:
+        with self._changed:
+            if not self._waiting:
+                return False
+            block = self._waiting.popleft()
+            self._under_way += 1
+        try:
+            self._check(block)
+        except BaseException as error:
+            self._failure = self._failure or error
+        finally:
+            with self._changed:
+                self._under_way -= 1
+                self._changed.notify_all()
+        return True
+
+    def _check(self, block: int) -> None:
+        begin, end = self.span(range(block, block + 1))
+        with self._view[begin:end] as piece:
+            found = digest_block(piece)
+        if found != (recorded := self._record.digests[block]):
+            raise DigestMismatchError(
+                f"block {block}, bytes {begin} to {end}, arrived with digest {found} and not {recorded} as recorded",
+                path=self._path,
+            )
+        self._right[block] = 1

@@ -1,0 +1,289 @@
+"""The client of a peer's `transfer_service`: pushes parts to it and fetches from it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+from ml_flashpoint.format.errors import (
+    FlashpointError,
+    InvalidArgumentError,
+    ManifestError,
+    ProtocolError,
+    ReplicationError,
+)
+from ml_flashpoint.format.manifest import Manifest, decode, encode, object_name
+from ml_flashpoint.net.blocks import BlockChecker
+from ml_flashpoint.net.channel import Cancelled, Channel, ConnectionLostError
+from ml_flashpoint.net.client import connect
+from ml_flashpoint.net.handshake import check_secret
+from ml_flashpoint.net.messages import Fields, Message
+from ml_flashpoint.net.transfers import DEADLINE_S, TRANSFERS, Address, PartName, error_context
+
+_log = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 10.0
+"""Default time for connecting and authenticating."""
+
+
+class PeerConnection:
+    """A connection to a peer's transfer service. Thread-safe: one request at a time. A context manager.
+
+    Connects with the first request, and again with the next one after a failure. If the connection breaks while it is
+    idle, the next request is sent once more, over a new connection.
+
+    Every method raises `ReplicationError` (also as `AuthenticationError` or `ProtocolError`; as `ConnectionLostError`
+    where a new connection may work), `DeadlineError` if the peer makes no progress, `TransferCancelledError` once
+    ``cancelled`` returns true (it is called every 16 MiB and about every second), or what the peer refuses with:
+    `ObjectNotFoundError`, `CapacityError`, `ManifestError`... They name the peer's node, and the step and rank.
+
+    Args:
+        address: host and port of the service. A numeric host is best: resolving a name has no deadline.
+        secret: of the job, 16 bytes or more.
+        node: id of the peer's node, for errors.
+        deadline_s: longest time without any progress.
+        connect_timeout_s: longest time for connecting and authenticating.
+
+    Attributes:
+        connections: number of connections made so far. There may be another process behind each.
+
+    Raises:
+        InvalidArgumentError: the secret is too short, or a limit is not positive.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        secret: bytes,
+        *,
+        node: str | None = None,
+        deadline_s: float = DEADLINE_S,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+    ) -> None:
+        if min(deadline_s, connect_timeout_s) <= 0:
+            raise InvalidArgumentError("deadlines of a peer connection must be positive")
+        self._address = address
+        self._secret = check_secret(secret)
+        self._node = node
+        self._deadline_s = deadline_s
+        self._connect_timeout_s = connect_timeout_s
+        self._lock = threading.Lock()
+        self._channel: Channel | None = None
+        self._closed = False
+        self.connections = 0
+
+    def __enter__(self) -> PeerConnection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection for good; a request under way in another thread fails. Safe to call twice."""
+        self._closed = True
+        if (channel := self._channel) is not None:
+            channel.interrupt()
+        # A descriptor must not be closed, and then reused, while another thread reads from it.
+        if self._lock.acquire(blocking=False):
+            try:
+                self._drop()
+            finally:
+                self._lock.release()
+
+    # ---- requests ------------------------------------------------------------------------------------------
+
+    def ping(self, *, cancelled: Cancelled | None = None) -> None:
+        """Return once the peer has answered."""
+        with self._asked("ping", {}, cancelled=cancelled):
+            pass
+
+    def read_manifest(self, part: PartName) -> Manifest:
+        """Return the manifest of a part.
+
+        Raises:
+            ManifestError: the peer gives something else.
+        """
+        with self._asked("manifest", part._asdict(), part=part) as (_, reply):
+            if len(reply.blobs) != 1:
+                raise ProtocolError("the peer answered out of turn")
+            manifest = decode(reply.blobs[0])
+        with error_context(part, self._node):
+            if PartName.of(manifest) != part:
+                raise ManifestError(f"asked for {part}, got {PartName.of(manifest)}")
+            if [record.name for record in manifest.objects] != [object_name(part.rank, part.save)]:
+                raise ManifestError("the manifest names objects of another part")
+        return manifest
+
+    def read(self, part: PartName, offset: int, into: memoryview, *, cancelled: Cancelled | None = None) -> None:
+        """Fill a buffer with bytes of a part's object from ``offset`` on. They are not checked against any digest.
+
+        Raises:
+            ProtocolError: the object has no such bytes.
+        """
+        if into.readonly or not into.c_contiguous:
+            raise InvalidArgumentError("the buffer to read into must be writable and contiguous")
+        with self._asked_for_bytes(part, offset, into.nbytes, cancelled) as channel:
+            if into.nbytes:
+                with into.cast("B") as view:
+                    channel.receive_payload(view, cancelled=cancelled)
+
+    def fetch(self, part: PartName, blocks: BlockChecker, *, cancelled: Cancelled | None = None) -> None:
+        """Fetch the missing blocks of a part's object, and check them. What is right stays, also after an error.
+
+        Raises:
+            DigestMismatchError: a block is not what the manifest says.
+        """
+        with error_context(part, self._node):
+            try:
+                for run in blocks.missing():
+                    begin, end = blocks.span(run)
+                    with self._asked_for_bytes(part, begin, end - begin, cancelled) as channel:
+                        for block in run:
+                            blocks.receive(channel, block, cancelled)
+            finally:
+                blocks.finish(self._deadline_s)
+
+    def push(
+        self, manifest: Manifest, buffer: memoryview, rider: Fields | None = None, *, cancelled: Cancelled | None = None
+    ) -> bool:
+        """Give the peer a copy of a part, and return once it is checked and committed there.
+
+        Args:
+            manifest: of a part with one object. The peer stores the same bytes.
+            buffer: the object, `size` bytes, which stay as they are until the return.
+            rider: for the peer's backend.
+
+        Returns:
+            True if the object was sent; False if the peer has the part already.
+
+        Raises:
+            DigestMismatchError: the bytes that arrived are not those of the manifest.
+        """
+        if [buffer.nbytes] != [record.size for record in manifest.objects]:
+            raise InvalidArgumentError("the buffer must have the size of the one object of the manifest")
+        fields = {"patience_ms": int(self._deadline_s * 1000), "rider": rider or {}}
+        part = PartName.of(manifest)
+        with self._asked("push", fields, encode(manifest), part=part, cancelled=cancelled) as (channel, reply):
+            if reply.fields.get("held"):
+                return False
+            try:
+                channel.send("data", {}, payload_bytes=buffer.nbytes)
+                if buffer.nbytes:
+                    with buffer.cast("B") as view:
+                        channel.send_payload(view, cancelled=cancelled)
+            except ConnectionLostError:
+                # A peer that finds the part damaged says so and hangs up; what it said may be there.
+                with contextlib.suppress(ConnectionLostError):
+                    _check(channel.receive_reply())
+                raise
+            _check(channel.receive_reply(cancelled=cancelled))
+        return True
+
+    # ---- the connection ------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _asked_for_bytes(
+        self, part: PartName, offset: int, length: int, cancelled: Cancelled | None
+    ) -> Iterator[Channel]:
+        fields = {**part._asdict(), "offset": offset, "length": length}
+        with self._asked("fetch", fields, part=part, payload_bytes=length, cancelled=cancelled) as (channel, _):
+            yield channel
+
+    @contextlib.contextmanager
+    def _asked(
+        self,
+        op: str,
+        fields: Fields,
+        *blobs: bytes,
+        part: PartName | None = None,
+        payload_bytes: int = 0,
+        cancelled: Cancelled | None = None,
+    ) -> Iterator[tuple[Channel, Message]]:
+        """Send a request and yield the channel with the reply. An error inside ends the connection."""
+        with error_context(part, self._node), self._lock:
+            try:
+                channel, reply = self._exchange(op, fields, blobs, cancelled)
+                if reply.subject is None and reply.payload_bytes != payload_bytes:
+                    raise ProtocolError(f"the peer sends {reply.payload_bytes:,} bytes instead of {payload_bytes:,}")
+            except BaseException:
+                self._drop()
+                raise
+            _check(reply)  # a refusal leaves the connection in step
+            try:
+                yield channel, reply
+            except BaseException:
+                self._drop()
+                raise
+
+    def _exchange(
+        self, op: str, fields: Fields, blobs: Sequence[bytes], cancelled: Cancelled | None
+    ) -> tuple[Channel, Message]:
+        was_idle = self._channel is not None
+        while True:
+            channel = self._connected()
+            try:
+                channel.send(op, fields, blobs)
+                return channel, channel.receive_reply(cancelled=cancelled)
+            except ConnectionLostError:
+                if not was_idle:
+                    raise
+                self._drop()
+                was_idle = False
+
+    def _connected(self) -> Channel:
+        if self._channel is None and not self._closed:
+            address = ("tcp", *self._address)
+            self._channel = connect(
+                address, self._secret, TRANSFERS, within_s=self._connect_timeout_s, stall_s=self._deadline_s
+            )
+            self.connections += 1
+        if self._channel is None or self._closed:  # `close` looks for a channel after it has said so
+            raise ConnectionLostError("this connection was closed")
+        return self._channel
+
+    def _drop(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+
+
+def _check(reply: Message) -> None:
+    if isinstance(reply.subject, dict):
+        error = TRANSFERS.rebuild(reply.subject)
+        error.message = f"the peer refused: {error.message}"
+        raise error
+
+
+def push_to_all(targets: Sequence[int], push: Callable[[int], object]) -> None:
+    """Call ``push(target)`` for each rank or manager, all at once; return when all have ended.
+
+    Raises:
+        FlashpointError: the failure of one of them. Others may have worked.
+    """
+    failures: list[FlashpointError] = []
+
+    def guarded(target: int) -> None:
+        try:
+            push(target)
+        except FlashpointError as error:
+            failures.append(error)
+        except Exception as error:  # lost with its thread, it would pass for an acknowledgement
+            _log.exception("pushing a copy to rank %d failed", target)
+            failures.append(ReplicationError(f"{type(error).__name__}: {error}", rank=target))
+
+    mine, threads = list(targets[:1]), []
+    for target in targets[1:]:
+        thread = threading.Thread(target=guarded, args=(target,), daemon=True, name=f"flashpoint-push-{target}")
+        try:
+            thread.start()
+            threads.append(thread)
+        except RuntimeError:  # no more threads to be had
+            mine.append(target)
+    for target in mine:
+        guarded(target)
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ml_flashpoint.ddict.checkpoints.index import PartRef, part_of
 from ml_flashpoint.ddict.manager.shard import StoredValue
 from ml_flashpoint.format.manifest import object_name
 from tests.support.managers import Member
@@ -18,9 +19,8 @@ def some(count: int, size: int = 100, salt: int = 0) -> dict[bytes, bytes | None
     return {b"key-%d" % i: bytes([i % 256, salt]) * (size // 2) for i in range(count)}
 
 
-def part_of(member: Member, of: int, attempt: str) -> Path:
-    (path,) = member.folder.glob(f"step-*_ckpt/{object_name(of, attempt)}")
-    return path
+def path_of(member: Member, of: int, part: PartRef) -> Path:
+    return member.folder / part.save.version / object_name(of, part.name)
 
 
 def flip_a_byte(path: Path, at: int) -> None:
@@ -31,5 +31,5 @@ def flip_a_byte(path: Path, at: int) -> None:
         file.write(bytes([byte ^ 0x10]))
 
 
-def value_ids(member: Member) -> list[str]:
-    return [e.value.value_id for e in member.entries.values() if isinstance(e.value, StoredValue)]
+def value_parts(member: Member) -> list[PartRef]:
+    return [part_of(e.value) for e in member.entries.values() if isinstance(e.value, StoredValue)]

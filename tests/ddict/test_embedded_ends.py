@@ -138,7 +138,7 @@ def test_the_next_dictionary_sweeps_what_nobody_uses(tmpfs: Path) -> None:
         one.process.wait(DEADLINE_S)
         assert one.base.is_dir()
         (one.base / "node-0" / "pool").mkdir(parents=True)
-        (one.base / "node-0" / "pool" / "arena").write_bytes(bytes(1 << 16))
+        (one.base / "node-0" / "pool" / "slot").write_bytes(bytes(1 << 16))
         stranger = tmpfs / "0123456789ab"
         (stranger / "not-a-dictionary").mkdir(parents=True)
         with started(tmpfs, 1) as another:
@@ -169,7 +169,7 @@ def test_a_folder_that_is_swept_while_it_is_made_is_made_anew(tmpfs: Path, monke
 def test_what_a_killed_remover_leaves_is_swept(tmpfs: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
     hold = runtime_folder.make_folder(tmpfs)
     (hold.folder / "node-0").mkdir()
-    (hold.folder / "node-0" / "arena").write_bytes(bytes(100))
+    (hold.folder / "node-0" / "slot").write_bytes(bytes(100))
     hold.close()
     with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
         where, name = (os, "rename") if at == "the rename" else (runtime_folder.shutil, "rmtree")

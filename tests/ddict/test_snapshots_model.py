@@ -138,7 +138,7 @@ class SnapshotsModel(RuleBasedStateMachine):
         """No part is left without its snapshot, once nothing is under way."""
         for member in self.cluster.members:
             if member.is_up:
-                held = {(part.rank, part.save_id) for part in member.store.held()}
+                held = [part for rank in range(2) for part in member.store.parts_of(rank)]
                 manifests = {name for rank in range(2) for name in member.files(rank) if name.endswith(".manifest")}
                 assert len(manifests) == len(held)
 

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.ddict.client.codec import encode
 from ml_flashpoint.ddict.client.shared_memory import ValueWriter, object_blobs, object_size, read_object, read_value
 from ml_flashpoint.ddict.errors import StaleValueError
-from ml_flashpoint.ddict.manager.arenas import ValueArenas
 from ml_flashpoint.ddict.manager.shard import StoredValue
+from ml_flashpoint.ddict.manager.slots import ValueSlots
+from ml_flashpoint.ddict.manager.store import PartStore
 from ml_flashpoint.format.digest import block_count
 from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, ObjectFormatError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
@@ -34,15 +34,15 @@ COUNT = 100_000
 
 
 @pytest.fixture
-def store(tmpfs: Path) -> Iterator[RankStore]:
+def store(tmpfs: Path) -> Iterator[PartStore]:
     store = open_store(tmpfs)
     yield store
     store.close()
 
 
 @pytest.fixture
-def arenas(store: RankStore) -> ValueArenas:
-    return ValueArenas(store, INCARNATION)
+def slots(store: PartStore) -> ValueSlots:
+    return ValueSlots(store, INCARNATION)
 
 
 @pytest.fixture
@@ -56,51 +56,51 @@ def full(number: float) -> torch.Tensor:
     return torch.full((COUNT,), number)
 
 
-def paths(store: RankStore) -> list[str]:
-    return sorted(path.name for path in store.directory.glob("arena-*"))
+def paths(store: PartStore) -> list[str]:
+    return sorted(path.name for path in store.folder.iterdir())
 
 
-def let_go(arenas: ValueArenas, value: StoredValue) -> None:
+def let_go(slots: ValueSlots, value: StoredValue) -> None:
     """As if nothing referred to it any more."""
     value.__del__()
     value.unused = None
-    arenas.collect()
+    slots.collect()
 
 
-def used_bytes(arenas: ValueArenas) -> int:
-    """Of arenas that hold values, or are promised to some."""
-    return arenas._store.arenas.resident_bytes()[0]
+def used_bytes(slots: ValueSlots) -> int:
+    """Of slots that hold values, or are promised to some."""
+    return slots._store.resident_bytes()[0]
 
 
 # ---- one process ------------------------------------------------------------------------------------------------
 
 
-def test_a_value_is_written_adopted_and_read(arenas: ValueArenas, writer: ValueWriter) -> None:
+def test_a_value_is_written_adopted_and_read(slots: ValueSlots, writer: ValueWriter) -> None:
     value = {"weights": torch.randn(COUNT), "table": np.arange(COUNT), "name": "x"}
-    stored = put(arenas, writer, value)
+    stored = put(slots, writer, value)
     assert stored.value_id == f"v-{INCARNATION}-000000000000"
     assert stored.size == object_size(encode(value))
     for copy in (False, True):
-        found = read_value(str(stored.arena.path), stored.value_id, copy=copy)
+        found = read_value(str(stored.slot.path), stored.value_id, copy=copy)
         assert isinstance(found, dict)
         assert torch.equal(found["weights"], value["weights"])
         assert np.array_equal(found["table"], value["table"])
         assert found["table"].flags.writeable == copy
         assert found["name"] == "x"
-    assert used_bytes(arenas) == stored.nbytes
+    assert used_bytes(slots) == stored.nbytes
 
 
-def test_what_is_written_to_a_view_stays_with_its_reader(arenas: ValueArenas, writer: ValueWriter) -> None:
-    stored = put(arenas, writer, full(1))
-    mine = read_value(str(stored.arena.path), stored.value_id)
+def test_what_is_written_to_a_view_stays_with_its_reader(slots: ValueSlots, writer: ValueWriter) -> None:
+    stored = put(slots, writer, full(1))
+    mine = read_value(str(stored.slot.path), stored.value_id)
     assert isinstance(mine, torch.Tensor)
     mine.fill_(5)
-    assert torch.equal(read_value(str(stored.arena.path), stored.value_id), full(1))  # type: ignore[arg-type]
+    assert torch.equal(read_value(str(stored.slot.path), stored.value_id), full(1))  # type: ignore[arg-type]
 
 
-def test_a_lock_lives_exactly_as_long_as_the_view(arenas: ValueArenas, writer: ValueWriter) -> None:
-    stored = put(arenas, writer, [full(1), np.zeros(COUNT)])
-    path = stored.arena.path
+def test_a_lock_lives_exactly_as_long_as_the_view(slots: ValueSlots, writer: ValueWriter) -> None:
+    stored = put(slots, writer, [full(1), np.zeros(COUNT)])
+    path = stored.slot.path
     assert is_free(path)
     value = read_value(str(path), stored.value_id)
     assert isinstance(value, list)
@@ -119,81 +119,62 @@ def test_a_lock_lives_exactly_as_long_as_the_view(arenas: ValueArenas, writer: V
     del copies
 
 
-def test_an_arena_is_reused_only_when_nobody_looks_at_it(
-    store: RankStore, arenas: ValueArenas, writer: ValueWriter
+def test_a_slot_is_reused_only_when_nobody_looks_at_it(
+    store: PartStore, slots: ValueSlots, writer: ValueWriter
 ) -> None:
-    first = put(arenas, writer, full(1))
-    view = read_value(str(first.arena.path), first.value_id)
-    let_go(arenas, first)
-    second = put(arenas, writer, full(2))
-    assert second.arena is not first.arena
+    first = put(slots, writer, full(1))
+    view = read_value(str(first.slot.path), first.value_id)
+    let_go(slots, first)
+    second = put(slots, writer, full(2))
+    assert second.slot is not first.slot
     assert torch.equal(view, full(1))  # type: ignore[arg-type]
     del view
-    third = put(arenas, writer, full(3))
-    assert third.arena is first.arena
+    third = put(slots, writer, full(3))
+    assert third.slot is first.slot
     assert len(paths(store)) == 2
     with pytest.raises(StaleValueError):
-        read_value(str(first.arena.path), first.value_id)
-    assert torch.equal(read_value(str(third.arena.path), third.value_id), full(3))  # type: ignore[arg-type]
-    assert used_bytes(arenas) == second.nbytes + third.nbytes
+        read_value(str(first.slot.path), first.value_id)
+    assert torch.equal(read_value(str(third.slot.path), third.value_id), full(3))  # type: ignore[arg-type]
+    assert used_bytes(slots) == second.nbytes + third.nbytes
 
 
-def test_an_arena_that_is_looked_at_is_not_grown_for_another_value(
-    store: RankStore, arenas: ValueArenas, writer: ValueWriter
+def test_a_mapping_that_is_kept_follows_a_slot_that_was_replaced(
+    tmpfs: Path, store: PartStore, slots: ValueSlots, writer: ValueWriter
 ) -> None:
-    first = put(arenas, writer, full(1))
-    view = read_value(str(first.arena.path), first.value_id)
-    let_go(arenas, first)
-    larger = put(arenas, writer, torch.full((3 * COUNT,), 2.0))
-    assert larger.arena is not first.arena
-    let_go(arenas, larger)
-    del view
-    assert put(arenas, writer, torch.full((3 * COUNT,), 3.0)).arena in (first.arena, larger.arena)
-    assert len(paths(store)) == 2
-
-
-def test_a_mapping_that_is_kept_follows_an_arena_that_grew_or_was_replaced(
-    tmpfs: Path, store: RankStore, arenas: ValueArenas, writer: ValueWriter
-) -> None:
-    first = put(arenas, writer, full(1))
-    let_go(arenas, first)
-    grown = put(arenas, writer, torch.full((2 * COUNT,), 2.0))
-    assert grown.arena is first.arena
-    assert torch.equal(read_value(str(grown.arena.path), grown.value_id), torch.full((2 * COUNT,), 2.0))  # type: ignore[arg-type]
+    first = put(slots, writer, full(1))
     store.close()
-    for path in store.directory.glob("arena-*"):
-        path.unlink()
+    first.slot.path.unlink()
     again = open_store(tmpfs)
-    other = put(ValueArenas(again, "f" * 16), writer, full(3))
-    assert other.arena.path == first.arena.path
-    assert torch.equal(read_value(str(other.arena.path), other.value_id), full(3))  # type: ignore[arg-type]
+    other = put(ValueSlots(again, "f" * 16), writer, full(3))
+    assert other.slot.path == first.slot.path
+    assert torch.equal(read_value(str(other.slot.path), other.value_id), full(3))  # type: ignore[arg-type]
     again.close()
 
 
-def test_mappings_are_bounded_and_those_of_removed_files_are_forgotten(arenas: ValueArenas, store: RankStore) -> None:
+def test_mappings_are_bounded_and_those_of_removed_files_are_forgotten(slots: ValueSlots, store: PartStore) -> None:
     writer = ValueWriter(mappings=3)
-    stored = [put(arenas, writer, full(i)) for i in range(5)]
+    stored = [put(slots, writer, full(i)) for i in range(5)]
     assert len(writer._kept) == 3
     for value in stored:
-        let_go(arenas, value)
-    assert store.arenas.delete_free(0) == 5 * stored[0].nbytes
-    put(arenas, writer, full(9))
+        let_go(slots, value)
+    assert store.remove_free(0) == 5 * stored[0].nbytes
+    put(slots, writer, full(9))
     assert len(writer._kept) == 1
     writer.close()
-    put(arenas, writer, full(10))
+    put(slots, writer, full(10))
     writer.close()
 
 
-def test_many_threads_put_and_get(arenas: ValueArenas, writer: ValueWriter) -> None:
+def test_many_threads_put_and_get(slots: ValueSlots, writer: ValueWriter) -> None:
     wrong: list[object] = []
 
     def work(number: int) -> None:
         for i in range(20):
             value = full(number * 100 + i)
-            stored = put(arenas, writer, value)
-            if not torch.equal(read_value(str(stored.arena.path), stored.value_id), value):  # type: ignore[arg-type]
+            stored = put(slots, writer, value)
+            if not torch.equal(read_value(str(stored.slot.path), stored.value_id), value):  # type: ignore[arg-type]
                 wrong.append(number)
-            let_go(arenas, stored)
+            let_go(slots, stored)
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
     for thread in threads:
@@ -202,99 +183,99 @@ def test_many_threads_put_and_get(arenas: ValueArenas, writer: ValueWriter) -> N
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
     assert not wrong
-    assert used_bytes(arenas) == 0
+    assert used_bytes(slots) == 0
 
 
 # ---- promises ---------------------------------------------------------------------------------------------------
 
 
-def test_only_what_was_written_whole_is_adopted(arenas: ValueArenas, writer: ValueWriter) -> None:
+def test_only_what_was_written_whole_is_adopted(slots: ValueSlots, writer: ValueWriter) -> None:
     encoded = encode(full(1))
-    room = arenas.allocate(object_size(encoded))
+    room = slots.allocate(object_size(encoded))
     with pytest.raises(StaleValueError):
-        arenas.adopt(room.value_id)
+        slots.adopt(room.value_id)
     with pytest.raises(StaleValueError):
         read_value(room.path, room.value_id)
     with pytest.raises(StaleValueError):
-        arenas.adopt(f"v-{INCARNATION}-000000000099")
+        slots.adopt(f"v-{INCARNATION}-000000000099")
     with writer.writing(room.path, room.value_id) as write:
         write(encoded)
-    stored = arenas.adopt(room.value_id)
+    stored = slots.adopt(room.value_id)
     with pytest.raises(StaleValueError):
-        arenas.adopt(room.value_id)
+        slots.adopt(room.value_id)
     with pytest.raises(StaleValueError), writer.writing(room.path, room.value_id):
         pass  # it holds a value: not to be written over
-    arenas.abandon([room.value_id])
-    assert used_bytes(arenas) == stored.nbytes
+    slots.abandon([room.value_id])
+    assert used_bytes(slots) == stored.nbytes
 
 
-def test_a_damaged_object_is_not_adopted(arenas: ValueArenas) -> None:
-    room = arenas.allocate(1000)
+def test_a_damaged_object_is_not_adopted(slots: ValueSlots) -> None:
+    room = slots.allocate(1000)
     with open(room.path, "r+b") as file:
         file.write((4096).to_bytes(8, "little") + b"{nonsense")
     with pytest.raises(ObjectFormatError):
-        arenas.adopt(room.value_id)
-    arenas.abandon([room.value_id])
-    assert used_bytes(arenas) == 0
+        slots.adopt(room.value_id)
+    slots.abandon([room.value_id])
+    assert used_bytes(slots) == 0
 
 
-def test_room_that_was_given_up_is_used_again(store: RankStore, arenas: ValueArenas, writer: ValueWriter) -> None:
-    rooms = [arenas.allocate(500_000) for _ in range(3)]
-    assert used_bytes(arenas) == sum(room.size for room in rooms)
-    arenas.abandon([room.value_id for room in rooms])
-    arenas.abandon([room.value_id for room in rooms])
-    assert used_bytes(arenas) == 0
+def test_room_that_was_given_up_is_used_again(store: PartStore, slots: ValueSlots, writer: ValueWriter) -> None:
+    rooms = [slots.allocate(500_000) for _ in range(3)]
+    assert used_bytes(slots) == sum(room.size for room in rooms)
+    slots.abandon([room.value_id for room in rooms])
+    slots.abandon([room.value_id for room in rooms])
+    assert used_bytes(slots) == 0
     for room in rooms:
         with pytest.raises(StaleValueError):
-            arenas.adopt(room.value_id)
-    assert {arenas.allocate(500_000).path for _ in range(3)} == {room.path for room in rooms}
+            slots.adopt(room.value_id)
+    assert {slots.allocate(500_000).path for _ in range(3)} == {room.path for room in rooms}
     assert len(paths(store)) == 3
 
 
-def test_free_arenas_are_given_back_for_others_within_the_limit(store: RankStore) -> None:
-    arenas = ValueArenas(store, INCARNATION, limit_bytes=4 << 20)
-    small = [arenas.allocate(200_000) for _ in range(10)]
-    arenas.abandon([room.value_id for room in small])
+def test_free_slots_are_given_back_for_others_within_the_limit(store: PartStore) -> None:
+    slots = ValueSlots(store, INCARNATION, limit_bytes=4 << 20)
+    small = [slots.allocate(200_000) for _ in range(10)]
+    slots.abandon([room.value_id for room in small])
     assert len(paths(store)) == 10
-    large = arenas.allocate(3_000_000)
-    assert sum(store.arenas.resident_bytes()) <= (4 << 20) + (1 << 16)
+    large = slots.allocate(3_000_000)
+    assert sum(store.resident_bytes()) <= (4 << 20) + (1 << 16)
     assert 0 < len(paths(store)) < 10
-    assert used_bytes(arenas) == large.size
+    assert used_bytes(slots) == large.size
 
 
-def test_a_failed_write_leaves_no_value(arenas: ValueArenas, writer: ValueWriter) -> None:
-    room = arenas.allocate(1000)
+def test_a_failed_write_leaves_no_value(slots: ValueSlots, writer: ValueWriter) -> None:
+    room = slots.allocate(1000)
     with pytest.raises((CapacityError, InvalidArgumentError)), writer.writing(room.path, room.value_id) as write:
         write(encode(torch.zeros(room.size)))
     assert is_free(room.path)
     with pytest.raises(StaleValueError):
-        arenas.adopt(room.value_id)
+        slots.adopt(room.value_id)
 
 
 def test_no_room_is_a_typed_error_and_no_leak(small_tmpfs: Path) -> None:
     store = open_store(small_tmpfs)
-    arenas = ValueArenas(store, INCARNATION)
-    room = arenas.allocate(2 << 20)
+    slots = ValueSlots(store, INCARNATION)
+    room = slots.allocate(2 << 20)
     with pytest.raises(CapacityError):
-        arenas.allocate(3 << 20)
-    assert used_bytes(arenas) == room.size
-    arenas.abandon([room.value_id])
-    assert arenas.allocate(3 << 20).size >= 3 << 20
+        slots.allocate(3 << 20)
+    assert used_bytes(slots) == room.size
+    slots.abandon([room.value_id])
+    assert slots.allocate(3 << 20).size >= 3 << 20
     store.close()
 
 
-def test_values_from_another_node_are_filled_in(arenas: ValueArenas) -> None:
+def test_values_from_another_node_are_filled_in(slots: ValueSlots) -> None:
     value = {"a": torch.randn(COUNT), "b": np.arange(10)}
     encoded = encode(value)
-    room = arenas.allocate(object_size(encoded))
+    room = slots.allocate(object_size(encoded))
     blobs = [bytes(blob) for blob in object_blobs(encoded, room.size, room.value_id)]
     with pytest.raises(InvalidArgumentError):
-        arenas.fill(room.value_id, [*blobs, bytes(room.size)])
+        slots.fill(room.value_id, [*blobs, bytes(room.size)])
     with pytest.raises(StaleValueError):
-        arenas.fill("v-x", blobs)
-    arenas.fill(room.value_id, blobs)
-    stored = arenas.adopt(room.value_id)
-    sent = bytes(stored.arena.buffer[: stored.size])
+        slots.fill("v-x", blobs)
+    slots.fill(room.value_id, blobs)
+    stored = slots.adopt(room.value_id)
+    sent = bytes(stored.slot.buffer[: stored.size])
     assert len(sent) == stored.size
     for found in (
         read_value(room.path, room.value_id),
@@ -305,124 +286,116 @@ def test_values_from_another_node_are_filled_in(arenas: ValueArenas) -> None:
         assert np.array_equal(found["b"], value["b"])
 
 
-def test_the_arena_of_a_value_is_free_when_nothing_refers_to_the_value(
-    arenas: ValueArenas, writer: ValueWriter
-) -> None:
-    stored = put(arenas, writer, full(1))
-    arena, value_id, reader = stored.arena, stored.value_id, stored
+def test_the_slot_of_a_value_is_free_when_nothing_refers_to_the_value(slots: ValueSlots, writer: ValueWriter) -> None:
+    stored = put(slots, writer, full(1))
+    slot, value_id, reader = stored.slot, stored.value_id, stored
     del stored
-    assert arenas.is_needed(value_id)
-    second = put(arenas, writer, full(2))
-    assert second.arena is not arena
-    assert torch.equal(read_object(bytes(arena.buffer[: reader.size]), value_id, file_size=arena.size), full(1))  # type: ignore[arg-type]
+    second = put(slots, writer, full(2))
+    assert second.slot is not slot
+    assert torch.equal(read_object(bytes(slot.buffer[: reader.size]), value_id, file_size=slot.size), full(1))  # type: ignore[arg-type]
     del reader
-    assert not arenas.is_needed(value_id)
-    assert put(arenas, writer, full(3)).arena is arena
+    assert put(slots, writer, full(3)).slot is slot
 
 
 def test_a_value_that_became_a_part_of_the_store_is_not_freed_at_its_end(
-    store: RankStore, arenas: ValueArenas, writer: ValueWriter
+    store: PartStore, slots: ValueSlots, writer: ValueWriter
 ) -> None:
-    stored = put(arenas, writer, full(1))
+    stored = put(slots, writer, full(1))
     record = ObjectRecord(
-        name=object_name(0, stored.value_id),
+        name=object_name(0, "00000001"),
         size=stored.size,
-        file_size=stored.arena.size,
+        file_size=stored.slot.size,
         digests=("0" * 16,) * block_count(stored.size),
     )
-    manifest = Manifest(
-        version="step-3_ckpt", rank=0, world_size=1, save_id=stored.value_id, node="n0", objects=(record,)
-    )
-    part = store.commit(manifest, [stored.arena])
+    manifest = Manifest(version="step-3_ckpt", rank=0, world_size=1, save_id="00000001", node="n0", objects=(record,))
+    part = store.commit(stored.slot, manifest)
     stored.unused = None
-    let_go(arenas, stored)
-    assert put(arenas, writer, full(2)).arena is not stored.arena
-    assert torch.equal(read_value(str(stored.arena.path), stored.value_id), full(1))  # type: ignore[arg-type]
-    store.drop(part)
-    assert put(arenas, writer, full(3)).arena is stored.arena
+    let_go(slots, stored)
+    assert put(slots, writer, full(2)).slot is not stored.slot
+    assert torch.equal(read_value(str(stored.slot.path), stored.value_id), full(1))  # type: ignore[arg-type]
+    store.drop([part])
+    assert put(slots, writer, full(3)).slot is stored.slot
 
 
 # ---- several processes ------------------------------------------------------------------------------------------
 
 
-def test_a_reader_in_another_process_keeps_its_bytes(
-    store: RankStore, arenas: ValueArenas, writer: ValueWriter
-) -> None:
-    stored = put(arenas, writer, full(1))
-    with Child(value_support.hold_a_view, str(stored.arena.path), stored.value_id) as child:
+def test_a_reader_in_another_process_keeps_its_bytes(store: PartStore, slots: ValueSlots, writer: ValueWriter) -> None:
+    stored = put(slots, writer, full(1))
+    with Child(value_support.hold_a_view, str(stored.slot.path), stored.value_id) as child:
         assert child.next_report("holding") == ("holding", 1.0)
-        let_go(arenas, stored)
-        others = [put(arenas, writer, full(i)) for i in range(2, 5)]
-        assert stored.arena not in [other.arena for other in others]
+        let_go(slots, stored)
+        others = [put(slots, writer, full(i)) for i in range(2, 5)]
+        assert stored.slot not in [other.slot for other in others]
         child.say("go on")
         assert child.next_report("still") == ("still", 1.0, 1.0)
         assert child.next_report("let go") == ("let go", True)
-        assert put(arenas, writer, full(9)).arena is stored.arena
+        assert put(slots, writer, full(9)).slot is stored.slot
 
 
 @pytest.mark.parametrize("how", ["killed", "killed while stopped"])
-def test_the_lock_of_a_reader_goes_with_it(arenas: ValueArenas, writer: ValueWriter, how: str) -> None:
-    stored = put(arenas, writer, full(1))
-    with Child(value_support.hold_a_view, str(stored.arena.path), stored.value_id) as child:
+def test_the_lock_of_a_reader_goes_with_it(slots: ValueSlots, writer: ValueWriter, how: str) -> None:
+    stored = put(slots, writer, full(1))
+    with Child(value_support.hold_a_view, str(stored.slot.path), stored.value_id) as child:
         child.next_report("holding")
-        let_go(arenas, stored)
+        let_go(slots, stored)
         if how == "killed while stopped":
             child.stop()
-        assert put(arenas, writer, full(2)).arena is not stored.arena
+        assert put(slots, writer, full(2)).slot is not stored.slot
         child.kill()
-        assert put(arenas, writer, full(3)).arena is stored.arena
+        assert put(slots, writer, full(3)).slot is stored.slot
 
 
-def test_a_fork_of_a_reader_is_a_reader(arenas: ValueArenas, writer: ValueWriter) -> None:
-    stored = put(arenas, writer, full(1))
-    with Child(value_support.hold_a_view_in_a_fork, str(stored.arena.path), stored.value_id) as child:
+def test_a_fork_of_a_reader_is_a_reader(slots: ValueSlots, writer: ValueWriter) -> None:
+    stored = put(slots, writer, full(1))
+    with Child(value_support.hold_a_view_in_a_fork, str(stored.slot.path), stored.value_id) as child:
         child.next_report("forked")
-        let_go(arenas, stored)
-        assert put(arenas, writer, full(2)).arena is not stored.arena
+        let_go(slots, stored)
+        assert put(slots, writer, full(2)).slot is not stored.slot
         child.say("go on")
         child.join()
-        assert put(arenas, writer, full(3)).arena is stored.arena
+        assert put(slots, writer, full(3)).slot is stored.slot
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_writer_that_is_stopped_keeps_its_arena_and_one_that_is_killed_does_not(
-    arenas: ValueArenas, writer: ValueWriter, when: str
+def test_a_writer_that_is_stopped_keeps_its_slot_and_one_that_is_killed_does_not(
+    slots: ValueSlots, writer: ValueWriter, when: str
 ) -> None:
-    room = arenas.allocate(object_size(encode(full(7))))
+    room = slots.allocate(object_size(encode(full(7))))
     with Child(value_support.write_and_wait, room.path, room.value_id, when) as child:
         child.next_report("locked")
         child.stop()
-        arenas.abandon([room.value_id])  # its connection is gone, as far as the manager can see
-        assert arenas.allocate(room.size).path != room.path
+        slots.abandon([room.value_id])  # its connection is gone, as far as the manager can see
+        assert slots.allocate(room.size).path != room.path
         child.kill()
-    assert arenas.allocate(room.size - 4096).path == room.path
+    assert slots.allocate(room.size - 4096).path == room.path
     with pytest.raises(StaleValueError):
         read_value(room.path, room.value_id)
 
 
-def test_a_writer_that_comes_late_is_refused_and_spoils_nothing(arenas: ValueArenas, writer: ValueWriter) -> None:
-    room = arenas.allocate(object_size(encode(full(1))))
+def test_a_writer_that_comes_late_is_refused_and_spoils_nothing(slots: ValueSlots, writer: ValueWriter) -> None:
+    room = slots.allocate(object_size(encode(full(1))))
     with Child(value_support.write_late, room.path, room.value_id) as child:
         child.next_report("ready")
-        arenas.abandon([room.value_id])
-        stored = put(arenas, writer, full(2))
-        assert str(stored.arena.path) == room.path
+        slots.abandon([room.value_id])
+        stored = put(slots, writer, full(2))
+        assert str(stored.slot.path) == room.path
         child.say("go on")
         assert child.next_report("refused")
         assert torch.equal(read_value(room.path, stored.value_id), full(2))  # type: ignore[arg-type]
-        pending = arenas.allocate(room.size)
-        let_go(arenas, stored)
+        pending = slots.allocate(room.size)
+        let_go(slots, stored)
     with Child(value_support.write_late, pending.path, room.value_id) as child:
         child.next_report("ready")
         child.say("go on")  # and another's promise is as safe as another's value
         assert child.next_report("refused")
 
 
-def test_a_writer_that_is_killed_at_any_moment_leaves_a_whole_value_or_none(arenas: ValueArenas) -> None:
+def test_a_writer_that_is_killed_at_any_moment_leaves_a_whole_value_or_none(slots: ValueSlots) -> None:
     value = [torch.full((1 << 20,), 7.0), "text"]
     whole = 0
     for i in range(12):
-        room = arenas.allocate(object_size(encode(value)))
+        room = slots.allocate(object_size(encode(value)))
         with Child(value_support.write_and_wait, room.path, room.value_id, "before") as child:
             child.next_report("locked")
             child.say("go on")
@@ -432,38 +405,38 @@ def test_a_writer_that_is_killed_at_any_moment_leaves_a_whole_value_or_none(aren
                 child.join()
             child.kill()
         try:
-            stored = arenas.adopt(room.value_id)
+            stored = slots.adopt(room.value_id)
         except StaleValueError:
-            arenas.abandon([room.value_id])
+            slots.abandon([room.value_id])
             continue
         found = read_value(room.path, room.value_id)
         assert isinstance(found, list)
         assert torch.equal(found[0], value[0])  # type: ignore[arg-type]
         del found
-        let_go(arenas, stored)
+        let_go(slots, stored)
         whole += 1
     assert whole >= 3
-    assert used_bytes(arenas) == 0
+    assert used_bytes(slots) == 0
 
 
-def test_readers_race_with_reuse_and_see_whole_values_only(arenas: ValueArenas, writer: ValueWriter) -> None:
-    current = put(arenas, writer, full(0))
+def test_readers_race_with_reuse_and_see_whole_values_only(slots: ValueSlots, writer: ValueWriter) -> None:
+    current = put(slots, writer, full(0))
     seen = 0
     for i in range(1, 6):
         with (
-            Child(value_support.read_for_ever, str(current.arena.path), current.value_id, float(i - 1)) as one,
-            Child(value_support.read_for_ever, str(current.arena.path), current.value_id, float(i - 1)) as other,
+            Child(value_support.read_for_ever, str(current.slot.path), current.value_id, float(i - 1)) as one,
+            Child(value_support.read_for_ever, str(current.slot.path), current.value_id, float(i - 1)) as other,
         ):
             one.next_report("reading")
             other.next_report("reading")
-            let_go(arenas, current)
-            used = current.arena
-            for _ in range(10_000):  # until the arena was free at the moment that it was asked for
-                current = put(arenas, writer, full(i))
-                if current.arena is used:
+            let_go(slots, current)
+            used = current.slot
+            for _ in range(10_000):  # until the slot was free at the moment that it was asked for
+                current = put(slots, writer, full(i))
+                if current.slot is used:
                     break
-                let_go(arenas, current)
-            assert current.arena is used
+                let_go(slots, current)
+            assert current.slot is used
             seen += one.next_report("gone")[1] + other.next_report("gone")[1]
     assert seen > 0
 
@@ -471,28 +444,28 @@ def test_readers_race_with_reuse_and_see_whole_values_only(arenas: ValueArenas, 
 @pytest.mark.slow
 def test_a_manager_that_comes_back_respects_readers_from_before(tmpfs: Path, writer: ValueWriter) -> None:
     first = open_store(tmpfs)
-    stored = put(ValueArenas(first, "a" * 16), writer, full(1))
-    path, value_id = str(stored.arena.path), stored.value_id
+    stored = put(ValueSlots(first, "a" * 16), writer, full(1))
+    path, value_id = str(stored.slot.path), stored.value_id
     view = read_value(path, value_id)
     del stored
     first.close()
     second = open_store(tmpfs)
-    arenas = ValueArenas(second, "b" * 16)
-    other = put(arenas, writer, full(2))
-    assert str(other.arena.path) != path
+    slots = ValueSlots(second, "b" * 16)
+    other = put(slots, writer, full(2))
+    assert str(other.slot.path) != path
     assert torch.equal(view, full(1))  # type: ignore[arg-type]
     del view
     gc.collect()
-    assert str(put(arenas, writer, full(3)).arena.path) == path
+    assert str(put(slots, writer, full(3)).slot.path) == path
     second.close()
 
 
 # ---- odds and ends ----------------------------------------------------------------------------------------------
 
 
-def test_arguments_are_checked(store: RankStore, tmpfs: Path) -> None:
+def test_arguments_are_checked(store: PartStore, tmpfs: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="incarnation="):
-        ValueArenas(store, "../../x")
+        ValueSlots(store, "../../x")
     for path in (tmpfs / "none", tmpfs / "empty"):
         (tmpfs / "empty").touch()
         with pytest.raises(StaleValueError):
@@ -502,8 +475,8 @@ def test_arguments_are_checked(store: RankStore, tmpfs: Path) -> None:
         read_value(str(tmpfs / "link"), "v-1")
 
 
-def test_more_views_than_files_may_be_open(arenas: ValueArenas, writer: ValueWriter) -> None:
-    stored = put(arenas, writer, full(1))
-    with Child(value_support.hold_many_views, str(stored.arena.path), stored.value_id, 100) as child:
+def test_more_views_than_files_may_be_open(slots: ValueSlots, writer: ValueWriter) -> None:
+    stored = put(slots, writer, full(1))
+    with Child(value_support.hold_many_views, str(stored.slot.path), stored.value_id, 100) as child:
         assert "copy=True" in child.next_report("refused")[1]
         child.join()

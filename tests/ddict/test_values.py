@@ -28,7 +28,7 @@ from ml_flashpoint.ddict.client.shared_memory import (
     write_object,
 )
 from ml_flashpoint.ddict.errors import StaleValueError
-from ml_flashpoint.ddict.manager.arenas import check_header, inline_number, number_to_inline
+from ml_flashpoint.ddict.manager.slots import check_header, inline_number, number_to_inline
 from ml_flashpoint.format.errors import CapacityError, DamagedError, FlashpointError, InvalidArgumentError
 from ml_flashpoint.format.object_format import encode_header, parse_header, plan_layout
 
@@ -52,11 +52,11 @@ def written(value: object) -> bytearray:
     return buffer
 
 
-def in_arena(value: object) -> object:
+def in_slot(value: object) -> object:
     return read_object(written(value), ID)
 
 
-def in_arena_copy(value: object) -> object:
+def in_slot_copy(value: object) -> object:
     return read_object(written(value), ID, copy=True)
 
 
@@ -75,7 +75,7 @@ def written_like(encoded: Encoded, file_size: int) -> bytearray:
     return buffer
 
 
-WAYS = [inline, inline_copy, in_arena, in_arena_copy, from_elsewhere]
+WAYS = [inline, inline_copy, in_slot, in_slot_copy, from_elsewhere]
 every_way = pytest.mark.parametrize("way", WAYS)
 PLAIN: list[object] = [
     None,
@@ -178,7 +178,7 @@ def test_arrays_come_back(way: Way, name: str) -> None:
     assert type(found) is np.ndarray
     assert (found.dtype, found.shape) == (value.dtype, value.shape)
     assert np.array_equal(found, value)
-    assert found.flags.writeable == (way in (inline_copy, in_arena_copy))
+    assert found.flags.writeable == (way in (inline_copy, in_slot_copy))
 
 
 @every_way

@@ -11,27 +11,27 @@ from typing import Any
 
 import torch
 
-from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.ddict.client.codec import encode
 from ml_flashpoint.ddict.client.shared_memory import ValueWriter, object_size, read_value
 from ml_flashpoint.ddict.errors import DDictError, StaleValueError
-from ml_flashpoint.ddict.manager.arenas import ValueArenas, is_unused
 from ml_flashpoint.ddict.manager.shard import StoredValue
+from ml_flashpoint.ddict.manager.slots import ValueSlots
+from ml_flashpoint.ddict.manager.store import PartStore
 
 INCARNATION = "0123456789abcdef"
 
 
-def open_store(base: Path) -> RankStore:
-    return RankStore(base, 0, lock_deadline_s=5, reusable=is_unused)
+def open_store(base: Path) -> PartStore:
+    return PartStore(base, 0, 1, lock_deadline_s=5)
 
 
-def put(arenas: ValueArenas, writer: ValueWriter, value: object) -> StoredValue:
+def put(slots: ValueSlots, writer: ValueWriter, value: object) -> StoredValue:
     """What a client and a manager do together."""
     encoded = encode(value)
-    room = arenas.allocate(object_size(encoded))
+    room = slots.allocate(object_size(encoded))
     with writer.writing(room.path, room.value_id) as write:
         write(encoded)
-        return arenas.adopt(room.value_id)
+        return slots.adopt(room.value_id)
 
 
 def is_free(path: str | Path) -> bool:
@@ -106,7 +106,7 @@ def read_for_ever(report: Any, path: str, value_id: str, first: float) -> None:
         assert bool((value == first).all()), value
         seen += 1
         del value
-        time.sleep(0.001)  # or the arena would hardly ever be free
+        time.sleep(0.001)  # or the slot would hardly ever be free
 
 
 def hold_many_views(report: Any, path: str, value_id: str, count: int) -> None:

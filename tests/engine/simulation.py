@@ -1,9 +1,9 @@
 """A simulation of rounds, slots and recovery that drives the decisions of `ml_flashpoint.engine.rounds`.
 
 Deterministic: a seed gives a schedule of save calls, commits, pushes, answers and verdicts on 1 to 5 ranks and 1 to 4
-nodes, with saves that fail, messages that are late, readers, a store that cannot be reached, crashes, lost nodes, nodes
-that come back with old memory, and jobs that go back to an older version. `World.play` raises `Violation` if a promise
-is broken.
+nodes, with saves that fail, saves that somebody waits for, ranks that do not agree on who writes what, messages that are
+late, readers, versions that are persisted, a store that cannot be reached, crashes, lost nodes, nodes that come back with
+old memory, and jobs that go back to an older version. `World.play` raises `Violation` if a promise is broken.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from ml_flashpoint.engine.rounds import NOTHING, Answer, Leader, Member, Verdict
+from ml_flashpoint.engine.rounds import NOTHING, Answer, Fate, Leader, Member, Outcome, Verdict
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.lineage import RunRecord, newest_begun, next_run
 from ml_flashpoint.memory.pool import New, SlotRequest, choose, slot_limit
 from ml_flashpoint.memory.slot import State
+from ml_flashpoint.ranks.retention import Keep, kept
 
 BROKEN = {
     "the round's part is free": "a rank does not retain its part of the round's save",
@@ -33,6 +34,13 @@ BROKEN = {
     "no lock": "a slot is reused while a reader locks it",
     "one phase": "a run's record counts as soon as one node has it",
     "mixed saves": "a round succeeds if all ranks answer that a part is copied, whichever saves the parts are of",
+    "mixed tables": "a round succeeds if all ranks answer that a part is copied, whatever they agreed on",
+    "no milestones": "the newest versions are retained, and no milestones",
+    "hopeless saves": "a round begins again about an explicit save that a rank has no part of",
+    "lost in silence": "a verdict does not say which explicit saves are lost",
+    "persisted parts are free": "a slot is reused while it is persisted",
+    "due once": "only one verdict names a save that is due to be persisted",
+    "due while busy": "a save becomes due to be persisted while rank 0 persists another one",
 }
 """Ways to break one sentence of the rules; the simulation must notice each."""
 
@@ -51,6 +59,7 @@ class Slot:
     state: State = State.EMPTY
     used: int = 0
     locks: int = 0
+    readers: int = 0
 
     def spoil(self) -> None:
         """Lose what was being written."""
@@ -87,17 +96,57 @@ class Process:
     queue: list[Slot] = field(default_factory=list)
     waiting: SaveId | None = None
     """An explicit save that has no slot yet."""
+    blocked: SaveId | None = None
+    """An explicit save that the program waits for."""
+    deadline: int = 0
+    """Until when the program waits for a slot, or for a save."""
+    must_end: bool = False
+    """It is a violation if the program waits as long as that."""
+    pending: dict[SaveId, bool] = field(default_factory=dict)
+    """Saves whose fate is open; True for explicit ones."""
+    superseded: set[SaveId] = field(default_factory=set)
+    heard: SaveId = NOTHING
+    """The newest save that this rank knows to be due to be persisted."""
+    persisting: SaveId | None = None
+    persisted: bool = False
 
 
 class CarelessLeader(Leader):
-    """A leader that does not compare the saves of the answers."""
+    """A leader that leaves a sentence out, which `broken` is the name of."""
 
-    def decide(self, answers: Iterable[Answer]) -> Verdict | None:
+    broken = ""
+
+    def decide(
+        self,
+        answers: Iterable[Answer],
+        *,
+        may_repeat: bool = True,
+        is_idle: bool = True,
+        persister_is_busy: bool = False,
+    ) -> Verdict | None:
         found = [each for each in answers if each.number == self.member.verdict.number]
-        if found and all(each.copied for each in found):
+        if self.broken == "mixed saves" and found and all(each.outcome is Outcome.COPIED for each in found):
             newest = max(each.save for each in found)
             found = [replace(each, save=newest) for each in found]
-        return Leader.decide(self, found)
+        if self.broken == "mixed tables":
+            found = [replace(each, table="") for each in found]
+        is_busy = persister_is_busy and self.broken != "due while busy"
+        verdict = Leader.decide(self, found, may_repeat=may_repeat, is_idle=is_idle, persister_is_busy=is_busy)
+        if verdict is None:
+            return None
+        if self.broken == "hopeless saves":
+            self.lost -= set(self.member.explicit)
+            waited = [save for save in self.member.explicit if save > verdict.newest]
+            verdict = replace(verdict, lost=(), first=waited[-1] if waited else verdict.first)
+        if self.broken == "no milestones":
+            verdict = replace(verdict, verified=verdict.verified[-self.member.keep.newest :])
+        if self.broken == "one try":
+            verdict = replace(verdict, recovered=None)
+        if self.broken == "lost in silence":
+            verdict = replace(verdict, lost=())
+        if self.broken == "due once" and verdict.persist == self.member.verdict.persist:
+            verdict = replace(verdict, persist=None)
+        return verdict
 
 
 class World:
@@ -110,25 +159,35 @@ class World:
 
     def __init__(self, seed: int, broken: str = "") -> None:
         self.random = rng = random.Random(seed)
-        self.broken, self.now, self.seen = broken, 0, Counter[str]()
+        self.broken, self.now, self.called, self.seen = broken, 0, 0, Counter[str]()
         alone = not broken and rng.random() < 0.1
         self.ranks = 1 if alone else rng.randint(2, 5)
         self.nodes = 1 if alone else min(rng.randint(2, 4), self.ranks)
         self.home = [rank * self.nodes // self.ranks for rank in range(self.ranks)]
         self.holders = self._holders()
-        self.keep = rng.randint(1, 3)
-        self.extra = rng.randint(0, 2)
+        self.skew, self.stride = rng.randint(1, 3), rng.choice([1, 10])
+        every = rng.choice([None, None, 2, 3])
+        self.keep = Keep(rng.randint(1, 3 if every is None else 2), every and every * self.stride, rng.randint(1, 2))
+        self.persist_every = rng.choice([0, 2, 3]) * self.stride
+        self.pace = rng.choice([0.5, 0.5, 0.05])
+        self.extra = rng.randint(0, 3 if self.persist_every else 2)
+        self.explicit_every, self.blocks = rng.choice([0, 0, 1, 3, 7]), rng.random() < 0.5
         held = Counter(self.home[holder] for holders in self.holders for holder in holders)
         own = Counter(self.home)
-        self.room = [(self.keep + 1) * (own[node] + held[node]) + rng.randint(0, 2) for node in range(self.nodes)]
+        self.room = [(self.keep.versions + 1) * (own[node] + held[node]) + rng.randint(0, 2) for node in range(self.nodes)]
         self.memory = [Node() for _ in range(self.nodes)]
         self.parked: dict[int, Node] = {}
         self.faults, self.store_is_up, self.last_call = True, True, 10**9
         self.weights: dict[object, float] = {}
-        self.skew, self.stride = rng.randint(1, 3), rng.choice([1, 10])
         self.known = NOTHING  # the newest save that any rank knew as verified
         self.gone_back: tuple[int, SaveId] | None = None
         self.fragile = False  # a node was lost, and what was recovered has not all its copies yet
+        self.patience = 1000
+        self.calm_after = 10**9
+        """The last call that some rank may miss."""
+        self.tables: dict[SaveId, dict[int, str]] = {}
+        self.durable: dict[SaveId, dict[int, tuple[SaveId, int]]] = {}
+        self.completed = 0
         self.readers: list[tuple[int, Slot, SaveId, int, bool]] = []
         self.stopped: set[int] = set()
         self.processes: list[Process] | None = None
@@ -163,10 +222,11 @@ class World:
         """Return a slot to write to: a free one, longest unused first, or a new one."""
         slots = self.slots(keeper, of)
         grows = request.may_grow or (extra > 0 and self.broken == "greedy slots")
-        limit = slot_limit(self.keep, may_grow=grows, extra=extra)
+        limit = slot_limit(self.keep.versions, may_grow=grows, extra=extra)
         node = self.memory[self.home[keeper]]
         room = len(slots) < limit and node.count() < self.room[self.home[keeper]]
         locked = [slot for slot in slots if slot.locks and self.broken != "no lock"]
+        locked += [slot for slot in slots if slot.readers and self.broken != "persisted parts are free"]
         slot = choose(slots, request, locked, may_make=room)
         if isinstance(slot, New):
             slots.append(slot := Slot())
@@ -188,6 +248,10 @@ class World:
         mine = self.processes[rank]
         if rank in self.stopped or mine.calls >= self.last_call or mine.staging or mine.waiting:
             return
+        if mine.blocked is not None:
+            if mine.blocked in mine.pending and not self.is_over(mine):
+                return
+            mine.blocked = None
         slowest = min(self.processes[other].calls for other in range(self.ranks) if other not in self.stopped)
         if mine.calls >= slowest + self.skew:
             return
@@ -195,12 +259,29 @@ class World:
         if self.fails(0.015):
             return  # the program misses the call on this rank
         save, is_last = self.save_of(mine.calls), mine.calls == self.last_call
-        mine.member.call(save, explicit=is_last)
-        if self.fails(0.015):
+        is_explicit = is_last or (self.explicit_every > 0 and mine.calls % self.explicit_every == 0)
+        table = str(rank) if self.fails(0.01) else ""
+        self.called = self.now if rank == 0 else self.called
+        mine.member.call(save, explicit=is_explicit, table=table)
+        mine.pending[save] = is_explicit
+        self.tables.setdefault(save, {})[rank] = table
+        if is_explicit:
+            mine.blocked = save if self.blocks else None
+            mine.must_end = mine.calls > self.calm_after
+            mine.deadline = self.now + (20_000 if mine.must_end else self.patience)
+        if self.fails(0.015) or (is_explicit and not is_last and self.random.random() < 0.02):
             mine.member.fail(save)
+            mine.pending.pop(save)
             return
-        mine.waiting = save if is_last else None
+        mine.waiting = save if is_explicit else None
+        self.end_pending(mine)
         self.begin(rank, save)
+
+    def is_over(self, mine: Process) -> bool:
+        """Return True if the program has waited up to its deadline."""
+        if self.now > mine.deadline and mine.must_end:
+            raise Violation(f"a program waited for {mine.blocked or mine.waiting} in vain")
+        return self.now > mine.deadline
 
     def begin(self, rank: int, save: SaveId) -> None:
         """Take a slot for a save, if there is one."""
@@ -216,6 +297,7 @@ class World:
             mine.staging, mine.waiting = slot, None
         elif mine.waiting is None:
             mine.member.fail(save, late=1)
+            mine.pending.pop(save, None)
             self.seen["saves without a slot"] += 1
 
     def stage(self, rank: int) -> None:
@@ -223,7 +305,10 @@ class World:
         assert self.processes is not None
         mine = self.processes[rank]
         if mine.waiting and not mine.staging:
-            self.begin(rank, mine.waiting)
+            save = mine.waiting
+            if save not in mine.pending or self.is_over(mine):
+                mine.waiting = None  # superseded meanwhile, or at its deadline
+            self.begin(rank, save)
         elif mine.staging:
             slot, mine.staging = mine.staging, None
             if self.fails():
@@ -238,6 +323,7 @@ class World:
         assert self.processes is not None
         assert slot.save is not None
         self.processes[rank].member.fail(slot.save)
+        self.processes[rank].pending.pop(slot.save, None)
         slot.spoil()
 
     # ---- executors and the board's threads --------------------------------------------------------------------
@@ -313,12 +399,27 @@ class World:
         mine = self.processes[rank]
         if not mine.member.adopt(verdict):
             return
+        self.end_pending(mine)
+        if verdict.persist is not None and verdict.persist > mine.heard:
+            self.begin_to_persist(rank, verdict.persist)
         self.changed = True
         self.known = max(self.known, verdict.newest)
         if mine.push:
             mine.push[1].spoil()
         mine.acknowledged, mine.push, mine.published = set(), None, False
         self.seen["learned of a round too late"] += mine.member.answer is not None
+
+    def end_pending(self, mine: Process) -> None:
+        """End what the program waits for, of saves that are verified or superseded."""
+        verdict = mine.member.verdict
+        for save, is_explicit in list(mine.pending.items()):
+            fate = verdict.fate(save, explicit=is_explicit)
+            if fate is not Fate.OPEN:
+                del mine.pending[save]
+            if fate is Fate.SUPERSEDED:
+                mine.superseded.add(save)
+        if mine.superseded.intersection(verdict.verified):
+            raise Violation(f"a rank took a save for superseded that is verified: {verdict}")
 
     def lead(self) -> None:
         """Have rank 0 decide."""
@@ -327,15 +428,87 @@ class World:
             return
         if self.leader.member.verdict != self.verdict:
             self.adopt(0, self.verdict)
-        verdict = self.leader.decide(self.answers.values())
+        is_busy = self.processes[0].persisting is not None
+        may_repeat = self.random.random() < 0.5
+        is_idle = self.now > self.called + 2000
+        verdict = self.leader.decide(
+            self.answers.values(), may_repeat=may_repeat, is_idle=is_idle, persister_is_busy=is_busy
+        )
         if verdict is None:
             return
-        self.seen["rounds verified" if verdict.total > self.verdict.total else "rounds without result"] += 1
-        if verdict.total > self.verdict.total:
+        is_success = verdict.total > self.verdict.total
+        self.seen["rounds verified" if is_success else "rounds without result"] += 1
+        if is_success:
             self.fragile, self.changed = False, True
-        if self.broken == "one try":
-            verdict = replace(verdict, recovered=None)
+            self.check_listed(verdict)
         self.verdict = Verdict.from_fields(verdict.to_fields())
+
+    def is_mixed(self, save: SaveId) -> bool:
+        """Return True if the ranks have not written a save by one table."""
+        return len(set(self.tables[save].values())) > 1
+
+    def check_listed(self, verdict: Verdict) -> None:
+        """Check that what a verdict lists is what it must list, and that all ranks know what it says no more."""
+        assert self.processes is not None
+        if self.is_mixed(verdict.newest):
+            raise Violation(f"{verdict.newest} was written by {self.tables[verdict.newest]}")
+        self.line.append(verdict.newest)
+        every = self.keep.every_n_steps
+        older = self.line[: -self.keep.newest]
+        wanted = [save for save in older if every and save.step % every == 0][-self.keep.milestones :]
+        if list(verdict.verified) != wanted + self.line[-self.keep.newest :]:
+            raise Violation(f"{verdict.verified} stay of {self.line}")
+        persist = self.verdict.persist
+        if persist is not None and any(process.heard < persist for process in self.processes):
+            raise Violation(f"some rank does not know that {persist} is due to be persisted")
+
+    # ---- persistence: it reads slots, and writes where memory does not matter ------------------------------------
+
+    def begin_to_persist(self, rank: int, save: SaveId) -> None:
+        """Have a rank begin to read its part of a save, in place of an earlier one."""
+        assert self.processes is not None
+        mine = self.processes[rank]
+        self.end_to_persist(rank)
+        mine.heard = save
+        slot = self.part(rank, save)
+        if slot is not None and slot.manifest == save:
+            slot.readers += 1
+            mine.persisting, mine.persisted = save, False
+        else:
+            self.seen["parts that were gone before they were persisted"] += 1
+
+    def end_to_persist(self, rank: int) -> None:
+        """Have a rank stop to persist."""
+        assert self.processes is not None
+        mine = self.processes[rank]
+        slot = self.part(rank, mine.persisting)
+        if mine.persisting is not None and not mine.persisted and slot is not None:
+            slot.readers -= 1
+        mine.persisting = None
+
+    def persist(self, rank: int) -> None:
+        """Have a rank write its part; rank 0 then waits for the others."""
+        assert self.processes is not None
+        mine, save = self.processes[rank], self.processes[rank].persisting
+        if save is None or self.random.random() > self.pace:
+            return
+        parts = self.durable.setdefault(save, {})
+        if not mine.persisted:
+            slot = self.part(rank, save)
+            if slot is None or slot.content != (save, rank):
+                raise Violation(f"rank {rank} persisted {slot and slot.content} for {save}")
+            slot.readers -= 1
+            mine.persisted = True
+            if self.fails():
+                mine.persisting = None
+                return
+            parts[rank] = slot.content
+        if rank != 0 or self.fails(0.1):
+            mine.persisting = None
+        elif len(parts) == self.ranks:
+            mine.persisting = None
+            self.completed += 1
+            self.seen["versions persisted"] += 1
 
     def save_of(self, call: int) -> SaveId:
         """Return the save of the n-th call of this run."""
@@ -363,6 +536,7 @@ class World:
             records = [replace(record, begun=True) for record in records]
         newest, gone = newest_begun(records), set() if lost is None else {lost}
         whole = [save for save, by in found.items() if len(by) == self.ranks and all(at - gone for at in by.values())]
+        whole = [save for save in whole if not self.is_mixed(save)]
         return sorted((save for save in whole if newest is None or newest.has(save)), reverse=True)
 
     def has_all_copies(self, save: SaveId) -> bool:
@@ -378,7 +552,7 @@ class World:
         there = self.complete(None, self.parts())
         chosen = back_to or (there[0] if there else NOTHING)
         listed = [save for save in reversed(there) if save <= chosen and self.has_all_copies(save)]
-        verified = tuple(listed[-self.keep :])
+        verified = tuple(kept(listed, self.keep))
         for rank in range(self.ranks):
             yield from self.fetch(rank, chosen, verified)
         found = [slot.manifest for k in self.memory for each in k.slots.values() for slot in each if slot.manifest]
@@ -425,10 +599,12 @@ class World:
 
     def start(self, verdict: Verdict) -> None:
         """Begin to train."""
-        self.verdict, self.answers = verdict, dict[int, Answer]()
+        self.verdict, self.answers, self.line = verdict, dict[int, Answer](), list(verdict.verified)
         self.processes = [Process(Member(verdict, self.keep)) for _ in range(self.ranks)]
-        kind = CarelessLeader if self.broken == "mixed saves" else Leader
-        self.leader = kind(self.processes[0].member, self.ranks)
+        kind = CarelessLeader if self.broken else Leader
+        self.leader = kind(self.processes[0].member, self.ranks, self.persist_every)
+        if isinstance(self.leader, CarelessLeader):
+            self.leader.broken = self.broken
         self.known = max(self.known, verdict.newest)
         self.changed = True
 
@@ -448,6 +624,7 @@ class World:
             for slot in (slot for slots in node.slots.values() for slot in slots):
                 slot.save = slot.manifest
                 slot.state = State.COMMITTED if slot.manifest else State.EMPTY
+                slot.readers = 0
         self.changed = True
         self.check()
         self.opening = self.open()
@@ -494,11 +671,14 @@ class World:
             best = there[0] if there else NOTHING
             if best < self.known:
                 raise Violation(f"{self.known} is known as verified; without node {lost} there is {best}")
+            if not self.fragile and self.processes is not None and not set(self.verdict.verified) <= set(there):
+                raise Violation(f"{self.verdict.verified} are listed; without node {lost} there are {there}")
             if self.gone_back and best.run < self.gone_back[0] and best > self.gone_back[1]:
                 raise Violation(f"gone back to {self.gone_back[1]}, and {best} is preferred")
         for k, node in enumerate(self.memory):
             for (keeper, of), slots in node.slots.items():
-                if len(slots) > (self.keep + 3 if keeper == of else self.keep + 1):
+                most = self.keep.versions + 1 + (self.extra if keeper == of else 0)
+                if len(slots) > most:
                     raise Violation(f"{len(slots)} slots of rank {keeper} for rank {of}")
             if node.count() > self.room[k]:
                 raise Violation(f"node {k} has {node.count()} slots")
@@ -527,6 +707,7 @@ class World:
     def _next_act(self) -> tuple[Callable[..., None], tuple[int, ...]]:
         if not self.weights:
             each: tuple[Callable[..., None], ...] = (self.call, self.stage, self.commit, self.copy, self.board)
+            each += (self.persist,) if self.persist_every else ()
             self._acts: list[tuple[Callable[..., None], tuple[int, ...]]] = [(self.lead, ()), (self.read, ())]
             self._acts += [(act, (rank,)) for act in each for rank in range(self.ranks)]
             self.weights = {n: self.random.choice([0.1, 0.3, 1.0, 1.0]) for n in range(len(self._acts))}
@@ -550,23 +731,27 @@ class World:
             self.tick()
         if stop_one:
             self.stopped.add(self.random.randrange(self.ranks))
+            self.patience = 100
             before = [process.calls for process in self.processes]
             for _ in range(1500):
                 self.tick()
             if any(self.processes[r].calls <= before[r] for r in range(self.ranks) if r not in self.stopped):
                 raise Violation("a rank that has stopped blocks the training of another")
             return
+        self.calm_after = max(process.calls for process in self.processes)
         self._expect_progress(quiet)
 
     def _expect_progress(self, quiet: int) -> None:
         assert self.processes is not None
-        goal = self.verdict.total + self.keep + 3
+        rounds = self.keep.versions + 3
+        goal, to_persist = self.verdict.total + rounds, self.completed + (2 if self.persist_every else 0)
         for _ in range(quiet):
             self.tick()
-            if self.verdict.total >= goal:
+            if self.verdict.total >= goal and self.completed >= to_persist:
                 break
         else:
-            raise Violation(f"starved: of {self.keep + 3} rounds {goal - self.verdict.total} are not verified")
+            missing = goal - self.verdict.total
+            raise Violation(f"starved: of {rounds} rounds {missing} are not verified, {self.completed} are persisted")
         self.last_call = max(process.calls for process in self.processes) + 1
         last = self.save_of(self.last_call)
         for _ in range(quiet):

@@ -9,13 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ml_flashpoint.engine.rounds import Answer, Leader, Member, Verdict
+from ml_flashpoint.engine.rounds import Answer, Fate, Leader, Member, Outcome, Verdict
 from ml_flashpoint.format.errors import InvalidArgumentError, ProtocolError
 from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.ranks.retention import Keep
 from tests.engine.simulation import BROKEN, find_violation
 
 _NUMBERS = st.integers(0, 2**63 - 1)
 _SAVES = st.builds(SaveId, _NUMBERS, _NUMBERS)
+_SAVE_LISTS = st.lists(_SAVES).map(tuple)
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 2**64) | st.floats(allow_nan=False) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=9), inner, max_size=6),
@@ -39,12 +41,12 @@ def test_the_simulation_notices_a_rule_that_is_left_out(broken: str) -> None:
     assert find_violation(range(500), broken) is not None
 
 
-@given(st.builds(Verdict, _NUMBERS, st.lists(_SAVES).map(tuple), _SAVES, _NUMBERS, st.none() | _SAVES))
+@given(st.builds(Verdict, _NUMBERS, _SAVE_LISTS, _SAVES, _NUMBERS, *[st.none() | _SAVES] * 2, _SAVE_LISTS))
 def test_a_verdict_comes_back_from_json(verdict: Verdict) -> None:
     assert Verdict.from_fields(json.loads(json.dumps(verdict.to_fields()))) == verdict
 
 
-@given(st.builds(Answer, _NUMBERS, _SAVES, st.booleans(), _NUMBERS))
+@given(st.builds(Answer, _NUMBERS, _SAVES, st.sampled_from(Outcome), _NUMBERS, st.text(max_size=32)))
 def test_an_answer_comes_back_from_json(answer: Answer) -> None:
     assert Answer.from_fields(json.loads(json.dumps(answer.to_fields()))) == answer
 
@@ -56,7 +58,7 @@ def test_what_is_no_verdict_and_no_answer_is_refused(value: object) -> None:
             parse(value)
 
 
-@pytest.mark.parametrize("field", ["number", "verified", "first", "total"])
+@pytest.mark.parametrize("field", ["number", "verified", "first", "total", "lost"])
 def test_a_verdict_without_a_field_is_refused(field: str) -> None:
     fields = Verdict(3, (SaveId(1, 2),), SaveId(1, 5)).to_fields()
     del fields[field]
@@ -65,7 +67,7 @@ def test_a_verdict_without_a_field_is_refused(field: str) -> None:
 
 
 def test_a_step_is_saved_once_a_run() -> None:
-    member = Member(Verdict(0, (), SaveId(1, 0)), keep=1)
+    member = Member(Verdict(0, (), SaveId(1, 0)), keep=Keep(1))
     member.call(SaveId(1, 10))
     with pytest.raises(InvalidArgumentError, match=r"step 10 is not above step 10"):
         member.call(SaveId(1, 10))
@@ -73,67 +75,67 @@ def test_a_step_is_saved_once_a_run() -> None:
 
 def test_the_recovered_version_is_the_save_of_every_round_until_it_is_verified() -> None:
     recovered = SaveId(1, 30)
-    member = Member(Verdict(0, (), recovered, recovered=recovered), keep=1)
+    member = Member(Verdict(0, (), recovered, recovered=recovered), keep=Keep(1))
     leader = Leader(member, ranks=2)
     member.call(SaveId(2, 40))
     for number in range(3):
-        verdict = leader.decide([Answer(number, recovered, copied=False)])
+        verdict = leader.decide([Answer(number, recovered, outcome=Outcome.LOST)])
         assert verdict is not None
         assert verdict.first == recovered
         assert recovered in verdict.retained
         assert member.adopt(verdict)
         assert member.target == recovered
-    verdict = leader.decide([Answer(3, recovered, copied=True)] * 2)
+    verdict = leader.decide([Answer(3, recovered, outcome=Outcome.COPIED)] * 2)
     assert verdict is not None
     assert verdict.verified == (recovered,)
     assert verdict.recovered is None
 
 
 def test_a_round_chooses_the_newest_part_that_rank_0_has_committed() -> None:
-    member = Member(Verdict(0, (), SaveId(1, 0)), keep=2)
+    member = Member(Verdict(0, (), SaveId(1, 0)), keep=Keep(2))
     for step in (10, 20, 30, 40):
         member.call(SaveId(1, step))
     for step in (10, 20, 30):
         member.commit(SaveId(1, step))
-    verdict = Leader(member, ranks=3).decide([Answer(0, SaveId(1, 10), copied=True)] * 3)
+    verdict = Leader(member, ranks=3).decide([Answer(0, SaveId(1, 10), outcome=Outcome.COPIED)] * 3)
     assert verdict == Verdict(1, (SaveId(1, 10),), SaveId(1, 30), total=1)
 
 
 def test_a_round_begins_later_by_as_many_saves_as_ranks_were_late() -> None:
-    member = Member(Verdict(0, (), SaveId(1, 0)), keep=1)
+    member = Member(Verdict(0, (), SaveId(1, 0)), keep=Keep(1))
     for step in (10, 20):
         member.call(SaveId(1, step))
     leader = Leader(member, ranks=2)
-    late = leader.decide([Answer(0, SaveId(1, 10), copied=False, late=3)])
+    late = leader.decide([Answer(0, SaveId(1, 10), outcome=Outcome.LOST, late=3)])
     assert late is not None
     assert late.first == SaveId(1, 20 + 1 + 3 * 10)
 
 
 def test_somebody_who_waits_for_a_save_gets_the_next_round() -> None:
-    member = Member(Verdict(4, (SaveId(1, 10),), SaveId(1, 50)), keep=1)
+    member = Member(Verdict(4, (SaveId(1, 10),), SaveId(1, 50)), keep=Keep(1))
     member.call(SaveId(1, 20), explicit=True)
     verdict = Leader(member, ranks=2).decide([])
     assert verdict == Verdict(5, (SaveId(1, 10),), SaveId(1, 20))
 
 
 def test_answers_for_two_saves_verify_neither() -> None:
-    member = Member(Verdict(0, (), SaveId(1, 0)), keep=1)
+    member = Member(Verdict(0, (), SaveId(1, 0)), keep=Keep(1))
     member.call(SaveId(1, 10))
-    answers = [Answer(0, SaveId(1, 10), copied=True), Answer(0, SaveId(1, 20), copied=True)]
+    answers = [Answer(0, SaveId(1, 10), outcome=Outcome.COPIED), Answer(0, SaveId(1, 20), outcome=Outcome.COPIED)]
     verdict = Leader(member, ranks=2).decide(answers)
     assert verdict is not None
     assert verdict.verified == ()
 
 
 def test_answers_of_an_earlier_round_decide_nothing() -> None:
-    member = Member(Verdict(7, (), SaveId(1, 0)), keep=1)
-    stale = Answer(6, SaveId(1, 10), copied=True)
-    assert Leader(member, ranks=2).decide([stale, replace(stale, copied=False)]) is None
+    member = Member(Verdict(7, (), SaveId(1, 0)), keep=Keep(1))
+    stale = Answer(6, SaveId(1, 10), outcome=Outcome.COPIED)
+    assert Leader(member, ranks=2).decide([stale, replace(stale, outcome=Outcome.LOST)]) is None
 
 
 def test_only_the_first_answer_of_a_round_counts() -> None:
-    member = Member(Verdict(0, (), SaveId(1, 0)), keep=1)
+    member = Member(Verdict(0, (), SaveId(1, 0)), keep=Keep(1))
     member.call(SaveId(1, 10))
     member.fail(SaveId(1, 10), late=1)
     member.end_push(SaveId(1, 10), copied=True)
-    assert member.answer == Answer(0, SaveId(1, 10), copied=False, late=1)
+    assert member.answer == Answer(0, SaveId(1, 10), outcome=Outcome.LOST, late=1)

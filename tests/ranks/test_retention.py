@@ -9,14 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ml_flashpoint.format.errors import InvalidArgumentError
-from ml_flashpoint.ranks.retention import Keep, VerifiedSave, checked_keep, kept
+from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.ranks.retention import Keep, checked_keep, kept
 
 rules = st.builds(Keep, st.integers(1, 5), st.none() | st.integers(1, 7), st.integers(1, 3))
 steps_of_saves = st.lists(st.integers(0, 60), min_size=1, max_size=25)
 
 
-def saves(steps: list[int]) -> list[VerifiedSave]:
-    return [VerifiedSave(f"a{index:04d}", step) for index, step in enumerate(steps)]
+def saves(steps: list[int]) -> list[SaveId]:
+    return [SaveId(1 + index, step) for index, step in enumerate(steps)]
 
 
 def steps_kept(steps: list[int], keep: Keep) -> list[int]:
@@ -40,7 +41,7 @@ def test_what_stays(steps: list[int], keep: Keep) -> None:
     assert stay == sorted(stay)
     assert line[-1] in stay
     assert set(line[-keep.newest :]) <= set(stay)
-    assert len(stay) - 1 <= keep.beside_newest, "more than the capacity is computed for"
+    assert len(stay) <= keep.versions, "more than the capacity is computed for"
     assert kept(stay, keep) == stay
 
 
@@ -48,7 +49,7 @@ def test_what_stays(steps: list[int], keep: Keep) -> None:
 def test_dropping_as_saves_come_ends_with_what_the_rule_says_of_all(steps: list[int], keep: Keep) -> None:
     """So ranks that drop at different times, and a restart that sees all of them, come to the same."""
     line = saves(steps)
-    stay: list[VerifiedSave] = []
+    stay: list[SaveId] = []
     for each in line:
         stay = kept([*stay, each], keep)
     assert stay == kept(line, keep)
@@ -67,4 +68,4 @@ def test_no_rule(value: Any) -> None:
 
 def test_a_number_is_the_newest_so_many() -> None:
     assert checked_keep(3) == Keep(newest=3)
-    assert Keep(newest=3, every_n_steps=100, milestones=2).beside_newest == 4
+    assert Keep(newest=3, every_n_steps=100, milestones=2).versions == 5

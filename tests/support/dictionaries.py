@@ -105,6 +105,13 @@ def await_copies(dictionary: DDict, checkpoint_id: int) -> None:
 
     def has_copy(of: int) -> bool:
         version = base / f"node-{nodes[(of + 1) % len(nodes)]}" / f"step-{checkpoint_id}_ckpt"
-        return any(version.glob(f"rank-{of:05d}-s-*.manifest"))  # snapshots come last
+        return any(map(_is_snapshot, version.glob(f"rank-{of:05d}-*.manifest")))  # snapshots come last
 
     await_that(lambda: all(has_copy(manager) for manager in range(len(nodes))))
+
+
+def _is_snapshot(manifest: Path) -> bool:
+    try:
+        return b'"index"' in manifest.with_suffix(".safetensors").read_bytes()[: 1 << 12]
+    except FileNotFoundError:
+        return False

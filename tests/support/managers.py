@@ -13,15 +13,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
-from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.core.object_writer import ObjectWriter
 from ml_flashpoint.ddict.checkpoints.index import PartRef
 from ml_flashpoint.ddict.checkpoints.snapshots import Snapshots
-from ml_flashpoint.ddict.manager.arenas import ValueArenas
 from ml_flashpoint.ddict.manager.shard import Entry, InlineValue, StoredValue
+from ml_flashpoint.ddict.manager.slots import ValueSlots
+from ml_flashpoint.ddict.manager.store import PartStore
 from ml_flashpoint.format.errors import FlashpointError, ReplicationError
+from ml_flashpoint.format.object_format import encode_header, plan_layout
 from ml_flashpoint.net.transfers import Address
 from ml_flashpoint.ranks.strategies import PairwiseReplicationStrategy, ReplicationStrategy, Topology
 
@@ -31,12 +29,14 @@ Content = dict[bytes, bytes]
 """What a checkpoint holds: of each key the bytes of its value."""
 
 
-def make_value(store: RankStore, value_id: str, data: bytes) -> StoredValue:
-    """A stored value, as a client leaves it: one tensor in an arena."""
-    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    writer = ObjectWriter(cache=False)
-    written = writer.finish(writer.fill(store.acquire, [("value", tensor)], metadata={"value": value_id}))
-    return StoredValue(value_id, written.arena, written.size)
+def make_value(store: PartStore, value_id: str, data: bytes) -> StoredValue:
+    """A stored value, as a client leaves it: one tensor in a slot."""
+    layout = plan_layout([("value", "uint8", (len(data),))])
+    slot = store.take(layout.size)
+    (entry,) = layout.tensors
+    slot.buffer[entry.begin : entry.end] = data
+    slot.buffer[: layout.data_start] = encode_header(layout, slot.size, {"value": value_id})
+    return StoredValue(value_id, slot, layout.size)
 
 
 def content_of(entries: Iterable[Entry]) -> Content:
@@ -54,7 +54,7 @@ def _bytes_of(entry: Entry) -> bytes:
         return entry.value.data
     import safetensors.torch
 
-    tensors = safetensors.torch.load(bytes(entry.value.arena.buffer))
+    tensors = safetensors.torch.load(bytes(entry.value.slot.buffer))
     return tensors["value"].numpy().tobytes()
 
 
@@ -80,7 +80,7 @@ class Others(Protocol):
 class Reached(Protocol):
     """What managers ask of each other."""
 
-    def drop_copies(self, of: int, keep: Collection[str], before: str) -> None: ...
+    def drop_copies(self, of: int, keep: Collection[str], before: int) -> None: ...
 
 
 class Member:
@@ -88,7 +88,7 @@ class Member:
 
     Attributes:
         entries: what its shard holds: the entry of each key.
-        arenas: of the stored values in it.
+        slots: of the stored values in it.
         saves: snapshots with verified copies, by checkpoint, as the coordinator knows them.
         failures: of the last recovery.
     """
@@ -106,8 +106,8 @@ class Member:
         self.up()
 
     def up(self) -> None:
-        self.store = RankStore(self.folder, self.number, lock_deadline_s=5.0)
-        self.arenas = ValueArenas(self.store, "0" * 16)
+        self.store = PartStore(self.folder, self.number, len(self.cluster.nodes), lock_deadline_s=5.0)
+        self.slots = ValueSlots(self.store, "0" * 16)
         self.incarnation = f"{self.number}x{os.getpid()}x{next(self._lives)}"
         self.snapshots = Snapshots(
             self.store,
@@ -118,8 +118,7 @@ class Member:
             ],
             secret=SECRET,
             ask=self._ask,
-            values=self.arenas,
-            incarnation=self.incarnation,
+            values=self.slots,
         )
         self.is_up = True
 
@@ -161,14 +160,14 @@ class Member:
             value: InlineValue | StoredValue = InlineValue(data)
             if stored:
                 value = make_value(self.store, f"v-{self.incarnation}-{next(self._values):012}", data)
-                value.unused = self.arenas._unused
-                self.arenas.hold(value)
+                value.unused = self.slots._unused
+                self.slots.hold(value)
             self.entries[key] = Entry(key, checkpoint_id, "w-1", value)
 
     def take_out(self, key: bytes) -> None:
         """The shard has no more use for an entry."""
         self.entries.pop(key, None)
-        self.arenas.collect()
+        self.slots.collect()
 
     def seal(self, checkpoint_id: int, deadline_s: float = 20.0, *, entries: list[Entry] | None = None) -> Content:
         """Seal what is in the shard, or these entries."""

@@ -71,7 +71,7 @@ class _Others:
     def reach(self, number: int) -> _Others:
         return self
 
-    def drop_copies(self, of: int, keep: Collection[str], before: str) -> None:
+    def drop_copies(self, of: int, keep: Collection[str], before: int) -> None:
         self.report("tell", of, list(keep), before)
 
 
@@ -86,7 +86,7 @@ def manager(report: Report, base: str, number: int) -> None:
     while True:
         match report.listen():
             case ("recover", saves):
-                member.saves = {step: PartRef(attempt, step) for attempt, step in saves}
+                member.saves = {step: PartRef(name, step) for name, step in saves}
                 found = member.recover()
                 report("recovered", {c: digest(content) for c, content in found.items()})
             case ("run", first):
@@ -95,7 +95,7 @@ def manager(report: Report, base: str, number: int) -> None:
                 _write(member, checkpoint_id)
                 try:
                     member.seal(checkpoint_id, deadline_s)
-                    report("sealed", checkpoint_id, member.saves[checkpoint_id].attempt)
+                    report("sealed", checkpoint_id, member.saves[checkpoint_id].name)
                 except FlashpointError as error:
                     report("failed", checkpoint_id, error)
             case ("replicate",):
@@ -125,6 +125,6 @@ def _run(report: Report, member: Member, first: int) -> None:
                 break
             except FlashpointError as error:
                 report("failed", checkpoint_id, error)
-        report("sealed", checkpoint_id, member.saves[checkpoint_id].attempt)
+        report("sealed", checkpoint_id, member.saves[checkpoint_id].name)
         member.snapshots.retain([checkpoint_id - 1, checkpoint_id] if checkpoint_id else [0])
         checkpoint_id += 1

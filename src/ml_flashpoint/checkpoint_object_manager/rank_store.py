@@ -33,7 +33,7 @@ from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
 from ml_flashpoint.checkpoint_object_manager.orphans import inherit_parts
 from ml_flashpoint.checkpoint_object_manager.rank_lock import LOCK, take_lock
 from ml_flashpoint.checkpoint_object_manager.reserve import RESERVE, keep_reserve
-from ml_flashpoint.checkpoint_object_manager.retained import Retained
+from ml_flashpoint.checkpoint_object_manager.retained import Retained, VerifiedSave
 from ml_flashpoint.checkpoint_object_manager.version_files import (
     commit_part,
     is_read,
@@ -48,7 +48,6 @@ from ml_flashpoint.format.private_folders import sweep_folder
 from ml_flashpoint.format.status import NAME as STATUS
 from ml_flashpoint.memory.lock import JobLock
 from ml_flashpoint.ranks.recovery import superseded
-from ml_flashpoint.ranks.retention import VerifiedSave
 
 _log = logging.getLogger(__name__)
 

@@ -6,10 +6,28 @@ lock guards it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from ml_flashpoint.format.lineage import Lineage
-from ml_flashpoint.ranks.retention import Keep, VerifiedSave, kept
+from ml_flashpoint.ranks.retention import Keep
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class VerifiedSave:
+    """A save that all ranks know to be verified; later ones compare greater."""
+
+    save_id: str
+    step: int
+
+
+def kept(line: Sequence[VerifiedSave], keep: Keep) -> list[VerifiedSave]:
+    """Return those of some verified saves, oldest first, that stay."""
+    older, newest = line[: -keep.newest], line[-keep.newest :]
+    milestones: list[VerifiedSave] = []
+    if keep.every_n_steps is not None:
+        milestones = [each for each in older if each.step % keep.every_n_steps == 0][-keep.milestones :]
+    return [*milestones, *newest]
 
 
 class Retained:

@@ -8,19 +8,40 @@ older than ``first``. It follows from the calls alone, so the moment at which a 
 matter. Each rank commits its part of that save, has its holders copy it, and answers once. The leader, rank 0, reads
 all answers and decides the next verdict. A rank or a leader that is silent means that nothing new is verified, and
 nothing else.
+
+A rank that has no part of the round's save will never have one, for a step is saved once a run: that save is lost, and
+no round is about it again. A part that only lacks copies is tried again.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from ml_flashpoint.engine.schedule import passes_multiple
 from ml_flashpoint.format.errors import InvalidArgumentError, ProtocolError
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.pool import SlotRequest
+from ml_flashpoint.ranks.retention import Keep, kept
 
 NOTHING = SaveId(0, 0)
 """Stands for "no version": older than every save."""
+
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+_MOST_OF_A_TABLE = 200
+_MOST_LOST = 16
+
+
+class Fate(enum.Enum):
+    """State of a save that is not verified yet, under a verdict."""
+
+    OPEN = "open"
+    """It may still be verified."""
+    VERIFIED = "verified"
+    """It is."""
+    SUPERSEDED = "superseded"
+    """It will not be: a newer one is, or the rounds have passed over it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +50,13 @@ class Verdict:
 
     Attributes:
         number: position in the run, from 0.
-        verified: the newest ``keep`` saves of which every rank has its part and all copies; newest last.
+        verified: the saves that stay of those of which every rank has its part and all copies; newest last.
         first: the round's save is each rank's first save call that is not older.
         total: saves of this run that have been verified.
         recovered: the version that the run goes on from, until all its copies are there. Until then every round is
             about it.
+        persist: the newest verified save that was due to be persisted. Every rank hears of it while it is listed.
+        lost: newer saves that somebody waits for in vain, for some rank has no part of them.
     """
 
     number: int
@@ -41,6 +64,8 @@ class Verdict:
     first: SaveId
     total: int = 0
     recovered: SaveId | None = None
+    persist: SaveId | None = None
+    lost: tuple[SaveId, ...] = ()
 
     @property
     def retained(self) -> frozenset[SaveId]:
@@ -52,15 +77,31 @@ class Verdict:
         """The newest verified save; `NOTHING` if there is none."""
         return self.verified[-1] if self.verified else NOTHING
 
+    def fate(self, save: SaveId, *, explicit: bool) -> Fate:
+        """Return the state of a save of this run under this verdict, and all later ones unless it is `Fate.OPEN`.
+
+        To be asked at the call, and for each verdict that the rank hears: a verified save is listed for a while only.
+
+        Args:
+            save: the save.
+            explicit: True if somebody waits for this save: a round may still go back to it, unless it is lost.
+        """
+        if save in self.verified:
+            return Fate.VERIFIED
+        if save < self.newest or save in self.lost or (save < self.first and not explicit):
+            return Fate.SUPERSEDED
+        return Fate.OPEN
+
     def to_fields(self) -> dict[str, object]:
         """Return this verdict as values that JSON can hold."""
-        recovered = None if self.recovered is None else list(self.recovered)
         return {
             "number": self.number,
             "verified": [list(save) for save in self.verified],
             "first": list(self.first),
             "total": self.total,
-            "recovered": recovered,
+            "recovered": None if self.recovered is None else list(self.recovered),
+            "persist": None if self.persist is None else list(self.persist),
+            "lost": [list(save) for save in self.lost],
         }
 
     @classmethod
@@ -72,15 +113,15 @@ class Verdict:
         """
         if not isinstance(fields, dict):
             raise ProtocolError(f"a verdict must be an object, not {type(fields).__name__}")
-        verified, recovered = fields.get("verified"), fields.get("recovered")
-        if not isinstance(verified, list):
-            raise ProtocolError("field 'verified' of a verdict must be a list")
+        recovered, persist = fields.get("recovered"), fields.get("persist")
         return cls(
             number=_natural(fields.get("number"), "number"),
-            verified=tuple(_save(each, "verified") for each in verified),
+            verified=_saves(fields.get("verified"), "verified"),
             first=_save(fields.get("first"), "first"),
             total=_natural(fields.get("total"), "total"),
             recovered=None if recovered is None else _save(recovered, "recovered"),
+            persist=None if persist is None else _save(persist, "persist"),
+            lost=_saves(fields.get("lost"), "lost"),
         )
 
 
@@ -96,6 +137,23 @@ def _save(value: object, name: str) -> SaveId:
     return SaveId(_natural(value[0], name), _natural(value[1], name))
 
 
+class Outcome(enum.Enum):
+    """Result of a round on one rank."""
+
+    COPIED = "copied"
+    """The part is committed, and all its holders have acknowledged a copy."""
+    UNCOPIED = "uncopied"
+    """The part is committed, and a holder has no copy."""
+    LOST = "lost"
+    """The rank has no part of the save, and never will."""
+
+
+def _saves(value: object, name: str) -> tuple[SaveId, ...]:
+    if not isinstance(value, list):
+        raise ProtocolError(f"field {name!r} of the board must be a list, got {value!r}")
+    return tuple(_save(each, name) for each in value)
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """The word of one rank on a round.
@@ -103,18 +161,20 @@ class Answer:
     Attributes:
         number: of the verdict that began the round.
         save: the round's save on this rank.
-        copied: True if the part is committed and all its holders have acknowledged a copy.
-        late: without a part, the number of saves by which the rank learned of the round too late, or lacked a slot.
+        outcome: its result.
+        late: if lost, the number of saves by which the rank learned of the round too late, or lacked a slot.
+        table: name of the agreement on who writes what by which the part was written.
     """
 
     number: int
     save: SaveId
-    copied: bool
+    outcome: Outcome
     late: int = 0
+    table: str = ""
 
     def to_fields(self) -> list[object]:
         """Return this answer as values that JSON can hold."""
-        return [self.number, list(self.save), self.copied, self.late]
+        return [self.number, list(self.save), self.outcome.value, self.late, self.table]
 
     @classmethod
     def from_fields(cls, fields: object) -> Answer:
@@ -123,9 +183,14 @@ class Answer:
         Raises:
             ProtocolError: these are not the fields of an answer.
         """
-        if not isinstance(fields, list) or len(fields) != 4 or not isinstance(fields[2], bool):
-            raise ProtocolError(f"an answer must be [number, save, copied, late], got {fields!r}")
-        return cls(_natural(fields[0], "number"), _save(fields[1], "save"), fields[2], _natural(fields[3], "late"))
+        if not isinstance(fields, list) or len(fields) != 5:
+            raise ProtocolError(f"an answer must be [number, save, outcome, late, table], got {fields!r}")
+        number, save, outcome, late, table = fields
+        if outcome not in [each.value for each in Outcome]:
+            raise ProtocolError(f"an answer must not have the outcome {outcome!r}")
+        if not isinstance(table, str) or len(table) > _MOST_OF_A_TABLE:
+            raise ProtocolError(f"the table of an answer must be a short string, got {table!r}")
+        return cls(_natural(number, "number"), _save(save, "save"), Outcome(outcome), _natural(late, "late"), table)
 
 
 @dataclass(slots=True)
@@ -134,23 +199,24 @@ class Member:
 
     Args:
         verdict: the first verdict of the run, which `open` has found.
-        keep: number of verified versions that are retained.
+        keep: rule for the verified versions that stay.
 
     Attributes:
         verdict: the newest verdict that this rank knows.
         target: the round's save; None until the rank calls it.
         answer: the answer to the round; None until there is one.
-        explicit: the newest save that somebody waits for.
+        explicit: saves newer than the newest verified one that somebody waits for; newest last.
         parts: saves of this run of which this rank has a part or is about to have one; True if the part is committed.
     """
 
     verdict: Verdict
-    keep: int
+    keep: Keep
     calls: list[SaveId] = field(default_factory=list)
     target: SaveId | None = None
     answer: Answer | None = None
-    explicit: SaveId | None = None
+    explicit: list[SaveId] = field(default_factory=list)
     parts: dict[SaveId, bool] = field(default_factory=dict)
+    tables: dict[SaveId, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.verdict.recovered is not None:
@@ -158,12 +224,13 @@ class Member:
             self.calls.append(self.target)
             self.parts[self.target] = True
 
-    def call(self, save: SaveId, *, explicit: bool = False) -> None:
+    def call(self, save: SaveId, *, explicit: bool = False, table: str = "") -> None:
         """Record that the program saves.
 
         Args:
             save: newer than all that were called before in this run.
             explicit: True if somebody waits for this save.
+            table: name of the agreement on who writes what; a save is verified only if it is the same on all ranks.
 
         Raises:
             InvalidArgumentError: a newer save was called before.
@@ -175,9 +242,9 @@ class Member:
                 value=save.step,
             )
         self.calls.append(save)
-        self.parts[save] = False
+        self.parts[save], self.tables[save] = False, table
         if explicit:
-            self.explicit = save
+            self.explicit.append(save)
         if self.target is None and save >= self.verdict.first:
             self.target = save
 
@@ -186,23 +253,24 @@ class Member:
         retained = self.verdict.retained
         if self.target is not None:
             retained |= {self.target}
-        of_round = save == self.target
-        spare = 0 if of_round or self.target is not None else 1
-        return SlotRequest(save, retained, of_round, spare, may_grow=self.verdict.total > self.keep)
+        # A save that somebody waits for: were it to wait for a round, that round could wait for it.
+        comes_first = save == self.target or save in self.explicit
+        spare = 0 if comes_first or self.target is not None else 1
+        return SlotRequest(save, retained, comes_first, spare, may_grow=self.verdict.total > self.keep.versions)
 
     def commit(self, save: SaveId) -> None:
         """Record that this rank's part of a save is committed."""
         self.parts[save] = True
 
     def fail(self, save: SaveId, *, late: int = 0) -> None:
-        """Record that a save has no part on this rank; if it is the round's save, answer no.
+        """Record that a save has no part on this rank; if it is the round's save, answer so.
 
         Args:
             save: failed, or found no slot, or had a slot that another save has taken.
             late: 1 if there was no slot; see `Answer`.
         """
         self.parts.pop(save, None)
-        self._answer(save, copied=False, late=late)
+        self._answer(save, Outcome.LOST, late)
 
     def end_push(self, save: SaveId, *, copied: bool) -> None:
         """Record that the push of a committed part has ended.
@@ -211,11 +279,11 @@ class Member:
             save: the round's save; another one has no answer.
             copied: True if all holders have acknowledged a copy.
         """
-        self._answer(save, copied=copied)
+        self._answer(save, Outcome.COPIED if copied else Outcome.UNCOPIED)
 
-    def _answer(self, save: SaveId, *, copied: bool, late: int = 0) -> None:
+    def _answer(self, save: SaveId, outcome: Outcome, late: int = 0) -> None:
         if save == self.target and self.answer is None:
-            self.answer = Answer(self.verdict.number, save, copied, late)
+            self.answer = Answer(self.verdict.number, save, outcome, late, self.tables.get(save, ""))
 
     def adopt(self, verdict: Verdict) -> bool:
         """Take a verdict into use if it is newer, from the board or along with a push. Return True if it was newer."""
@@ -223,11 +291,13 @@ class Member:
             return False
         self.verdict = verdict
         self.calls = [save for save in self.calls if save >= verdict.newest]  # no round is about an older one
+        self.tables = {save: self.tables[save] for save in self.calls if save in self.tables}
+        self.explicit = [save for save in self.explicit if save > verdict.newest]
         self.answer = None
         due = [save for save in self.calls if save >= verdict.first]
         self.target = due[0] if due else None
         if self.target is not None and self.target not in self.parts:
-            self._answer(self.target, copied=False, late=len(due))
+            self._answer(self.target, Outcome.LOST, late=len(due))
         return True
 
 
@@ -238,53 +308,120 @@ class Leader:
     Args:
         member: rank 0's own side.
         ranks: number of ranks.
+        persist_every: steps. The first verified save at or after each multiple is due to be persisted; 0 for none.
 
     Attributes:
         slack: saves by which the next round begins later, because ranks have learned of rounds too late.
+        lost: saves that some rank has no part of, newer than the newest verified one. No round begins with one.
+        tries: rounds in a row that began about the save of the round before, because that one had no result.
+        due_after: step of the last save that was due to be persisted, or that the run goes on from.
     """
 
     member: Member
     ranks: int
+    persist_every: int = 0
     slack: int = 0
+    lost: set[SaveId] = field(default_factory=set)
+    tries: int = 0
+    due_after: int = 0
 
-    def decide(self, answers: Iterable[Answer]) -> Verdict | None:
+    def __post_init__(self) -> None:
+        self.due_after = max(self.member.verdict.retained, default=NOTHING).step
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds since the newest verdict after which a round may be about the same save once more."""
+        return min(_SHORTEST_PAUSE_S * 2 ** (self.tries - 1), _LONGEST_PAUSE_S) if 0 < self.tries < 64 else 0.0
+
+    def decide(
+        self,
+        answers: Iterable[Answer],
+        *,
+        may_repeat: bool = True,
+        is_idle: bool = True,
+        persister_is_busy: bool = False,
+    ) -> Verdict | None:
         """Return the next verdict; None while the round is open.
 
         Args:
             answers: of any rounds, at most one from each rank.
+            may_repeat: False while the round after one without result must not be about the same save; see `pause_s`.
+            is_idle: True if rank 0 has called no save for a while: its program may wait for one.
+            persister_is_busy: nothing becomes due to be persisted just now.
         """
-        old, explicit = self.member.verdict, self.member.explicit
+        old = self.member.verdict
         found = [answer for answer in answers if answer.number == old.number]
-        waiting = explicit is not None and explicit > old.newest
-        if any(not answer.copied for answer in found) or len({answer.save for answer in found}) > 1:
-            self.slack += max(answer.late for answer in found)
-            verified, total, recovered = old.verified, old.total, old.recovered
-            first = recovered or self._later()
-        elif len(found) == self.ranks:
-            self.slack = max(self.slack - 1, 0)
-            save = found[0].save
-            verified, total, recovered = (*old.verified, save)[-self.member.keep :], old.total + 1, None
-            held = [each for each, is_committed in self.member.parts.items() if is_committed and each > save]
-            first = max(held) if held and not self.slack else self._later()
-            waiting = explicit is not None and explicit > save
-        elif self._may_begin_another(old, explicit):
-            verified, total, recovered, first = old.verified, old.total, None, self._later()
-        else:
+        if any(each.outcome is not Outcome.COPIED for each in found) or len({(a.save, a.table) for a in found}) > 1:
+            return self._go_on_without(old, found, may_repeat)
+        if len(found) == self.ranks:
+            return self._verify(old, found[0].save, persister_is_busy)
+        if not is_idle:
             return None
-        if waiting and recovered is None and explicit is not None:
-            first = explicit
-        return Verdict(old.number + 1, verified, first, total, recovered)
+        first, waited, lost = old.first, self._waited(old.newest), self._lost(old.newest)
+        if waited and self.member.target is None and old.recovered is None:
+            first = min(first, waited[-1])  # the round's save will not come before this one is verified
+        if first != old.first or lost != old.lost:
+            return replace(old, number=old.number + 1, first=first, lost=lost)
+        return None
 
-    def _may_begin_another(self, old: Verdict, explicit: SaveId | None) -> bool:
-        """Return True if somebody waits for a save that the round, whose save has not come yet, would pass over."""
-        if explicit is None or self.member.target is not None or old.recovered is not None:
-            return False
-        return old.newest < explicit < old.first
+    def _go_on_without(self, old: Verdict, found: list[Answer], may_repeat: bool) -> Verdict | None:
+        """Return the verdict after a round without result; None if it would be about the same save too soon."""
+        newest = max(answer.save for answer in found)
+        # A rank whose first call is newer has not made the others' call, and never will.
+        lost = {a.save for a in found if a.outcome is Outcome.LOST or a.save < newest}
+        if len({(answer.save, answer.table) for answer in found}) > len({answer.save for answer in found}):
+            lost.add(newest)
+        slack = self.slack + max(answer.late for answer in found)
+        waited = [save for save in self._waited(old.newest) if save not in lost]
+        if old.recovered is not None:
+            first = old.recovered
+        elif waited and not slack:
+            first = waited[-1]  # older ones have slots that this one may need
+        else:
+            first = max([self._later(slack), *(SaveId(save.run, save.step + 1) for save in lost)])
+        is_repeat = old.first <= first <= newest
+        if is_repeat and not may_repeat:
+            return None
+        self.lost |= lost
+        self.slack, self.tries = slack, self.tries + 1 if is_repeat else 0
+        return replace(old, number=old.number + 1, first=first, lost=self._lost(old.newest))
 
-    def _later(self) -> SaveId:
-        """Return the first save that rank 0 has not called, or one later by `slack` saves of the program's stride."""
+    def _verify(self, old: Verdict, save: SaveId, persister_is_busy: bool) -> Verdict:
+        """Return the verdict that lists a save."""
+        self.slack, self.tries = max(self.slack - 1, 0), 0
+        self.lost = {each for each in self.lost if each > save}
+        parts = self.member.parts.items()
+        held = [each for each, is_committed in parts if is_committed and each > save and each not in self.lost]
+        waited, first = self._waited(save), self._later(self.slack)
+        if not self.slack:
+            first = waited[0] if waited else max(held, default=first)
+        is_due = not persister_is_busy and passes_multiple(self.persist_every, self.due_after, save.step)
+        if is_due:
+            self.due_after = save.step
+        return Verdict(
+            old.number + 1,
+            tuple(kept([*old.verified, save], self.member.keep)),
+            first,
+            old.total + 1,
+            persist=save if is_due else old.persist,
+            lost=self._lost(save),
+        )
+
+    def _lacks(self, save: SaveId) -> bool:
+        return save in self.lost or save not in self.member.parts
+
+    def _waited(self, newest: SaveId) -> list[SaveId]:
+        """Return the saves newer than a verified one that somebody waits for and that no rank is known to lack."""
+        return [save for save in self.member.explicit if save > newest and not self._lacks(save)]
+
+    def _lost(self, newest: SaveId) -> tuple[SaveId, ...]:
+        """Return the saves newer than a verified one that somebody waits for in vain, a few of the newest."""
+        return tuple(save for save in self.member.explicit if save > newest and self._lacks(save))[-_MOST_LOST:]
+
+    def _later(self, slack: int) -> SaveId:
+        """Return the first save that rank 0 has not called, or one later by ``slack`` saves of the program's stride."""
         calls = self.member.calls
         if not calls:
             return self.member.verdict.first
         stride = calls[-1].step - calls[-2].step if len(calls) > 1 and calls[-1].run == calls[-2].run else 1
-        return SaveId(calls[-1].run, calls[-1].step + 1 + self.slack * stride)
+        return SaveId(calls[-1].run, calls[-1].step + 1 + slack * stride)

@@ -78,6 +78,7 @@ class Slot:
 
     Attributes:
         path: its own name. It has the name of an object besides while it holds one.
+        inode: of the file.
         buffer: all bytes, writable. Assigning to a slice holds the GIL; ``copy_`` of `tensor` does not.
         is_prepared: True once all pages are faulted in. Until then the first copy pays for that.
         state, save: what it holds: a part of ``save`` unless it is `State.EMPTY`. Set by the pool.
@@ -87,7 +88,8 @@ class Slot:
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
-        self.size = os.fstat(descriptor).st_size
+        status = os.fstat(descriptor)
+        self.size, self.inode = status.st_size, status.st_ino
         self.is_prepared = False
         self.state = State.EMPTY
         self.save: SaveId | None = None

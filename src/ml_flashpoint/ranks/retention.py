@@ -1,8 +1,4 @@
-"""Which versions stay in memory beside the newest verified one: the rule, as a pure function.
-
-Owns what ranks decide alike from what all of them know: which saves were verified, in which order.
-How much room that takes is the store's.
-"""
+"""The verified versions that stay in memory: the rule, as a pure function that all ranks compute alike."""
 
 from __future__ import annotations
 
@@ -10,18 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ml_flashpoint.format.errors import InvalidArgumentError
+from ml_flashpoint.format.save_id import SaveId
 
 _MOST = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Which verified versions are kept in memory.
+    """Rule for the verified versions that stay in memory.
 
     Args:
-        newest: so many of the newest ones. 1, the least, is the one that a crash goes back to.
-        every_n_steps: of the older ones, also those whose step is a multiple of this ("milestones").
-        milestones: so many of these, the newest.
+        newest: number of the newest versions that stay. 1, the least, is the version that a crash goes back to.
+        every_n_steps: of the older versions, also those whose step is a multiple of this ("milestones").
+        milestones: number of the newest milestones that stay.
 
     Raises:
         InvalidArgumentError: one of them is not a positive number.
@@ -38,16 +35,21 @@ class Keep:
         _check("milestones", self.milestones, _MOST)
 
     @property
+    def versions(self) -> int:
+        """The most verified versions that stay at once. A pool has one slot more: for the round's save."""
+        return self.newest + (self.milestones if self.every_n_steps is not None else 0)
+
+    @property
     def beside_newest(self) -> int:
-        """Versions at most that are kept beside the newest verified one."""
-        return self.newest - 1 + (self.milestones if self.every_n_steps is not None else 0)
+        """The most versions that stay beside the newest verified one."""
+        return self.versions - 1
 
 
 def checked_keep(value: int | Keep, argument: str = "keep") -> Keep:
-    """A rule, from what users pass: a rule, or how many of the newest verified versions are kept.
+    """Return the rule that a user passes: a `Keep`, or a number of the newest verified versions.
 
     Raises:
-        InvalidArgumentError: it is neither.
+        InvalidArgumentError: the value is neither.
     """
     if isinstance(value, Keep):
         return value
@@ -58,30 +60,15 @@ def checked_keep(value: int | Keep, argument: str = "keep") -> Keep:
     return Keep(newest=value)
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class VerifiedSave:
-    """A save that all ranks know to be verified.
-
-    Attributes:
-        save_id: which one; later ones compare greater.
-        step: of its version.
-    """
-
-    save_id: str
-    step: int
-
-
-def kept(line: Sequence[VerifiedSave], keep: Keep) -> list[VerifiedSave]:
-    """Those of some verified saves that stay.
+def kept(line: Sequence[SaveId], keep: Keep) -> list[SaveId]:
+    """Return those of some verified saves that stay, oldest first.
 
     Args:
         line: oldest first. The last one, which a crash goes back to, always stays.
-
-    Returns:
-        What stays, oldest first.
+        keep: the rule.
     """
     older, newest = line[: -keep.newest], line[-keep.newest :]
-    milestones: list[VerifiedSave] = []
+    milestones: list[SaveId] = []
     if keep.every_n_steps is not None:
         milestones = [each for each in older if each.step % keep.every_n_steps == 0][-keep.milestones :]
     return [*milestones, *newest]

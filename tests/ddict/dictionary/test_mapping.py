@@ -252,7 +252,7 @@ def test_a_large_value_that_is_deleted_while_all_are_read_is_left_out(
     def delete_before(*args: Any, **named: Any) -> Any:
         monkeypatch.undo()
         del writer["gone"]
-        raise StaleValueError("its arena is another value's by now")
+        raise StaleValueError("its slot is another value's by now")
 
     monkeypatch.setattr(shared_memory, "read_value", delete_before)
     assert d.items() == [("there", 1)]

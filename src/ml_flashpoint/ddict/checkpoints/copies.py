@@ -1,4 +1,4 @@
-"""The copies of a manager's parts at other managers: what they have, and pushing what they lack.
+"""The copies of a manager's parts at other managers: what they have, pushing what they lack, and taking copies in.
 
 Owns the connections to the holders and what each has acknowledged. An acknowledgement is worth as much as the
 connection that it came over: a holder that died and came back answers on a new one, and is asked about every part
@@ -7,26 +7,31 @@ again, which costs one small message for each part that it has. So no holder is 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
 
-from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.ddict.checkpoints.index import PartRef
+from ml_flashpoint.ddict.checkpoints.index import PartRef, is_part
+from ml_flashpoint.ddict.manager.store import HeldPart, PartStore
 from ml_flashpoint.format.errors import (
     DamagedError,
     DeadlineError,
     ObjectNotFoundError,
+    ProtocolError,
     ReplicationError,
 )
 from ml_flashpoint.format.knobs import transfer_deadline_s
+from ml_flashpoint.format.manifest import Manifest, encode
+from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.net.channel import ConnectionLostError, TransferCancelledError
 from ml_flashpoint.net.handshake import check_secret
 from ml_flashpoint.net.messages import Fields
 from ml_flashpoint.net.peer import PeerConnection, push_to_all
-from ml_flashpoint.net.transfers import Address
+from ml_flashpoint.net.transfers import Address, PartName
 
 _log = logging.getLogger(__name__)
 
@@ -35,65 +40,22 @@ AskPeer: TypeAlias = Callable[[int, str, Fields], Fields]
 `FlashpointError`."""
 
 _MAX_CONNECT_S = 10.0
-_Result = TypeVar("_Result")
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """A manager that should have copies, and where its transfer service listens."""
+class Holder(NamedTuple):
+    """A manager that has copies, or is to have them: its node, and where its service listens."""
 
     node: str
     address: Address
 
 
-class HolderLink:
-    """The connection to one holder, which stays until something goes wrong on it. For one thread at a time, but `close`
-    may be called by any.
+@dataclass
+class _Link:
+    """The way to a holder, and the names of the parts that it has acknowledged on its last connection."""
 
-    Attributes:
-        acknowledged: for its user: what the holder has said that it has, over this connection. On a new one there may
-            be another process, which does not have it.
-    """
-
-    def __init__(self) -> None:
-        self.acknowledged: set[str] = set()
-        self._connection: PeerConnection | None = None
-        self._closed = False
-
-    def use(self, connect: Callable[[], PeerConnection], push: Callable[[PeerConnection], _Result]) -> _Result:
-        """What ``push`` returns, given a connection: a new one if there is none. One that was there may have broken
-        while it was idle: then ``push`` is called once more.
-
-        Raises:
-            FlashpointError: what either of them failed with.
-        """
-        was_there = self._connection is not None
-        while True:
-            try:
-                if self._connection is None:
-                    self._connection = connect()
-                if self._closed:  # looked at after the connection is there, and `close` looks after it has said so
-                    raise ReplicationError("this end was closed")
-                return push(self._connection)
-            except BaseException as error:
-                self.drop()
-                if not (was_there and isinstance(error, ConnectionLostError)):
-                    raise
-                was_there = False
-
-    def drop(self) -> None:
-        """Have a new connection the next time."""
-        self.acknowledged = set()
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
-
-    def close(self) -> None:
-        """Break off what is under way. Of no use from then on."""
-        self._closed = True
-        connection = self._connection
-        if connection is not None:
-            connection.close()
+    peer: PeerConnection
+    connections: int = 0
+    acknowledged: set[str] = field(default_factory=set)
 
 
 class Copies:
@@ -101,15 +63,15 @@ class Copies:
     rest is thread-safe. ``nodes``: of all managers. ``holders``: numbers of managers, in order of preference."""
 
     def __init__(
-        self, store: RankStore, nodes: Sequence[str], holders: Sequence[int], secret: bytes, ask: AskPeer
+        self, store: PartStore, nodes: Sequence[str], holders: Sequence[int], secret: bytes, ask: AskPeer
     ) -> None:
         self.nodes = nodes
         self.holders = holders
-        self.secret = check_secret(secret)
         self.ask = ask
         self.pushed_bytes = 0
+        self._secret = check_secret(secret)
         self._store = store
-        self._links = {holder: HolderLink() for holder in holders}
+        self._links: dict[int, _Link] = {}
         self._closed = False
 
     def find(self, manager: int) -> Holder:
@@ -119,6 +81,14 @@ class Copies:
             raise ReplicationError("this manager takes no copies yet", rank=manager, node=node)
         return Holder(node, (str(address[0]), int(address[1])))
 
+    def connect(self, holder: Holder, within_s: float = _MAX_CONNECT_S) -> PeerConnection:
+        """A connection to a service."""
+        timeout_s = min(_MAX_CONNECT_S, max(within_s, 0.001))
+        deadline_s = transfer_deadline_s()
+        return PeerConnection(
+            holder.address, self._secret, node=holder.node, deadline_s=deadline_s, connect_timeout_s=timeout_s
+        )
+
     def push(self, parts: Sequence[PartRef], needed: Collection[PartRef], deadline: float) -> None:
         """Have every holder have every part, in this order: what others refer to comes before them.
 
@@ -126,67 +96,101 @@ class Copies:
         or of no use, and must not keep the newest from being copied. Raises `DeadlineError`: it took too long;
         `FlashpointError`: a holder is not there or refuses; others may have everything.
         """
-        push_to_all(list(self._links), lambda holder: self._push_to(holder, list(parts), needed, deadline))
+        push_to_all(self.holders, lambda holder: self._push_to(holder, list(parts), needed, deadline))
 
     def _push_to(self, number: int, parts: list[PartRef], needed: Collection[PartRef], deadline: float) -> None:
-        link = self._links[number]
-        link.acknowledged.intersection_update(ref.attempt for ref in parts)  # others are not asked for again
-
         def is_over() -> bool:
             return self._closed or time.monotonic() > deadline
 
-        def push_all(peer: PeerConnection) -> bool:
-            """Whether that is done; false: the connection broke over a part that is left out now, so go on anew."""
+        was_there = number in self._links
+        while True:
+            try:
+                if number not in self._links:
+                    self._links[number] = _Link(self.connect(self.find(number), deadline - time.monotonic()))
+                return self._push_over(self._links[number], parts, needed, is_over)
+            except BaseException as error:
+                self._drop(number)
+                if isinstance(error, TransferCancelledError) and not self._closed:
+                    raise DeadlineError("a copy was not verified in time", node=self.nodes[number]) from error
+                if not (was_there and isinstance(error, ConnectionLostError)):
+                    raise
+                was_there = False  # it may have come back elsewhere
+
+    def _push_over(
+        self, link: _Link, parts: list[PartRef], needed: Collection[PartRef], is_over: Callable[[], bool]
+    ) -> None:
+        link.acknowledged.intersection_update(ref.name for ref in parts)  # others are not asked for again
+        while True:
             # It may lead to a process that is gone, and nothing may be left to push that would show it.
-            peer.ping(cancelled=is_over)
-            for ref in list(parts):
+            link.peer.ping(cancelled=is_over)
+            if link.connections != link.peer.connections:  # there may be another process behind it
+                link.connections, link.acknowledged = link.peer.connections, set()
+            lacking = [ref for ref in parts if ref.name not in link.acknowledged]
+            if not lacking:
+                return
+            for ref in lacking:
                 try:
-                    if ref.attempt not in link.acknowledged:
-                        self._push_part(peer, ref.attempt, is_over)
-                        link.acknowledged.add(ref.attempt)
+                    with self._store.reading(ref.save, self._store.number) as part:
+                        if link.peer.push(part.manifest, part.data, cancelled=is_over):
+                            self.pushed_bytes += part.record.size
+                    link.acknowledged.add(ref.name)
                 except (DamagedError, ObjectNotFoundError) as error:
                     if ref in needed:
                         raise
                     _log.warning("a part of an earlier snapshot cannot be copied: %s", error)
                     parts.remove(ref)
-                    if isinstance(error, DamagedError):
-                        return False
-            return True
 
-        try:
-            while not link.use(lambda: self._connect(number, deadline), push_all):
-                link.drop()
-        except TransferCancelledError as error:
-            if self._closed:
-                raise
-            raise DeadlineError("a copy was not verified in time", node=self.nodes[number]) from error
+    def _drop(self, number: int) -> None:
+        if (link := self._links.pop(number, None)) is not None:
+            link.peer.close()
 
-    def _connect(self, number: int, deadline: float) -> PeerConnection:
-        holder, left = self.find(number), deadline - time.monotonic()
-        return PeerConnection(
-            holder.address,
-            self.secret,
-            node=holder.node,
-            deadline_s=transfer_deadline_s(),
-            connect_timeout_s=min(_MAX_CONNECT_S, max(left, 0.001)),
-        )
-
-    def _push_part(self, peer: PeerConnection, attempt: str, is_over: Callable[[], bool]) -> None:
-        part = self._store.find(attempt, self._store.rank)
-        if part is None or part.manifest is None or part.doomed:
-            raise ObjectNotFoundError("a part is not here any more", rank=self._store.rank, path=attempt)
-        record = part.manifest.objects[0]
-        # Open while it is sent, so that its arena is not reused.
-        with self._store.open_object(part.version, record.name) as view:
-            if peer.push(part.manifest, view, cancelled=is_over):
-                self.pushed_bytes += record.size
-
-    def held_by(self, attempts: Collection[str]) -> list[int]:
+    def held_by(self, parts: Collection[PartRef]) -> list[int]:
         """Holders that have acknowledged all of these, and have not been found gone since."""
-        return [number for number, link in self._links.items() if link.acknowledged.issuperset(attempts)]
+        names = {ref.name for ref in parts}
+        return [number for number, link in list(self._links.items()) if link.acknowledged >= names]
 
     def close(self) -> None:
         """Break off a push under way and close the connections. Idempotent."""
         self._closed = True
-        for link in self._links.values():
-            link.close()
+        for link in list(self._links.values()):
+            link.peer.close()
+
+
+class CopyBackend:
+    """Serves the parts of a store, and takes in copies: a `TransferBackend`. Thread-safe. ``held``: managers whose
+    copies are taken in. ``managers``: how many there are."""
+
+    def __init__(self, store: PartStore, held: Collection[int], managers: int) -> None:
+        self._store = store
+        self._held = held
+        self._managers = managers
+
+    @contextlib.contextmanager
+    def open_part(self, part: PartName) -> Iterator[memoryview]:
+        """See `TransferBackend`."""
+        with self._reading(part) as found:
+            yield found.data
+
+    def read_manifest(self, part: PartName) -> bytes:
+        """See `TransferBackend`."""
+        with self._reading(part) as found:
+            return encode(found.manifest)
+
+    def _reading(self, part: PartName) -> AbstractContextManager[HeldPart]:
+        save = SaveId.parse(part.version, part.save)
+        if save is None:
+            raise ObjectNotFoundError("this is the name of no part", rank=part.rank, path=str(part))
+        return self._store.reading(save, part.rank)
+
+    @contextlib.contextmanager
+    def receive(self, manifest: Manifest, rider: Fields) -> Iterator[memoryview | None]:
+        """See `TransferBackend`."""
+        rank, save = manifest.rank, SaveId.of(manifest)
+        if save is None or rank not in self._held or manifest.world_size != self._managers or not is_part(manifest):
+            raise ProtocolError("this manager holds no copies of that one, or this is no part", rank=rank)
+        held = self._store.find(save, rank)
+        if held is not None and held.manifest == manifest:
+            yield None
+            return
+        with self._store.receiving(manifest) as buffer:
+            yield buffer

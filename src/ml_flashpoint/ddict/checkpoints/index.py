@@ -1,6 +1,6 @@
-"""The parts of a dictionary as others see them: names, labels, and indices of the entries that each has.
+"""The parts of a dictionary as others see them: names, and indices of the entries that each has.
 
-Owns what tells a part of a dictionary from any other, where index and segment lie in the object of a snapshot, and
+Owns where index and segment lie in the object of a snapshot, and
 encoding and decoding indices. Nothing here touches a store or a peer. What is decoded is distrusted, also when its
 digest is right. An index is lines of JSON: first its head, then lists of entries (`IndexEntry`), with the bytes of the
 key as characters. Not all in one, so that the thread that writes very many of them can be interrupted.
@@ -20,12 +20,13 @@ from typing import Any, Final, NamedTuple
 
 from ml_flashpoint.ddict.manager.shard import Entry, InlineValue, StoredValue, Value
 from ml_flashpoint.ddict.persistence.persister import check_checkpoint_id
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import DamagedError, FlashpointError, InvalidArgumentError
 from ml_flashpoint.format.manifest import Manifest, object_name
 from ml_flashpoint.format.object_format import parse_header
 from ml_flashpoint.format.object_layout import Layout, plan_layout
-
-STAMP_LABEL: Final = "stamp"  # label of a part that says when it was sealed, in 20 digits that compare as the points do
+from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.memory.slot import PAGE
 
 _HEADER_RESERVE: Final = 1024
 GONE: Final = 0
@@ -42,36 +43,30 @@ LONGEST_CHAIN: Final = 8  # most indices that one is read from: after so many ch
 class PartRef(NamedTuple):
     """Names a part of this manager."""
 
-    attempt: str  # of the part; those of snapshots begin with ``s-``, and later ones of a manager compare greater
-    step: int  # checkpoint that it was sealed in, which is the step of its version
+    name: str  # its number, as `SaveId.text`; of what is persisted, the name of the item
+    step: int  # checkpoint that it was sealed in
 
     @property
-    def version(self) -> str:
-        """Directory of the part."""
-        return f"step-{self.step}_ckpt"
+    def save(self) -> SaveId:
+        """What it is called in a base container. Raises `InvalidArgumentError`: this is no part in one."""
+        save = SaveId.parse(CheckpointContainerId.format_version_container(self.step), self.name)
+        if save is None:
+            raise InvalidArgumentError("not the name of a part", argument="name", value=self.name)
+        return save
 
 
-def part_ref(attempt: object, step: object) -> PartRef:
+def part_ref(name: object, step: object) -> PartRef:
     """A reference that somebody else gave. Raises `InvalidArgumentError`, `InvalidNameError`: it names no part."""
-    if not isinstance(attempt, str):
-        raise InvalidArgumentError("not the name of a part", argument="attempt", value=attempt)
-    object_name(0, attempt)  # refuses what cannot be part of a file's name
-    return PartRef(attempt, check_checkpoint_id(step, "step"))
-
-
-def is_stamp(stamp: object) -> bool:
-    """Whether it is the point in the life of a manager at which something was sealed."""
-    return isinstance(stamp, str) and len(stamp) == 20 and stamp.isascii() and stamp.isdecimal()
-
-
-def snapshot_ref(stamp: str, incarnation: str, step: int) -> PartRef:
-    """The part of a snapshot. Raises `InvalidNameError`: the incarnation cannot be in a name."""
-    return part_ref(f"s-{stamp}-{incarnation}", step)
+    if not isinstance(name, str):
+        raise InvalidArgumentError("not the name of a part", argument="name", value=name)
+    object_name(0, name)  # refuses what cannot be part of a file's name
+    return PartRef(name, check_checkpoint_id(step, "step"))
 
 
 def is_part(manifest: Manifest) -> bool:
-    """Whether the manifest is of a part of a dictionary: a snapshot, or a large value."""
-    return is_stamp(manifest.labels.get(STAMP_LABEL)) and len(manifest.objects) == 1
+    """Whether the manifest is of a part of a dictionary: a snapshot, or a large value, that fills a slot."""
+    objects = [(record.name, record.file_size % PAGE) for record in manifest.objects]
+    return SaveId.of(manifest) is not None and objects == [(object_name(manifest.rank, manifest.save_id), 0)]
 
 
 # ---- the object -------------------------------------------------------------------------------------------
@@ -116,7 +111,7 @@ class IndexEntry(NamedTuple):
     def inline_value(self, segment: memoryview) -> InlineValue:
         """The value, from the segment that it lies in. Raises `DamagedError`: it does not."""
         if self.offset + self.length > segment.nbytes:
-            raise DamagedError("a value lies outside of its segment", path=self.part.attempt)
+            raise DamagedError("a value lies outside of its segment", path=self.part.name)
         return InlineValue(bytes(segment[self.offset : self.offset + self.length]))
 
 
@@ -200,7 +195,7 @@ def fold(indices: Iterable[Index]) -> list[IndexEntry]:
     chain: list[PartRef] = []
     for index in indices:
         if list(index.chain) != chain:
-            raise DamagedError("the index of a snapshot builds on others", path=index.own.attempt)
+            raise DamagedError("the index of a snapshot builds on others", path=index.own.name)
         for told in index.entries:
             if told.kind == GONE:
                 found.pop(told.key, None)

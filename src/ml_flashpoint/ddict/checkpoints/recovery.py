@@ -11,13 +11,10 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import product
 from typing import TypeVar
 
-from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
-from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.ddict.checkpoints.copies import Copies, Holder
 from ml_flashpoint.ddict.checkpoints.index import (
     INLINE,
@@ -33,17 +30,14 @@ from ml_flashpoint.ddict.checkpoints.index import (
     parts_of,
     split_object,
 )
-from ml_flashpoint.ddict.manager.arenas import ValueArenas
 from ml_flashpoint.ddict.manager.shard import Entry, StoredValue, Value
+from ml_flashpoint.ddict.manager.slots import ValueSlots, value_id_of
+from ml_flashpoint.ddict.manager.store import HeldPart, PartStore
 from ml_flashpoint.format.digest import digest_workers, verify_blocks
 from ml_flashpoint.format.errors import DamagedError, FlashpointError, ManifestError, ObjectNotFoundError
-from ml_flashpoint.format.knobs import transfer_deadline_s
-from ml_flashpoint.format.manifest import ObjectRecord
 from ml_flashpoint.net.blocks import BlockChecker
 from ml_flashpoint.net.channel import TransferCancelledError
-from ml_flashpoint.net.peer import PeerConnection
 from ml_flashpoint.net.transfers import PartName
-from ml_flashpoint.replication.store_backend import IncomingCopy
 
 _log = logging.getLogger(__name__)
 _Key = TypeVar("_Key")
@@ -62,8 +56,8 @@ class Recoverer:
         failures: why others could not.
     """
 
-    _store: RankStore
-    _values: ValueArenas
+    _store: PartStore
+    _values: ValueSlots
     _copies: Copies
     _cancelled: Callable[[], bool]  # once true, what is under way is broken off
     built: dict[int, BuiltSnapshot] = field(default_factory=dict)
@@ -77,7 +71,7 @@ class Recoverer:
 
     @property
     def _rank(self) -> int:
-        return self._store.rank
+        return self._store.number
 
     def recover(self, snapshots: Iterable[PartRef]) -> None:
         """Every snapshot of these that can be had whole. Raises `TransferCancelledError`: `cancelled` returned true."""
@@ -113,8 +107,8 @@ class Recoverer:
     def _index(self, ref: PartRef) -> tuple[Index, memoryview]:
         if ref not in self._indices:
             part = self._part(ref)
-            path = str(self._store.base / part.version / part.names[0])
-            data, segment = split_object(_used(part), _record(part).file_size, path)
+            path = f"{ref.save.version}/{part.record.name}"
+            data, segment = split_object(part.data, part.record.file_size, path)
             self._indices[ref] = decode_index(data, ref, self._rank, len(self._copies.nodes), path), segment
         return self._indices[ref]
 
@@ -127,9 +121,10 @@ class Recoverer:
         if told.kind == INLINE:
             return told.inline_value(self._index(told.part)[1])
         part = self._part(told.part)
-        if told.length != _record(part).size:
-            raise DamagedError("this part is not the value", rank=self._rank, path=told.part.attempt)
-        return self._values.hold(StoredValue(told.part.attempt, part.arenas[0], told.length, part=told.part))
+        if told.length != part.record.size:
+            raise DamagedError("this part is not the value", rank=self._rank, path=told.part.name)
+        value_id = value_id_of(part.data, part.record.file_size)
+        return self._values.hold(StoredValue(value_id, part.slot, told.length, part=told.part))
 
     # ---- parts --------------------------------------------------------------------------------------------
 
@@ -138,15 +133,12 @@ class Recoverer:
         return _once(self._parts, ref, lambda: self._own(ref) or self._fetch(ref))
 
     def _own(self, ref: PartRef) -> HeldPart | None:
-        part = self._store.find(ref.attempt, self._rank)
-        if part is None or part.doomed or part.version != ref.version:
+        part = self._store.find(ref.save, self._rank)
+        if part is None:
             return None
+        record, path = part.record, f"{ref.save.version}/{part.record.name}"
         try:
-            if part.manifest is None or not is_part(part.manifest):
-                raise DamagedError("the manifest of a part is damaged", step=ref.step, rank=self._rank)
-            record = _record(part)
-            path = self._store.base / part.version / record.name
-            verify_blocks(_used(part), record.digests, record.block_size, path=path, workers=digest_workers())
+            verify_blocks(part.data, record.digests, record.block_size, path=path, workers=digest_workers())
         except DamagedError as error:
             _log.warning("manager %d: asking holders, because a part here is damaged: %s", self._rank, error)
             return None
@@ -160,7 +152,7 @@ class Recoverer:
             except TransferCancelledError:
                 raise
             except FlashpointError as error:
-                _log.warning("manager %d: manager %d gives no %s: %s", self._rank, number, ref.attempt, error)
+                _log.warning("manager %d: manager %d gives no %s: %s", self._rank, number, ref, error)
                 failures.append(error)
         raise next(iter(failures), ObjectNotFoundError("nobody holds a copy", step=ref.step, rank=self._rank))
 
@@ -170,23 +162,17 @@ class Recoverer:
             return _once(self._found, (number, again), lambda: self._copies.find(number))
 
     def _fetch_from(self, holder: Holder, ref: PartRef) -> HeldPart:
-        secret, deadline_s = self._copies.secret, transfer_deadline_s()
-        name = PartName(ref.version, ref.attempt, self._rank)
-        with PeerConnection(holder.address, secret, node=holder.node, deadline_s=deadline_s) as peer:
-            return self._fetch_by(peer, holder, name, ref)
-
-    def _fetch_by(self, peer: PeerConnection, holder: Holder, name: PartName, ref: PartRef) -> HeldPart:
-        manifest = peer.read_manifest(name)
-        if manifest.world_size != len(self._copies.nodes) or not is_part(manifest):
-            raise ManifestError("a holder gave the manifest of another part", node=holder.node)
-        with ExitStack() as undo:
-            incoming = IncomingCopy(self._store, manifest)
-            undo.callback(incoming.abort)
-            with BlockChecker(manifest.objects[0], incoming.buffers[0], f"{ref.version}/{ref.attempt}") as blocks:
+        name = PartName(ref.save.version, ref.name, self._rank)
+        with self._copies.connect(holder) as peer:
+            manifest = peer.read_manifest(name)
+            if manifest.world_size != len(self._copies.nodes) or not is_part(manifest):
+                raise ManifestError("a holder gave the manifest of another part", node=holder.node)
+            with (
+                self._store.receiving(manifest) as buffer,
+                BlockChecker(manifest.objects[0], buffer, str(name)) as blocks,
+            ):
                 peer.fetch(name, blocks, cancelled=self._cancelled)
-            incoming.commit()
-            undo.pop_all()
-        part = self._store.find(ref.attempt, self._rank)
+        part = self._store.find(ref.save, self._rank)
         assert part is not None  # it was committed
         return part
 
@@ -204,12 +190,3 @@ def _once(known: dict[_Key, _Found | FlashpointError], key: _Key, find: Callable
     if isinstance(found, FlashpointError):
         raise found
     return found
-
-
-def _record(part: HeldPart) -> ObjectRecord:
-    assert part.manifest is not None  # parts without are not opened
-    return part.manifest.objects[0]
-
-
-def _used(part: HeldPart) -> memoryview:
-    return part.arenas[0].buffer[: _record(part).size]

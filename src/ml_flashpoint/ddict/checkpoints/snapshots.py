@@ -7,6 +7,7 @@ committed, and which retires, is decided by the coordinator; which entries are i
 A snapshot is a part of the version ``step-<checkpoint>_ckpt`` in the manager's store, one object with an index of the
 entries and the small values written since the snapshot before. Large values are parts of their own, committed the first
 time that a snapshot refers to them. So a snapshot of what did not change copies no value, neither here nor to a peer.
+The number of a part is taken from the clock, and is higher than that of every part of the manager before it.
 
 It is full after `index.LONGEST_CHAIN` that were not, and when those would take more than twice what a full one does: so
 there is never more in their segments that is dead than what lives.
@@ -21,16 +22,12 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 
-from ml_flashpoint.checkpoint_object_manager.arena import Arena
-from ml_flashpoint.checkpoint_object_manager.held_part import HeldPart
-from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.copy.collection import collection_paused
-from ml_flashpoint.ddict.checkpoints.copies import AskPeer, Copies
+from ml_flashpoint.ddict.checkpoints.copies import AskPeer, Copies, CopyBackend
 from ml_flashpoint.ddict.checkpoints.index import (
     GONE,
     LONGEST_CHAIN,
     NO_SNAPSHOT,
-    STAMP_LABEL,
     BuiltSnapshot,
     Index,
     IndexEntry,
@@ -38,36 +35,32 @@ from ml_flashpoint.ddict.checkpoints.index import (
     encode_index,
     gather,
     index_bytes,
-    is_part,
-    is_stamp,
     part_of,
     parts_of,
     plan_object,
-    snapshot_ref,
 )
 from ml_flashpoint.ddict.checkpoints.recovery import Recoverer
-from ml_flashpoint.ddict.manager.arenas import ValueArenas
 from ml_flashpoint.ddict.manager.shard import Entry, StoredValue
+from ml_flashpoint.ddict.manager.slots import ValueSlots
+from ml_flashpoint.ddict.manager.store import PartStore
 from ml_flashpoint.ddict.persistence.persister import check_checkpoint_id
 from ml_flashpoint.format.digest import BlockDigester, digest_workers
 from ml_flashpoint.format.errors import (
     DeadlineError,
     FlashpointError,
     InvalidArgumentError,
-    ProtocolError,
     ReplicationError,
 )
 from ml_flashpoint.format.knobs import block_bytes, transfer_deadline_s
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
-from ml_flashpoint.format.object_format import encode_header
+from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.memory.slot import Slot
 from ml_flashpoint.net.transfer_service import TransferService
 from ml_flashpoint.net.transfers import Address
-from ml_flashpoint.replication.store_backend import StoreBackend
 
 _log = logging.getLogger(__name__)
 
-_FIRST_STAMP = "0" * 20
-_SPARE_ARENAS = 8  # free arenas that are kept, at least, for what comes next
+_TICK_NS = 10  # of the clock that numbers of parts come from: the finest that leaves them 18 digits
 
 
 class Snapshots:
@@ -75,12 +68,11 @@ class Snapshots:
     peers from construction on: takes in their copies, and gives them theirs back, for which they wait.
 
     Args:
-        store: of this manager; its rank is the manager's number.
+        store: of this manager.
         nodes: node of every manager, by number. Their number is the world size.
         holders: of every manager, those that hold copies of it.
         ask: see `AskPeer`.
         values: of this manager, whose parts stay while they are needed, although no snapshot needs them.
-        incarnation: of this manager process, letters and digits.
         host: address to serve peers on, and the one told to them.
 
     Attributes:
@@ -95,22 +87,19 @@ class Snapshots:
 
     def __init__(
         self,
-        store: RankStore,
+        store: PartStore,
         *,
         nodes: Sequence[str],
         holders: Sequence[Sequence[int]],
         secret: bytes,
         ask: AskPeer,
-        values: ValueArenas,
-        incarnation: str,
+        values: ValueSlots,
         host: str = "127.0.0.1",
     ) -> None:
-        manager = store.rank
+        manager = store.number
         self._store = store
         self._manager = manager
-        self._incarnation = incarnation
         self._values = values
-        snapshot_ref(_FIRST_STAMP, incarnation, 0)  # refuses what cannot be in a name
         self.holders = tuple(holders[manager])
         self.held = tuple(owner for owner, its in enumerate(holders) if manager in its)
         self.copies = Copies(store, nodes, self.holders, secret, ask)
@@ -119,21 +108,17 @@ class Snapshots:
         self._sealing = threading.Lock()
         self._building = threading.Lock()
         self._snapshots: dict[int, BuiltSnapshot] = {}  # ascending; never changed, but replaced
-        self._last_stamp = self._newest_stamp()
+        self._newest = self._newest_number()
         self._closed = threading.Event()
         if self.holders or self.held:
-            backend = StoreBackend(lambda: store, check=self._check_copy)
-            self._service = TransferService(secret, backend, host=host, deadline_s=transfer_deadline_s())
+            self._service = TransferService(
+                secret, CopyBackend(store, self.held, len(nodes)), host=host, deadline_s=transfer_deadline_s()
+            )
 
     @property
     def address(self) -> Address | None:
         """Where peers reach it; None if it serves none."""
         return None if self._service is None else self._service.address
-
-    def _check_copy(self, manifest: Manifest) -> None:
-        """Take in only copies that this manager is to hold, and only such as a dictionary makes."""
-        if manifest.rank not in self.held or manifest.world_size != len(self.copies.nodes) or not is_part(manifest):
-            raise ProtocolError("this manager holds no copies of that one, or this is no part", rank=manifest.rank)
 
     def close(self) -> None:
         """Break off what is under way and stop serving. Idempotent. The store and its parts stay."""
@@ -208,7 +193,7 @@ class Snapshots:
         is_long = len(told) >= LONGEST_CHAIN and changes > 0
         if is_long or chain_bytes >= max(1, 2 * live_bytes) or not self._has_all(told):
             told, fresh, missing, chain_bytes = (), list(entries), [], live_bytes
-        own = snapshot_ref(self._next_stamp(), self._incarnation, checkpoint_id)
+        own = self._next_ref(checkpoint_id)
         chain = (*told, own) if fresh or missing or not told else told
         self._write(own, told, fresh, missing)
         built = BuiltSnapshot(own, chain, current, stored, chain_bytes, live_bytes)
@@ -216,53 +201,45 @@ class Snapshots:
         return built
 
     def _has_all(self, parts: Iterable[PartRef]) -> bool:
-        found = [self._store.find(ref.attempt, self._manager) for ref in parts]
-        return not any(part is None or part.doomed for part in found)
+        return all(self._store.find(ref.save, self._manager) is not None for ref in parts)
 
     def _seal_value(self, checkpoint_id: int, value: StoredValue) -> None:
-        ref = PartRef(value.value_id, checkpoint_id)
-        try:
-            self._commit(ref, value.arena, value.size)
-        finally:
-            if self._store.find(ref.attempt, self._manager) is not None:
-                value.part = ref  # its arena is the store's to free, also if the commit has failed after it
+        ref, block = self._next_ref(checkpoint_id), block_bytes()
+        digests = BlockDigester(value.slot.buffer, value.size, digest_workers(), block_size=block).finish()
+        name = object_name(self._manager, ref.name)
+        self._commit(ref, value.slot, ObjectRecord(name, value.size, value.slot.size, digests, block))
+        value.part = ref  # its slot is the store's to free
 
     def _write(self, own: PartRef, told: tuple[PartRef, ...], entries: list[Entry], missing: list[bytes]) -> None:
         listed, segment = gather(own, entries, part_of)
         listed += [IndexEntry(key, 0, "", False, False, GONE, own, 0, 0) for key in missing]
         index = encode_index(Index(own, self._manager, len(self.copies.nodes), told, listed))
         layout = plan_object(len(index), sum(map(len, segment)))
-        arena = self._store.acquire(layout.size)
+        slot = self._store.take(layout.size)
         try:
-            arena.buffer[: layout.data_start] = encode_header(layout, arena.size)
-            for key, pieces in (("index", [index]), ("segment", segment)):
-                at = layout.by_key[key].begin
-                for data in pieces:
-                    arena.buffer[at : at + len(data)] = data
-                    at += len(data)
-            self._commit(own, arena, layout.size)
+            name = object_name(self._manager, own.name)
+            self._commit(own, slot, slot.seal(name, layout, (index, b"".join(segment))))
         except BaseException:
-            self._store.release(arena)
+            self._store.free(slot)
             raise
 
-    def _commit(self, ref: PartRef, arena: Arena, size: int) -> None:
-        nodes, labels = self.copies.nodes, {STAMP_LABEL: self._next_stamp()}
-        digests = BlockDigester(arena.buffer, size, digest_workers(), block_size=block_bytes()).finish()
-        record = ObjectRecord(object_name(self._manager, ref.attempt), size, arena.size, digests, block_bytes())
-        manifest = Manifest(
-            ref.version, self._manager, len(nodes), ref.attempt, nodes[self._manager], (record,), labels
-        )
-        self._store.commit(manifest, [arena])
+    def _commit(self, ref: PartRef, slot: Slot, record: ObjectRecord) -> None:
+        nodes, manager = self.copies.nodes, self._manager
+        manifest = Manifest(ref.save.version, manager, len(nodes), ref.name, nodes[manager], (record,))
+        self._store.commit(slot, manifest)
 
     def _push(self, deadline: float) -> None:
         snapshots = [built.needs for built in self._snapshots.values()]
-        # Snapshots last, by age: what a holder has without what it refers to is of no use to anyone.
-        in_order = [sorted(needs, key=lambda ref: (ref.attempt.startswith("s-"), ref.attempt)) for needs in snapshots]
-        self.copies.push(list(dict.fromkeys(chain(*in_order))), snapshots[-1] if snapshots else (), deadline)
+        # By age: what a holder has without what it refers to, which was sealed before it, is of no use to anyone.
+        parts = sorted(set(chain(*snapshots)), key=lambda ref: ref.save)
+        self.copies.push(parts, snapshots[-1] if snapshots else (), deadline)
 
-    def _next_stamp(self) -> str:
-        self._last_stamp = max(time.time_ns(), self._last_stamp + 1)
-        return f"{self._last_stamp:020}"
+    def _next_number(self) -> int:
+        self._newest = max(time.time_ns() // _TICK_NS, self._newest + 1)
+        return self._newest
+
+    def _next_ref(self, checkpoint_id: int) -> PartRef:
+        return PartRef(SaveId(self._next_number(), checkpoint_id).text, checkpoint_id)
 
     def replicate(self, deadline_s: float) -> None:
         """Push whatever a holder lacks of the snapshots here, oldest first: after a holder came back without them.
@@ -279,8 +256,8 @@ class Snapshots:
         """Those of `holders` that are known to have verified copies of every snapshot here."""
         return self.copies.held_by(self._needed())
 
-    def _needed(self) -> set[str]:
-        return {ref.attempt for built in self._snapshots.values() for ref in built.needs}
+    def _needed(self) -> set[PartRef]:
+        return {ref for built in self._snapshots.values() for ref in built.needs}
 
     # ---- retention ----------------------------------------------------------------------------------------
 
@@ -305,8 +282,7 @@ class Snapshots:
         with self._building:
             self._snapshots = {each: built for each, built in self._snapshots.items() if not is_dropped(each)}
             keep = self._sweep()
-            # Whatever is sealed from now on has a later stamp, and no holder will drop it for this message.
-            before = self._next_stamp()
+            before = self._next_number()  # no holder will drop for this message what is sealed from now on
         for holder in self.holders:
             try:
                 self.copies.ask(holder, "drop_copies", {"of": self._manager, "keep": keep, "before": before})
@@ -314,33 +290,20 @@ class Snapshots:
                 _log.warning("a holder keeps copies that are not needed until it can be told: %s", error)
 
     def _sweep(self) -> list[str]:
-        """Drop the parts that nothing needs; returns the attempts of the others."""
-        needed = self._needed()
-        mine = [part for part in self._store.held() if part.rank == self._manager]
-        keep = {each.save_id for each in mine if each.save_id in needed or self._values.is_needed(each.save_id)}
-        self._drop([part for part in mine if part.save_id not in keep])
-        return list(keep)
+        """Drop the parts that nothing needs; returns the names of the others."""
+        needed = {ref.save for ref in self._needed() | self._values.needed_parts()}
+        mine = self._store.parts_of(self._manager)
+        self._store.drop([part for part in mine if part.save not in needed])
+        return [part.save.text for part in mine if part.save in needed]
 
-    def drop_copies(self, of: int, copies: Collection[str], before: str) -> None:
+    def drop_copies(self, of: int, copies: Collection[str], before: int) -> None:
         """On the holder's side: drop what this manager holds of another one, but for the ``copies`` that it still
-        needs. ``before``: parts sealed later than this stamp stay: the message was written before them. Raises
-        `InvalidArgumentError`: this is no message of one whose copies are here."""
-        if of not in self.held or not is_stamp(before):
-            raise InvalidArgumentError("nothing is held of this one, or that is no stamp", argument="of", value=of)
-        dropped = [
-            part
-            for part in self._store.held()
-            # One whose manifest cannot be read is of no use.
-            if part.rank == of
-            and part.save_id not in copies
-            and (part.manifest is None or part.manifest.labels.get(STAMP_LABEL, "") < before)
-        ]
-        self._drop(dropped)
-
-    def _drop(self, parts: Sequence[HeldPart]) -> None:
-        for part in parts:
-            self._store.drop(part)
-        self._store.arenas.trim(max(_SPARE_ARENAS, 2 * len(parts)))
+        needs. ``before``: parts with this number or a higher one stay: they were sealed after the message was written.
+        Raises `InvalidArgumentError`: nothing is held of that one."""
+        if of not in self.held:
+            raise InvalidArgumentError("nothing is held of this one", argument="of", value=of)
+        held, kept = self._store.parts_of(of), set(copies)
+        self._store.drop([part for part in held if part.save.text not in kept and part.save.run < before])
 
     # ---- recovery -----------------------------------------------------------------------------------------
 
@@ -358,14 +321,9 @@ class Snapshots:
             with collection_paused():
                 recoverer.recover(snapshots)
             self._snapshots = dict(sorted({**self._snapshots, **recoverer.built}.items()))
-            self._last_stamp = max(self._last_stamp, self._newest_stamp())
+            self._newest = max(self._newest, self._newest_number())
         return {step: list(built.entries) for step, built in recoverer.built.items()}, recoverer.failures
 
-    def _newest_stamp(self) -> int:
-        """The latest point at which a part of this manager is known to have been sealed, in nanoseconds."""
-        stamps = [
-            int(part.manifest.labels[STAMP_LABEL])
-            for part in self._store.held()
-            if part.rank == self._manager and part.manifest is not None and is_part(part.manifest)
-        ]
-        return max(stamps, default=0)
+    def _newest_number(self) -> int:
+        """The highest number that a part of this manager is known to have."""
+        return max((part.save.run for part in self._store.parts_of(self._manager)), default=0)

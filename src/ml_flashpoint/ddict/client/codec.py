@@ -38,7 +38,7 @@ import torch
 
 from ml_flashpoint.copy.cpu import cpu_clone, view_identity
 from ml_flashpoint.copy.dtypes import STORABLE_DTYPES, dtype_name, octets_of, torch_dtype
-from ml_flashpoint.ddict.manager.arenas import decode_number, encode_number
+from ml_flashpoint.ddict.manager.slots import decode_number, encode_number
 from ml_flashpoint.format.dtypes import parse_true_type, tensor_nbytes
 from ml_flashpoint.format.errors import DamagedError, InvalidArgumentError
 

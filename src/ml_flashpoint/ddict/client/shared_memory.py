@@ -1,14 +1,14 @@
-"""The client's side of large values: their form, arenas mapped for writing, and views of values.
+"""The client's side of large values: their form, slots mapped for writing, and views of values.
 
 Owns the form of an object, in both directions, the mappings, and the shared locks (flock) that go with them; see
-`arenas` for what the locks are good for.
+`slots` for what the locks are good for.
 
 A value is a valid object of `format.object_format`: tensors ``t0``, ``t1`` and so on, and byte items ``pickle`` and
 ``arrays`` (which of the tensors are arrays). Its header is written last, and the 8 bytes of its length at the very
 end, so that a header which can be read means that all of it is there.
 
 A view's lock lives exactly as long as its mapping: `mmap` keeps a duplicate of the file descriptor, which refers to the
-same open file, and a lock belongs to that. So an arena is not reused while a tensor or array that was got from it, or
+same open file, and a lock belongs to that. So a slot is not reused while a tensor or array that was got from it, or
 anything that shares its memory, is alive in this process, or in one that was forked from it.
 """
 
@@ -30,22 +30,22 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import numpy as np
 import torch
 
-from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.copy import cuda
 from ml_flashpoint.copy.cpu import copy_all, cpu_clone, typed_view
 from ml_flashpoint.copy.dtypes import dtype_name, torch_dtype
 from ml_flashpoint.ddict.client.codec import Encoded, array_at, assemble, tensor_at, tensor_octets
 from ml_flashpoint.ddict.errors import DDictError, StaleValueError
-from ml_flashpoint.ddict.manager.arenas import allow_many_files, check_header, has_token
+from ml_flashpoint.ddict.manager.slots import allow_many_files, check_header, has_token
 from ml_flashpoint.format.dtypes import ITEMSIZES
 from ml_flashpoint.format.errors import FlashpointError, ObjectFormatError
 from ml_flashpoint.format.object_format import Entry, Layout, encode_header, plan_layout
+from ml_flashpoint.memory.slot import Slot
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 MAX_MAPPINGS: Final = 64
-"""Arenas that a writer keeps mapped, since a first write to a new mapping costs six times as much as later ones."""
+"""Slots that a writer keeps mapped, since a first write to a new mapping costs six times as much as later ones."""
 
 _Result = TypeVar("_Result")
 
@@ -77,20 +77,20 @@ def _layout(encoded: Encoded) -> tuple[Layout, dict[str, bytes]]:
 
 
 def object_size(encoded: Encoded) -> int:
-    """Bytes that an arena must have to take this value."""
+    """Bytes that a slot must have to take this value."""
     return _layout(encoded)[0].size
 
 
-def write_object(encoded: Encoded, arena: torch.Tensor, value_id: str) -> int:
-    """Write a value into an arena, its header last. ``arena``: the whole file, 1-D uint8, writable. Returns the bytes
-    of the object; the rest of the file is unused. Raises `CapacityError`, `InvalidArgumentError`: the arena is smaller
+def write_object(encoded: Encoded, slot: torch.Tensor, value_id: str) -> int:
+    """Write a value into a slot, its header last. ``slot``: the whole file, 1-D uint8, writable. Returns the bytes
+    of the object; the rest of the file is unused. Raises `CapacityError`, `InvalidArgumentError`: the slot is smaller
     than `object_size`."""
     layout, items = _layout(encoded)
-    header = encode_header(layout, arena.numel(), {"value": value_id, "kind": encoded.kind})
-    octets = arena.numpy()
+    header = encode_header(layout, slot.numel(), {"value": value_id, "kind": encoded.kind})
+    octets = slot.numpy()
     octets[:8] = 0
     if layout.tensors:
-        copy_all(_places(arena, layout.tensors), [encoded.tensors[int(entry.key[1:])] for entry in layout.tensors])
+        copy_all(_places(slot, layout.tensors), [encoded.tensors[int(entry.key[1:])] for entry in layout.tensors])
     for entry in layout.byte_items:
         octets[entry.begin : entry.end] = np.frombuffer(items[entry.key], np.uint8)
     octets[8 : len(header)] = np.frombuffer(header, np.uint8)[8:]
@@ -98,12 +98,12 @@ def write_object(encoded: Encoded, arena: torch.Tensor, value_id: str) -> int:
     return layout.size
 
 
-def _places(arena: torch.Tensor, entries: Sequence[Entry]) -> list[torch.Tensor]:
+def _places(slot: torch.Tensor, entries: Sequence[Entry]) -> list[torch.Tensor]:
     """The tensors to copy to. Those of one dtype that lie side by side are cut in one call: there may be thousands."""
     places: list[torch.Tensor] = []
     for dtype, run in itertools.groupby(entries, lambda entry: entry.dtype):
         group = list(run)
-        whole = typed_view(arena, group[0].begin, group[-1].end, torch_dtype(dtype), (-1,))
+        whole = typed_view(slot, group[0].begin, group[-1].end, torch_dtype(dtype), (-1,))
         cut = whole.split_with_sizes([entry.nbytes // ITEMSIZES[dtype] for entry in group])
         places += [
             piece if len(entry.shape) == 1 else piece.view(entry.shape) for piece, entry in zip(cut, group, strict=True)
@@ -114,7 +114,7 @@ def _places(arena: torch.Tensor, entries: Sequence[Entry]) -> list[torch.Tensor]
 def object_blobs(encoded: Encoded, file_size: int, value_id: str) -> list[memoryview]:
     """What `write_object` would write, as buffers that follow one another, for a client on another node.
 
-    The first one is the header, to be written last; see `arenas.ValueArenas.fill`.
+    The first one is the header, to be written last; see `slots.ValueSlots.fill`.
     """
     layout, items = _layout(encoded)
     header = encode_header(layout, file_size, {"value": value_id, "kind": encoded.kind})
@@ -156,71 +156,72 @@ def read_object(buffer: Buffer, value_id: str, *, copy: bool = False, file_size:
 
 
 class ValueWriter:
-    """Writes values into arenas that managers have allocated, over mappings that are kept. Thread-safe."""
+    """Writes values into slots that managers have allocated, over mappings that are kept. Thread-safe."""
 
     def __init__(self, mappings: int = MAX_MAPPINGS) -> None:
         self._most = mappings
         self._lock = threading.Lock()
-        self._kept: dict[str, Arena] = {}
+        self._kept: dict[str, Slot] = {}
 
     @contextlib.contextmanager
     def writing(self, path: str, value_id: str) -> Iterator[Callable[[Encoded], int]]:
-        """A function that copies a value into the arena that was allocated to it, and returns the bytes of the object.
-        The arena is locked until the end of the block, which is for when the manager has acknowledged the value. Raises
-        `StaleValueError`: the arena is gone, or not kept for this value any more."""
+        """A function that copies a value into the slot that was allocated to it, and returns the bytes of the object.
+        The slot is locked until the end of the block, which is for when the manager has acknowledged the value. Raises
+        `StaleValueError`: the slot is gone, or not kept for this value any more."""
         with self._lock:  # taken out while in use, so that no other thread forgets it meanwhile
-            arena = self._kept.pop(path, None)
+            slot = self._kept.pop(path, None)
         is_good = False
         try:
             fd = _with_many_files(lambda: _lock_shared(path, os.O_RDWR, value_id))
             try:
                 stat = os.fstat(fd)
-                if arena is not None and (arena.inode != stat.st_ino or arena.size != stat.st_size):
-                    arena.close()
-                    arena = None
-                if arena is None:
+                if slot is not None and (slot.inode != stat.st_ino or slot.size != stat.st_size):
+                    slot.close()
+                    slot = None
+                if slot is None:
                     # Now and not later: memory of files that are gone is only given back with their mappings.
-                    self._forget(lambda path, arena: not _is_at(path, arena))
-                    arena = _with_many_files(lambda: _map(path, stat, value_id))
-                if not has_token(arena, value_id):
-                    raise StaleValueError(f"the arena is not kept for value {value_id} any more", path=path)
+                    self._forget(lambda path, slot: not _is_at(path, slot))
+                    slot = _with_many_files(lambda: _map(path, stat, value_id))
+                if not has_token(slot, value_id):
+                    raise StaleValueError(f"the slot is not kept for value {value_id} any more", path=path)
                 is_good = True
-                yield partial(_write, arena, value_id)
+                yield partial(_write, slot, value_id)
             finally:
                 os.close(fd)
         finally:
-            if arena is not None:
-                self._keep(path, arena) if is_good else arena.close()
+            if slot is not None:
+                self._keep(path, slot) if is_good else slot.close()
 
-    def _keep(self, path: str, arena: Arena) -> None:
+    def _keep(self, path: str, slot: Slot) -> None:
         with self._lock:
             before = self._kept.pop(path, None)
-            self._kept[path] = arena
+            self._kept[path] = slot
             surplus = list(self._kept)[: -self._most]
         if before is not None:
             before.close()
         self._forget(lambda other, _: other in surplus)
 
-    def _forget(self, is_over: Callable[[str, Arena], bool]) -> None:
+    def _forget(self, is_over: Callable[[str, Slot], bool]) -> None:
         with self._lock:
-            over = [self._kept.pop(path) for path, arena in list(self._kept.items()) if is_over(path, arena)]
-        for arena in over:
-            arena.close()
+            over = [self._kept.pop(path) for path, slot in list(self._kept.items()) if is_over(path, slot)]
+        for slot in over:
+            slot.close()
 
     def close(self) -> None:
         """Forget all mappings. It can be used again."""
-        self._forget(lambda path, arena: True)
+        self._forget(lambda path, slot: True)
 
 
-def _write(arena: Arena, value_id: str, encoded: Encoded) -> int:
-    size = write_object(encoded, arena.tensor, value_id)
-    if cuda.are_on_devices(encoded.tensors):
-        arena.lock_in_background()
+def _write(slot: Slot, value_id: str, encoded: Encoded) -> int:
+    size = write_object(encoded, slot.tensor, value_id)
+    if cuda.are_on_devices(encoded.tensors) and not slot.is_prepared:
+        slot.is_prepared = True  # or the next write would begin it again
+        threading.Thread(target=slot.prepare, name="ddict-prepare", daemon=True).start()
     return size
 
 
 def read_value(path: str, value_id: str, *, copy: bool = False) -> object:
-    """The value in an arena of this machine. It may unpickle. ``copy``: see `read_object`; what is written to a view
+    """The value in a slot of this machine. It may unpickle. ``copy``: see `read_object`; what is written to a view
     stays in this process, and each has a file open. When they are too many for the soft limit of this process, it is
     raised to the hard one. Raises `StaleValueError`: it is not there any more: ask the manager again;
     `ObjectFormatError`: it is damaged; `DDictError`: too many files are open."""
@@ -262,31 +263,31 @@ def _lock_shared(path: str, flags: int, value_id: str) -> int:
     try:
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
-        raise StaleValueError(f"the arena of value {value_id} is gone", path=path) from None
+        raise StaleValueError(f"the slot of value {value_id} is gone", path=path) from None
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(fd)
-        raise StaleValueError(f"the arena of value {value_id} is being reused", path=path) from None
+        raise StaleValueError(f"the slot of value {value_id} is being reused", path=path) from None
     except BaseException:
         os.close(fd)
         raise
     return fd
 
 
-def _is_at(path: str, arena: Arena) -> bool:
+def _is_at(path: str, slot: Slot) -> bool:
     try:
-        return os.stat(path).st_ino == arena.inode
+        return os.stat(path).st_ino == slot.inode
     except FileNotFoundError:
         return False
 
 
-def _map(path: str, locked: os.stat_result, value_id: str) -> Arena:
+def _map(path: str, locked: os.stat_result, value_id: str) -> Slot:
     try:
-        arena = Arena.open(Path(path))
+        slot = Slot.open(Path(path))
     except FileNotFoundError:
-        raise StaleValueError(f"the arena of value {value_id} is gone", path=path) from None
-    if arena.inode != locked.st_ino:
-        arena.close()
-        raise StaleValueError(f"the arena of value {value_id} was replaced", path=path)
-    return arena
+        raise StaleValueError(f"the slot of value {value_id} is gone", path=path) from None
+    if slot.inode != locked.st_ino:
+        slot.close()
+        raise StaleValueError(f"the slot of value {value_id} was replaced", path=path)
+    return slot

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.ddict.checkpoints.index import PartRef, part_ref
 from ml_flashpoint.ddict.checkpoints.snapshots import Snapshots
 from ml_flashpoint.ddict.client.links import Links, locator
@@ -31,9 +30,10 @@ from ml_flashpoint.ddict.errors import (
     StaleRequestError,
 )
 from ml_flashpoint.ddict.fence import Fence
-from ml_flashpoint.ddict.manager.arenas import ValueArenas, allow_many_files, is_unused
 from ml_flashpoint.ddict.manager.requests import AT_ONCE, OPERATIONS, Result, deadline_of
 from ml_flashpoint.ddict.manager.shard import ENTRY_BYTES, Entry, Shard
+from ml_flashpoint.ddict.manager.slots import ValueSlots, allow_many_files
+from ml_flashpoint.ddict.manager.store import PartStore
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
 from ml_flashpoint.ddict.persistence.parts import PartReader, encode
 from ml_flashpoint.ddict.persistence.persister import PersistedCheckpoint
@@ -98,8 +98,8 @@ class Manager:
         self._discarded: dict[str, _Discarded] = {}
         self._frozen_by = 0  # number of the request that `frozen` is of
         self._begun = threading.Lock()
-        self.store = RankStore(configuration.node_folder(number), number, reusable=is_unused)
-        self.arenas = ValueArenas(self.store, self.incarnation, limit_bytes=self.rules.limit_bytes)
+        self.store = PartStore(configuration.node_folder(number), number, configuration.managers)
+        self.slots = ValueSlots(self.store, self.incarnation, limit_bytes=self.rules.limit_bytes)
         self.shard = Shard(is_final=not self.rules.snapshots)
         self.snapshots = Snapshots(
             self.store,
@@ -107,12 +107,11 @@ class Manager:
             holders=configuration.holders,
             secret=configuration.secret,
             ask=self._ask_peer,
-            values=self.arenas,
-            incarnation=self.incarnation,
+            values=self.slots,
             host=config.get("host") or "127.0.0.1",
         )
         self._kept: dict[int, list[Entry]] = {}  # entries of checkpoints, as they were when each was prepared
-        self.parts = PartReader(self.run, self.store, self.arenas, configuration.managers)
+        self.parts = PartReader(self.run, number, self.slots, configuration.managers)
         self._ready = threading.Event()  # requests may come before
         self._lost: DDictManagerLostError | None = None
         self._failures: dict[int, FlashpointError] = {}
@@ -222,11 +221,11 @@ class Manager:
             traceback.clear_frames(error.__traceback__)  # which refer to values, for as long as the error is anywhere
             raise
         finally:
-            self.arenas.collect()
+            self.slots.collect()
 
     def closed(self, session: Session) -> None:
         """See `RequestHandler`."""
-        self.arenas.abandon(session.reserved)
+        self.slots.abandon(session.reserved)
 
     def hello(self) -> Fields:
         """Who this is, and where peers reach it."""
@@ -260,7 +259,7 @@ class Manager:
     @property
     def used_bytes(self) -> int:
         """Bytes of all values, older checkpoints included."""
-        return self.shard.used_bytes + self.arenas.promised_bytes
+        return self.shard.used_bytes + self.slots.promised_bytes
 
     def put(self, entry: Entry) -> None:
         """Add an entry for which there is room; under the lock."""
@@ -435,7 +434,7 @@ class Manager:
         with self.changed:
             self.check_epoch(epoch)
             entries = self._prepared(checkpoint_id)
-        return self.snapshots.seal(checkpoint_id, entries, max(0.1, deadline - time.monotonic())).attempt
+        return self.snapshots.seal(checkpoint_id, entries, max(0.1, deadline - time.monotonic())).name
 
     def settle(self, epoch: int, oldest: int, keep: Sequence[int], pinned: Sequence[int], committed: int) -> None:
         """Let go of what no one needs any more."""

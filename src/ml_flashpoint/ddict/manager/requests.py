@@ -32,8 +32,8 @@ from ml_flashpoint.ddict.errors import (
     StaleEpochError,
     StaleRequestError,
 )
-from ml_flashpoint.ddict.manager.arenas import inline_number, number_to_inline
 from ml_flashpoint.ddict.manager.shard import Entry, InlineValue, Value
+from ml_flashpoint.ddict.manager.slots import inline_number, number_to_inline
 from ml_flashpoint.ddict.persistence.persister import PersistedCheckpoint
 from ml_flashpoint.format.errors import CapacityError, FlashpointError, ProtocolError
 from ml_flashpoint.net.client import check_address
@@ -87,7 +87,7 @@ def integers(fields: Fields, name: str) -> list[int]:
 
 @operation
 def _put(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
-    """Write a key: an inline value (blob), one that lies in an arena (``v``), or one to be put there (``v``, blobs).
+    """Write a key: an inline value (blob), one that lies in a slot (``v``), or one to be put there (``v``, blobs).
 
     With ``x``, only if the key's entry has this sequence number now, 0 for no such key; else ``ok`` is false.
     """
@@ -99,7 +99,7 @@ def _put(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
         if value_id not in session.reserved:
             raise ProtocolError(f"this connection has no reservation called {value_id!a}")
         if len(blobs) > 1:
-            manager.arenas.fill(value_id, blobs[1:])
+            manager.slots.fill(value_id, blobs[1:])
     elif len(blobs) < 2:
         raise ProtocolError("a put needs a value")
     persistent, broadcast = bool(flags & PERSISTENT), bool(flags & BROADCAST)
@@ -108,7 +108,7 @@ def _put(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
             value: Value = InlineValue(blobs[1])
             manager.make_room(value.nbytes, deadline)
         else:
-            value = manager.arenas.adopt(value_id)
+            value = manager.slots.adopt(value_id)
             session.reserved.discard(value_id)
         _check_change(manager, fields)
         is_put = _is_as_expected(manager, key, fields)
@@ -164,7 +164,7 @@ def _allocate(manager: Manager, session: Session, fields: Fields, blobs: list[by
         manager.shard.check_readable(integer(fields, "c"))
         manager.make_room(size, deadline)
         try:
-            reservation = manager.arenas.allocate(size)
+            reservation = manager.slots.allocate(size)
         except CapacityError as error:  # of the filesystem, although it is within the manager's share
             told = {name: getattr(error, name) for name in ("needed_bytes", "available_bytes", "path", "hint")}
             raise DDictFullError(error.message, manager=manager.number, **told) from error
@@ -177,7 +177,7 @@ def _abandon(manager: Manager, session: Session, fields: Fields, blobs: list[byt
     """The client does not need this reservation."""
     if fields.get("v") in session.reserved:
         session.reserved.discard(fields["v"])
-        manager.arenas.abandon([fields["v"]])
+        manager.slots.abandon([fields["v"]])
     return {}, ()
 
 
@@ -195,16 +195,16 @@ def _get(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
         entry = manager.shard.find(key, checkpoint_id)
         if entry is None:
             raise DDictKeyError("no such key", checkpoint_id=checkpoint_id)
-    value = entry.value  # whose arena is not used again while this refers to it
+    value = entry.value  # whose slot is not used again while this refers to it
     answer: Fields = {"s": entry.sequence}
     if isinstance(value, InlineValue):
         return answer, (value.data,)
     assert value is not None
-    answer["v"], answer["size"] = value.value_id, value.arena.size
+    answer["v"], answer["size"] = value.value_id, value.slot.size
     if not fields.get("remote"):
-        answer["path"] = str(value.arena.path)
+        answer["path"] = str(value.slot.path)
         return answer, ()
-    return answer, (bytes(value.arena.buffer[: value.size]),)  # so that nothing keeps it while the network is slow
+    return answer, (bytes(value.slot.buffer[: value.size]),)  # so that nothing keeps it while the network is slow
 
 
 @operation
@@ -345,9 +345,9 @@ def _same(parse: Callable[..., Any], names: str, *how: Any) -> dict[str, Callabl
 
 _ARGUMENTS: dict[str, Callable[[Any, Fields], Any]] = {
     **_same(integer, "back base checkpoint_id committed need to", -1),
-    **_same(integer, "manager of oldest"),
+    **_same(integer, "before manager of oldest"),
     **_same(integers, "keep pinned"),
-    **_same(text, "before incarnation node run"),
+    **_same(text, "incarnation node run"),
     **_same(_flag, "dead frozen if_written onwards"),
     "addresses": lambda session, fields: list(map(check_address, list_of(fields, "addresses"))),
     "checkpoint": lambda session, fields: PersistedCheckpoint.from_fields(fields["checkpoint"]),

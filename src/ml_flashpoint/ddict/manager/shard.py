@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, TypeAlias
 
-from ml_flashpoint.checkpoint_object_manager.arena import Arena
 from ml_flashpoint.ddict.errors import retired
+from ml_flashpoint.memory.slot import Slot
 
 if TYPE_CHECKING:
     from ml_flashpoint.ddict.checkpoints.index import PartRef
@@ -47,22 +47,22 @@ class InlineValue:
 
 @dataclass(eq=False)  # not frozen with slots, which have no room for weak references before Python 3.11
 class StoredValue:
-    """A large value: one object in one arena, which is used again once nothing refers to this."""
+    """A large value: one object in one slot, which is used again once nothing refers to this."""
 
-    value_id: str  # unique in the dictionary; `attempt` of the part that it becomes
-    arena: Arena
-    size: int  # bytes of the object; the arena may be larger
-    unused: deque[Arena] | None = None  # where the arena goes then, unless it is that of a part, and goes with that
+    value_id: str  # unique in the dictionary
+    slot: Slot
+    size: int  # bytes of the object; the slot may be larger
+    unused: deque[Slot] | None = None  # where the slot goes then, unless it is that of a part, and goes with that
     part: PartRef | None = None
 
     def __del__(self) -> None:
         if self.part is None and self.unused is not None:
-            self.unused.append(self.arena)  # in any thread, which may have any lock: nothing but this can be done here
+            self.unused.append(self.slot)  # in any thread, which may have any lock: nothing but this can be done here
 
     @property
     def nbytes(self) -> int:
         """Bytes that it takes."""
-        return self.arena.size
+        return self.slot.size
 
 
 @dataclass(frozen=True, slots=True, eq=False)

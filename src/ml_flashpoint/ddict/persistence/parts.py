@@ -12,10 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.ddict.checkpoints.index import (
     INLINE,
     Index,
@@ -28,8 +26,8 @@ from ml_flashpoint.ddict.checkpoints.index import (
 )
 from ml_flashpoint.ddict.client.keys import described, place
 from ml_flashpoint.ddict.errors import DDictPersistError
-from ml_flashpoint.ddict.manager.arenas import ValueArenas, header_anew
 from ml_flashpoint.ddict.manager.shard import Entry, StoredValue
+from ml_flashpoint.ddict.manager.slots import ValueSlots, header_anew
 from ml_flashpoint.ddict.persistence.persister import PersistedCheckpoint
 from ml_flashpoint.ddict.persistence.queue import PersistedRun
 from ml_flashpoint.format.errors import DamagedError
@@ -48,7 +46,7 @@ def encode(
     own = PartRef(_INLINE, checkpoint_id)
     listed, segment = gather(own, entries, lambda value: PartRef(value.value_id, checkpoint_id))
     items: list[tuple[str, Buffer]] = [
-        (entry.value.value_id, entry.value.arena.buffer[: entry.value.size])
+        (entry.value.value_id, entry.value.slot.buffer[: entry.value.size])
         for entry in entries
         if isinstance(entry.value, StoredValue)
     ]
@@ -88,8 +86,8 @@ class PartReader:
     """
 
     _run: PersistedRun
-    _store: RankStore
-    _arenas: ValueArenas
+    _manager: int
+    _slots: ValueSlots
     _managers: int
     _read: tuple[PersistedCheckpoint, list[Entry]] | None = None
 
@@ -126,14 +124,14 @@ class PartReader:
             return memoryview(self._run.persister.read_item(checkpoint, part, _INLINE))
 
         if checkpoint.managers == self._managers:
-            wanted = [_Told(self._store.rank, told) for told in self._index(checkpoint, self._store.rank)]
+            wanted = [_Told(self._manager, told) for told in self._index(checkpoint, self._manager)]
         else:
             wanted = self._dealt_anew(checkpoint, small_of)
         return [
             told.entry(
                 told.inline_value(small_of(part))
                 if told.kind == INLINE
-                else self._read_object(checkpoint, part, told.part.attempt, told.length)
+                else self._read_object(checkpoint, part, told.part.name, told.length)
             )
             for part, told in sorted(wanted, key=lambda each: each.manager)
         ]
@@ -153,7 +151,7 @@ class PartReader:
                 if entry.broadcast:
                     if not _are_same(everywhere.setdefault(key, told), told, small_of):
                         twice.add(key)
-                elif (place(key, self._managers) if owner == part else part % self._managers) == self._store.rank:
+                elif (place(key, self._managers) if owner == part else part % self._managers) == self._manager:
                     if key in ours:
                         twice.add(key)
                     ours[key] = told
@@ -164,23 +162,23 @@ class PartReader:
             raise DDictPersistError(
                 f"cannot restore what {before} managers had into {self._managers}: {len(twice)} key(s) have several "
                 f"values that one manager would have to hold, such as {', '.join(map(described, _some_of(twice)))}",
-                manager=self._store.rank,
+                manager=self._manager,
                 checkpoint_id=checkpoint.checkpoint_id,
                 hint=f"they were put through manager(i); make the dictionary with {before} managers",
             )
         return list({**everywhere, **ours}.values())
 
     def _read_object(self, checkpoint: PersistedCheckpoint, part: int, name: str, size: int) -> StoredValue:
-        reservation = self._arenas.allocate(size)
+        reservation = self._slots.allocate(size)
         try:
-            buffer = self._store.arena_by_path(Path(reservation.path)).buffer[:size]
+            buffer = self._slots.room(reservation.value_id)[:size]
             read = self._run.persister.read_item(checkpoint, part, name, into=buffer)
             if len(read) != size:
                 raise DamagedError(f"a persisted value has {len(read)} bytes instead of {size}")
-            # It was written under another id, and in an arena of another size.
+            # It was written under another id, and in a slot of another size.
             header = header_anew(buffer, name, reservation.value_id, reservation.size)
             buffer[: len(header)] = header
-            return self._arenas.adopt(reservation.value_id)
+            return self._slots.adopt(reservation.value_id)
         except BaseException:
-            self._arenas.abandon([reservation.value_id])
+            self._slots.abandon([reservation.value_id])
             raise

@@ -1,26 +1,22 @@
-"""The manager's side of large values: which arena a value gets, and when an arena may hold another one.
+"""The manager's side of large values: which slot a value gets, and when a slot may hold another one.
 
 Owns allocation and the rule of reuse. A value is needed for as long as anything in this process refers to it: the
-shard, a checkpoint that is kept, whoever reads it for others. What is in an arena, and the clients' side, is
+shard, a checkpoint that is kept, whoever reads it for others. What is in a slot, and the clients' side, is
 `shared_memory`'s, and what becomes of values that were sealed is up to whoever sealed them.
 
-Whoever reads a value, or writes one, holds a shared lock (flock) on the arena's file, for as long as it has a view of
-it, and the kernel takes the lock away when that process dies. An arena is given out again only after an exclusive lock
-on it was had, which proves that no one does. Under that lock the first bytes are cleared, so that a reader who comes
-late finds no value there. Then the allocation writes its *token* where the header will be::
+Whoever reads a value, or writes one, holds a shared lock (flock) on the slot's file, for as long as it has a view of
+it, and the kernel takes the lock away when that process dies. So no slot is given out again that anybody looks at; see
+`store`. The allocation writes its *token* where the header will be::
 
     length of the header (8): 0     the value id, and a zero byte
 
-A writer that was stopped for so long that its arena was given to another finds another token, or a header.
+A writer that was stopped for so long that its slot was given to another finds another token, or a header.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
-import logging
-import os
 import pickle
 import re
 import resource
@@ -32,15 +28,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
-from ml_flashpoint.checkpoint_object_manager.arena import Arena
-from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.ddict.errors import StaleValueError
 from ml_flashpoint.ddict.manager.shard import StoredValue
+from ml_flashpoint.ddict.manager.store import PartStore
 from ml_flashpoint.format.errors import DamagedError, InvalidArgumentError, ObjectFormatError
 from ml_flashpoint.format.object_format import Layout, ParsedHeader, encode_header, header_length, parse_header
+from ml_flashpoint.memory.slot import Slot
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+    from ml_flashpoint.ddict.checkpoints.index import PartRef
 
 _NO_LENGTH: Final = bytes(8)
 _MAX_KEPT: Final = 16 << 10
@@ -48,10 +46,8 @@ _MAX_INT_BITS: Final = 4096
 _FLOAT: Final = struct.Struct(">d")
 
 
-_log = logging.getLogger(__name__)
 _INCARNATION: Final = re.compile(r"[0-9a-f]{16}")
 _TOKEN_AT: Final = 8
-_CLEARED: Final = bytes(64)
 
 
 @lru_cache(maxsize=128)
@@ -78,6 +74,16 @@ def check_header(buffer: Buffer, value_id: str, file_size: int | None = None) ->
         if parsed.layout.size > view.nbytes:
             raise ObjectFormatError("the object is truncated")
     return parsed.layout, parsed.metadata.get("kind", "")
+
+
+def value_id_of(buffer: Buffer, file_size: int) -> str:
+    """The id of the value in an object. ``buffer``: the object, up to its used size. ``file_size``: bytes of its whole
+    file. Raises `ObjectFormatError`: it holds no value."""
+    with memoryview(buffer) as view:
+        found = parse_header(view, file_size).metadata.get("value")
+    if found is None:
+        raise ObjectFormatError("the object holds no value")
+    return found
 
 
 def header_anew(buffer: Buffer, was: str, value_id: str, file_size: int) -> bytes:
@@ -127,58 +133,54 @@ class Reservation:
     """Room for one value, for its writer alone."""
 
     value_id: str  # of the value to come
-    path: str  # the arena's file
+    path: str  # the slot's file
     size: int  # bytes of the file
 
 
-class ValueArenas:
-    """See the module. Thread-safe. ``store``: the manager's, made with ``reusable=is_unused``. ``incarnation``: 16 hex
-    digits, different each time that the manager starts. ``limit_bytes``: most that arenas may take, free ones included:
-    before a new one is made, free ones that do not suit are given back. It is not enforced otherwise."""
+class ValueSlots:
+    """See the module. Thread-safe. ``store``: the manager's. ``incarnation``: 16 hex digits, different each time that
+    the manager starts. ``limit_bytes``: most that slots may take, free ones included: before a new one is made, free
+    ones that do not suit are removed. It is not enforced otherwise."""
 
-    def __init__(self, store: RankStore, incarnation: str, *, limit_bytes: int | None = None) -> None:
+    def __init__(self, store: PartStore, incarnation: str, *, limit_bytes: int | None = None) -> None:
         if not _INCARNATION.fullmatch(incarnation):
             raise InvalidArgumentError("must be 16 hex digits", argument="incarnation", value=incarnation)
         self._store = store
         self._incarnation = incarnation
         self._limit_bytes = limit_bytes
         self._numbers = itertools.count()
-        self._promised: dict[str, Arena] = {}  # each change is one step
+        self._promised: dict[str, Slot] = {}  # each change is one step
         self._values: weakref.WeakValueDictionary[str, StoredValue] = weakref.WeakValueDictionary()
-        self._unused: deque[Arena] = deque()
+        self._unused: deque[Slot] = deque()
 
     @property
     def promised_bytes(self) -> int:
-        """Bytes of arenas that values are yet to be written to."""
-        return sum(arena.size for arena in list(self._promised.values()))
+        """Bytes of slots that values are yet to be written to."""
+        return sum(slot.size for slot in list(self._promised.values()))
 
     def allocate(self, nbytes: int) -> Reservation:
         """Room for a value of so many bytes (`shared_memory.object_size`), until `adopt` or `abandon`. Raises
         `CapacityError`: there is none."""
         self.collect()
-        if self._limit_bytes is not None and not self._store.arenas.has_free(nbytes):
-            in_use, free = self._store.arenas.resident_bytes()
-            if in_use + free + nbytes > self._limit_bytes:
-                self._store.arenas.delete_free(max(0, self._limit_bytes - in_use - nbytes))
-        arena = self._store.acquire(nbytes)
+        slot = self._store.take(nbytes, limit_bytes=self._limit_bytes)
         value_id = f"v-{self._incarnation}-{next(self._numbers):012d}"
-        self._promised[value_id] = arena
-        write_token(arena, value_id)
-        return Reservation(value_id, str(arena.path), arena.size)
+        self._promised[value_id] = slot
+        write_token(slot, value_id)
+        return Reservation(value_id, str(slot.path), slot.size)
 
     def fill(self, value_id: str, blobs: Sequence[Buffer]) -> None:
-        """Write what a client on another node sent (`shared_memory.object_blobs`) into the arena promised to it. Raises
+        """Write what a client on another node sent (`shared_memory.object_blobs`) into the slot promised to it. Raises
         `StaleValueError`: nothing is promised to this value; `InvalidArgumentError`: it is more than fits. The promise
         stays."""
-        arena = self._checked(value_id, self._promised.get(value_id))
+        room = self.room(value_id)
         with contextlib.ExitStack() as held:
             views = [held.enter_context(held.enter_context(memoryview(blob)).cast("B")) for blob in blobs]
             total = sum(view.nbytes for view in views)
-            if not views or total > arena.size or views[0].nbytes < _TOKEN_AT:
+            if not views or total > room.nbytes or views[0].nbytes < _TOKEN_AT:
                 raise InvalidArgumentError("not an object that fits here", argument="blobs", value=total)
             import numpy as np  # here, as most managers never need it; unlike a memoryview, it copies without the GIL
 
-            target = np.frombuffer(arena.buffer, np.uint8)
+            target = np.frombuffer(room, np.uint8)
             at = views[0].nbytes
             for view in views[1:]:
                 target[at : at + view.nbytes] = view
@@ -189,70 +191,57 @@ class ValueArenas:
     def adopt(self, value_id: str) -> StoredValue:
         """The value that was written. Raises `StaleValueError`: nothing was promised to it, or it is not there;
         `ObjectFormatError`: what is there is damaged. A promise stays then."""
-        layout, _ = check_header(self._checked(value_id, self._promised.get(value_id)).buffer, value_id)
-        arena = self._checked(value_id, self._promised.pop(value_id, None))
-        return self.hold(StoredValue(value_id, arena, layout.size, self._unused))
+        layout, _ = check_header(self.room(value_id), value_id)
+        slot = self._checked(value_id, self._promised.pop(value_id, None))
+        return self.hold(StoredValue(value_id, slot, layout.size, self._unused))
+
+    def room(self, value_id: str) -> memoryview:
+        """The slot that is promised to a value. Raises `StaleValueError`: nothing is."""
+        return self._checked(value_id, self._promised.get(value_id)).buffer
 
     @staticmethod
-    def _checked(value_id: str, arena: Arena | None) -> Arena:
-        if arena is None:
+    def _checked(value_id: str, slot: Slot | None) -> Slot:
+        if slot is None:
             raise StaleValueError(f"there is no reservation for value {value_id}")
-        return arena
+        return slot
 
     def hold(self, value: StoredValue) -> StoredValue:
         """The object that stands for this value: the given one, or another that does already."""
         return self._values.setdefault(value.value_id, value)
 
-    def is_needed(self, value_id: str) -> bool:
-        """Whether anything refers to a value; once nothing does, nothing will."""
-        return value_id in self._values
+    def needed_parts(self) -> set[PartRef]:
+        """The parts that values are which anything refers to; once nothing does, nothing will."""
+        return {value.part for value in list(self._values.values()) if value.part is not None}
 
     def collect(self) -> None:
-        """Free the arenas of values that nothing refers to any more."""
+        """Free the slots of values that nothing refers to any more."""
         while self._unused:
             with contextlib.suppress(IndexError):  # another thread has taken the last one
-                self._store.release(self._unused.popleft())
+                self._store.free(self._unused.popleft())
 
     def abandon(self, value_ids: Iterable[str]) -> None:
         """The writers of these are gone, or gave up. What was adopted meanwhile, or is not known, is left alone."""
         for value_id in value_ids:
-            arena = self._promised.pop(value_id, None)
-            if arena is not None:
-                self._store.release(arena)
+            slot = self._promised.pop(value_id, None)
+            if slot is not None:
+                self._store.free(slot)
 
 
-def write_token(arena: Arena, value_id: str) -> None:
-    """Mark an arena as kept for this value."""
+def write_token(slot: Slot, value_id: str) -> None:
+    """Mark a slot as kept for this value."""
     token = value_id.encode() + b"\0"
-    arena.buffer[:_TOKEN_AT] = bytes(_TOKEN_AT)
-    arena.buffer[_TOKEN_AT : _TOKEN_AT + len(token)] = token
+    slot.buffer[:_TOKEN_AT] = bytes(_TOKEN_AT)
+    slot.buffer[_TOKEN_AT : _TOKEN_AT + len(token)] = token
 
 
-def has_token(arena: Arena, value_id: str) -> bool:
-    """Whether an arena is kept for this value and nothing was written yet."""
+def has_token(slot: Slot, value_id: str) -> bool:
+    """Whether a slot is kept for this value and nothing was written yet."""
     token = bytes(_TOKEN_AT) + value_id.encode() + b"\0"
-    return bytes(arena.buffer[: len(token)]) == token
-
-
-def is_unused(arena: Arena) -> bool:
-    """Whether no process reads from an arena that is free, or writes to it. If so, it is cleared."""
-    try:
-        fd = os.open(arena.path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        _log.warning("an arena cannot be reused: %s", error)
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        arena.buffer[: len(_CLEARED)] = _CLEARED
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(fd)
-    return True
+    return bytes(slot.buffer[: len(token)]) == token
 
 
 def allow_many_files() -> int:
-    """Let this process have as many files open as it may: each arena is one. Returns how many."""
+    """Let this process have as many files open as it may: each slot is one. Returns how many."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):

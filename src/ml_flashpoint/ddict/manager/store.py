@@ -1,0 +1,328 @@
+"""The parts that a manager has on its node, and the slots that they and large values lie in.
+
+A part is a snapshot or a large value of this manager, or a copy of another manager's. Its name is a `SaveId`: the step
+is the checkpoint that it was sealed in, and in place of a run it has a number of its own. Slots have many sizes, and
+are taken by whatever fits, unlike those of a `memory.pool.Pool`. The managers of a node share a base container; each
+has its own folder of slots.
+
+Whoever reads or writes a slot in another process has a shared lock (flock) on the file. A free slot is taken again only
+after an exclusive lock on it was had. Under that lock its first bytes are cleared: a late reader finds no value there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import glob
+import itertools
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ml_flashpoint.format.errors import (
+    CapacityError,
+    DamagedError,
+    FlashpointError,
+    JobInUseError,
+    ManifestError,
+    ObjectNotFoundError,
+    SaveError,
+)
+from ml_flashpoint.format.failure_kinds import is_shortage
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord, parse_object_name
+from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.memory.capacity import available_bytes
+from ml_flashpoint.memory.container import BaseContainer, Owner
+from ml_flashpoint.memory.pool import slot_size
+from ml_flashpoint.memory.slot import PAGE, Slot, round_up
+
+_log = logging.getLogger(__name__)
+
+_ROOM: Final = 256 << 10  # bytes to leave for manifests and folders
+_MOST_TIMES, _MOST_MORE = 4, 256 << 10  # a free slot that is larger than this allows is left for something of its size
+_SPARE: Final = 8  # free slots that are kept, at least, for what comes next
+_DROPS: Final = 20  # calls of `drop` that tell how many that will be
+_CLEARED: Final = bytes(64)
+_PAUSE_S: Final = 0.05
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class HeldPart:
+    """A committed part in a slot of this process."""
+
+    save: SaveId
+    manifest: Manifest
+    slot: Slot
+
+    @property
+    def record(self) -> ObjectRecord:
+        """The record of its object."""
+        return self.manifest.objects[0]
+
+    @property
+    def data(self) -> memoryview:
+        """The bytes of its object that count."""
+        return self.slot.buffer[: self.record.size]
+
+
+class PartStore:
+    """The parts and the slots of one manager. Thread-safe. What an earlier process of it left is taken over.
+
+    Args:
+        base: base container of the node's managers; made if it is missing.
+        number: of the manager.
+        managers: number of managers.
+        lock_deadline_s: seconds to wait for an earlier process of this manager that is ending.
+
+    Raises:
+        JobInUseError: another process has the slots of this manager.
+        UnsafePathError: others could have planted the folder, or may write to it.
+    """
+
+    def __init__(self, base: Path, number: int, managers: int, *, lock_deadline_s: float = 30.0) -> None:
+        self.container = BaseContainer(base)
+        self.number = number
+        self.folder = self.container.slot_folder(Owner(managers, number))
+        self._lock = threading.Lock()
+        self._parts: dict[tuple[SaveId, int], HeldPart] = {}
+        self._free: list[Slot] = []  # free for longest first
+        self._in_use: set[Slot] = set()
+        self._dropped: deque[int] = deque(maxlen=_DROPS)
+        self._descriptor = _locked(self.folder, number, lock_deadline_s)
+        try:
+            self._numbers = itertools.count(self._inherit())
+        except BaseException:
+            self.close()
+            raise
+
+    def _inherit(self) -> int:
+        """Take over what is left. Other managers of the node may be at work beside. Return the next slot's number."""
+        slots: dict[int, Slot] = {}
+        for path in list(self.folder.iterdir()):
+            try:
+                if not path.name.isdecimal():
+                    raise DamagedError("a slot was not made whole", path=path)
+                slot = Slot.open(path)
+            except (FlashpointError, OSError) as error:
+                if is_shortage(error):
+                    raise
+                _log.warning("removing a slot that cannot be used: %s", error)
+                path.unlink(missing_ok=True)
+                continue
+            self._in_use.add(slot)
+            slots[slot.inode] = slot
+        for found in glob.glob("step-*_ckpt/*.safetensors", root_dir=self.container.base):
+            with contextlib.suppress(FileNotFoundError):  # another manager removes its own
+                self._inherit_part(Path(found), slots.get(os.stat(self.container.base / found).st_ino))
+        for slot in self._in_use - {part.slot for part in self._parts.values()}:
+            self._release(slot)
+        return 1 + max((int(slot.path.name) for slot in slots.values()), default=-1)
+
+    def _inherit_part(self, found: Path, slot: Slot | None) -> None:
+        owner = parse_object_name(found.name)
+        save = None if owner is None else SaveId.parse(found.parent.name, owner[1])
+        if slot is None or owner is None or save is None:
+            return
+        try:
+            manifest = self.container.read_manifest(save, owner[0])
+            if manifest.objects[0].file_size != slot.size:
+                raise ManifestError("the manifest is of another object", path=self.container.base / found)
+            self._parts[save, owner[0]] = HeldPart(save, manifest, slot)
+        except (ObjectNotFoundError, ManifestError) as error:  # cut short, or damaged
+            _log.warning("removing a part that is not whole: %s", error)
+            self.container.remove_part(save, owner[0])
+
+    # ---- slots ---------------------------------------------------------------------------------------------
+
+    def take(self, size: int, *, exact: bool = False, limit_bytes: int | None = None) -> Slot:
+        """Return a slot for the caller alone, until it is committed or freed. It holds what it held last.
+
+        Args:
+            size: bytes that are needed.
+            exact: the slot has just this size: for a copy.
+            limit_bytes: most bytes of all slots. Free ones are removed before a new one would exceed it.
+
+        Raises:
+            CapacityError: there is none, and no room for one, not even in place of the free ones.
+            SaveError: the system refuses to make one.
+        """
+        slot = self._reused(size, exact=exact)
+        if slot is None:
+            if limit_bytes is not None:
+                in_use, _ = self.resident_bytes()
+                self.remove_free(max(0, limit_bytes - in_use - size))
+            try:
+                slot = self._make(size, exact=exact)
+            except CapacityError:
+                if not self.remove_free(0):
+                    raise
+                slot = self._make(size, exact=exact)
+            with self._lock:
+                self._in_use.add(slot)
+        return slot
+
+    def _reused(self, size: int, *, exact: bool) -> Slot | None:
+        most = size if exact else _MOST_TIMES * size + _MOST_MORE
+        with self._lock:
+            for slot in sorted(self._free, key=lambda each: each.size):
+                if size <= slot.size <= most and not slot.readers and slot.lock():
+                    slot.buffer[: len(_CLEARED)] = _CLEARED
+                    slot.unlock()
+                    self._free.remove(slot)
+                    self._in_use.add(slot)
+                    return slot
+        return None
+
+    def _make(self, size: int, *, exact: bool) -> Slot:
+        path = self.folder / str(next(self._numbers))
+        wanted = round_up(size, PAGE) if exact else slot_size(size)
+        return Slot.make(path, wanted, go_on=lambda left: available_bytes(self.folder) - _ROOM >= left)
+
+    def free(self, slot: Slot) -> None:
+        """Return a slot that was taken and not committed. Nothing happens if it was returned before."""
+        with self._lock:
+            self._release(slot)
+
+    def _release(self, slot: Slot) -> None:
+        if slot in self._in_use:
+            self._in_use.remove(slot)
+            self._free.append(slot)
+
+    def remove_free(self, keep_bytes: int) -> int:
+        """Remove free slots, those free for longest first, until they have no more than ``keep_bytes`` together.
+
+        Returns:
+            The bytes of those that were removed.
+        """
+        with self._lock:
+            left, count = sum(slot.size for slot in self._free), 0
+            while left > keep_bytes:
+                left -= self._free[count].size
+                count += 1
+            gone, self._free = self._free[:count], self._free[count:]
+        return _remove(gone)
+
+    def resident_bytes(self) -> tuple[int, int]:
+        """Return the bytes of the slots in use, and of the free ones."""
+        with self._lock:
+            return sum(slot.size for slot in self._in_use), sum(slot.size for slot in self._free)
+
+    # ---- parts ---------------------------------------------------------------------------------------------
+
+    def commit(self, slot: Slot, manifest: Manifest) -> HeldPart:
+        """Make what lies in a slot a part, in place of one of the same name. The slot is the part's from then on.
+
+        Raises:
+            SaveError, CapacityError: the filesystem refuses, or the store was closed. There is no such part then.
+        """
+        save, rank = SaveId.of(manifest), manifest.rank
+        with self._lock:
+            if save is None or slot not in self._in_use:
+                raise SaveError("this is no part, or the store was closed", rank=rank, path=slot.path)
+            replaced = self._parts.pop((save, rank), None)
+            if replaced is not None and replaced.slot is not slot:
+                self._release(replaced.slot)
+            self.container.commit(slot, manifest)
+            part = self._parts[save, rank] = HeldPart(save, manifest, slot)
+        return part
+
+    @contextlib.contextmanager
+    def receiving(self, manifest: Manifest) -> Iterator[memoryview]:
+        """Yield a buffer for a part from elsewhere, which is committed if the block is left without an error.
+
+        Raises:
+            SaveError, CapacityError: see `take` and `commit`.
+        """
+        slot = self.take(manifest.objects[0].file_size, exact=True)
+        try:
+            with slot.buffer[: manifest.objects[0].size] as buffer:
+                yield buffer
+            self.commit(slot, manifest)
+        except BaseException:
+            self.free(slot)
+            raise
+
+    def find(self, save: SaveId, rank: int) -> HeldPart | None:
+        """Return a part; None if it is not here."""
+        with self._lock:
+            return self._parts.get((save, rank))
+
+    def parts_of(self, rank: int) -> list[HeldPart]:
+        """Return the parts of a manager, its own or copies."""
+        with self._lock:
+            return [part for (_, owner), part in self._parts.items() if owner == rank]
+
+    @contextlib.contextmanager
+    def reading(self, save: SaveId, rank: int) -> Iterator[HeldPart]:
+        """Yield a part. Its slot is not used again before the block is left, also if the part is dropped meanwhile.
+
+        Raises:
+            ObjectNotFoundError: there is no such part.
+        """
+        with self._lock:
+            part = self._parts.get((save, rank))
+            if part is None:
+                raise ObjectNotFoundError("a part is not here any more", step=save.step, rank=rank, path=save.text)
+            part.slot.readers += 1
+        try:
+            yield part
+        finally:
+            with self._lock:
+                part.slot.readers -= 1
+
+    def drop(self, parts: Collection[HeldPart]) -> None:
+        """Remove parts. Their slots are free, and those that have been too many for a while go."""
+        with self._lock:
+            for part in parts:
+                key = part.save, part.manifest.rank
+                if self._parts.get(key) is part:
+                    del self._parts[key]
+                    self.container.remove_part(*key)
+                    self._release(part.slot)
+            self._dropped.append(len(parts))
+            surplus = max(0, len(self._free) - max(_SPARE, 2 * max(self._dropped)))
+            gone, self._free = self._free[:surplus], self._free[surplus:]
+        _remove(gone)
+
+    def close(self) -> None:
+        """Unmap all slots, and let another process have them. The files stay. Safe to call twice."""
+        with self._lock:
+            for slot in (*self._in_use, *self._free):
+                slot.close()
+            self._parts.clear()
+            self._in_use.clear()
+            self._free.clear()
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+                self._descriptor = -1
+
+
+def _remove(slots: Sequence[Slot]) -> int:
+    for slot in slots:
+        if not slot.readers and slot.lock():
+            slot.remove()
+        else:  # its memory goes with whoever reads it
+            slot.path.unlink(missing_ok=True)
+            slot.close()
+    return sum(slot.size for slot in slots)
+
+
+def _locked(folder: Path, number: int, deadline_s: float) -> int:
+    give_up = time.monotonic() + deadline_s
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except BlockingIOError:
+            if time.monotonic() > give_up:
+                os.close(descriptor)
+                text = f"another process has the slots of manager {number}"
+                raise JobInUseError(text, path=folder, hint="end that process") from None
+            time.sleep(_PAUSE_S)

@@ -43,7 +43,6 @@ from ml_flashpoint.format.arguments import ignored
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, SaveError
 from ml_flashpoint.format.private_folders import make_tree
-from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.ranks.rank_group import rank_group
 
 _log = logging.getLogger(__name__)
@@ -169,7 +168,6 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         self._group = rank_group()
         self._plans = PlanExchange(self._group)
         self._carried: _Carried | None = None
-        self._entered = SaveId(0, 0)
         self._failed: list[CheckpointContainerId] = []
         self.last_error: FlashpointError | None = None
 
@@ -260,15 +258,12 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
             if failed != version:
                 _remove_files(failed)
         self._failed.clear()
-        checkpointer, step = self._writer.checkpointer(version), version.step or 0
+        checkpointer = self._writer.enter(version)
         try:
             checkpointer.check_asked("get_latest_complete_checkpoint(base)")
         except FlashpointError:
             _remove_files(version)
             raise
-        if SaveId(checkpointer.run, step) <= self._entered:  # a step is saved once a run
-            checkpointer.latest()
-        self._entered = SaveId(checkpointer.run, step)
         writing = _Writing(version, checkpointer)
         sharded_state_dict, common_state = split_common_state(sharded_state_dict)
         failure: BaseException | None = None
@@ -276,7 +271,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
             with collection_paused():
                 try:
                     explicit = self._carried is None or self._carried.explicit
-                    writing.save = checkpointer.begin(step, explicit=explicit)
+                    writing.save = checkpointer.begin(version.step, explicit=explicit)
                     writing.save.committed.add_done_callback(writing.end)
                     self._add_files(writing, common_state)
                 except Exception as error:

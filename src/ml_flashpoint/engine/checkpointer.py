@@ -30,6 +30,7 @@ from ml_flashpoint.engine.board import Board
 from ml_flashpoint.engine.committing import BytesItem, Filled, PartWriter, Staged, TensorItem
 from ml_flashpoint.engine.reader import RecoveryReport, VersionReader
 from ml_flashpoint.engine.recovery import KeptVersion
+from ml_flashpoint.engine.replicas import Replicas
 from ml_flashpoint.engine.rounds import Member, Verdict
 from ml_flashpoint.engine.save import Save, SaveStats, Terms
 from ml_flashpoint.format.arguments import checked_base, checked_bool, checked_integer
@@ -157,6 +158,7 @@ class Checkpointer:
         base: base container. ranks: the ranks that use it together. strategy: who holds copies of whose parts.
         container: the store of versions on this node.
         stats: counters of what became of the saves of this rank.
+        replicas: who writes what of the state that several ranks have alike.
 
     Raises:
         InvalidArgumentError: an argument is unusable, or differs between ranks.
@@ -216,6 +218,7 @@ class Checkpointer:
         stack.callback(self._copies.close)
         self._store = open_store(ranks)
         stack.callback(self._store.close)
+        self.replicas = Replicas(ranks.rank, ranks.world_size, self._store)
         self._recovery = Recovery(ranks, self.container, keep=rule)
         stack.callback(self._recovery.close)
         self._executor = self._together(lambda: CommittingThread(self._idle))
@@ -770,6 +773,12 @@ class Checkpointer:
     def run(self) -> int:
         """Number of the run; 0 while versions are there that nobody has asked about."""
         return self._run
+
+    @property
+    def board_error(self) -> str | None:
+        """The reason why nothing new can be verified now; None while the board works."""
+        board = self._board
+        return None if board is None else board.error
 
     def check_asked(self, call: str, *, hint: str | None = None) -> None:
         """Raise, on all ranks, if there are versions that nobody has asked about.

@@ -32,17 +32,20 @@ from ml_flashpoint.adapter.megatron.releases import (
     object_types,
     split_common_state,
 )
-from ml_flashpoint.adapter.megatron.save_plan import PlanExchange, PlannedSave
+from ml_flashpoint.adapter.megatron.save_plan import NOTHING, Plans
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
 from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE
 from ml_flashpoint.copy.collection import collection_paused
 from ml_flashpoint.engine.checkpointer import Checkpointer
+from ml_flashpoint.engine.committing import BytesItem, TensorItem
 from ml_flashpoint.engine.save import Save
 from ml_flashpoint.engine.sidecars import sidecar_items, sidecar_labels
 from ml_flashpoint.format.arguments import ignored
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, SaveError
+from ml_flashpoint.format.knobs import seal_deadline_s
 from ml_flashpoint.format.private_folders import make_tree
+from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.ranks.rank_group import rank_group
 
 _log = logging.getLogger(__name__)
@@ -89,6 +92,7 @@ class _Writing:
     Attributes:
         over: ends once the part is committed and its files are beside it, or the save has failed.
         files: what belongs beside the part. labels: for its manifest.
+        table: by which this rank writes the save; empty if it does not.
     """
 
     version: CheckpointContainerId
@@ -96,6 +100,7 @@ class _Writing:
     save: Save | None = None
     files: dict[str, bytes] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)
+    table: str = ""
     over: Future[None] = field(default_factory=Future)
 
     def fail(self, error: BaseException) -> None:
@@ -166,7 +171,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         self._writer = storage_writer
         self._child = child
         self._group = rank_group()
-        self._plans = PlanExchange(self._group)
+        self._plans = Plans(self._group.rank)
         self._carried: _Carried | None = None
         self._failed: list[CheckpointContainerId] = []
         self.last_error: FlashpointError | None = None
@@ -266,19 +271,11 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
             raise
         writing = _Writing(version, checkpointer)
         sharded_state_dict, common_state = split_common_state(sharded_state_dict)
-        failure: BaseException | None = None
         try:
             with collection_paused():
-                try:
-                    explicit = self._carried is None or self._carried.explicit
-                    writing.save = checkpointer.begin(version.step, explicit=explicit)
-                    writing.save.committed.add_done_callback(writing.end)
-                    self._add_files(writing, common_state)
-                except Exception as error:
-                    failure = error
-                self._stage(writing, self._plans.plan(sharded_state_dict, failure))
+                self._stage(writing, sharded_state_dict, common_state)
         except Exception as error:
-            writing.fail(failure or error)
+            writing.fail(error)
         except BaseException as error:
             writing.fail(error)
             raise
@@ -286,21 +283,38 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         events.emit(events.LoopHeld, self._group, version.parent, version.step, seconds=seconds)
         return writing
 
-    def _stage(self, writing: _Writing, planned: PlannedSave) -> None:
-        """Copy what the plan says, once, and have it committed."""
-        checkpointer, save = writing.checkpointer, writing.save
-        assert save is not None
-        extra = sidecar_items(writing.files)
-        if planned.metadata is not None:
-            extra = [*extra, (METADATA_KEY, planned.metadata)]
-            writing.labels[METADATA_SCOPE] = "global"
+    def _stage(self, writing: _Writing, sharded_state_dict: dict[str, Any], common_state: ShardedObject | None) -> None:
+        """Plan what this rank writes, copy that, and leave the rest to the committing executor."""
+        checkpointer, step = writing.checkpointer, writing.version.step or 0
+        planned, failure = NOTHING, None
+        try:
+            planned = self._plans.plan(sharded_state_dict)
+        except Exception as error:  # the other ranks wait for this one's plan
+            failure = error
+        name, replicas = SaveId(checkpointer.run, step), checkpointer.replicas
+        writing.table = replicas.agree(name, "megatron-core", planned.digest, list, seal_deadline_s()).name
+        replicas.publish(writing.table, lambda: planned.share)
+        explicit = self._carried is None or self._carried.explicit
+        writing.save = save = checkpointer.begin(step, explicit=explicit, table=writing.table)
+        save.committed.add_done_callback(writing.end)
+        if failure is not None:
+            raise failure
+        self._add_files(writing, common_state)
         data = dict(zip((item.index for item in planned.plan.items), planned.data, strict=True))
         planner: Any = SimpleNamespace(resolve_data=lambda item: data[item.index])
         tensors, byte_items = self._writer.items(planned.plan, planner, planned.keys, safe_globals=object_types())
-        staged = self._writer.stage_tensors(save, tensors, [key for key, _ in byte_items])
+        byte_items = [*byte_items, *sidecar_items(writing.files)]
+        staged = self._writer.stage_tensors(save, tensors, [METADATA_KEY, *(key for key, _ in byte_items)])
         named = [(key, copy) for (key, _), copy in zip(tensors, staged, strict=True)]
-        checkpointer.fill(save, named, [*byte_items, *extra])
-        checkpointer.commit(save, labels={"door": "dcp", **writing.labels})
+
+        def items() -> tuple[list[TensorItem], list[BytesItem]]:
+            if self._group.rank != 0:
+                return named, byte_items
+            metadata = self._plans.metadata(replicas, writing.table, save.terms.left_s)
+            return named, [*byte_items, (METADATA_KEY, metadata)]
+
+        scope = {METADATA_SCOPE: "global"} if self._group.rank == 0 else {}
+        checkpointer.commit(save, items=items, labels={"door": "dcp", **writing.labels, **scope})
 
     def _add_files(self, writing: _Writing, common_state: ShardedObject | None) -> None:
         """Have the files that `dist_checkpointing.load` looks for kept in an object.
@@ -327,10 +341,12 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         """Collective: wait for this rank's part, and learn whether all ranks have theirs."""
         error = writing.error()
         try:
-            if not self._group.all_ok(error is None) and error is None:
-                error = SaveError(
-                    "another rank could not save its part", step=writing.version.step, rank=self._group.rank
-                )
+            tables = set(self._group.gather(b"" if error is not None else writing.table.encode()))
+            if error is None and len(tables) > 1:
+                text = "another rank could not save its part"
+                if b"" not in tables:
+                    text = "the structure of the state has changed on another rank, which the next save takes up"
+                error = SaveError(text, step=writing.version.step, rank=self._group.rank)
         except FlashpointError as gone:
             error = error or gone
         self.last_error = error

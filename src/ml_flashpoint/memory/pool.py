@@ -268,10 +268,12 @@ class Pool:
                 else:
                     slot.unlock()
         count = len(self._slots) + self._making
+        # Left-over slots of the same save have other ranks' parts.
+        retained = {*request.retained, request.save}
         # The save waits while a slot is made. Beyond ``keep + 1`` that is for `prepare`, unless no slot is free.
         for may_grow in sorted({False, request.may_grow}):
             fits = count < slot_limit(self.keep, may_grow=may_grow, extra=self.extra)
-            may_make = can_make and fits and self._may_make(wanted, request.retained, spare=count > self.keep)
+            may_make = can_make and fits and self._may_make(wanted, retained, spare=count > self.keep)
             chosen = choose(self._slots, request, locked, may_make=may_make)
             if chosen is not None:
                 return chosen
@@ -366,14 +368,14 @@ class Pool:
 
     def _make(self, size: int, request: SlotRequest) -> Slot | None:
         """Make a slot, or take one over, in `State.WRITING`; None if there is no room after all."""
-        slot = None
+        slot, retained = None, {*request.retained, request.save}
         try:
-            slot = self._taken_over(size, request)
+            slot = self._taken_over(size, retained)
             if slot is None:
                 for left in self._left():
                     if self._available() >= size:
                         break
-                    self._remove_left(left, request.retained)
+                    self._remove_left(left, retained)
                 path = self._folder / str(next(self._numbers))
                 slot = Slot.make(path, size, go_on=lambda still: self._available() >= still)
         except CapacityError as error:
@@ -420,11 +422,11 @@ class Pool:
                 found.append(_Left(path, owner, status.st_size, save))
         return found
 
-    def _taken_over(self, size: int, request: SlotRequest) -> Slot | None:
+    def _taken_over(self, size: int, retained: Collection[SaveId]) -> Slot | None:
         for left in self._left():
             # The first slot of a pool may be somewhat larger: all others are made as large then.
             most = size if self._slots else size * 5 // 4
-            if left.save not in request.retained and size <= left.size <= most:
+            if left.save not in retained and size <= left.size <= most:
                 slot = self._claimed(left, self._folder / str(next(self._numbers)))
                 if slot is not None:
                     slot.prepare()

@@ -14,7 +14,7 @@ import torch
 
 from ml_flashpoint import Flashpoint, Keep
 from ml_flashpoint.cli.ls import list_versions
-from ml_flashpoint.core.engine import CheckpointEngine
+from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, LoadError, SaveError, UnaskedVersionsError
 from ml_flashpoint.format.lineage import RECORD
 from ml_flashpoint.tools.items import open_version

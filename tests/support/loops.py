@@ -38,12 +38,13 @@ class Custom:
 
 
 def train(base: Path, job: Job, until: int, **options: Any) -> Flashpoint:
-    """Trains as any user would; the façade is closed."""
+    """Trains as any user would, but for steps that would be skipped; the `Flashpoint` is closed."""
     with Flashpoint(base, **options) as fp:
         step = fp.track(**job.tracked).resume()
         while step < until:
             job.step()
             step = fp.step()
+            fp.wait()
     return fp
 
 

@@ -260,6 +260,8 @@ class Pool:
         return self._size
 
     def _choose(self, request: SlotRequest, wanted: int, unfit: Sequence[Slot], *, can_make: bool) -> Slot | New | None:
+        # Of the same save, slots that are left over have other ranks' parts.
+        retained = {*request.retained, *([] if request.save is None else [request.save])}
         locked = list(unfit)
         for slot in self._slots:
             if slot.state is not State.WRITING and slot.save not in request.retained and slot not in locked:
@@ -268,8 +270,6 @@ class Pool:
                 else:
                     slot.unlock()
         count = len(self._slots) + self._making
-        # Left-over slots of the same save have other ranks' parts.
-        retained = {*request.retained, request.save}
         # The save waits while a slot is made. Beyond ``keep + 1`` that is for `prepare`, unless no slot is free.
         for may_grow in sorted({False, request.may_grow}):
             fits = count < slot_limit(self.keep, may_grow=may_grow, extra=self.extra)

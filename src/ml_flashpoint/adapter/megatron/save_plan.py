@@ -60,10 +60,6 @@ class PlannedSave:
         return cls(plan, item_keys(plan.items), (), share, hashlib.blake2b(share, digest_size=16).hexdigest())
 
 
-NOTHING = PlannedSave.of(SavePlan([]))
-"""Stands for the plan of a rank that cannot save."""
-
-
 class Plans:
     """The plans of one strategy's saves on one rank.
 
@@ -139,3 +135,6 @@ _PLAN_TYPES: list[Any] = [
     torch.Size,
     torch.layout,
 ]
+
+NOTHING = PlannedSave.of(SavePlan([]))
+"""Stands for the plan of a rank that cannot save."""

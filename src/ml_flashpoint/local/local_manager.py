@@ -438,7 +438,7 @@ class LocalCheckpointManager(OverlappingDoor):
         if not reasons and len(iterations) == 1:
             self.latest_iteration = max(self.latest_iteration, iteration)
             return
-        self._failed = True
+        self._failed, self._looked = True, False
         listed = "; ".join(f"rank {rank}: {text}" for rank, text in reasons.items())
         raise CheckpointingException(
             f"the save failed: {listed or 'ranks saved different iterations'}",

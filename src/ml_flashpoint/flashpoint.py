@@ -280,6 +280,7 @@ class Flashpoint:
             outcome.refuse_to_start_anew()
             step, source = 0, "nothing"
         self._checkpointer.go_on_from(outcome.version)
+        self._saves.begin_run()
         self._steps = step
         self._resumed_from = None if outcome.version is None else step
         self._check_room()

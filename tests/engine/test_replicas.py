@@ -10,9 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore  # type: ignore[attr-defined, unused-ignore]
 
 from ml_flashpoint.engine.replicas import Replicas, Table
+from ml_flashpoint.engine.store import JobStore
 from ml_flashpoint.format.errors import DeadlineError
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.state.replicas import Replica
@@ -20,29 +21,20 @@ from ml_flashpoint.state.replicas import Replica
 _WAIT_S = 60.0
 
 
-class _JobStore:
-    def __init__(self) -> None:
-        self.store = HashStore()
-
-    def connect(self, prefix: str) -> Store:
-        return PrefixStore(prefix, self.store)
-
-
 class _Ranks:
     """Some ranks of one process, each with a thread that answers."""
 
     def __init__(self, count: int) -> None:
-        self.job = _JobStore()
-        self.each = [Replicas(rank, count, self.job) for rank in range(count)]
+        job = JobStore(None, HashStore(), b"secret")
+        self.each = [Replicas(rank, count, job) for rank in range(count)]
         self._ended = threading.Event()
         self._threads = [threading.Thread(target=self._answer, args=(each,), daemon=True) for each in self.each]
         for thread in self._threads:
             thread.start()
 
     def _answer(self, replicas: Replicas) -> None:
-        store = self.job.connect("table")
         while not self._ended.wait(0.001):
-            replicas.answer(store, SaveId(0, 0))
+            replicas.answer()
 
     def agree(self, step: int, names: dict[int, str], deadline_s: float = _WAIT_S) -> dict[int, Table]:
         """Have some ranks save a step at once, which have items of these names, of one letter each."""

@@ -18,7 +18,7 @@ from tests.facade.test_overlap import Job, _is_same, _loaded
 from tests.support.played_device import PlayedDevice, lock_slots
 
 
-@pytest.mark.parametrize("place", ["begin", "commit"])
+@pytest.mark.parametrize("place", ["stage", "commit"])
 def test_an_interrupt_between_two_calls_of_a_save_holds_up_no_later_one(
     base: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
@@ -79,7 +79,11 @@ def test_a_save_from_within_a_save_is_refused_and_holds_up_nothing(base: Path) -
     assert _is_same(job.state(), saved)
 
 
-@pytest.mark.parametrize("call", [Flashpoint.save, Flashpoint.before_update])
+def _save_another(fp: Flashpoint) -> None:
+    fp.save(6)
+
+
+@pytest.mark.parametrize("call", [_save_another, Flashpoint.before_update])
 def test_a_handler_while_a_step_is_held_for_a_copy_holds_up_nothing(
     base: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[Flashpoint], None]
 ) -> None:
@@ -100,7 +104,7 @@ def test_a_handler_while_a_step_is_held_for_a_copy_holds_up_nothing(
 
             def interrupted(late: LateCopy) -> None:
                 patched.setattr(LateCopy, "hold", hold)
-                if call is Flashpoint.save:
+                if call is _save_another:
                     saved.update(job.state())  # whose statistics are those of the forward before
                 call(fp)
                 hold(late)
@@ -112,9 +116,9 @@ def test_a_handler_while_a_step_is_held_for_a_copy_holds_up_nothing(
         fp.before_update()
         assert fp.wait()
         assert device.late
-        assert fp.last_saved == 5
+        assert fp.last_saved == (6 if call is _save_another else 5)
     step, state = _loaded(base)
-    assert step == 5
+    assert step == (6 if call is _save_another else 5)
     assert _is_same(state, saved)
 
 

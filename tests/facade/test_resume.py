@@ -47,7 +47,7 @@ def test_every_few_steps(base: Path) -> None:
         fp.save()
         fp.wait()
         assert fp.last_saved == 8
-    assert versions(base) == [8]
+    assert versions(base)[-1] == 8
     assert resumed(base, stored=stored) == 8
 
 
@@ -248,12 +248,11 @@ def test_an_optimizer_of_another_class_is_told_what_the_checkpoint_lacks(
 def test_an_older_version_that_happens_to_fit_does_not_bury_a_newer_one(base: Path) -> None:
     """Nobody would see that a step back was taken, and the next saves overwrite what could have been gone on from."""
     save(base, stored=Stored(1), other=Stored(1))
-    shutil.copytree(base / "step-1_ckpt", base / "kept")
-    with Flashpoint(base) as fp:
+    with Flashpoint(base, keep=2) as fp:
         fp.track(stored=Stored(1)).resume()
         fp.save(2)
         fp.wait()
-    (base / "kept").rename(base / "step-1_ckpt")
+    assert versions(base) == [1, 2]
     with pytest.raises(LoadError, match=r"step-2_ckpt does not fit.*no state of 'other'"):
         resumed(base, stored=Stored(), other=Stored())
     assert resumed(base, stored=Stored()) == 2

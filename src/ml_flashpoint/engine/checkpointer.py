@@ -25,14 +25,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ml_flashpoint import events
 from ml_flashpoint.config import Config
 from ml_flashpoint.engine import save as saves
-from ml_flashpoint.engine.alone import Copies, Recovery, open_store
 from ml_flashpoint.engine.board import Board
 from ml_flashpoint.engine.committing import BytesItem, Filled, PartWriter, Staged, TensorItem
+from ml_flashpoint.engine.copying import Copies
+from ml_flashpoint.engine.persist import Persister, PersistHealth
 from ml_flashpoint.engine.reader import RecoveryReport, VersionReader
-from ml_flashpoint.engine.recovery import KeptVersion
+from ml_flashpoint.engine.recovery import Found, KeptVersion, Recovery
 from ml_flashpoint.engine.replicas import Replicas
 from ml_flashpoint.engine.rounds import Member, Verdict
 from ml_flashpoint.engine.save import Save, SaveStats, Terms
+from ml_flashpoint.engine.store import open_store
 from ml_flashpoint.format.arguments import checked_base, checked_bool, checked_integer
 from ml_flashpoint.format.at_exit import at_exit
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
@@ -82,6 +84,7 @@ Items = Callable[[], tuple[Sequence[TensorItem], Sequence[BytesItem]]]
 _TABLE = "table"
 _POLL_S = 0.25
 """Seconds after which the committing thread looks for saves past their deadlines, and a waiting save for a slot."""
+_LINGER_S = 1.0
 _UNNAMED = 1 << 60
 """Stands for the step of a save that has none yet: the highest."""
 
@@ -182,7 +185,7 @@ class Checkpointer:
         self._saves: set[Save] = set()
         self._run = 0
         self._board: Board | None = None
-        self._found: Any = None
+        self._found: Found | None = None
         self._excluded: set[SaveId] = set()
         self._writer = PartWriter()
         self._wanted: int | None = None  # size of slots to be made ahead
@@ -211,7 +214,7 @@ class Checkpointer:
         self._together(partial(self._clean, discard_existing=discard_existing))
         here = ranks.topology.ranks_of(ranks.node)
         owners = [Owner(ranks.world_size, each) for rank in here for each in (rank, *self._held_by(rank))]
-        make = partial(Pool, self.container, keep=1 + rule.beside_newest, owners=owners)
+        make = partial(Pool, self.container, keep=rule.versions, owners=owners)
         self._held: dict[int, Pool] = {}
         self._pool = self._together(partial(self._pools, stack, make))
         self._copies = Copies(ranks, self.strategy, self.container, self._held)
@@ -219,8 +222,21 @@ class Checkpointer:
         self._store = open_store(ranks)
         stack.callback(self._store.close)
         self.replicas = Replicas(ranks.rank, ranks.world_size, self._store)
-        self._recovery = Recovery(ranks, self.container, keep=rule)
-        stack.callback(self._recovery.close)
+        persist = self.config.persist
+        self._recovery = Recovery(
+            ranks,
+            self.container,
+            self._pool,
+            self._copies,
+            self.strategy,
+            rule,
+            durable=None if persist is None else persist.url,
+        )
+        self._persister: Persister | None = None
+        if persist is not None:
+            connect = partial(self._store.connect, "persist")
+            self._persister = self._together(lambda: Persister(persist, ranks, self._pool, self.base, connect=connect))
+            stack.callback(self._persister.close)
         self._executor = self._together(lambda: CommittingThread(self._idle))
         stack.callback(self._executor.close)
         if discard_existing or not self._recovery.any_versions():
@@ -324,7 +340,7 @@ class Checkpointer:
         if board is None:
             raise self._unasked()
         found = SaveId(self._run, checked_integer("step", step, 0))
-        board.call(found, explicit=terms.explicit)
+        board.call(found, explicit=terms.explicit, table=terms.table)
         return found
 
     def _forget(self, save: Save) -> None:
@@ -529,12 +545,12 @@ class Checkpointer:
             return board.request(save.id)
         request = board.request(SaveId(self._run, _UNNAMED))
         # As long as the round's save has not come, this one may be it.
-        return replace(request, save=None, of_round=request.spare > 0, spare=0)
+        return replace(request, save=None, of_round=request.spare > 0 or save.terms.explicit, spare=0)
 
     def _retained(self) -> frozenset[SaveId]:
         board = self._board
         if board is None:
-            return frozenset(self.container.list_versions())
+            return frozenset()
         return frozenset(board.request(SaveId(self._run, _UNNAMED)).retained)
 
     # ---- the committing thread -------------------------------------------------------------------------------
@@ -626,6 +642,9 @@ class Checkpointer:
         for save in sorted(mine, key=lambda save: save.id or SaveId(0, 0)):
             self._judge(save, verdict)
         self._notify()
+        self._recovery.heard(verdict)
+        if self._persister is not None:
+            self._persister.heard(verdict)
         if verdict.total == 1:
             self._pool.remove_left(self._retained())
 
@@ -702,7 +721,7 @@ class Checkpointer:
             SaveError, CapacityError: the run cannot be recorded on some node. On all ranks.
         """
         self._check_usable()
-        chosen = None if version is None else self._found
+        chosen, persist = None if version is None else self._found, self.config.persist
         if version is not None and (chosen is None or self.version(chosen.save.step) != version):
             raise InvalidArgumentError("is not the version that was found last", argument="version", value=version)
         self._end_run(seal_deadline_s())
@@ -710,15 +729,21 @@ class Checkpointer:
         self._run = run
         self._pool.remove_left(verdict.retained)
         self._board = Board(
-            Member(verdict, 1 + self.config.rule.beside_newest),
+            Member(verdict, self.config.rule),
             rank=self.ranks.rank,
             ranks=self.ranks.world_size,
             connect=lambda: self._store.connect(f"run-{run}"),
             push=self._push,
             heard=self._heard,
+            also=lambda store, newest: None if store is None else self.replicas.answer(),
+            emit=self._emit,
+            persist_every=0 if persist is None else persist.every,
+            persister_is_busy=lambda: self._persister is not None and self._persister.is_busy,
         )
         self._copies.serve(run, self._board.hear, self._retained)
         self.stats.last_verified = None
+        if self._persister is not None:
+            self._persister.heard(verdict)
 
     def _end_run(self, deadline_s: float) -> None:
         """End the board. Saves that are not verified yet never will be."""
@@ -827,9 +852,20 @@ class Checkpointer:
         Returns:
             True if all was done in time.
         """
+        give_up = time.monotonic() + deadline_s
+        if self._persister is not None:
+            self._persister.hurry()  # at once: a save that other ranks have not begun may take all the time there is
         if not (done := self._wait(deadline_s)):
             _log.warning("the save in flight was not verified within %.0f s", deadline_s)
+        if self._persister is not None and not self._persister.finish(max(give_up - time.monotonic(), 0.0)):
+            _log.warning("the newest version was not persisted within %.0f s", deadline_s)
+            return False
         return done
+
+    @property
+    def persist_health(self) -> PersistHealth:
+        """State of persisting on this rank; all None where nothing is to be persisted."""
+        return PersistHealth(None, None, None, 0) if self._persister is None else self._persister.health
 
     def remove_versions(self) -> None:
         """Remove every version from memory, on all nodes, at a planned end; a failure is logged. Collective."""
@@ -864,8 +900,21 @@ class Checkpointer:
             self.fail(save, SaveError("the checkpointer was closed before the save was committed"))
         if not self._wait(max(give_up - time.monotonic(), 0.0)):
             _log.info("closed before the last saves were verified; they are committed on this node")
+        if self._persister is not None:
+            self._persister.finish(seal_deadline_s() if persist_deadline_s is None else persist_deadline_s)
         self._end_run(max(give_up - time.monotonic(), 0.1))
+        self._leave_store()
         self._stack.close()
+
+    def _leave_store(self) -> None:
+        """Have rank 0, which hosts the store, stay for a moment: other ranks read the last verdict."""
+        give_up = time.monotonic() + _LINGER_S
+        with contextlib.suppress(RuntimeError):
+            store = self._store.connect("open")
+            left = store.add("closed", 1)
+            while self.ranks.rank == 0 and left < self.ranks.world_size and time.monotonic() < give_up:
+                time.sleep(_LINGER_S / 100)
+                left = store.add("closed", 0)
 
     def __enter__(self) -> Self:
         return self

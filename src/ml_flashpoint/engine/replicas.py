@@ -27,10 +27,9 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from torch.distributed.distributed_c10d import Store
-
+from ml_flashpoint.engine.store import JobStore, SignedStore
 from ml_flashpoint.format.errors import DeadlineError, FlashpointError, ProtocolError, UnreadableError
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.state.replicas import Replica, written_by
@@ -41,14 +40,6 @@ _PIECE = 4 << 20
 _MOST_BYTES = 1 << 30
 _TABLES_KEPT = 4
 _NEVER = SaveId(0, -1)
-
-
-class Connecting(Protocol):
-    """The job's store: `engine.store.JobStore`."""
-
-    def connect(self, prefix: str) -> Store:
-        """Return a new client, whose keys begin with a prefix."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +70,11 @@ class Replicas:
         store: the job's store.
     """
 
-    def __init__(self, rank: int, ranks: int, store: Connecting) -> None:
-        self._rank, self._ranks = rank, ranks
-        self._connect = store.connect
-        self._client: Store | None = None
-        self._lock, self._publishing = threading.Lock(), threading.Lock()
+    def __init__(self, rank: int, ranks: int, store: JobStore) -> None:
+        self._rank, self._ranks, self._store = rank, ranks, store
+        self._client: SignedStore | None = None
+        self._calls = threading.Lock()  # one thread at a time uses the client: its calls are short
+        self._lock = threading.Lock()
         self._own: _Structure | None = None
         self._items: Sequence[Replica] = ()
         self._seen = _NEVER  # the newest save whose structure is `_own`
@@ -144,7 +135,7 @@ class Replicas:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _try(self, store: Store, save: SaveId) -> tuple[Table | None, str]:
+    def _try(self, store: SignedStore, save: SaveId) -> tuple[Table | None, str]:
         """Return the table, or None and what it lacks."""
         self._publish_entry(store)
         found, error = self._entries(store)
@@ -159,64 +150,61 @@ class Replicas:
         return None, f"rank {behind[0]} has come to step {found[behind[0]][1].step}"
 
     @contextlib.contextmanager
-    def _using(self) -> Iterator[Store]:
+    def _using(self) -> Iterator[SignedStore]:
         """Yield this object's client of the store, and make another one after it has failed."""
-        store = self._client
-        try:
-            if store is None:
-                store = self._client = self._connect("table")
-            yield store
-        except FlashpointError:
-            raise
-        except (RuntimeError, OSError, ValueError) as error:  # of torch's store, when it is gone
-            self._client = None
-            raise UnreadableError(f"the job's store failed: {error}", rank=self._rank) from error
+        with self._calls:
+            try:
+                if self._client is None:
+                    self._client = self._store.connect("table")
+                yield self._client
+            except RuntimeError as error:  # of torch's store, when it is gone
+                self._client = None
+                raise UnreadableError(f"the job's store failed: {error}", rank=self._rank) from error
 
     # ---- the board's thread --------------------------------------------------------------------------------
 
-    def answer(self, store: Store, newest_called: SaveId) -> None:
+    def answer(self) -> None:
         """Renew this rank's entry if another rank waits for it, and adopt what others have published. Does not wait.
 
-        Args:
-            store: a client of the thread, with the same keys as that of ``connect("table")``.
-            newest_called: not used: an entry counts up to the newest save whose structure was looked at.
+        Raises:
+            FlashpointError: the job's store failed.
         """
         with self._lock:
             if self._own is None or self._ranks == 1:
                 return
-        changes = store.add("changes", 0)
-        if changes != self._changes:
-            self._asked = _asked(store)
-            found, _ = self._entries(store)
-            if found and self._adopt(store, [each for each, _ in found])[0] is not None:
-                self._changes = changes
-        with self._lock:
-            due = self._published is not None and self._published[1] < self._asked <= self._seen
-        if due:
-            self._publish_entry(store)
+        with self._using() as store:
+            changes = store.add("changes", 0)
+            if changes != self._changes:
+                self._asked = _asked(store)
+                found, _ = self._entries(store)
+                if found and self._adopt(store, [each for each, _ in found])[0] is not None:
+                    self._changes = changes
+            with self._lock:
+                due = self._published is not None and self._published[1] < self._asked <= self._seen
+            if due:
+                self._publish_entry(store)
 
     # ---- either thread -------------------------------------------------------------------------------------
 
-    def _publish_entry(self, store: Store) -> None:
-        with self._publishing:  # one thread at a time, so that an older entry never follows a newer one
-            with self._lock:
-                own, seen, before = self._own, self._seen, self._published
-            if own is None or before == (own, seen):
-                return
-            store.set(f"entry/{self._rank}", json.dumps([*own, *seen]))
-            if before is None or before[0] != own:
-                store.add("changes", 1)
-            self._published = own, seen
+    def _publish_entry(self, store: SignedStore) -> None:
+        with self._lock:
+            own, seen, before = self._own, self._seen, self._published
+        if own is None or before == (own, seen):
+            return
+        store.set(f"entry/{self._rank}", json.dumps([*own, *seen]))
+        if before is None or before[0] != own:
+            store.add("changes", 1)
+        self._published = own, seen
 
-    def _entries(self, store: Store) -> tuple[list[tuple[_Structure, SaveId]], str]:
+    def _entries(self, store: SignedStore) -> tuple[list[tuple[_Structure, SaveId]], str]:
         """Return all ranks' entries; or none, and why."""
         keys = [f"entry/{rank}" for rank in range(self._ranks)]
-        if not store.check(keys):
-            missing = next((rank for rank, key in enumerate(keys) if not store.check([key])), self._rank)
-            return [], f"rank {missing} has not saved"
-        return [_entry(blob, rank) for rank, blob in enumerate(store.multi_get(keys))], ""
+        blobs = store.multi_get(keys) if store.check(keys) else [_get(store, key) for key in keys]
+        if None in blobs or b"" in blobs:
+            return [], f"rank {next(rank for rank, blob in enumerate(blobs) if not blob)} has not saved"
+        return [_entry(blob or b"", rank) for rank, blob in enumerate(blobs)], ""
 
-    def _adopt(self, store: Store, structures: list[_Structure]) -> tuple[Table | None, str]:
+    def _adopt(self, store: SignedStore, structures: list[_Structure]) -> tuple[Table | None, str]:
         """Return the table for these structures, by which this rank writes from now on; or None, and what it lacks."""
         with self._lock:
             own, items = self._own, self._items
@@ -279,7 +267,7 @@ class Replicas:
         return found
 
 
-def _keep(store: Store, known: OrderedDict[str, None], name: str, key: str) -> None:
+def _keep(store: SignedStore, known: OrderedDict[str, None], name: str, key: str) -> None:
     """Note that a value is in use, and delete the one unused longest where there are too many."""
     known[name] = None
     known.move_to_end(name)
@@ -291,24 +279,24 @@ def _keep(store: Store, known: OrderedDict[str, None], name: str, key: str) -> N
 # ---- values ------------------------------------------------------------------------------------------------
 
 
-def _get(store: Store, key: str) -> bytes | None:
-    return store.get(key) if store.check([key]) else None
+def _get(store: SignedStore, key: str) -> bytes | None:
+    return (store.get(key) or None) if store.check([key]) else None
 
 
-def _asked(store: Store) -> SaveId:
+def _asked(store: SignedStore) -> SaveId:
     blob = _get(store, "asked")
     return _NEVER if blob is None else _save(blob)
 
 
-def _set_large(store: Store, key: str, data: bytes) -> None:
+def _set_large(store: SignedStore, key: str, data: bytes) -> None:
     packed = zlib.compress(data, 1)
     pieces = [packed[begin : begin + _PIECE] for begin in range(0, len(packed), _PIECE)]
     for number, piece in enumerate(pieces):
-        store.set(f"{key}/{number}", piece)  # type: ignore[arg-type]
+        store.set(f"{key}/{number}", piece)
     store.set(key, json.dumps([len(pieces), len(data)]))
 
 
-def _get_large(store: Store, key: str) -> bytes | None:
+def _get_large(store: SignedStore, key: str) -> bytes | None:
     head = _get(store, key)
     if head is None:
         return None
@@ -323,7 +311,7 @@ def _get_large(store: Store, key: str) -> bytes | None:
     return data
 
 
-def _delete_large(store: Store, key: str) -> None:
+def _delete_large(store: SignedStore, key: str) -> None:
     head = _get(store, key)
     store.delete_key(key)
     for number in range(_parsed(head, 2)[0] if head else 0):

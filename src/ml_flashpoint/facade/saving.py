@@ -55,6 +55,7 @@ class Saves:
     Attributes:
         failures, last_error, blocked_s, blocked_total_s, committed_s, bytes: see `Health`.
         failures_in_a_row: saves that have failed since one was committed.
+        last_saved: step of the newest save of this run of which this rank's part is committed; None if there is none.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Saves:
         self._beginning = False
         self._lock = threading.Lock()
         self._failure: FlashpointError | None = None
-        self._saved: SaveId | None = None
+        self.last_saved: int | None = None
         self.failures = self.failures_in_a_row = self.bytes = 0
         self.last_error: str | None = None
         self.blocked_s = self.blocked_total_s = self.committed_s = 0.0
@@ -189,7 +190,7 @@ class Saves:
     def _ended(self, step: int, began: float, committed: Future[Manifest]) -> None:
         error = committed.exception()
         if error is not None:
-            if not isinstance(error, SkippedError):
+            if isinstance(error, Exception) and not isinstance(error, SkippedError):  # else the program says so itself
                 self._fail(step, error)
             return
         with self._lock:
@@ -198,7 +199,7 @@ class Saves:
             self.failures_in_a_row = 0
             self.committed_s = time.perf_counter() - began
             self.bytes = committed.result().total_size
-            self._saved = SaveId.of(committed.result())
+            self.last_saved = step
 
     def _fail(self, step: int, error: BaseException) -> None:
         failure = error if isinstance(error, FlashpointError) else None
@@ -219,11 +220,9 @@ class Saves:
                 text,
             )
 
-    @property
-    def last_saved(self) -> int | None:
-        """Step of the newest save of this run of which this rank's part is committed; None if there is none."""
-        saved = self._saved
-        return saved.step if saved is not None and saved.run == self._checkpointer.run else None
+    def begin_run(self) -> None:
+        """Note that another run has begun, whose saves follow."""
+        self._last, self._open, self.last_saved = None, [], None
 
     def take_failure(self) -> FlashpointError | None:
         """Return the latest failure, once."""

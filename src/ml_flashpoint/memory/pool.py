@@ -61,6 +61,11 @@ class SlotRequest:
     spare: int = 0
     may_grow: bool = False
 
+    @property
+    def left_alone(self) -> frozenset[SaveId]:
+        """The saves whose slots are not taken over from ranks that are gone."""
+        return frozenset(self.retained) | ({self.save} if self.save is not None else set())
+
 
 class SlotView(Protocol):
     """The side of a slot that `choose` looks at."""
@@ -255,13 +260,9 @@ class Pool:
     def _wanted(self, size: int, *, exact: bool) -> int:
         if exact:
             return round_up(size, PAGE)
-        if size > self._size:
-            self._size = slot_size(size)
-        return self._size
+        return slot_size(size) if size > self._size else self._size
 
     def _choose(self, request: SlotRequest, wanted: int, unfit: Sequence[Slot], *, can_make: bool) -> Slot | New | None:
-        # Of the same save, slots that are left over have other ranks' parts.
-        retained = {*request.retained, *([] if request.save is None else [request.save])}
         locked = list(unfit)
         for slot in self._slots:
             if slot.state is not State.WRITING and slot.save not in request.retained and slot not in locked:
@@ -273,7 +274,7 @@ class Pool:
         # The save waits while a slot is made. Beyond ``keep + 1`` that is for `prepare`, unless no slot is free.
         for may_grow in sorted({False, request.may_grow}):
             fits = count < slot_limit(self.keep, may_grow=may_grow, extra=self.extra)
-            may_make = can_make and fits and self._may_make(wanted, retained, spare=count > self.keep)
+            may_make = can_make and fits and self._may_make(wanted, request.left_alone, spare=count > self.keep)
             chosen = choose(self._slots, request, locked, may_make=may_make)
             if chosen is not None:
                 return chosen
@@ -343,14 +344,14 @@ class Pool:
             True if there was something to do, and may be more.
         """
         for slot in self.slots:
-            if not slot.is_prepared:
+            if slot.is_due:
                 slot.prepare()
                 return True
         with self._lock:
             wanted = self._wanted(size, exact=False)
             count = len(self._slots) + self._making
             most = slot_limit(self.keep, may_grow=request.may_grow, extra=self.extra)
-            if count >= most or not self._may_make(wanted, request.retained, spare=count > self.keep):
+            if count >= most or not self._may_make(wanted, request.left_alone, spare=count > self.keep):
                 return False
             self._making += 1
         made = self._make(wanted, replace(request, save=None))
@@ -368,7 +369,7 @@ class Pool:
 
     def _make(self, size: int, request: SlotRequest) -> Slot | None:
         """Make a slot, or take one over, in `State.WRITING`; None if there is no room after all."""
-        slot, retained = None, {*request.retained, request.save}
+        slot, retained = None, request.left_alone
         try:
             slot = self._taken_over(size, retained)
             if slot is None:

@@ -147,7 +147,7 @@ def _persist(found: FoundVersion, store: DurableVersions, check: Callable[[], No
     there = [version for version in store.versions() if version.counts]
     folder = folder_of(found.name, found.save_id)
     marked = next((version for version in there if version.folder == folder), None)
-    newer = next((version.step for version in there if version.save > (int(found.save_id), found.step)), None)
+    newer = next((version.step for version in there if version.order > (found.save_id, found.step)), None)
     nbytes, written = _write_parts(found, store, progress)
     if marked is not None and not written:
         return Persisted(store.path, marked, nbytes, True, newer)

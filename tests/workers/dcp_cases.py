@@ -259,7 +259,8 @@ def memory_stays_at_four_versions(door: Door, mode: str) -> None:
     slots, share = door.slot_bytes(rank()), _total(_tensor_bytes(door, 10)) / world_size()
     assert len(slots) <= 4
     # Of the first save, all is staged: nobody knows yet what others write.
-    assert sum(slots) < 4 * 16 * 1.1 * (1 << 20) and min(slots) < share * 1.1 + 65536, (slots, share)
+    assert sum(slots) < 4 * 16 * 1.1 * (1 << 20), (slots, share)
+    assert min(slots) < share * 1.1 + 65536, (slots, share)
 
 
 # -- failures ----------------------------------------------------------------------------------------------------

@@ -203,20 +203,21 @@ def test_what_cannot_be_staged_is_told_where_ranks_can_tell_each_other(door: Doo
 
 
 def test_several_saves_in_flight_are_told_apart(door: Door) -> None:
-    _save_by_process(door, _state(1), 1)
-    first = Child(_save, _staged(door, 2)[0], "write_data")
+    for step in (1, 2):  # from then on there may be slots for two in flight
+        _save_by_process(door, _state(step), step)
+    first = Child(_save, _staged(door, 3)[0], "write_data")
     first.next_report("stopped")
-    second = Child(_save, _staged(door, 3)[0], "write_data")
+    second = Child(_save, _staged(door, 4)[0], "write_data")
     with first, second:
         second.next_report("stopped")
         second.say("go on")
         assert second.result() is None
-        assert_same(_saved(door, 3), _state(3)["a"])
+        assert_same(_saved(door, 4), _state(4)["a"])
         first.say("go on")
         assert first.result() is None
     door.settle()
-    assert (door.saver.stats.committed, door.saver.stats.failed) == (3, 0)
-    assert_same(door.load(blank(_state(3)), 3), _state(3))
+    assert (door.saver.stats.committed, door.saver.stats.failed) == (4, 0)
+    assert_same(door.load(blank(_state(4)), 4), _state(4))
 
 
 def _saved(door: Door, step: int) -> torch.Tensor:
@@ -256,7 +257,8 @@ def test_a_process_that_hangs_beyond_the_deadline_comes_too_late(door: Door, sto
     with Child(_save, request, stop) as child:
         child.next_report("stopped")
         child.stop()
-        door.checkpointer.fail(save, SaveError("the deadline has passed"))  # as it does then
+        staged = _kept[-1].staged
+        staged.fail(SaveError("the deadline has passed"))
         _save_by_process(door, _state(3), 3)  # into the slot of the other, if need be
         _save_by_process(door, _state(4), 4)
         child.go_on()

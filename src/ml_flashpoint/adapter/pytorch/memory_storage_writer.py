@@ -361,10 +361,10 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
                 raise call.trouble
             if call.version is None:
                 raise SaveError("write_data comes before reset")
-            keys = known.keys if (known := self._written) is not None and known.plan is plan else item_keys(plan.items)
-            tensors, byte_items = self.items(plan, planner, keys)
             if call.save is None:
                 call.save = self._saves.begin(call.version, None, call)
+            keys = known.keys if (known := self._written) is not None and known.plan is plan else item_keys(plan.items)
+            tensors, byte_items = self.items(plan, planner, keys)
             self._saves.fill(call.save, tensors, byte_items)
             if not call.is_coordinator and call.use_collectives:
                 self._commit(call, {})

@@ -17,6 +17,7 @@ from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLo
 from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.core.inventory import NodeReport, Unread
 from ml_flashpoint.core.opening import open_together
+from ml_flashpoint.core.recovery_plan import NodeInventory
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import (
     DigestMismatchError,
@@ -28,7 +29,6 @@ from ml_flashpoint.format.errors import (
 )
 from ml_flashpoint.format.manifest import ObjectRecord
 from ml_flashpoint.ranks.rank_group import rank_group
-from ml_flashpoint.ranks.recovery import NodeInventory
 
 
 def version(base: Path, step: int) -> CheckpointContainerId:

@@ -24,10 +24,10 @@ from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.checkpoint_object_manager.version_files import list_versions
 from ml_flashpoint.core.inventory import has_objects, part_record
 from ml_flashpoint.core.part_reader import read_local_manifests
+from ml_flashpoint.core.recovery_plan import NodeInventory, RecoveryPlan, plan_recovery
 from ml_flashpoint.core.recovery_run import _useless
 from ml_flashpoint.format.digest import BLOCK_SIZE, digest_block
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
-from ml_flashpoint.ranks.recovery import NodeInventory, RecoveryPlan, plan_recovery
 from ml_flashpoint.ranks.strategies import (
     CliqueStrategy,
     PairwiseReplicationStrategy,

@@ -25,7 +25,6 @@ from ml_flashpoint.format.errors import (
 from ml_flashpoint.format.manifest import ObjectRecord, encode
 from ml_flashpoint.net.blocks import BlockChecker
 from ml_flashpoint.net.channel import ConnectionLostError
-from ml_flashpoint.net.messages import WORKING
 from ml_flashpoint.net.peer import PeerConnection
 from ml_flashpoint.net.transfers import PartName
 from tests.net.transfer_support import (
@@ -342,7 +341,7 @@ def test_answers_are_not_requests() -> None:
             with pytest.raises(ConnectionLostError):
                 channel.receive(request=False)
             channel.close()
-        for subject in ("data", WORKING):
+        for subject in ("data", "working"):
             channel = channel_to(service)
             channel.send(subject, {})
             assert isinstance(refusal_to(channel), ProtocolError)

@@ -147,11 +147,11 @@ def fetch(peer: PeerConnection, data: bytes | ObjectRecord, into: bytearray | me
         peer.fetch(PART, blocks, **options)
 
 
-def begin_push(channel: Channel, manifest: Manifest | bytes, patience_ms: int = 10_000) -> Message:
+def begin_push(channel: Channel, manifest: Manifest | bytes) -> Message:
     """Ask to push, as a client would; return the answer."""
     blob = manifest if isinstance(manifest, bytes) else encode(manifest)
-    channel.send("push", {"patience_ms": patience_ms, "rider": {}}, [blob])
-    return channel.receive_reply()
+    channel.send("push", {"rider": {}}, [blob])
+    return channel.receive(request=False)
 
 
 def raw_connection(service: TransferService) -> socket.socket:
@@ -166,7 +166,7 @@ def channel_to(service: TransferService, deadline_s: float = 10.0) -> Channel:
 
 def refusal_to(channel: Channel) -> FlashpointError:
     """What is answered, which must be an error."""
-    subject = channel.receive_reply().subject
+    subject = channel.receive(request=False).subject
     assert isinstance(subject, dict)
     return TRANSFERS.rebuild(subject)
 

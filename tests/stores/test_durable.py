@@ -24,19 +24,13 @@ from ml_flashpoint.stores.records import MAX_RECORD_BYTES, encode_record
 from ml_flashpoint.stores.url import UrlFiles
 from ml_flashpoint.stores.version_store import Version
 
-RUN, LATER = "1700000000000-0000000a", "1700000000001-0000000b"
+RUN, LATER = "00000007", "00000012"
 pytestmark = pytest.mark.damages_on_purpose
 
 
-def save_id(number: int, run: str = RUN) -> str:
-    return f"{run}-{number:019d}"
-
-
-def part(number: int, rank: int = 0, world_size: int = 2, run: str = RUN, step: int | None = None) -> Manifest:
-    name = object_name(rank, save_id(number, run))
-    record = ObjectRecord(name, 5, 8, (digest_block(b"hello"),), 4096)
-    version = f"step-{number if step is None else step}_ckpt"
-    return Manifest(version, rank, world_size, save_id(number, run), "node", (record,))
+def part(step: int, rank: int = 0, world_size: int = 2, run: str = RUN) -> Manifest:
+    record = ObjectRecord(object_name(rank, run), 5, 8, (digest_block(b"hello"),), 4096)
+    return Manifest(f"step-{step}_ckpt", rank, world_size, run, "node", (record,))
 
 
 def content(record: ObjectRecord) -> Iterator[bytes]:
@@ -44,10 +38,10 @@ def content(record: ObjectRecord) -> Iterator[bytes]:
     yield bytes(3)
 
 
-def persist(store: DurableVersions, number: int, run: str = RUN, step: int | None = None) -> Version:
+def persist(store: DurableVersions, step: int, run: str = RUN) -> Version:
     for rank in range(2):
-        store.write_part(part(number, rank, run=run, step=step), content)
-    return store.complete(part(number, run=run, step=step).version, save_id(number, run), 2)
+        store.write_part(part(step, rank, run=run), content)
+    return store.complete(f"step-{step}_ckpt", run, 2)
 
 
 def counting(store: DurableVersions) -> list[Version]:
@@ -74,7 +68,7 @@ def test_a_version_exists_once_its_marker_does(store: DurableVersions) -> None:
     assert counting(store) == []
     found = persist(store, 3)
     assert counting(store) == [found]
-    assert (found.step, found.save_id, found.world_size, found.folder) == (3, save_id(3), 2, f"run-{RUN}/step-3_ckpt")
+    assert (found.step, found.save_id, found.world_size, found.folder) == (3, RUN, 2, f"run-{RUN}/step-3_ckpt")
     assert store.manifest(found, 1) == part(3, 1)
     with pytest.raises(ObjectNotFoundError):
         store.manifest(found, 2)
@@ -87,7 +81,7 @@ def test_a_part_that_is_there_is_not_written_again(store: DurableVersions) -> No
     assert store.write_part(part(3), content)
     assert not store.write_part(part(3), never)
     for damaged in (b"short", b"hallo\0\0\0"):
-        store.files.write(f"{folder_of('step-3_ckpt', save_id(3))}/{object_name(0, save_id(3))}", [damaged])
+        store.files.write(f"{folder_of('step-3_ckpt', RUN)}/{object_name(0, RUN)}", [damaged])
         with pytest.raises((AssertionError, SaveError)):
             store.write_part(part(3), never)
         assert store.write_part(part(3), content), "a part that differs is written anew"
@@ -97,7 +91,7 @@ def test_a_part_that_is_there_is_not_written_again(store: DurableVersions) -> No
 def test_content_of_another_length_makes_no_part(store: DurableVersions) -> None:
     with pytest.raises(SaveError, match="5 bytes"):
         store.write_part(part(3), lambda record: [b"hello"])
-    assert store.ranks_there("step-3_ckpt", save_id(3)) == set()
+    assert store.ranks_there("step-3_ckpt", RUN) == set()
 
 
 def test_the_newest_is_that_of_the_latest_save(store: DurableVersions) -> None:
@@ -106,12 +100,11 @@ def test_the_newest_is_that_of_the_latest_save(store: DurableVersions) -> None:
     assert [version.step for version in counting(store)] == [4, 9]
 
 
-def test_a_step_that_is_saved_again_replaces_the_earlier_one(store: DurableVersions) -> None:
-    persist(store, 1, step=7)
-    found = persist(store, 2, step=7)
-    assert counting(store) == [found]
-    assert found.save_id == save_id(2)
-    assert all(save_id(1) not in name for name in store.files.list(found.folder))
+def test_runs_and_steps_are_compared_as_numbers(store: DurableVersions) -> None:
+    order = [(9, RUN), (10, RUN), (100, LATER), (1, "100000000")]
+    for step, run in order:
+        persist(store, step, run)
+    assert [(version.step, version.save_id) for version in counting(store)] == order[::-1]
 
 
 def test_only_the_newest_stay(store: DurableVersions) -> None:
@@ -142,7 +135,7 @@ def test_what_failed_goes_before_the_next_one_is_written(store: DurableVersions)
     for number in (4, 5, 6, 7):
         store.write_part(part(number), content)
     store.write_part(part(5, run=LATER), content)
-    store.keep_newest(1, "step-6_ckpt", save_id(6))
+    store.keep_newest(1, "step-6_ckpt", RUN)
     assert store.files.list(f"run-{RUN}") == ["step-3_ckpt", "step-6_ckpt", "step-7_ckpt"]
     assert store.files.list(f"run-{LATER}"), "a rank is ahead, in a later run"
     store.check_parts(newest)
@@ -167,7 +160,7 @@ def test_dictionaries_in_the_same_folder_are_let_alone(store: DurableVersions) -
         {"step": True},
         {"step": "../3"},
         {"step": -1},
-        {"save_id": save_id(3, LATER)},
+        {"save_id": LATER},
         {"save_id": "../../etc"},
         {"save_id": 7},
         {"world_size": 0},
@@ -177,12 +170,12 @@ def test_dictionaries_in_the_same_folder_are_let_alone(store: DurableVersions) -
 )
 def test_markers_are_distrusted(store: DurableVersions, fields: dict[str, object]) -> None:
     older, newest = persist(store, 2), persist(store, 3)
-    marker = encode_record("mlflashpoint-version-2", {**save_of(newest), **fields})
+    marker = encode_record("mlflashpoint-version-3", {**save_of(newest), **fields})
     store.files.write(f"{newest.folder}/{MARKER}", [marker])
     damaged, found = store.versions()
     assert found == older
     assert (damaged.folder, damaged.counts, bool(damaged.problem)) == (newest.folder, False, True)
-    store.keep_newest(3, "step-9_ckpt", save_id(9, LATER))
+    store.keep_newest(3, "step-9_ckpt", LATER)
     assert store.files.list(newest.folder), "what may be of use is not removed as long as it is the newest"
 
 
@@ -193,15 +186,15 @@ def test_manifests_of_other_parts_are_refused(store: DurableVersions) -> None:
         store.check_parts(newest)
 
 
-def test_markers_of_older_releases_are_read(store: DurableVersions) -> None:
+def test_versions_of_older_formats_are_refused_and_stay(store: DurableVersions) -> None:
+    old = "run-1700000000000-0000000a"
+    store.files.write(f"{old}/step-3_ckpt/{MARKER}", [b"{}"])
     newest = persist(store, 3)
-    names = [f"{manifest_name(rank, save_id(3))}:{'0' * 32}" for rank in range(2)]
-    content = {"checkpoint_id": 3, "run": RUN, "managers": 2, "parts": names}
-    store.files.write(f"{newest.folder}/{MARKER}", [encode_record(MARKER_KIND, content)])
-    assert counting(store) == [newest]
-    for wrong in ({}, {**content, "parts": ["../../etc/passwd"]}, {**content, "checkpoint_id": 4}):
-        store.files.write(f"{newest.folder}/{MARKER}", [encode_record(MARKER_KIND, wrong)])
-        assert counting(store) == []
+    store.keep_newest(1, newest.name, newest.save_id)
+    found, refused = store.versions()
+    assert found == newest
+    assert (refused.folder, refused.counts) == (old, False)
+    assert "earlier release" in refused.problem
 
 
 def test_records_and_manifests_that_are_too_large_are_not_read(root: Path) -> None:
@@ -236,7 +229,7 @@ def test_links_are_not_followed(root: Path, what: str) -> None:
     else:
         assert counting(store) == []
     persist(store, 4, LATER)
-    store.keep_newest(1, "step-4_ckpt", save_id(4, LATER))
+    store.keep_newest(1, "step-4_ckpt", LATER)
     assert sorted(victim.rglob("*")) == before
     assert victim.exists()
     if victim.is_dir():
@@ -244,6 +237,6 @@ def test_links_are_not_followed(root: Path, what: str) -> None:
 
 
 def test_save_ids_of_no_training_job_are_refused(store: DurableVersions) -> None:
-    for wrong in ("", "plain", "../..-0", f"{RUN}/x-1", "17000000000000-0000000a-1"):
+    for wrong in ("", "plain", "../..-0", f"{RUN}/x-1", "1700000000000-0000000a-1", "7", "000000007"):
         with pytest.raises(InvalidArgumentError):
             folder_of("step-1_ckpt", wrong)

@@ -47,7 +47,6 @@ from ml_flashpoint.format.manifest import Manifest
 from ml_flashpoint.format.private_folders import sweep_folder
 from ml_flashpoint.format.status import NAME as STATUS
 from ml_flashpoint.memory.lock import JobLock
-from ml_flashpoint.ranks.recovery import superseded
 
 _log = logging.getLogger(__name__)
 
@@ -405,7 +404,7 @@ class RankStore:
     def prune(self, save_id: str) -> None:
         """Drop every part older than ``save_id`` that is not retained."""
         for part in self.held():
-            if superseded(part.save_id, save_id) and not self.retained.keeps(part.save_id):
+            if part.save_id < save_id and not self.retained.keeps(part.save_id):
                 self.drop(part)
 
     def retain(self, line: Iterable[VerifiedSave], lineage: Lineage) -> None:

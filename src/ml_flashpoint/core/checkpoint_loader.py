@@ -27,6 +27,9 @@ from ml_flashpoint.core.part_reader import (
     read_local_manifests,
 )
 from ml_flashpoint.core.part_source import PartSource
+from ml_flashpoint.core.recovery_plan import (
+    CompleteVersion,
+)
 from ml_flashpoint.core.recovery_run import RecoveryRun
 from ml_flashpoint.core.sidecars import restore_sidecars
 from ml_flashpoint.core.unloadable import why_nothing
@@ -43,9 +46,6 @@ from ml_flashpoint.format.knobs import recovery_deadline_s
 from ml_flashpoint.format.lineage import Lineage
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
 from ml_flashpoint.ranks.rank_group import rank_group
-from ml_flashpoint.ranks.recovery import (
-    CompleteVersion,
-)
 from ml_flashpoint.replication.replication_manager import ReplicationManager
 
 _log = logging.getLogger(__name__)

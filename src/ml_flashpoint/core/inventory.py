@@ -15,6 +15,7 @@ from pathlib import Path
 from ml_flashpoint.checkpoint_object_manager.base_marks import PRIVATE_DIR, ranks_with_arenas, was_complete
 from ml_flashpoint.checkpoint_object_manager.version_files import list_versions
 from ml_flashpoint.core.part_reader import read_local_manifests
+from ml_flashpoint.core.recovery_plan import NodeInventory, PartRecord
 from ml_flashpoint.format.errors import (
     DamagedError,
     FlashpointError,
@@ -26,7 +27,6 @@ from ml_flashpoint.format.failure_kinds import as_ours, is_transient, pauses
 from ml_flashpoint.format.lineage import Lineage, lineage_from_json, lineage_to_json, read_lineage
 from ml_flashpoint.format.manifest import Manifest, manifest_name
 from ml_flashpoint.ranks.rank_group import RankGroup
-from ml_flashpoint.ranks.recovery import NodeInventory, PartRecord
 
 _log = logging.getLogger(__name__)
 

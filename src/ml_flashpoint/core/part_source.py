@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+from ml_flashpoint.core.recovery_plan import CompleteVersion
 from ml_flashpoint.format.digest import block_count, verify_blocks
 from ml_flashpoint.format.errors import CapacityError, FlashpointError, LoadError, ObjectNotFoundError, SaveError
 from ml_flashpoint.format.failure_kinds import as_ours, is_transient, pauses, retrying
@@ -23,7 +24,6 @@ from ml_flashpoint.net.blocks import BlockChecker
 from ml_flashpoint.net.peer import PeerConnection
 from ml_flashpoint.net.transfers import Address, PartName
 from ml_flashpoint.ranks.rank_group import RankGroup
-from ml_flashpoint.ranks.recovery import CompleteVersion
 from ml_flashpoint.ranks.strategies import ReplicationStrategy
 from ml_flashpoint.replication.replication_manager import ReplicationManager
 from ml_flashpoint.replication.store_backend import IncomingCopy

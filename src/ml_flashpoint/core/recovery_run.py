@@ -23,13 +23,7 @@ from ml_flashpoint.core.inventory import NodeReport, gather_reports
 from ml_flashpoint.core.loader import RecoveryReport
 from ml_flashpoint.core.part_reader import find_local_manifest, open_local
 from ml_flashpoint.core.part_source import Failures, PartSource
-from ml_flashpoint.core.retention import protect, retained_line, spread
-from ml_flashpoint.format.errors import FlashpointError, ObjectNotFoundError
-from ml_flashpoint.format.failure_kinds import as_ours, is_damage, retrying
-from ml_flashpoint.format.knobs import recovery_deadline_s
-from ml_flashpoint.format.lineage import merged
-from ml_flashpoint.ranks.rank_group import RankGroup
-from ml_flashpoint.ranks.recovery import (
+from ml_flashpoint.core.recovery_plan import (
     CompleteVersion,
     Fetch,
     NodeInventory,
@@ -38,6 +32,12 @@ from ml_flashpoint.ranks.recovery import (
     plan_recovery,
     superseded,
 )
+from ml_flashpoint.core.retention import protect, retained_line, spread
+from ml_flashpoint.format.errors import FlashpointError, ObjectNotFoundError
+from ml_flashpoint.format.failure_kinds import as_ours, is_damage, retrying
+from ml_flashpoint.format.knobs import recovery_deadline_s
+from ml_flashpoint.format.lineage import merged
+from ml_flashpoint.ranks.rank_group import RankGroup
 
 _log = logging.getLogger(__name__)
 

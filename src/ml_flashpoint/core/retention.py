@@ -19,12 +19,18 @@ from ml_flashpoint.checkpoint_object_manager.reserve import give_up_reserve
 from ml_flashpoint.checkpoint_object_manager.retained import VerifiedSave, kept
 from ml_flashpoint.core.inventory import NodeReport, gather_reports
 from ml_flashpoint.core.part_source import PartSource
+from ml_flashpoint.core.recovery_plan import (
+    CompleteVersion,
+    NodeInventory,
+    complete_versions,
+    is_protected,
+    plan_recovery,
+)
 from ml_flashpoint.format.errors import CapacityError, DeadlineError, FlashpointError, SaveError
 from ml_flashpoint.format.failure_kinds import as_ours
 from ml_flashpoint.format.knobs import seal_deadline_s
 from ml_flashpoint.format.lineage import Lineage, merged, write_lineage
 from ml_flashpoint.ranks.rank_group import RankGroup
-from ml_flashpoint.ranks.recovery import CompleteVersion, NodeInventory, complete_versions, is_protected, plan_recovery
 from ml_flashpoint.ranks.retention import Keep
 from ml_flashpoint.replication.replication_manager import ReplicationManager
 

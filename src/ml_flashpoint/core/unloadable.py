@@ -10,9 +10,9 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 
 from ml_flashpoint.core.inventory import NodeReport
+from ml_flashpoint.core.recovery_plan import complete_versions
 from ml_flashpoint.format.errors import NothingLoadableError
 from ml_flashpoint.format.lineage import Lineage
-from ml_flashpoint.ranks.recovery import complete_versions
 
 _MOST_SHOWN = 8
 

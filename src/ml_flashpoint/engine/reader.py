@@ -2,17 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import logging
+import mmap
+import os
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
+import torch
+
+from ml_flashpoint.copy.cpu import typed_view
+from ml_flashpoint.copy.dtypes import torch_dtype
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.digest import digest_workers, verify_blocks
+from ml_flashpoint.format.errors import (
+    DamagedError,
+    LoadError,
+    ObjectNotFoundError,
+    PrunedError,
+    UnreadableError,
+)
+from ml_flashpoint.format.failure_kinds import retrying
+from ml_flashpoint.format.knobs import recovery_deadline_s
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
-from ml_flashpoint.format.object_format import Entry, Layout
+from ml_flashpoint.format.object_format import Entry, Layout, header_length, parse_header
 from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.memory.container import BaseContainer
+from ml_flashpoint.memory.pool import Pool
+from ml_flashpoint.stores.bounded import Bounded
+from ml_flashpoint.stores.durable import DurableVersions
+from ml_flashpoint.stores.part import check_blocks
+from ml_flashpoint.stores.version_store import Version
 
 if TYPE_CHECKING:
-    import torch
+    from typing_extensions import Self
+
+    from ml_flashpoint.engine.copying import Copies
+
+_log = logging.getLogger(__name__)
+
+_ELSEWHERE = (DamagedError, ObjectNotFoundError, PrunedError, UnreadableError)
+_LATE_S = 1.0
+_T = TypeVar("_T")
+
+FetchBlocks = Callable[[int, memoryview], None]
+"""``(first block, buffer)``: fill a buffer with whole, checked blocks of an object that is elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,38 +78,230 @@ class RecoveryReport:
 class ObjectReader:
     """The bytes of one object, checked before use. Not thread-safe.
 
+    Args:
+        manifest: of the part.
+        local: the checked bytes, if they are on this node.
+        fetch: gives blocks of an object that is elsewhere.
+        path: for errors.
+
     Attributes:
         manifest, record: of the object. path: for errors.
+
+    Raises:
+        UnreadableError: the object is larger than the memory that this process can map.
     """
 
-    manifest: Manifest
-    record: ObjectRecord
-    path: str
+    def __init__(
+        self, manifest: Manifest, *, local: memoryview | None = None, fetch: FetchBlocks | None = None, path: str = ""
+    ) -> None:
+        self.manifest = manifest
+        self.record: ObjectRecord = manifest.objects[0]
+        self.path = path
+        self._fetch = fetch
+        self._present: set[int] | None = set() if local is None else None
+        self._buffer = self._room() if local is None else local[: self.record.size]
+        self._data = torch.empty(0, dtype=torch.uint8, device="cpu")
+        if self.record.size:
+            self._data = torch.frombuffer(self._buffer, dtype=torch.uint8)
+        self._layout: Layout | None = None
+
+    def _room(self) -> memoryview:
+        """Return anonymous memory: blocks that are never fetched cost nothing."""
+        size = self.record.size
+        try:
+            return memoryview(mmap.mmap(-1, max(1, size)))[:size]
+        except (OSError, OverflowError, ValueError) as error:
+            text = f"no memory can be had for an object of {size} bytes: {error}"
+            manifest = self.manifest
+            raise UnreadableError(
+                text, step=manifest.step, rank=manifest.rank, node=manifest.node, path=self.path
+            ) from error
 
     def ensure(self, begin: int, end: int) -> None:
-        """Have bytes ``begin:end`` here and checked."""
-        raise NotImplementedError
+        """Have bytes ``begin:end`` here and checked.
+
+        Raises:
+            FlashpointError: no holder could give them.
+        """
+        if self._present is None or self._fetch is None or begin >= end:
+            return
+        size = self.record.block_size
+        missing = [block for block in range(begin // size, -(-end // size)) if block not in self._present]
+        for first, last in _runs(missing):
+            self._fetch(first, self._buffer[first * size : min(last * size, self.record.size)])
+            self._present.update(range(first, last))
 
     @property
     def layout(self) -> Layout:
-        """What the header says."""
-        raise NotImplementedError
+        """What the header says.
+
+        Raises:
+            ObjectFormatError: it is no valid header, although its digest is right.
+        """
+        if self._layout is None:
+            size = self.record.size
+            self.ensure(0, min(8, size))
+            length = header_length(self._buffer[:8], self.record.file_size, self.path)
+            self.ensure(0, min(length, size))
+            self._layout = parse_header(self._buffer[:length], self.record.file_size, self.path).layout
+        return self._layout
 
     def entry(self, key: str) -> Entry:
         """Return where an item lies. Raises `ObjectNotFoundError`."""
-        raise NotImplementedError
+        try:
+            return self.layout.by_key[key]
+        except KeyError:
+            raise ObjectNotFoundError(f"the object has no item {key!r}", path=self.path) from None
 
     def tensor(self, key: str) -> torch.Tensor:
         """Return an item over the object's own memory: copy out of it, and do not write to it."""
-        raise NotImplementedError
+        entry = self.entry(key)
+        self.ensure(entry.begin, entry.end)
+        return typed_view(self._data, entry.begin, entry.end, torch_dtype(entry.dtype), entry.shape)
 
     def rows(self, key: str, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
         """Return a box of a tensor; of a remote object only the blocks of its rows are fetched."""
-        raise NotImplementedError
+        entry = self.entry(key)
+        begin, end = entry.begin, entry.end
+        if entry.shape and entry.nbytes:
+            row = entry.nbytes // entry.shape[0]
+            begin, end = entry.begin + offsets[0] * row, entry.begin + (offsets[0] + lengths[0]) * row
+        self.ensure(begin, end)
+        tensor = typed_view(self._data, entry.begin, entry.end, torch_dtype(entry.dtype), entry.shape)
+        for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+            if offset or length != tensor.shape[dim]:
+                tensor = tensor.narrow(dim, offset, length)
+        return tensor
 
     def bytes_of(self, key: str) -> memoryview:
         """Return an item as plain bytes."""
-        raise NotImplementedError
+        entry = self.entry(key)
+        self.ensure(entry.begin, entry.end)
+        return self._buffer[entry.begin : entry.end]
+
+
+class Parts(Protocol):
+    """The parts of one version in one tier. Implemented by `MemoryParts` and `DurableParts`."""
+
+    def manifest(self, rank: int) -> Manifest:
+        """Return the manifest of a rank's part."""
+        ...
+
+    def open(self, rank: int, stack: contextlib.ExitStack) -> ObjectReader:
+        """Return a reader of a rank's object. ``stack`` unlocks it."""
+        ...
+
+
+class MemoryParts:
+    """Parts in base containers: of this node where they are here, else of their holders.
+
+    Args:
+        save: the save.
+        container: of this node.
+        pool: of this rank's own parts, which it has mapped.
+        copies: reach the holders.
+        nodes_of: returns the nodes that hold a rank's part.
+        checked: saves and ranks of the parts here that this process has checked; grows.
+    """
+
+    def __init__(
+        self,
+        save: SaveId,
+        container: BaseContainer,
+        pool: Pool,
+        copies: Copies,
+        nodes_of: Callable[[int], Sequence[str]],
+        checked: set[tuple[SaveId, int]],
+    ) -> None:
+        self._save, self._container, self._pool, self._copies = save, container, pool, copies
+        self._nodes_of, self._checked = nodes_of, checked
+
+    def manifest(self, rank: int) -> Manifest:
+        """See `Parts`."""
+        try:
+            return self._container.read_manifest(self._save, rank)
+        except _ELSEWHERE:
+            if not (nodes := self._nodes_of(rank)):
+                raise
+        return self._copies.read_manifest(self._save, rank, nodes, until=time.monotonic() + recovery_deadline_s())
+
+    def open(self, rank: int, stack: contextlib.ExitStack) -> ObjectReader:
+        """See `Parts`."""
+        until = time.monotonic() + recovery_deadline_s()
+        nodes = self._nodes_of(rank)
+        try:
+            return retrying(lambda: self.open_here(rank, stack), until, f"opening the part of rank {rank}")
+        except _ELSEWHERE as error:
+            if not nodes:
+                raise
+            if not isinstance(error, ObjectNotFoundError):
+                _log.warning("reading another node's copy of the part of rank %d: %s", rank, error)
+        manifest = self.manifest(rank)
+
+        def fetch(first: int, buffer: memoryview) -> None:
+            self._copies.read_blocks(self._save, manifest, first, buffer, nodes)
+
+        return ObjectReader(manifest, fetch=fetch, path=f"{self._save.version}/{manifest.objects[0].name}")
+
+    def open_here(self, rank: int, stack: contextlib.ExitStack) -> ObjectReader:
+        """Return a reader of a part of this node. Its digests are checked once a process.
+
+        Raises:
+            ObjectNotFoundError, PrunedError: there is no such part here.
+            DamagedError: the part is not as it was saved.
+            UnreadableError: it cannot be read just now.
+        """
+        save, container = self._save, self._container
+        with contextlib.ExitStack() as opened:
+            held = self._pool.slot_of(save) if rank == self._pool.owner.rank else None
+            manifest = container.read_manifest(save, rank) if held is not None else None
+            if held is not None and manifest is not None and manifest.world_size == self._pool.owner.world_size:
+                buffer = opened.enter_context(self._pool.reading(save)).buffer
+                if len(buffer) != manifest.objects[0].file_size:
+                    raise DamagedError("the slot is not of the size in the manifest", step=save.step, rank=rank)
+            else:
+                part = opened.enter_context(container.open_part(save, rank))
+                manifest, buffer = part.manifest, part.buffer
+            record = manifest.objects[0]
+            path = os.fspath(container.base / save.version / record.name)
+            if (save, rank) not in self._checked:
+                bytes_of = buffer[: record.size]
+                verify_blocks(bytes_of, record.digests, record.block_size, path=path, workers=digest_workers())
+                self._checked.add((save, rank))
+            stack.push(opened.pop_all())
+            return ObjectReader(manifest, local=buffer, path=path)
+
+
+class DurableParts:
+    """Parts in a durable store, read by checked ranges.
+
+    Args:
+        store: the store.
+        version: the version in it.
+    """
+
+    def __init__(self, store: DurableVersions, version: Version) -> None:
+        self._store, self._version = store, version
+        self._manifests: dict[int, Manifest] = {}
+
+    def manifest(self, rank: int) -> Manifest:
+        """See `Parts`."""
+        if rank not in self._manifests:
+            self._manifests[rank] = waited_for(lambda: self._store.manifest(self._version, rank), self._store.path)
+        return self._manifests[rank]
+
+    def open(self, rank: int, stack: contextlib.ExitStack) -> ObjectReader:
+        """See `Parts`."""
+        manifest = self.manifest(rank)
+        record = manifest.objects[0]
+        path = self._store.path_of(manifest, record)
+
+        def fetch(first: int, buffer: memoryview) -> None:
+            begin = first * record.block_size
+            waited_for(lambda: self._store.read_into(manifest, record, begin, buffer), self._store.path)
+            check_blocks(record, begin, buffer, path)
+
+        return ObjectReader(manifest, fetch=fetch, path=path)
 
 
 class VersionReader:
@@ -83,19 +312,68 @@ class VersionReader:
         version: its path. save: the save. world_size: number of its parts. tier: where it is read from.
     """
 
-    version: CheckpointContainerId
-    save: SaveId
-    world_size: int
-    tier: Literal["memory", "persisted"]
+    def __init__(
+        self,
+        version: CheckpointContainerId,
+        save: SaveId,
+        world_size: int,
+        parts: Parts,
+        tier: Literal["memory", "persisted"] = "memory",
+    ) -> None:
+        self.version, self.save, self.world_size = version, save, world_size
+        self.tier: Literal["memory", "persisted"] = tier
+        self._parts = parts
+        self._open = contextlib.ExitStack()
+
+    def _checked(self, rank: int) -> int:
+        if not 0 <= rank < self.world_size:
+            text = f"it was saved by {self.world_size} ranks"
+            raise ObjectNotFoundError(text, step=self.save.step, rank=rank, path=str(self.version))
+        return rank
 
     def manifest(self, rank: int) -> Manifest:
         """Return the manifest of one rank's part. Raises `ObjectNotFoundError`."""
-        raise NotImplementedError
+        return self._parts.manifest(self._checked(rank))
 
     def open(self, rank: int) -> ObjectReader:
         """Return a reader of the object of one rank's part; it stays valid until `release`."""
-        raise NotImplementedError
+        return self._parts.open(self._checked(rank), self._open)
 
     def release(self) -> None:
         """Unlock everything that was opened."""
-        raise NotImplementedError
+        self._open.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def waited_for(call: Callable[[], _T], url: str, deadline_s: float | None = None) -> _T:
+    """Return the result of a call to a durable store, which may hang, and is tried again if it fails.
+
+    Raises:
+        DeadlineError: the store did not answer within ``FLASHPOINT_RECOVERY_DEADLINE_S``.
+        UnreadableError: it cannot be read just now.
+    """
+    deadline_s = recovery_deadline_s() if deadline_s is None else deadline_s
+    until = time.monotonic() + deadline_s
+    try:
+        bounded = Bounded(lambda: retrying(call, until, f"reading at {url}", also=(LoadError,)))
+        return bounded.result(deadline_s + _LATE_S)
+    except LoadError as error:
+        raise UnreadableError(str(error)) from error
+
+
+def _runs(blocks: Sequence[int]) -> list[tuple[int, int]]:
+    """Return consecutive numbers as half-open ranges."""
+    runs: list[tuple[int, int]] = []
+    for block in blocks:
+        if runs and runs[-1][1] == block:
+            runs[-1] = (runs[-1][0], block + 1)
+        else:
+            runs.append((block, block + 1))
+    return runs

@@ -1,10 +1,68 @@
-"""Recovery: the newest version of the lineage whose parts all exist, brought to where it is needed."""
+"""Recovery: the newest version of the lineage whose parts all exist, brought to where it is needed.
+
+One loop over all stores in order of speed: own memory, peers, the durable store. The lowest rank of each node reads
+the node's manifests, rank 0 lists the durable store, and all ranks plan alike (`ranks.recovery`). Each rank fetches its
+own part if its node lacks the part, and checks the part. Then all vote. Damage found here is replaced from another
+holder. A version that some rank cannot have is given up by all, for the next older one. Missing copies are not fetched:
+the run's first rounds push them (`Verdict.recovered`).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
 
+from ml_flashpoint import events
+from ml_flashpoint.engine.copying import Copies
+from ml_flashpoint.engine.inventory import NodeReport, gather_reports
+from ml_flashpoint.engine.reader import DurableParts, MemoryParts, Parts, RecoveryReport, VersionReader, waited_for
+from ml_flashpoint.engine.rounds import Verdict
+from ml_flashpoint.engine.sidecars import carrier_of, sidecar_files
+from ml_flashpoint.engine.unloadable import why_nothing
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import FlashpointError, LoadError, ObjectNotFoundError, SaveError
+from ml_flashpoint.format.failure_kinds import as_ours, is_damage, is_transient, retrying, text_of
+from ml_flashpoint.format.knobs import recovery_deadline_s
 from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.memory.container import BaseContainer
+from ml_flashpoint.memory.lineage import (
+    RunRecord,
+    mark_begun,
+    mark_verified,
+    newest_begun,
+    next_run,
+    read_records,
+    write_record,
+)
+from ml_flashpoint.memory.pool import Pool
+from ml_flashpoint.ranks.rank_group import RankGroup
+from ml_flashpoint.ranks.recovery import (
+    CompleteVersion,
+    Damage,
+    complete_versions,
+    is_protected,
+    parts_to_check,
+    plan_fetches,
+)
+from ml_flashpoint.ranks.retention import Keep, kept
+from ml_flashpoint.ranks.strategies import ReplicationStrategy
+from ml_flashpoint.stores.bounded import Bounded
+from ml_flashpoint.stores.durable import DurableVersions, save_of, version_of
+from ml_flashpoint.stores.location import open_durable
+from ml_flashpoint.stores.version_store import Version
+
+_log = logging.getLogger(__name__)
+
+_BESIDE_MEMORY_S = 10.0
+"""Seconds that the durable store is waited for where memory has a version: it mostly is the newest one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,3 +82,550 @@ class KeptVersion:
     bytes: int
     world_size: int
     save: SaveId
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A version that every rank can load.
+
+    Attributes:
+        save: the save.
+        world_size: number of ranks that saved it.
+        tier: store that it is in.
+        holders: for each rank, the nodes that hold its part in memory.
+        stored: the version in the durable store.
+    """
+
+    save: SaveId
+    world_size: int
+    tier: Literal["memory", "persisted"]
+    holders: tuple[tuple[str, ...], ...] = ()
+    stored: Version | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The content of a durable store.
+
+    Attributes:
+        versions: those that count, newest first.
+        problems: of the others.
+        unknown: reason why the content is not known; "" if it is.
+    """
+
+    versions: tuple[Version, ...] = ()
+    problems: tuple[str, ...] = ()
+    unknown: str = ""
+
+
+class DurableTier:
+    """The durable store of a job, which rank 0 lists for all ranks while they read memory.
+
+    Args:
+        url: of the store; None for none, which is one that is empty.
+        ranks: ranks of the job.
+        open_store: opens the store.
+    """
+
+    def __init__(self, url: str | None, ranks: RankGroup, open_store: Callable[[str], DurableVersions]) -> None:
+        self.url, self._ranks, self._open_store = url, ranks, open_store
+        self._opened: DurableVersions | None = None
+        self._look: Bounded[Listing] | None = None
+        self._listing: Listing | None = None if url is not None else Listing()
+        self._waited_s = 0.0
+
+    @property
+    def store(self) -> DurableVersions:
+        """The store, which is opened when it is needed first."""
+        if self._opened is None:
+            assert self.url is not None
+            self._opened = self._open_store(self.url)
+        return self._opened
+
+    def start(self, *, anew: bool = False) -> None:
+        """Begin to list the store, on rank 0, unless that was begun before.
+
+        Args:
+            anew: forget an earlier list.
+        """
+        if self.url is None:
+            return
+        if anew:
+            self._listing, self._waited_s = None, 0.0
+            if self._look is not None and self._look.wait(0.0):
+                self._look = None
+        if self._look is None and self._ranks.rank == 0:
+            self._look = Bounded(self._read)
+
+    def _read(self) -> Listing:
+        until = time.monotonic() + recovery_deadline_s()
+        found = retrying(lambda: self.store.versions(), until, f"listing {self.url}", also=(LoadError,))
+        problems = tuple(f"{each.folder} ({each.problem})" for each in found if each.problem)
+        return Listing(tuple(each for each in found if each.counts), problems)
+
+    def list(self, deadline_s: float) -> Listing:
+        """Return the content of the store. Collective. A store that did not answer is not waited for as long again.
+
+        Args:
+            deadline_s: seconds to wait for the store.
+        """
+        if self._listing is not None and (not self._listing.unknown or deadline_s <= self._waited_s):
+            return self._listing
+        self._waited_s, blob = deadline_s, b""
+        if self._ranks.rank == 0:
+            try:
+                self.start()
+                assert self._look is not None
+                listing = self._look.result(deadline_s)
+            except Exception as error:  # the other ranks wait
+                listing = Listing(unknown=f"what is persisted at {self.url} cannot be known: {text_of(error)}")
+            blob = json.dumps([list(map(save_of, listing.versions)), listing.problems, listing.unknown]).encode()
+        saves, problems, unknown = json.loads(self._ranks.broadcast(blob))
+        self._listing = Listing(tuple(map(version_of, saves)), tuple(problems), unknown)
+        return self._listing
+
+    def give_up(self, why: str) -> None:
+        """Take the store for one that does not answer, until it is listed anew. On all ranks."""
+        self._listing, self._waited_s = Listing(unknown=f"{self.url} cannot be read: {why}"), math.inf
+
+
+class Recovery:
+    """Finds versions, brings them to this node, and records runs. Made on all ranks; all methods but `reader` and
+    `heard` are collective.
+
+    Args:
+        ranks: ranks of the job.
+        container: base container of this node.
+        pool: of this rank's own parts.
+        copies: reach the other nodes.
+        strategy: who holds copies of whose parts.
+        keep: verified versions that stay in memory.
+        durable: URL of the durable store; None for none.
+        open_store: opens the durable store.
+
+    Attributes:
+        found: the version that was found last; None if there was none.
+        report: report of the last `find`; None before.
+    """
+
+    def __init__(
+        self,
+        ranks: RankGroup,
+        container: BaseContainer,
+        pool: Pool,
+        copies: Copies,
+        strategy: ReplicationStrategy,
+        keep: Keep,
+        *,
+        durable: str | None = None,
+        open_store: Callable[[str], DurableVersions] = open_durable,
+    ) -> None:
+        self.ranks, self.container, self.pool, self.copies = ranks, container, pool, copies
+        self.strategy, self.keep = strategy, keep
+        self.durable = DurableTier(durable, ranks, open_store)
+        self.found: Found | None = None
+        self.report: RecoveryReport | None = None
+        self.damaged: set[Damage] = set()
+        self.checked: set[tuple[SaveId, int]] = set()
+        self._record = RunRecord(0)
+
+    # ---- finding -------------------------------------------------------------------------------------------
+
+    def any_versions(self) -> bool:
+        """Return True if any node, or the durable store, may have a version. Collective.
+
+        Raises:
+            LoadError: the state of a node cannot be known. On all ranks.
+        """
+        self.durable.start(anew=True)
+        reports = self._gather()
+        if any(report.inventory.parts or report.unread for report in reports):
+            return True
+        listed = self.durable.list(recovery_deadline_s())
+        return bool(listed.versions or listed.problems or listed.unknown)
+
+    def _gather(self) -> list[NodeReport]:
+        return gather_reports(self.container, self.ranks, time.monotonic() + recovery_deadline_s())
+
+    def find(
+        self, wanted: int | None = None, *, excluded: Collection[SaveId] = (), retained: Collection[SaveId] = ()
+    ) -> Found | None:
+        """Find the newest version that every rank can load, and bring here what this node lacks of it. Collective.
+
+        Args:
+            wanted: step of the version; None for any.
+            excluded: saves that are not looked at.
+            retained: saves whose slots are not taken; by default those that the run is going to list as verified.
+
+        Returns:
+            The version; None if no version was ever complete, or all are excluded.
+
+        Raises:
+            NothingLoadableError: there are versions, and none can be loaded. On all ranks.
+            LoadError: there is no version of the step, or it cannot be loaded. On all ranks.
+        """
+        self.damaged.clear()
+        self.durable.start(anew=True)
+        search = _Search(self, wanted, excluded, retained)
+        self.found = search.run()
+        self.report = search.report(self.found)
+        return self.found
+
+    # ---- runs ----------------------------------------------------------------------------------------------
+
+    def record(self, chosen: Found | None) -> tuple[int, Verdict]:
+        """Choose the number of a new run, have all nodes record it, and begin it. Collective.
+
+        Args:
+            chosen: the version that the run goes on from; None for none.
+
+        Returns:
+            The run, and its first verdict.
+
+        Raises:
+            SaveError, CapacityError: a node cannot record the run. On all ranks.
+        """
+        reports, listed = self._gather(), self.durable.list(_BESIDE_MEMORY_S)
+        records = [record for report in reports for record in report.records]
+        if listed.unknown and not records:
+            raise SaveError(f"no number can be chosen for the run: {listed.unknown}", rank=self.ranks.rank)
+        save = None if chosen is None else chosen.save
+        found = [part.save for report in reports for part in report.inventory.parts]
+        found += [version.save for version in listed.versions]
+        record = next_run(records, found if save is None else [*found, save], save)
+        self._on_each_node(lambda: self._write(record))
+        self._on_each_node(lambda: mark_begun(self.container, record.run))
+        self._record = record
+        return record.run, self._first_verdict(record, chosen, reports)
+
+    def _write(self, record: RunRecord) -> None:
+        for node, save, rank in self.damaged:
+            if node == self.ranks.node:  # else its rank would take it for a sound copy
+                self.container.remove_part(save, rank)
+        write_record(self.container, record)
+
+    def _on_each_node(self, action: Callable[[], None]) -> None:
+        ranks = self.ranks
+        other = SaveError("another node cannot record the run; its log says why", rank=ranks.rank, node=ranks.node)
+        ranks.together(action if ranks.is_node_leader else lambda: None, other)
+
+    def _first_verdict(self, record: RunRecord, chosen: Found | None, reports: Sequence[NodeReport]) -> Verdict:
+        start = SaveId(record.run, 0)
+        if chosen is None:
+            return Verdict(0, (), start)
+        if chosen.world_size != self.ranks.world_size:
+            return Verdict(0, (chosen.save,) if chosen.tier == "memory" else (), start)
+        line = self.lasting(self.existing(reports), chosen.save)
+        if chosen.tier == "persisted" or chosen.save in line:
+            return Verdict(0, line, start)
+        return Verdict(0, line, chosen.save, recovered=chosen.save)
+
+    def heard(self, verdict: Verdict) -> None:
+        """Take note, once a run, that a version is verified: if all are lost later, that is an error."""
+        if verdict.total and not self._record.verified and self.ranks.is_node_leader:
+            self._record = RunRecord(self._record.run, self._record.lineage, begun=True, verified=True)
+            try:
+                mark_verified(self.container, self._record.run)
+            except SaveError as error:
+                _log.warning("if all versions are lost, the job will start from nothing: %s", error)
+
+    # ---- versions ------------------------------------------------------------------------------------------
+
+    def existing(self, reports: Iterable[NodeReport]) -> list[CompleteVersion]:
+        """Return the complete versions of the lineage in memory, newest first."""
+        reports = list(reports)
+        record = newest_begun(record for report in reports for record in report.records)
+        complete = complete_versions((report.inventory for report in reports), damaged=self.damaged)
+        return [each for each in complete if record is None or record.has(each.save)]
+
+    def lasting(self, complete: Iterable[CompleteVersion], newest: SaveId) -> tuple[SaveId, ...]:
+        """Return the saves that a run going on from ``newest`` retains, oldest first: those that have all copies."""
+        ranks = self.ranks
+        line = [
+            each.save
+            for each in complete
+            if each.save <= newest
+            and each.world_size == ranks.world_size
+            and is_protected(each, ranks.topology, self.strategy)
+        ]
+        return tuple(kept(sorted(line), self.keep))
+
+    def versions(self) -> list[KeptVersion]:
+        """Return what can be gone back to, newest first. Collective."""
+        topology, strategy = self.ranks.topology, self.strategy
+        return [
+            KeptVersion(
+                each.save.step, is_protected(each, topology, strategy), sum(each.sizes), each.world_size, each.save
+            )
+            for each in self.existing(self._gather())
+        ]
+
+    def reader(self, path: str | os.PathLike[str]) -> VersionReader:
+        """Return a reader of a version: the one that was found last, or a newer save of the step in memory.
+
+        Args:
+            path: of the version.
+
+        Raises:
+            ObjectNotFoundError: no part of it is on this node.
+        """
+        version = CheckpointContainerId(path)
+        record = newest_begun(read_records(self.container))
+        named = [save for save in self.container.list_versions() if save.version == version.name]
+        newest = max((save for save in named if record is None or record.has(save)), default=None)
+        found = self.found
+        if found is not None and found.save.version == version.name and (newest is None or newest <= found.save):
+            return self.reader_of(found)
+        if newest is None:
+            hint = "call `newest` or `latest` first: it finds parts on other nodes"
+            raise ObjectNotFoundError("this node has no part of it", step=version.step, path=str(version), hint=hint)
+        return self.reader_of(self._here(newest))
+
+    def _here(self, save: SaveId) -> Found:
+        rank = min(self.container.list_versions().get(save, {self.ranks.rank}))
+        world_size = self.container.read_manifest(save, rank).world_size
+        ranks, topology = self.ranks, self.ranks.topology
+        holders: tuple[tuple[str, ...], ...] = ((),) * world_size
+        if world_size == ranks.world_size:
+            homes = [(rank, *self.strategy.copies_of(rank, topology)) for rank in range(world_size)]
+            holders = tuple(tuple(map(topology.node_of, home)) for home in homes)
+        return Found(save, world_size, "memory", holders)
+
+    def reader_of(self, found: Found) -> VersionReader:
+        """Return a reader of a version that was found."""
+        version = CheckpointContainerId.create_child(CheckpointContainerId(self.container.base), found.save.version)
+        parts: Parts
+        if found.stored is not None:
+            parts = DurableParts(self.durable.store, found.stored)
+        else:
+            parts = self.parts_of(found.save, found.holders)
+        return VersionReader(version, found.save, found.world_size, parts, found.tier)
+
+    def parts_of(self, save: SaveId, holders: Sequence[Sequence[str]]) -> MemoryParts:
+        """Return the parts of a version in memory."""
+
+        def nodes_of(rank: int) -> list[str]:
+            return [node for node in holders[rank] if node != self.ranks.node]
+
+        return MemoryParts(save, self.container, self.pool, self.copies, nodes_of, self.checked)
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """One rank's part in trying a version.
+
+    Attributes:
+        error: why this rank votes no.
+        damage: parts found damaged. mended: parts that are sound again.
+        fetched: bytes.
+    """
+
+    error: FlashpointError | None = None
+    damage: list[Damage] = field(default_factory=list)
+    mended: list[Damage] = field(default_factory=list)
+    fetched: int = 0
+
+
+class _Search:
+    """One recovery. Made and run on all ranks."""
+
+    def __init__(
+        self, recovery: Recovery, wanted: int | None, excluded: Collection[SaveId], retained: Collection[SaveId]
+    ) -> None:
+        self._recovery, self._ranks = recovery, recovery.ranks
+        self._wanted, self._excluded, self._retained = wanted, frozenset(excluded), frozenset(retained)
+        self._until = time.monotonic() + recovery_deadline_s()
+        self._target: SaveId | None = None
+        self._given_up: set[SaveId] = set()
+        self._why: dict[SaveId, str] = {}
+        self._reports: list[NodeReport] = []
+        self._complete: list[CompleteVersion] = []
+        self._detect_s = self._plan_s = self._fetch_s = 0.0
+        self._fetched = self._tries = 0
+
+    def run(self) -> Found | None:
+        """Try one version after the other, until all ranks have one or there is none. Collective."""
+        recovery, tried = self._recovery, None
+        while True:
+            began = time.monotonic()
+            self._reports = gather_reports(recovery.container, recovery.ranks, self._until)
+            gathered = time.monotonic()
+            candidate = self._choose()
+            planned = time.monotonic()
+            self._tries += 1
+            self._detect_s, self._plan_s = self._detect_s + gathered - began, self._plan_s + planned - gathered
+            if tried is not None and (candidate is None or candidate.save != tried.save):
+                why = self._why[tried.save]
+                _log.error("%s cannot be recovered, stepping back: %s", tried.save.version, why)
+                self._tell(events.SteppedBack, tried.save, error=why)
+            if candidate is None:
+                self._raise_if_lost()
+                return None
+            has_all = self._vote(candidate, self._take(candidate))
+            self._fetch_s += time.monotonic() - planned
+            if has_all:
+                times = {"detect_s": self._detect_s, "plan_s": self._plan_s, "fetch_s": self._fetch_s}
+                counts = {"fetched_bytes": self._fetched, "tries": self._tries}
+                self._tell(events.VersionRecovered, candidate.save, **times, **counts)
+                return candidate
+            tried = candidate
+
+    def report(self, found: Found | None) -> RecoveryReport:
+        """Return what was done on this rank."""
+        return RecoveryReport(
+            None if found is None else found.save.version,
+            self._detect_s,
+            self._plan_s,
+            self._fetch_s,
+            self._fetched,
+            self._tries,
+            None if found is None else found.world_size,
+            "memory" if found is None else found.tier,
+        )
+
+    def _tell(self, kind: type[events.Event], save: SaveId, **fields: Any) -> None:
+        events.emit(kind, self._ranks, self._recovery.container.base, save.step, **fields)
+
+    # ---- choosing: the same on all ranks -------------------------------------------------------------------
+
+    def _choose(self) -> Found | None:
+        """Return the newest version that was neither given up nor excluded; of two tiers, memory goes first."""
+        self._complete = self._recovery.existing(self._reports)
+        memory = next((each for each in self._complete if self._is_wanted(each.save)), None)
+        record = newest_begun(record for report in self._reports for record in report.records)
+        listed = self._recovery.durable.list(recovery_deadline_s() if memory is None else _BESIDE_MEMORY_S)
+        for stored in listed.versions:
+            if memory is not None and stored.save <= memory.save:
+                break
+            if self._is_wanted(stored.save) and (record is None or record.has(stored.save)):
+                return Found(stored.save, stored.world_size, "persisted", stored=stored)
+        if memory is None:
+            return None
+        if listed.unknown:
+            _log.warning("going on from memory, and there may be a newer version: %s", listed.unknown)
+        return Found(memory.save, memory.world_size, "memory", memory.holders)
+
+    def _is_wanted(self, save: SaveId) -> bool:
+        if self._wanted is not None:
+            self._target = self._target or (save if save.step == self._wanted else None)
+            if save != self._target:
+                return False
+        return save not in self._excluded and save not in self._given_up
+
+    def _raise_if_lost(self) -> None:
+        """Raise if a version was lost, or the wanted one is not there."""
+        recovery, ranks = self._recovery, self._ranks
+        if self._wanted is not None:
+            there = ", ".join(str(each.save.step) for each in self._complete)
+            text = f"no version of step {self._wanted} is held by this job; there are {there or 'none'}"
+            if self._why:
+                text = f"the version of step {self._wanted} cannot be loaded: {'; '.join(self._why.values())}"
+            raise LoadError(text, rank=ranks.rank, path=recovery.container.base)
+        listed = recovery.durable.list(0.0)
+        problems = [*listed.problems, *filter(None, [listed.unknown])]
+        error = why_nothing(self._reports, self._why, self._excluded, world_size=ranks.world_size, durable=problems)
+        if error is not None:
+            error.rank, error.node, error.path = ranks.rank, ranks.node, str(recovery.container.base)
+            raise error
+        if any(report.inventory.parts for report in self._reports) and not self._excluded:
+            _log.warning("starting anew: no version of this job was ever complete")
+
+    # ---- trying --------------------------------------------------------------------------------------------
+
+    def _take(self, found: Found) -> _Outcome:
+        """Do this rank's part for a version. Nothing is raised: the other ranks wait for the vote."""
+        outcome = _Outcome()
+        try:
+            if found.stored is not None:
+                self._check_stored(found.stored)
+            else:
+                self._bring(found, outcome)
+            if self._ranks.is_node_leader:
+                retrying(lambda: self._restore_sidecars(found), self._until, "restoring the files beside the parts")
+        except Exception as caught:
+            outcome.error = as_ours(caught)
+            unexpected = None if isinstance(caught, (FlashpointError, OSError, MemoryError)) else caught
+            _log.warning("%s cannot be recovered here: %s", found.save.version, outcome.error, exc_info=unexpected)
+        return outcome
+
+    def _check_stored(self, version: Version) -> None:
+        """Check that this rank's share of the parts is there, with the right sizes."""
+        store = self._recovery.durable.store
+        for part in range(self._ranks.rank, version.world_size, self._ranks.world_size):
+            waited_for(partial(_check_size, store, version, part), store.path)
+
+    def _bring(self, found: Found, outcome: _Outcome) -> None:
+        """Fetch this rank's own part if it is not here, and check what this rank has to check."""
+        rank, version = self._ranks.rank, next(each for each in self._complete if each.save == found.save)
+        for fetch in plan_fetches(version, self._ranks.topology):
+            if fetch.rank == rank:
+                self._fetch(version, fetch.source, outcome)
+        parts = self._recovery.parts_of(found.save, found.holders)
+        for part in parts_to_check(version, self._ranks.topology, rank):
+            self._check(parts, found.save, part, outcome)
+
+    def _check(self, parts: MemoryParts, save: SaveId, rank: int, outcome: _Outcome) -> None:
+        with contextlib.ExitStack() as stack:
+            try:
+                retrying(lambda: parts.open_here(rank, stack), self._until, f"checking the part of rank {rank}")
+            except FlashpointError as error:
+                if is_damage(error):
+                    outcome.damage.append((self._ranks.node, save, rank))
+                raise
+
+    def _fetch(self, version: CompleteVersion, source: str, outcome: _Outcome) -> None:
+        recovery, save, rank = self._recovery, version.save, self._ranks.rank
+        nodes = sorted(version.holders[rank], key=lambda node: node != source)
+        retained = {save, *(self._retained or recovery.lasting(self._complete, save))}
+        failures: list[tuple[str, FlashpointError]] = []
+        began = time.monotonic()
+        try:
+            manifest = recovery.copies.fetch_part(
+                save, rank, nodes, recovery.pool, retained, until=self._until, failures=failures
+            )
+        finally:
+            outcome.damage += [(node, save, rank) for node, error in failures if is_damage(error)]
+        outcome.mended.append((self._ranks.node, save, rank))
+        outcome.fetched += manifest.total_size
+        recovery.checked.add((save, rank))
+        seconds = time.monotonic() - began
+        self._tell(events.PartFetched, save, part_rank=rank, bytes=manifest.total_size, seconds=seconds)
+
+    def _restore_sidecars(self, found: Found) -> None:
+        """Write the files that belong beside the parts of this node."""
+        with self._recovery.reader_of(found) as reader:
+            carrier = carrier_of(reader.manifest(self._ranks.rank if self._ranks.rank < found.world_size else 0))
+            if carrier is not None:
+                self._recovery.container.write_sidecars(found.save, sidecar_files(reader.open(carrier)))
+
+    def _vote(self, found: Found, outcome: _Outcome) -> bool:
+        """Return True if all ranks have the version. If not, the next choice is another one: something was found
+        damaged, or the version is given up. Collective."""
+        recovery, ranks = self._recovery, self._ranks
+        self._fetched += outcome.fetched
+        error, before, blob = outcome.error, len(recovery.damaged), b""
+        if error is not None or outcome.damage or outcome.mended:
+            why = None if error is None else f"rank {ranks.rank} on {ranks.node}: {error}"
+            passes = error is not None and is_transient(error)
+            blob = json.dumps([why, passes, outcome.damage, outcome.mended]).encode()
+        reasons: list[tuple[str, bool]] = []
+        mended: set[Damage] = set()
+        for reported in filter(None, ranks.gather(blob)):
+            why, passes, damage, repaired = json.loads(reported)
+            recovery.damaged.update((node, SaveId(*save), rank) for node, save, rank in damage)
+            mended.update((node, SaveId(*save), rank) for node, save, rank in repaired)
+            reasons += [] if why is None else [(why, passes)]
+        grown = len(recovery.damaged) > before
+        recovery.damaged -= mended
+        if not reasons:
+            return True
+        self._why[found.save] = reasons[0][0]
+        if found.tier == "persisted" and all(passes for _, passes in reasons):
+            recovery.durable.give_up(reasons[0][0])
+        elif found.tier == "persisted" or not grown:  # else the next plan replaces what is damaged, if it can
+            self._given_up.add(found.save)
+        return False
+
+
+def _check_size(store: DurableVersions, version: Version, rank: int) -> None:
+    store.check_sizes(store.manifest(version, rank))

@@ -3,7 +3,9 @@
 A run number is chosen once, when the ranks open a base container or go back in one. Each node has the record of each
 run: its lineage, which are the runs that it goes on from and the last step of each that counts. All nodes write the
 record. After a barrier all mark the run as begun. A save that is not in the lineage of the newest begun run does not
-exist. A file is one line, ``MLFLASHPOINT-RUN 1 <xxh3_128 of the rest>``, then JSON.
+exist. A file is one line, ``MLFLASHPOINT-RUN 1 <xxh3_128 of the rest>``, then JSON. Its suffix is the mark. Once a
+version of the run was verified, the file has a second name: a job whose versions are all lost is not one that never
+had any.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import xxhash
@@ -24,7 +26,8 @@ from ml_flashpoint.format.private_folders import open_own
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.container import RUNS, BaseContainer, names_in
 
-_NAME = re.compile(r"(\d{8,18})\.(written|begun)")
+_MARKS = ("written", "begun", "verified")
+_NAME = re.compile(rf"(\d{{8,18}})\.({'|'.join(_MARKS)})")
 _MAGIC = b"MLFLASHPOINT-RUN 1 "
 _MOST = 1 << 20
 
@@ -37,11 +40,18 @@ class RunRecord:
         run: number of the run, from 1.
         lineage: earlier runs that it goes on from, and the last step of each that counts.
         begun: True once all nodes have the record.
+        verified: True once a version of the run was verified, if this node has heard of that.
     """
 
     run: int
     lineage: Mapping[int, int] = field(default_factory=dict)
     begun: bool = False
+    verified: bool = False
+
+    @property
+    def had_versions(self) -> bool:
+        """True if a version has existed in this run: a verified one, or the one that the run goes on from."""
+        return self.verified or bool(self.lineage)
 
     def has(self, save: SaveId) -> bool:
         """Return True if a save is of this run, or counts in it."""
@@ -50,7 +60,7 @@ class RunRecord:
 
 def newest_begun(records: Iterable[RunRecord]) -> RunRecord | None:
     """Return the record by which saves exist, of those that all nodes have; None if no run has begun."""
-    return max((each for each in records if each.begun), key=lambda each: each.run, default=None)
+    return max((each for each in records if each.begun), key=lambda each: (each.run, each.verified), default=None)
 
 
 def next_run(records: Iterable[RunRecord], found: Iterable[SaveId], chosen: SaveId | None) -> RunRecord:
@@ -79,11 +89,10 @@ def read_records(container: BaseContainer) -> list[RunRecord]:
     """
     found: dict[int, RunRecord] = {}
     folder = container.private / RUNS
-    for name in sorted(names_in(folder), reverse=True):  # "written" before "begun", which counts
-        if match := _NAME.fullmatch(name):
-            with contextlib.suppress(FileNotFoundError):
-                record = _read(folder / name, int(match[1]), begun=match[2] == "begun")
-                found[record.run] = record
+    matches = filter(None, map(_NAME.fullmatch, names_in(folder)))
+    for match in sorted(matches, key=lambda match: _MARKS.index(match[2])):  # the last mark counts
+        with contextlib.suppress(FileNotFoundError):
+            found[int(match[1])] = _read(folder / match[0], int(match[1]), match[2])
     return [found[run] for run in sorted(found)]
 
 
@@ -125,7 +134,21 @@ def mark_begun(container: BaseContainer, run: int) -> None:
             (folder / name).unlink(missing_ok=True)
 
 
-def _read(path: Path, run: int, *, begun: bool) -> RunRecord:
+def mark_verified(container: BaseContainer, run: int) -> None:
+    """Mark a begun run as one that has had a verified version. Takes no memory; safe to repeat.
+
+    Raises:
+        SaveError: the filesystem refuses.
+    """
+    begun = container.private / RUNS / f"{run:08d}.begun"
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.link(begun, begun.with_suffix(".verified"))
+    except OSError as error:
+        raise SaveError(f"cannot mark run {run} as verified: {error.strerror}", path=begun) from error
+
+
+def _read(path: Path, run: int, mark: str) -> RunRecord:
     try:
         with open(open_own(path, os.O_RDONLY), "rb") as file:
             first, _, body = file.read(_MOST).partition(b"\n")
@@ -138,9 +161,9 @@ def _read(path: Path, run: int, *, begun: bool) -> RunRecord:
         raise DamagedError("the record of a run is not as it was written", path=path, hint=hint)
     try:
         content = json.loads(body)
-        record = RunRecord(content["run"], {int(at): int(step) for at, step in content["lineage"]}, begun)
+        record = RunRecord(content["run"], {int(at): int(step) for at, step in content["lineage"]})
     except (ValueError, TypeError, KeyError) as error:
         raise DamagedError(f"the record of a run is not valid: {error}", path=path, hint=hint) from error
     if record.run != run:
         raise DamagedError(f"the record is of run {record.run}, unlike its name", path=path, hint=hint)
-    return record
+    return replace(record, begun=mark != "written", verified=mark == "verified")

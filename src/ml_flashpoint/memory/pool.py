@@ -262,7 +262,11 @@ class Pool:
     def _choose(self, request: SlotRequest, wanted: int, unfit: Sequence[Slot], *, can_make: bool) -> Slot | New | None:
         most = slot_limit(self.keep, may_grow=request.may_grow, extra=self.extra)
         count = len(self._slots) + self._making
-        may_make = can_make and count < most and self._may_make(wanted, request.retained, spare=count > self.keep)
+        retained = {
+            *request.retained,
+            request.save,
+        }  # of the same save, slots that are left over have other ranks' parts
+        may_make = can_make and count < most and self._may_make(wanted, retained, spare=count > self.keep)
         locked = list(unfit)
         for slot in self._slots:
             if slot.state is not State.WRITING and slot.save not in request.retained and slot not in locked:
@@ -334,14 +338,14 @@ class Pool:
 
     def _make(self, size: int, request: SlotRequest) -> Slot | None:
         """Make a slot, or take one over, in `State.WRITING`; None if there is no room after all."""
-        slot = None
+        slot, retained = None, {*request.retained, request.save}
         try:
-            slot = self._taken_over(size, request)
+            slot = self._taken_over(size, retained)
             if slot is None:
                 for left in self._left():
                     if self._available() >= size:
                         break
-                    self._remove_left(left, request.retained)
+                    self._remove_left(left, retained)
                 path = self._folder / str(next(self._numbers))
                 slot = Slot.make(path, size, go_on=lambda still: self._available() >= still)
         except CapacityError as error:
@@ -388,11 +392,11 @@ class Pool:
                 found.append(_Left(path, owner, status.st_size, save))
         return found
 
-    def _taken_over(self, size: int, request: SlotRequest) -> Slot | None:
+    def _taken_over(self, size: int, retained: Collection[SaveId]) -> Slot | None:
         for left in self._left():
             # The first slot of a pool may be somewhat larger: all others are made as large then.
             most = size if self._slots else size * 5 // 4
-            if left.save not in request.retained and size <= left.size <= most:
+            if left.save not in retained and size <= left.size <= most:
                 slot = self._claimed(left, self._folder / str(next(self._numbers)))
                 if slot is not None:
                     slot.prepare()

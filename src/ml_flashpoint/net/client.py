@@ -1,19 +1,15 @@
-"""Connecting to a server, and asking it one thing after the other.
-
-Owns addresses, how often a server that hangs up at the door is tried again, and a connection that threads share. What
-requests mean, and what to do when a server is gone, is the caller's.
-"""
+"""Connecting to a server, and asking it one thing after the other."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import socket
 import struct
 import threading
 import time
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -52,19 +48,18 @@ class RequestLostError(ConnectionLostError):
 
 
 class Reply(NamedTuple):
-    """What a server answered."""
+    """Answer of a server."""
 
     fields: Fields
     blobs: list[bytes]
 
 
 def check_address(address: Sequence[Any]) -> Address:
-    """An address as a tuple. Raises `InvalidArgumentError` if it is none."""
+    """Return an address as a tuple. Raise `InvalidArgumentError` if it is none."""
     if len(address) == 2 and address[0] == "unix" and isinstance(address[1], str):
         if len(os.fsencode(address[1])) > MAX_UNIX_PATH:
-            raise InvalidArgumentError(
-                f"the path of a Unix socket must not exceed {MAX_UNIX_PATH} bytes", argument="address", value=address[1]
-            )
+            text = f"the path of a Unix socket must not exceed {MAX_UNIX_PATH} bytes"
+            raise InvalidArgumentError(text, argument="address", value=address[1])
         return "unix", address[1]
     if len(address) == 3 and address[0] == "tcp" and isinstance(address[1], str) and isinstance(address[2], int):
         return "tcp", address[1], address[2]
@@ -72,7 +67,7 @@ def check_address(address: Sequence[Any]) -> Address:
 
 
 def check_credentials(sock: socket.socket, peer: str) -> int:
-    """The process at the other end of a Unix socket. Raises `AuthenticationError` if it runs as another user."""
+    """Return the process at the other end of a Unix socket. Raise `AuthenticationError` if another user runs it."""
     pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if uid != os.geteuid():
         raise AuthenticationError(f"{peer} runs as user {uid}, not {os.geteuid()}")
@@ -104,7 +99,8 @@ def connect(
     if not within_s > 0:
         raise InvalidArgumentError("must be positive", argument="connect_timeout_s", value=within_s)
     until = time.monotonic() + min(within_s, _LONGEST_S)
-    for longest_pause_s in (*_PAUSES_S, None):
+    pauses = iter(_PAUSES_S)
+    while True:
         sock, peer = _open(checked, dialect, until)
         try:
             channel = Channel(sock, dialect, peer=peer, stall_s=stall_s)
@@ -112,17 +108,14 @@ def connect(
                 check_credentials(sock, peer)
             channel.handshake_as_client(secret, until)
             return channel
-        except (TurnedAwayError, ConnectionLostError):
+        except BaseException as error:
             sock.close()
             # Those who were turned away together come back one by one.
-            pause_s = None if longest_pause_s is None else random.uniform(0, longest_pause_s)
-            if pause_s is None or time.monotonic() + pause_s >= until:
+            pause_s = random.uniform(0.5, 1) * next(pauses, math.inf)
+            is_turned_away = isinstance(error, (TurnedAwayError, ConnectionLostError))
+            if not is_turned_away or time.monotonic() + pause_s >= until:
                 raise
-        except BaseException:
-            sock.close()
-            raise
         time.sleep(pause_s)
-    raise AssertionError
 
 
 def _open(address: Address, dialect: Dialect, until: float) -> tuple[socket.socket, str]:
@@ -148,7 +141,11 @@ def _open(address: Address, dialect: Dialect, until: float) -> tuple[socket.sock
 
 class Connection:
     """A connection of a client. Thread-safe: one request at a time. In a forked child it is closed; the parent's stays
-    as it is. Raises as `connect` does, of which it has the arguments."""
+    as it is. Raises as `connect` does, of which it has the arguments.
+
+    Attributes:
+        local: True if it is a Unix socket, and the other side so on this machine.
+    """
 
     def __init__(
         self,
@@ -161,11 +158,10 @@ class Connection:
     ) -> None:
         self._dialect = dialect
         self._lock = threading.Lock()
+        self._process = os.getpid()
         self._closed = False
         self._channel = connect(address, secret, dialect, within_s=connect_timeout_s, stall_s=stall_s)
         self.local = self._channel.local
-        """Whether it is a Unix socket, and the other side so on this machine."""
-        _live_connections.add(self)
 
     def __enter__(self) -> Connection:
         return self
@@ -175,8 +171,8 @@ class Connection:
 
     @property
     def closed(self) -> bool:
-        """Whether it is of no more use: it broke, a call timed out, or `close` was called."""
-        return self._closed
+        """True if it is of no more use: it broke, a call timed out, `close` was called, or this is a forked child."""
+        return self._closed or self._process != os.getpid()
 
     def request(self, op: str, fields: Fields, blobs: Sequence[Buffer] = (), *, timeout_s: float) -> Reply:
         """Send one request and wait for the answer to it.
@@ -194,47 +190,42 @@ class Connection:
                 was in use by others for all of that time.
             FlashpointError: what the server answered.
         """
-        until = time.monotonic() + (timeout_s if timeout_s < _LONGEST_S else _LONGEST_S)
-        if not self._lock.acquire(timeout=max(0.0, min(timeout_s, _LONGEST_S))):
+        timeout_s = min(timeout_s, _LONGEST_S)
+        until = time.monotonic() + timeout_s
+        if self.closed:  # before the lock: a thread that does not exist in a forked child may have it
+            raise ConnectionLostError(f"the connection to {self._channel.peer} is closed")
+        if not self._lock.acquire(timeout=max(0.0, timeout_s)):
             raise self._channel.too_late("was busy with other requests of this process")
+        sent = False
         try:
             if self._closed:
                 raise ConnectionLostError(f"the connection to {self._channel.peer} is closed")
-            sent = False
-            try:
-                self._channel.send(op, fields, blobs, until=until)
-                sent = True
-                reply = self._channel.receive_reply(until=until)
-                if reply.payload_bytes:
-                    raise ProtocolError(f"{self._channel.peer} sends a payload that nobody asked for")
-            except InvalidArgumentError:
-                if sent:
-                    self._give_up()
-                raise
-            except ConnectionLostError as error:
-                self._give_up()
-                if sent:
-                    raise RequestLostError(error.message) from error
-                raise
-            except BaseException:
-                self._give_up()
-                raise
+            self._channel.send(op, fields, blobs, until=until)
+            sent = True
+            reply = self._channel.receive(request=False, until=until)
+            if reply.payload_bytes:
+                raise ProtocolError(f"{self._channel.peer} sends a payload that nobody asked for")
+        except BaseException as error:
+            if sent or not isinstance(error, InvalidArgumentError):
+                self._closed = True
+                self._channel.close()
+            if sent and type(error) is ConnectionLostError:
+                raise RequestLostError(error.message) from error
+            raise
         finally:
             self._lock.release()
         if isinstance(reply.subject, dict):
             raise self._dialect.rebuild(reply.subject)
         return Reply(reply.fields, reply.blobs)
 
-    def _give_up(self) -> None:
-        self._closed = True
-        self._channel.close()
-
     def interrupt(self) -> None:
         """Make a request that another thread has under way fail at once, and all later ones."""
         self._channel.interrupt()
 
     def close(self) -> None:
-        """Close it; a request under way in another thread fails. Idempotent."""
+        """Close it; a request under way in another thread fails. Safe to call twice."""
+        if self.closed:
+            return
         self._closed = True
         self._channel.interrupt()
         # Its descriptor must not be closed, and then reused, while another thread reads from it.
@@ -246,23 +237,7 @@ class Connection:
 
     def leave(self, op: str) -> None:
         """Send a last request, whose answer nobody waits for, and close. Raises nothing."""
-        if not self._closed:
+        if not self.closed:
             with contextlib.suppress(FlashpointError):
                 self._channel.send(op, {}, until=time.monotonic() + _LAST_WORDS_S)
         self.close()
-
-    def _disown(self) -> None:
-        self._lock = threading.Lock()  # may have been held by a thread that does not exist here
-        self._closed = True
-
-
-_live_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
-
-
-def _disown_connections() -> None:
-    for connection in list(_live_connections):
-        connection._disown()
-    _live_connections.clear()
-
-
-os.register_at_fork(after_in_child=_disown_connections)

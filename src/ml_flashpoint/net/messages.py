@@ -1,24 +1,20 @@
 """The bytes of requests and replies, and of errors in them, without sockets, deadlines or threads.
 
-Owns the layout of a message, every check of it, and which errors travel. Nothing in a message is pickled. It is::
+Nothing in a message is pickled. It is::
 
     head (20): magic, length of the JSON (4), number of blobs (4), length of the payload (8)
     lengths  : of each blob (4 each)
     JSON     : [subject, fields]
     blobs    : raw bytes, one after the other
-    code (32): only between nodes: HMAC-SHA256(key of the direction, sequence number + all of the above)
-    payload  : raw bytes, which no code covers
+    payload  : raw bytes
 
-The subject of a request is the name of an operation. That of a reply is null, an object that describes an error, or
-`WORKING`: there is none yet. A message that is forged, replayed, reordered or left out fails its code. Payloads are
-bytes of objects, which are checked against the block digests of an (authenticated) manifest instead: those detect every
-accident but are not cryptographic. Nothing is encrypted. Someone who can alter packets between nodes is out of scope.
+The subject of a request is the name of an operation. That of a reply is null, or an object that describes an error. The
+bytes of objects are checked against the block digests of a manifest. Nothing is encrypted or signed after the
+handshake: whoever can alter packets between nodes is out of scope.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
 import struct
 from collections.abc import Mapping, Sequence
@@ -26,31 +22,19 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Final, NamedTuple
 
-from ml_flashpoint.format.errors import (
-    AuthenticationError,
-    DeadlineError,
-    FlashpointError,
-    InvalidArgumentError,
-    ProtocolError,
-)
-
-CODE_BYTES: Final = 32
-"""Length of the code that ends a message between nodes."""
-WORKING: Final = "working"
-"""Subject of what says that the reply is still to come."""
+from ml_flashpoint.format.errors import DeadlineError, FlashpointError, InvalidArgumentError, ProtocolError
 
 _MAGIC: Final = b"MLFm"
 _HEAD: Final = struct.Struct(">4sIIQ")
 HEAD_BYTES: Final = _HEAD.size
 _LENGTHS: Final = tuple(struct.Struct(f">{count}I") for count in range(5))
-_SEQUENCE: Final = struct.Struct(">Q")
 _MOST_PAYLOAD: Final = (1 << 63) - 1
 _MOST_TEXT: Final = 64 << 10
 _encode_json = json.JSONEncoder(separators=(",", ":")).encode
 _decode_json = json.JSONDecoder().decode
 
 Fields = dict[str, Any]
-"""Whatever JSON can hold, by name."""
+"""Values that JSON can hold, by name."""
 
 
 class Message(NamedTuple):
@@ -64,7 +48,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """What the two sides of a connection have to agree on, beside the layout.
+    """The agreement of the two sides of a connection, beside the layout.
 
     Attributes:
         purpose: what the connection is for; see `handshake.proved_secret`.
@@ -89,7 +73,7 @@ class Dialect:
     def begin_message(
         self, subject: str | dict[str, Any] | None, fields: Fields, sizes: Sequence[int] = (), payload_bytes: int = 0
     ) -> bytes:
-        """All of a message that comes before its blobs, which have these sizes in bytes.
+        """Return all of a message that comes before its blobs, which have these sizes in bytes.
 
         Raises:
             InvalidArgumentError: the fields are not JSON, or it would be more than a receiver takes.
@@ -107,7 +91,7 @@ class Dialect:
         return _HEAD.pack(_MAGIC, len(text), len(sizes), payload_bytes) + _lengths(len(sizes)).pack(*sizes) + text
 
     def parse_head(self, data: bytes) -> tuple[int, int, int]:
-        """``(length of the JSON, number of blobs, length of the payload)`` from the start of a message.
+        """Return length of the JSON, number of blobs and length of the payload, from the start of a message.
 
         Raises:
             ProtocolError: no message starts like this.
@@ -124,7 +108,7 @@ class Dialect:
         return length, count, payload_bytes
 
     def parse_lengths(self, data: bytes, count: int) -> tuple[int, ...]:
-        """The lengths of so many blobs, from a message's start.
+        """Return the lengths of so many blobs, from the start of a message.
 
         Raises:
             ProtocolError: one is longer than allowed.
@@ -137,7 +121,7 @@ class Dialect:
     # ---- errors -------------------------------------------------------------------------------------------
 
     def describe(self, error: BaseException) -> dict[str, Any]:
-        """An error as the subject of a reply."""
+        """Return an error as the subject of a reply."""
         most = min(_MOST_TEXT, self.json_bytes // 64)  # the JSON of a character may take 12 bytes
         if not isinstance(error, FlashpointError):
             return {"error": self.failure.__name__, "message": f"{type(error).__name__}: {error}"[:most]}
@@ -152,7 +136,7 @@ class Dialect:
         return {"error": kind or self.failure.__name__, "message": message[:most], **kept}
 
     def rebuild(self, described: dict[str, Any]) -> FlashpointError:
-        """The error that a reply describes; `failure` if its type is not known here."""
+        """Return the error that a reply describes; `failure` if its type is not known here."""
         name, message = described.get("error"), described.get("message")
         kind = self.errors.get(name) if isinstance(name, str) else None
         error = (kind or self.failure)(
@@ -172,7 +156,7 @@ _ATTRIBUTES: Final = (
 
 
 def errors_of(*modules: ModuleType) -> dict[str, type[FlashpointError]]:
-    """The errors that modules have, by name."""
+    """Return the errors that modules have, by name."""
     return {
         name: value
         for module in modules
@@ -186,7 +170,7 @@ def _lengths(count: int) -> struct.Struct:
 
 
 def parse_text(text: bytes, *, request: bool) -> tuple[Any, Fields]:
-    """``(subject, fields)`` from the JSON of a message.
+    """Return subject and fields from the JSON of a message.
 
     Raises:
         ProtocolError: it is something else.
@@ -197,37 +181,16 @@ def parse_text(text: bytes, *, request: bool) -> tuple[Any, Fields]:
         raise ProtocolError(f"what should be JSON is not: {error}") from error
     if type(content) is list and len(content) == 2 and type(content[1]) is dict:
         subject = content[0]
-        if type(subject) is str if request else (subject is None or type(subject) is dict or subject == WORKING):
+        if type(subject) is str if request else (subject is None or type(subject) is dict):
             return subject, content[1]
     raise ProtocolError("JSON that is not of the form of this protocol")
-
-
-class MessageCode:
-    """The codes of the messages of one direction of one connection, in order. Not thread-safe."""
-
-    def __init__(self, key: bytes) -> None:
-        self._key = key
-        self._sequence = 0
-
-    def next(self, parts: Sequence[Any]) -> bytes:
-        """The code of the next message, of which these are all bytes."""
-        code = hmac.new(self._key, _SEQUENCE.pack(self._sequence), hashlib.sha256)
-        self._sequence += 1
-        for part in parts:
-            code.update(part)
-        return code.digest()
-
-    def check(self, parts: Sequence[Any], received: bytes) -> None:
-        """Raise `AuthenticationError` unless this is the code of the next message."""
-        if not hmac.compare_digest(self.next(parts), received):
-            raise AuthenticationError("a message is not what the other side sent next")
 
 
 # ---- fields: a peer that knows the secret may still be wrong ----------------------------------------------------
 
 
 def integer(fields: Fields, name: str, least: int = 0) -> int:
-    """A field that must be an integer from ``least``. Raises `ProtocolError`, as all of these do, if it is not."""
+    """Return a field that is an integer from ``least``; raise `ProtocolError`, as all of these do, if it is not."""
     value = fields.get(name)
     if type(value) is not int or not least <= value < 1 << 63:
         raise ProtocolError(f"field {name!r} must be an integer from {least}")
@@ -235,7 +198,7 @@ def integer(fields: Fields, name: str, least: int = 0) -> int:
 
 
 def number(fields: Fields, name: str) -> float:
-    """A field that must be an integer or a float."""
+    """Return a field that is an integer or a float."""
     value = fields.get(name)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ProtocolError(f"field {name!r} must be a number")
@@ -243,7 +206,7 @@ def number(fields: Fields, name: str) -> float:
 
 
 def text(fields: Fields, name: str) -> str:
-    """A field that must be a text of 1000 characters at most."""
+    """Return a field that is a text of 1000 characters at most."""
     value = fields.get(name)
     if not isinstance(value, str) or len(value) > 1000:
         raise ProtocolError(f"field {name!r} must be a short text")
@@ -251,7 +214,7 @@ def text(fields: Fields, name: str) -> str:
 
 
 def list_of(fields: Fields, name: str) -> list[Any]:
-    """A field that must be a list."""
+    """Return a field that is a list."""
     value = fields.get(name)
     if not isinstance(value, list):
         raise ProtocolError(f"field {name!r} must be a list")

@@ -26,6 +26,8 @@ _log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 10.0
 """Default time for connecting and authenticating."""
+_WORK_BYTES_S = 64 << 20
+"""Rate at which the slowest peer makes room for a part, and checks and commits it."""
 
 
 class PeerConnection:
@@ -43,7 +45,8 @@ class PeerConnection:
         address: host and port of the service. A numeric host is best: resolving a name has no deadline.
         secret: of the job, 16 bytes or more.
         node: id of the peer's node, for errors.
-        deadline_s: longest time without any progress.
+        deadline_s: longest time without any progress; a push of n bytes may keep the peer at work for longer, see
+            `_WORK_BYTES_S`.
         connect_timeout_s: longest time for connecting and authenticating.
 
     Attributes:
@@ -163,9 +166,10 @@ class PeerConnection:
         """
         if [buffer.nbytes] != [record.size for record in manifest.objects]:
             raise InvalidArgumentError("the buffer must have the size of the one object of the manifest")
-        fields = {"patience_ms": int(self._deadline_s * 1000), "rider": rider or {}}
         part = PartName.of(manifest)
-        with self._asked("push", fields, encode(manifest), part=part, cancelled=cancelled) as (channel, reply):
+        work_s = self._deadline_s + buffer.nbytes / _WORK_BYTES_S
+        fields, encoded = {"rider": rider or {}}, encode(manifest)
+        with self._asked("push", fields, encoded, part=part, work_s=work_s, cancelled=cancelled) as (channel, reply):
             if reply.fields.get("held"):
                 return False
             try:
@@ -176,9 +180,9 @@ class PeerConnection:
             except ConnectionLostError:
                 # A peer that finds the part damaged says so and hangs up; what it said may be there.
                 with contextlib.suppress(ConnectionLostError):
-                    _check(channel.receive_reply())
+                    _check(channel.receive(request=False))
                 raise
-            _check(channel.receive_reply(cancelled=cancelled))
+            _check(channel.receive(request=False, stall_s=work_s, cancelled=cancelled))
         return True
 
     # ---- the connection ------------------------------------------------------------------------------------
@@ -199,12 +203,13 @@ class PeerConnection:
         *blobs: bytes,
         part: PartName | None = None,
         payload_bytes: int = 0,
+        work_s: float | None = None,
         cancelled: Cancelled | None = None,
     ) -> Iterator[tuple[Channel, Message]]:
         """Send a request and yield the channel with the reply. An error inside ends the connection."""
         with error_context(part, self._node), self._lock:
             try:
-                channel, reply = self._exchange(op, fields, blobs, cancelled)
+                channel, reply = self._exchange(op, fields, blobs, work_s, cancelled)
                 if reply.subject is None and reply.payload_bytes != payload_bytes:
                     raise ProtocolError(f"the peer sends {reply.payload_bytes:,} bytes instead of {payload_bytes:,}")
             except BaseException:
@@ -218,14 +223,14 @@ class PeerConnection:
                 raise
 
     def _exchange(
-        self, op: str, fields: Fields, blobs: Sequence[bytes], cancelled: Cancelled | None
+        self, op: str, fields: Fields, blobs: Sequence[bytes], work_s: float | None, cancelled: Cancelled | None
     ) -> tuple[Channel, Message]:
         was_idle = self._channel is not None
         while True:
             channel = self._connected()
             try:
                 channel.send(op, fields, blobs)
-                return channel, channel.receive_reply(cancelled=cancelled)
+                return channel, channel.receive(request=False, stall_s=work_s, cancelled=cancelled)
             except ConnectionLostError:
                 if not was_idle:
                     raise

@@ -1,8 +1,4 @@
-"""Serves requests: one thread a connection, once that is authenticated.
-
-Owns listening sockets, the threads behind them, the order of requests and replies, and their end. Strangers are
-`reception`'s, messages `channel`'s, and what a request means its handler's.
-"""
+"""A server of requests: one thread for each connection, from the handshake to the end."""
 
 from __future__ import annotations
 
@@ -15,7 +11,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
@@ -23,9 +18,8 @@ from ml_flashpoint.format.at_exit import at_exit, close_in_children
 from ml_flashpoint.format.errors import DeadlineError, FlashpointError, InvalidArgumentError, ProtocolError
 from ml_flashpoint.net.channel import STALL_S, Channel, ConnectionLostError
 from ml_flashpoint.net.client import Address, check_address, check_credentials
-from ml_flashpoint.net.handshake import SessionKeys, proved_secret
+from ml_flashpoint.net.handshake import proved_secret
 from ml_flashpoint.net.messages import Dialect, Fields
-from ml_flashpoint.net.reception import Reception, internet_peer
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -33,13 +27,16 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS: Final = 1024
-"""Authenticated connections served at once."""
+"""Default for the authenticated connections served at once."""
+MAX_HANDSHAKES: Final = 128
+"""Connections in the handshake at once; the oldest is dropped for a newcomer."""
 HANDSHAKE_DEADLINE_S: Final = 5.0
-"""Time for the whole handshake."""
+"""Default time for the whole handshake."""
 
 _BACKLOG: Final = 1024  # what finds no place there comes back after a second
 _JOIN_S: Final = 2.0
 _LOG_EVERY_S: Final = 10.0
+_PAUSE_S: Final = 0.1
 
 
 class Peer(NamedTuple):
@@ -56,41 +53,28 @@ class Peer(NamedTuple):
 
 
 class HangUp(Exception):
-    """What a handler raises when the two sides are out of step: its cause is told, and the connection ends."""
+    """Raised by a handler when the two sides are out of step: the cause is sent, and the connection ends."""
 
 
 class RequestHandler(Protocol):
-    """What requests mean. Called on the connection's thread; calls of one connection never overlap."""
+    """The meaning of requests. Called on the connection's thread; calls of one connection never overlap."""
 
     def open(self, peer: Peer) -> Any:
-        """An authenticated connection was made. Returns the session that the other calls get."""
+        """Return the session that the other calls get, for an authenticated connection that was made."""
 
     def handle(
         self, session: Any, op: str, fields: Fields, blobs: list[bytes]
     ) -> tuple[Fields, Sequence[Buffer]] | None:
-        """Carry out a request, which was well formed as JSON and nothing else. Returns fields and blobs of the reply;
-        None if the handler has replied itself, or will, by the channel. What it raises is raised at the client, see
+        """Carry out a request, which was well formed as JSON and nothing else. Return fields and blobs of the reply;
+        None if the handler has replied itself, or will, by the channel. An error is raised at the client, see
         `Dialect.describe`."""
 
     def closed(self, session: Any) -> None:
-        """The connection is gone, for whatever reason. The last call of a session; called once for each."""
-
-
-@dataclass(eq=False, slots=True)
-class _Admitted:
-    """One authenticated connection."""
-
-    sock: socket.socket
-    thread: threading.Thread | None = None
-    refused: bool = False
-
-    def interrupt(self) -> None:
-        with contextlib.suppress(OSError):
-            self.sock.shutdown(socket.SHUT_RDWR)
+        """Take note that the connection is gone, for whatever reason. The last call of a session; one for each."""
 
 
 class RequestServer:
-    """Listens from construction until `close`. In a forked child it is closed.
+    """A server that listens from construction until `close`. In a forked child it is closed.
 
     Args:
         secret: 16 bytes or more.
@@ -105,11 +89,16 @@ class RequestServer:
         idle_s: a connection without requests is closed after so long.
         stall_s: see `Channel`.
 
+    Attributes:
+        addresses: where clients reach it, the Unix socket first.
+
     Raises:
         InvalidArgumentError: the secret or the path cannot be used, or there is nothing to listen on.
         OSError: it cannot listen there.
         RuntimeError: there are no threads to be had.
     """
+
+    addresses: tuple[Address, ...] = ()
 
     def __init__(
         self,
@@ -132,27 +121,25 @@ class RequestServer:
         self._handshake_deadline_s = handshake_deadline_s
         self._idle_s = idle_s
         self._stall_s = stall_s
+        self._process = os.getpid()
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._connections: set[_Admitted] = set()
+        self._strangers: dict[socket.socket, None] = {}  # in the handshake, oldest first
+        self._connections: dict[socket.socket, threading.Thread] = {}  # with those
         self._log = _SparingLog()
         self._unix: tuple[str, int] | None = None
         self._listeners: list[socket.socket] = []
         self._acceptors: list[threading.Thread] = []
-        addresses: list[Address] = []
+        if unix_path is None and tcp_host is None:
+            raise InvalidArgumentError("there is nothing to listen on", argument="unix_path", value=None)
         try:
             if unix_path is not None:
-                addresses.append(self._listen_unix(unix_path))
+                self._listen_unix(unix_path)
             if tcp_host is not None:
-                addresses.append(self._listen_tcp(tcp_host, tcp_port))
-            if not addresses:
-                raise InvalidArgumentError("there is nothing to listen on", argument="unix_path", value=None)
-            self.addresses: tuple[Address, ...] = tuple(addresses)
-            """Where clients reach it, the Unix socket first."""
+                self._listen_tcp(tcp_host, tcp_port)
             for listener in self._listeners:
-                acceptor = threading.Thread(
-                    target=self._accept, args=(listener,), name="flashpoint-net-accept", daemon=True
-                )
+                name = "flashpoint-net-accept"
+                acceptor = threading.Thread(target=self._accept, args=(listener,), name=name, daemon=True)
                 acceptor.start()
                 self._acceptors.append(acceptor)
         except BaseException:
@@ -160,8 +147,8 @@ class RequestServer:
             raise
         _live_servers.add(self)
 
-    def _listen_unix(self, path: str) -> Address:
-        address = check_address(("unix", path))
+    def _listen_unix(self, path: str) -> None:
+        self.addresses += (check_address(("unix", path)),)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         close_in_children(listener)
         self._listeners.append(listener)
@@ -174,14 +161,13 @@ class RequestServer:
             os.chmod(path, 0o600)
             self._unix = (path, os.stat(path).st_ino)
         listener.listen(_BACKLOG)
-        return address
 
-    def _listen_tcp(self, host: str, port: int) -> Address:
+    def _listen_tcp(self, host: str, port: int) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         close_in_children(listener)
         self._listeners.append(listener)
-        return "tcp", host, listener.getsockname()[1]
+        self.addresses += (("tcp", host, listener.getsockname()[1]),)
 
     def __enter__(self) -> RequestServer:
         return self
@@ -190,15 +176,17 @@ class RequestServer:
         self.close()
 
     def close(self) -> None:
-        """Stop listening, break connections off, and wait for their threads for at most about 2 s. Idempotent.
+        """Stop listening, break connections off, and wait for their threads for at most about 2 s. Safe to call twice.
 
         A thread that hangs in the handler is left behind; it cannot keep the process alive.
         """
+        if self._process != os.getpid():  # threads do not exist in a forked child, and the lock may be held
+            return
         with self._lock:
             self._closed.set()
-            connections = list(self._connections)
-            for connection in connections:
-                connection.interrupt()  # under the lock, so that none is closed and its descriptor reused
+            threads = [*self._acceptors, *self._connections.values()]
+            for sock in self._connections:
+                _hang_up(sock)  # under the lock, so that none is closed and its descriptor reused
         _live_servers.discard(self)
         if self._unix is not None:
             path, inode = self._unix
@@ -206,77 +194,75 @@ class RequestServer:
                 if os.stat(path).st_ino == inode:
                     os.unlink(path)
         for listener in self._listeners:
-            with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread; close() alone would not
+            _hang_up(listener)  # wakes the accepting thread; close() alone would not
         until = time.monotonic() + _JOIN_S
-        for thread in (*self._acceptors, *(connection.thread for connection in connections)):
-            if thread is not None and thread is not threading.current_thread():
+        for thread in threads:
+            if thread is not threading.current_thread():
                 thread.join(max(0.0, until - time.monotonic()))
         for listener in self._listeners:
             listener.close()
 
-    # ---- connections --------------------------------------------------------------------------------------
+    # ---- connections ---------------------------------------------------------------------------------------
 
     def _accept(self, listener: socket.socket) -> None:
-        reception = Reception(
-            listener,
-            self._secret,
-            deadline_s=self._handshake_deadline_s,
-            admit=self._admit,
-            report=self._report_dropped,
-            identify=_local_peer if listener.family == socket.AF_UNIX else internet_peer,
-        )
-        reception.run(self._closed, lambda error: self._log.warning("cannot accept a connection: %s", error))
-
-    def _report_dropped(self, peer: str, error: FlashpointError | OSError) -> None:
-        if isinstance(error, ConnectionLostError):
-            _log.debug("connection from %s ended: %s", peer, error)
-        elif not self._closed.is_set():
-            self._log.warning("connection from %s dropped: %s", peer, error)
-
-    def _admit(self, sock: socket.socket, name: str, keys: SessionKeys) -> None:
-        admitted = _Admitted(sock)
-        try:
-            pid = check_credentials(sock, name) if sock.family == socket.AF_UNIX else None
-            channel = Channel(sock, self._dialect, peer=name, stall_s=self._stall_s)
-            channel.take_keys_as_server(keys)
-            peer = Peer(name, pid, partial(_is_hung_up, sock), channel)
-            admitted.thread = threading.Thread(
-                target=self._run, args=(admitted, channel, peer), name=f"flashpoint-net {name}", daemon=True
-            )
+        while not self._closed.is_set():
+            try:
+                sock, address = listener.accept()
+            except OSError as error:
+                if not self._closed.is_set():
+                    self._log.warning("cannot accept a connection: %s", error)
+                    self._closed.wait(_PAUSE_S)  # out of descriptors, say: trying again at once would only spin
+                continue
+            close_in_children(sock)
+            name = f"{address[0]} port {address[1]}" if address else "a process"
+            thread = threading.Thread(target=self._run, args=(sock, name), name=f"flashpoint-net {name}", daemon=True)
             with self._lock:
                 if self._closed.is_set():
                     sock.close()
                     return
-                admitted.refused = len(self._connections) >= self._max_connections
-                admitted.thread.start()  # under the lock, so that close() only joins threads that were started
-                self._connections.add(admitted)
-        except (FlashpointError, OSError, RuntimeError) as error:
-            self._log.warning("cannot serve a connection from %s: %s", name, error)
-            sock.close()
+                if len(self._strangers) >= MAX_HANDSHAKES:
+                    oldest = next(iter(self._strangers))
+                    del self._strangers[oldest]
+                    _hang_up(oldest)
+                try:
+                    thread.start()  # under the lock, so that close() only joins threads that were started
+                    self._strangers[sock] = None
+                    self._connections[sock] = thread
+                except RuntimeError as error:
+                    self._log.warning("cannot serve a connection from %s: %s", name, error)
+                    sock.close()
 
-    def _run(self, admitted: _Admitted, channel: Channel, peer: Peer) -> None:
+    def _run(self, sock: socket.socket, name: str) -> None:
         try:
-            if admitted.refused:
+            pid = check_credentials(sock, name) if sock.family == socket.AF_UNIX else None
+            peer = name if pid is None else f"process {pid}"
+            channel = Channel(sock, self._dialect, peer=peer, stall_s=self._stall_s)
+            channel.handshake_as_server(self._secret, time.monotonic() + self._handshake_deadline_s)
+            with self._lock:
+                self._strangers.pop(sock, None)
+                is_one_too_many = len(self._connections) - len(self._strangers) > self._max_connections
+            if is_one_too_many:
                 channel.receive(request=True, idle_s=self._handshake_deadline_s)
-                error = self._dialect.failure(
-                    f"serves as many connections as it may, {self._max_connections}: try again later"
-                )
-                channel.send(self._dialect.describe(error), {})
+                text = f"serves as many connections as it may, {self._max_connections}: try again later"
+                channel.send(self._dialect.describe(self._dialect.failure(text)), {})
                 return
-            session = self._handler.open(peer)
+            session = self._handler.open(Peer(peer, pid, partial(_is_hung_up, sock), channel))
             try:
                 self._serve(channel, session)
             finally:
                 self._handler.closed(session)
+        except ConnectionLostError as error:
+            _log.debug("connection from %s ended: %s", name, error)
         except (FlashpointError, OSError) as error:
-            self._report_dropped(peer.text, error)
+            if not self._closed.is_set():
+                self._log.warning("connection from %s dropped: %s", name, error)
         except Exception as error:
-            self._log.warning("connection from %s failed", peer.text, exc_info=error)
+            self._log.warning("connection from %s failed", name, exc_info=error)
         finally:
             with self._lock:
-                self._connections.discard(admitted)
-            admitted.sock.close()
+                self._strangers.pop(sock, None)
+                self._connections.pop(sock, None)
+            sock.close()
 
     def _serve(self, channel: Channel, session: Any) -> None:
         handle = self._handler.handle
@@ -313,14 +299,6 @@ class RequestServer:
             self._log.warning("a request failed", exc_info=error)
         channel.send(self._dialect.describe(error), {})
 
-    def _become_closed(self) -> None:
-        # In a forked child: threads do not exist there, locks may be held, and `close_in_children` has closed sockets.
-        self._lock = threading.Lock()
-        self._closed = threading.Event()
-        self._closed.set()
-        self._connections = set()
-        self._listeners, self._acceptors, self._unix = [], [], None
-
 
 class _SparingLog:
     """Warnings that strangers, or a failing handler, can cause at will: each text once in 10 s.
@@ -343,13 +321,13 @@ class _SparingLog:
         _log.warning(text + more, *args, exc_info=exc_info)
 
 
-def _local_peer(sock: socket.socket, address: Any) -> tuple[str, str]:
-    """As `internet_peer`, for Unix sockets."""
-    return "", f"process {check_credentials(sock, 'a process')}"
+def _hang_up(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def _is_hung_up(sock: socket.socket) -> bool:
-    """Whether the other side has closed the connection, or died. For the server, which is owed nothing meanwhile."""
+    """Return True if the other side has closed the connection, or died. For the server, which is owed nothing now."""
     try:
         return not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
@@ -367,11 +345,4 @@ def _close_live_servers() -> None:
         server.close()
 
 
-def _disown_servers() -> None:
-    for server in list(_live_servers):
-        server._become_closed()
-    _live_servers.clear()
-
-
 at_exit(_close_live_servers)
-os.register_at_fork(after_in_child=_disown_servers)

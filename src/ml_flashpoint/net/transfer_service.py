@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -27,11 +26,8 @@ if TYPE_CHECKING:
 
 IDLE_DEADLINE_S = 300.0
 """Default time after which an authenticated connection without any request is closed."""
-WORK_LIMIT_S = 600.0
-"""Default for the longest that clients are asked to wait for the backend."""
 MAX_CONNECTIONS = 256
 """Default for the authenticated connections served at once."""
-_SHORTEST_KEEPALIVE_S, _LONGEST_KEEPALIVE_S = 0.02, 5.0
 
 
 class TransferService:
@@ -47,7 +43,7 @@ class TransferService:
         port: port to listen on; 0 takes a free one.
         deadline_s: a transfer without progress for so long is given up.
         handshake_deadline_s: an unauthenticated client is dropped after so long.
-        idle_deadline_s, work_limit_s, max_connections: see the constants.
+        idle_deadline_s, max_connections: see the constants.
 
     Attributes:
         address: host and port for peers to connect to.
@@ -67,15 +63,14 @@ class TransferService:
         deadline_s: float = DEADLINE_S,
         handshake_deadline_s: float = HANDSHAKE_DEADLINE_S,
         idle_deadline_s: float = IDLE_DEADLINE_S,
-        work_limit_s: float = WORK_LIMIT_S,
         max_connections: int = MAX_CONNECTIONS,
     ) -> None:
-        if min(deadline_s, handshake_deadline_s, idle_deadline_s, work_limit_s, max_connections) <= 0:
+        if min(deadline_s, handshake_deadline_s, idle_deadline_s, max_connections) <= 0:
             raise InvalidArgumentError("deadlines and limits of a transfer service must be positive")
         try:
             self._server = RequestServer(
                 secret,
-                _Requests(backend, deadline_s, work_limit_s),
+                _Requests(backend, deadline_s),
                 TRANSFERS,
                 tcp_host=host,
                 tcp_port=port,
@@ -113,10 +108,9 @@ def _out_of_step() -> Iterator[None]:
 class _Requests:
     """What requests mean: see `net.server.RequestHandler`. A session is the channel."""
 
-    def __init__(self, backend: TransferBackend, deadline_s: float, work_limit_s: float) -> None:
+    def __init__(self, backend: TransferBackend, deadline_s: float) -> None:
         self._backend = backend
         self._deadline_s = deadline_s
-        self._work_limit_s = work_limit_s
 
     def open(self, peer: Peer) -> Channel:
         assert peer.channel is not None
@@ -150,15 +144,12 @@ class _Requests:
                 channel.send_payload(piece)
 
     def _take_part(self, channel: Channel, fields: Fields, encoded: bytes) -> tuple[Fields, Sequence[Buffer]]:
-        every_s = min(_LONGEST_KEEPALIVE_S, max(_SHORTEST_KEEPALIVE_S, integer(fields, "patience_ms") / 4000))
-        working = functools.partial(channel.working, every_s=every_s, limit_s=self._work_limit_s)
         rider, manifest = fields.get("rider"), decode(encoded)
         if not isinstance(rider, dict) or len(manifest.objects) != 1:
             raise ManifestError("a push must have a part with one object, and a rider")
         record = manifest.objects[0]
         with error_context(PartName.of(manifest)), contextlib.ExitStack() as receiving:
-            with working():
-                buffer = receiving.enter_context(self._backend.receive(manifest, rider))
+            buffer = receiving.enter_context(self._backend.receive(manifest, rider))
             if buffer is None:
                 return {"held": True}, ()
             # What is wrong is told while the peer may still be sending; it looks for this when its own send fails.
@@ -172,9 +163,8 @@ class _Requests:
                     blocks.receive(channel, block)
                     if blocks.failed:
                         break
-                with working():
-                    blocks.finish(self._deadline_s)
-                    receiving.close()  # ends the checking, then commits
+                blocks.finish(self._deadline_s)
+                receiving.close()  # ends the checking, then commits
         return {}, ()
 
 

@@ -4,11 +4,12 @@ Owns the folders below, the marker that makes a version complete, and which vers
 memory, with the very manifest that it has there, written after it. No collective is needed: whoever finds the manifests
 of all ranks may write the marker::
 
-    run-<run id>/step-<n>_ckpt/rank-00003-<save id>.safetensors     the object of a rank
-    run-<run id>/step-<n>_ckpt/rank-00003-<save id>.manifest        written after it
-    run-<run id>/step-<n>_ckpt/complete.json                        step, save id and number of ranks; written last
+    run-00000007/step-40_ckpt/rank-00003-00000007.safetensors     the object of rank 3 of step 40 of run 7
+    run-00000007/step-40_ckpt/rank-00003-00000007.manifest        written after it
+    run-00000007/step-40_ckpt/complete.json                       step, save id and number of ranks; written last
 
-Later save ids compare greater, so the newest version is the one with the greatest. Only what a marker names counts.
+The newest version is that of the greatest `SaveId`. Only what a marker names counts. This is format 3. Run folders of
+older formats are refused.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from ml_flashpoint.format.manifest import (
     manifest_name,
     object_name,
     parse_manifest_name,
-    parse_object_name,
 )
+from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.stores.files import Files, watched_files
 from ml_flashpoint.stores.ownership import PERIOD_S, owned_files
 from ml_flashpoint.stores.part import stored_object
@@ -51,11 +52,13 @@ _log = logging.getLogger(__name__)
 
 MARKER: Final = "complete.json"
 MARKER_KIND: Final = "mlflashpoint-checkpoint-1"
-"""Of markers of dictionaries, and of older ones of training jobs."""
+"""Of markers of dictionaries."""
 RUN_PREFIX: Final = "run-"
 # Of a training job. Dictionaries have other ones, and are let alone where both are in one folder.
-_RUN_ID: Final = re.compile(r"[0-9]{13}-[0-9a-f]{8}")
-_KIND: Final = "mlflashpoint-version-2"
+_RUN: Final = re.compile(rf"{RUN_PREFIX}[0-9]{{8,18}}")
+_OLD_RUN: Final = re.compile(rf"{RUN_PREFIX}[0-9]{{13}}-[0-9a-f]{{8}}")
+_OLD: Final = "written by an earlier release in format 2 or older, which this one does not read; export it by that one"
+_KIND: Final = "mlflashpoint-version-3"
 _SAVE: Final = ("step", "save_id", "world_size")
 
 
@@ -66,22 +69,17 @@ def only_object(manifest: Manifest, path: str | None = None) -> ObjectRecord:
     return manifest.objects[0]
 
 
-def run_of(save_id: str) -> str:
-    """Return the id of the run of a save. Raise an `InvalidArgumentError` if it is not one of a training job."""
-    run = save_id.rpartition("-")[0] if isinstance(save_id, str) else ""
-    if not _RUN_ID.fullmatch(run):
-        raise InvalidArgumentError("not the save id of a training job", argument="save_id", value=save_id)
-    return run
-
-
 def is_run_folder(name: str) -> bool:
-    """Return True if a folder of this name holds the versions of a run of a training job."""
-    return name.startswith(RUN_PREFIX) and _RUN_ID.fullmatch(name[len(RUN_PREFIX) :]) is not None
+    """Return True if a folder of this name holds the versions of a run of a training job, in whatever format."""
+    return bool(_RUN.fullmatch(name) or _OLD_RUN.fullmatch(name))
 
 
 def folder_of(version: str, save_id: str) -> str:
-    """Return the folder of a save of a version."""
-    return f"{RUN_PREFIX}{run_of(save_id)}/{version}"
+    """Return the folder of a save. Raise an `InvalidArgumentError` if there is no such save."""
+    save = SaveId.parse(version, save_id) if isinstance(save_id, str) else None
+    if save is None:
+        raise InvalidArgumentError("not the save id of a training job", argument="save_id", value=save_id)
+    return f"{RUN_PREFIX}{save.text}/{save.version}"
 
 
 def version_of(save: Mapping[str, Any]) -> Version:
@@ -101,18 +99,6 @@ def version_of(save: Mapping[str, Any]) -> Version:
 def save_of(version: Version) -> dict[str, Any]:
     """Return the fields of a version's marker, plain JSON."""
     return {name: getattr(version, name) for name in _SAVE}
-
-
-def _save_of_format_1(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the save of an older marker, which has the names and digests of manifests."""
-    parts = fields.get("parts")
-    first = parts[0] if isinstance(parts, list) and parts else ""
-    parsed = parse_manifest_name(first.partition(":")[0] if isinstance(first, str) else "")
-    return {
-        "step": fields.get("checkpoint_id"),
-        "save_id": parsed[1] if parsed else "",
-        "world_size": fields.get("managers"),
-    }
 
 
 class DurableVersions(VersionStore):
@@ -154,22 +140,17 @@ class DurableVersions(VersionStore):
         return {each[0] for each in found if each is not None and each[1] == save_id}
 
     def complete(self, version: str, save_id: str, world_size: int) -> Version:
-        """Make a version exist, after checking that the parts of all ranks are there. An earlier save of the step in
-        the same run is removed after that.
+        """Make a version exist, after checking that the parts of all ranks are there.
 
         Raises:
             ObjectNotFoundError: a part is not there.
             DamagedError: one is not what its manifest says.
             FlashpointError: the store failed; then the version may exist all the same.
         """
-        step, folder = CheckpointContainerId.parse_version_container(version), folder_of(version, save_id)
+        step = CheckpointContainerId.parse_version_container(version)
         found = version_of({"step": step, "save_id": save_id, "world_size": world_size})
         self.check_parts(found)
-        self.files.write(f"{folder}/{MARKER}", [encode_record(_KIND, save_of(found))])
-        for name in self.files.list(folder):
-            other = parse_manifest_name(name) or parse_object_name(name)
-            if other is not None and other[1] < save_id:
-                try_to_remove(self.files.remove, f"{folder}/{name}")
+        self.files.write(f"{found.folder}/{MARKER}", [encode_record(_KIND, save_of(found))])
         return found
 
     # ---- reading ------------------------------------------------------------------------------------------
@@ -178,6 +159,9 @@ class DurableVersions(VersionStore):
         """Return all versions of training jobs, newest first. Parts are not looked at; see `VersionStore.versions`."""
         found: list[Version] = []
         for run in filter(is_run_folder, self.files.list()):
+            if not _RUN.fullmatch(run):
+                found.append(Version(-1, "", run, problem=_OLD))
+                continue
             try:
                 names = self.files.list(run)
             except DamagedError as error:
@@ -188,7 +172,7 @@ class DurableVersions(VersionStore):
                 if step is not None:
                     with contextlib.suppress(ObjectNotFoundError):  # removed meanwhile
                         found.append(self._version(f"{run}/{name}", step))
-        return sorted(found, key=lambda version: version.save_id, reverse=True)
+        return sorted(found, key=lambda version: version.save, reverse=True)
 
     def _version(self, folder: str, step: int) -> Version:
         names: list[str] = []
@@ -199,19 +183,15 @@ class DurableVersions(VersionStore):
                 return self._read_marker(folder)
         except DamagedError as error:
             problem = str(error)
-        parsed = [each for name in names if (each := parse_manifest_name(name) or parse_object_name(name)) is not None]
-        newest = max((save_id for _, save_id in parsed), default="")
-        ranks = {rank for rank, save_id in map(_committed, names) if save_id == newest}
-        return Version(step, newest, folder, tuple(sorted(ranks)), problem=problem)
+        save_id = folder.partition("/")[0].removeprefix(RUN_PREFIX)
+        ranks = {rank for rank, of in map(_committed, names) if of == save_id}
+        return Version(step, save_id, folder, tuple(sorted(ranks)), problem=problem)
 
     def _read_marker(self, folder: str) -> Version:
         name = f"{folder}/{MARKER}"
         path, data = self.files.path_of(name), self.files.read(name, limit=MAX_RECORD_BYTES)
         try:
-            if _KIND.encode() in data:
-                version = version_of(decode_record(_KIND, data, path))
-            else:
-                version = version_of(_save_of_format_1(decode_record(MARKER_KIND, data, path)))
+            version = version_of(decode_record(_KIND, data, path))
         except InvalidArgumentError as error:
             raise DamagedError(f"the marker is not valid: {error}", path=path) from error
         if version.folder != folder:
@@ -294,26 +274,23 @@ class DurableVersions(VersionStore):
 
         Args:
             count: how many complete versions stay, at least 1.
-            version, save_id: about to be written, or written. In that folder, ranks may be writing already; a folder of
-                its run with nothing but a temporary file may be a later save's.
+            version, save_id: about to be written, or written. Ranks may be writing to its folder already.
         """
         there, own = self.versions(), folder_of(version, save_id)
-        run = own.partition("/")[0]
         kept = [version for version in there if version.counts][:count]
         for each in there:
             if each.counts:
                 goes = each not in kept
             elif each.problem:
-                goes = bool(kept) and "" < each.save_id < kept[-1].save_id
+                goes = bool(kept) and each.step >= 0 and each.save < kept[-1].save
             else:
-                begun = each.save_id < save_id if each.save_id else each.folder.partition("/")[0] < run
-                goes = begun and each.folder != own
+                goes = each.save < SaveId(int(save_id), CheckpointContainerId.parse_version_container(version) or 0)
             marker = f"{each.folder}/{MARKER}"
             if goes and (not each.counts or try_to_remove(self.files.remove, marker)):
                 try_to_remove(self.files.remove_folder, each.folder)
         for folder in filter(is_run_folder, self.files.list()):
             with contextlib.suppress(DamagedError):
-                if folder != run and not self.files.list(folder):
+                if folder != own.partition("/")[0] and not self.files.list(folder):
                     try_to_remove(self.files.remove_folder, folder)
 
     # ---- who writes ---------------------------------------------------------------------------------------

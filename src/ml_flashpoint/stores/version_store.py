@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
+from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.lineage import RunRecord
 
 if TYPE_CHECKING:
@@ -70,6 +71,11 @@ class Version:
     def name(self) -> str:
         """Name of its folder: ``step-<n>_ckpt``."""
         return CheckpointContainerId.format_version_container(self.step)
+
+    @property
+    def save(self) -> SaveId:
+        """Name of the save; of run 0 if the save id is not one of this format."""
+        return SaveId(int(self.save_id) if self.save_id.isdecimal() else 0, self.step)
 
     @property
     def complete(self) -> bool:

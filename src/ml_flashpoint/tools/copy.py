@@ -145,13 +145,11 @@ def persist_version(
 
 def _persist(found: FoundVersion, store: DurableVersions, check: Callable[[], None], progress: Progress) -> Persisted:
     there = [version for version in store.versions() if version.counts]
-    newer = next((version.step for version in there if version.order > (found.save_id, found.step)), None)
     folder = folder_of(found.name, found.save_id)
     marked = next((version for version in there if version.folder == folder), None)
-    if marked is not None and marked.order > (found.save_id, found.step):
-        raise SaveError("a later save of this step is there", step=found.step, path=f"{store.path}/{folder}")
+    newer = next((version.step for version in there if version.order > (found.save_id, found.step)), None)
     nbytes, written = _write_parts(found, store, progress)
-    if marked is not None and marked.save_id == found.save_id and not written:
+    if marked is not None and not written:
         return Persisted(store.path, marked, nbytes, True, newer)
     check()
     version = store.complete(found.name, found.save_id, found.world_size)

@@ -1,0 +1,152 @@
+"""The inventory of one node: its parts, what could not be read of them, and the records of runs."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from ml_flashpoint.format.errors import FlashpointError, LoadError, ObjectNotFoundError, ProtocolError
+from ml_flashpoint.format.failure_kinds import as_ours, is_transient, pauses, retrying, text_of
+from ml_flashpoint.format.manifest import Manifest
+from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.memory.container import BaseContainer
+from ml_flashpoint.memory.lineage import RunRecord, read_records
+from ml_flashpoint.ranks.rank_group import RankGroup
+from ml_flashpoint.ranks.recovery import NodeInventory, PartRecord
+
+_log = logging.getLogger(__name__)
+
+TABLE_LABEL = "table"
+"""Label of manifests: name of what the ranks had agreed on about who writes what."""
+
+_MOST_UNREAD = 1000
+_MOST_TEXT = 500
+_OVER = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A part that is listed on a node and could not be read there.
+
+    Attributes:
+        version: name of its version; "" where not even the parts could be listed.
+        why: in words.
+        transient: True if the part may be sound; else it is damaged.
+    """
+
+    version: str
+    why: str
+    transient: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """The state of one node.
+
+    Attributes:
+        inventory: the parts that can be read, also those of saves that do not exist.
+        unread: the other parts.
+        savers: ranks that have saved on this node, or have copies here.
+        records: of runs.
+    """
+
+    inventory: NodeInventory
+    unread: tuple[Unread, ...] = ()
+    savers: frozenset[int] = frozenset()
+    records: tuple[RunRecord, ...] = ()
+
+    def to_fields(self) -> dict[str, object]:
+        """Return this report as values that JSON can hold."""
+        return {
+            "inventory": self.inventory.to_fields(),
+            "unread": [[each.version, each.why, each.transient] for each in self.unread],
+            "savers": sorted(self.savers),
+            "records": [[r.run, sorted(r.lineage.items()), r.begun, r.verified] for r in self.records],
+        }
+
+    @classmethod
+    def from_fields(cls, fields: Any) -> NodeReport:
+        """Return the report of `to_fields`, which came from another rank.
+
+        Raises:
+            ProtocolError: these are not the fields of a report.
+        """
+        try:
+            return cls(
+                NodeInventory.from_fields(fields["inventory"]),
+                tuple(Unread(str(version), str(why), bool(passes)) for version, why, passes in fields["unread"]),
+                frozenset(map(int, fields["savers"])),
+                tuple(RunRecord(int(run), dict(line), bool(a), bool(b)) for run, line, a, b in fields["records"]),
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise ProtocolError(f"the report of a node is not valid: {error}") from None
+
+
+def read_node(container: BaseContainer, node: str, until: float) -> NodeReport:
+    """Return the state of this node. What cannot be read just now is tried again, with back-off, until ``until``.
+
+    Raises:
+        FlashpointError: the records of runs cannot be read, so that nobody knows which saves exist.
+    """
+    waiting = pauses(until)
+    logged: set[str] = set()
+    while True:
+        parts, unread = _read_parts(container)
+        for each in unread:
+            if each.why not in logged:
+                logged.add(each.why)
+                _log.warning("cannot use a part of %s: %s", each.version or container.base, each.why)
+        if not any(each.transient for each in unread) or next(waiting, _OVER) is _OVER:
+            break
+    records = retrying(lambda: read_records(container), until, "reading the records of runs")
+    savers = frozenset(owner.rank for owner in container.slot_owners() if container.slot_paths(owner))
+    return NodeReport(NodeInventory(node, tuple(parts)), tuple(unread[:_MOST_UNREAD]), savers, tuple(records))
+
+
+def gather_reports(container: BaseContainer, ranks: RankGroup, until: float) -> list[NodeReport]:
+    """Return the state of every node, which its lowest rank reads. Collective.
+
+    Raises:
+        LoadError: the state of a node cannot be known. Raised on all ranks.
+    """
+    blob = b""
+    if ranks.is_node_leader:
+        try:
+            blob = json.dumps(read_node(container, ranks.node, until).to_fields()).encode()
+        except Exception as error:  # the other ranks wait
+            blob = json.dumps(f"the state of {ranks.node} cannot be known: {text_of(error)}").encode()
+    reports = []
+    for fields in (json.loads(found) for found in ranks.gather(blob) if found):
+        if isinstance(fields, str):
+            raise LoadError(fields, rank=ranks.rank, path=container.base)
+        reports.append(NodeReport.from_fields(fields))
+    return reports
+
+
+def _read_parts(container: BaseContainer) -> tuple[list[PartRecord], list[Unread]]:
+    parts: list[PartRecord] = []
+    unread: list[Unread] = []
+    try:
+        listed = container.list_versions()
+    except FlashpointError as error:
+        return parts, [_unread("", error)]
+    for save, ranks in listed.items():
+        for rank in sorted(ranks):
+            try:
+                parts.append(_record_of(save, container.read_manifest(save, rank)))
+            except ObjectNotFoundError:
+                continue  # removed meanwhile
+            except (FlashpointError, OSError) as error:
+                unread.append(_unread(save.version, as_ours(error)))
+    return parts, unread
+
+
+def _record_of(save: SaveId, manifest: Manifest) -> PartRecord:
+    table = manifest.labels.get(TABLE_LABEL, "")
+    return PartRecord(save, manifest.rank, manifest.world_size, manifest.total_size, table)
+
+
+def _unread(version: str, error: FlashpointError) -> Unread:
+    return Unread(version, str(error)[:_MOST_TEXT], is_transient(error))

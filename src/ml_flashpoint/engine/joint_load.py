@@ -1,0 +1,167 @@
+"""Loading a version on all ranks or on none, for every adapter.
+
+All ranks vote after each step of a load. Ranks that lost each other try the same version again. A version that is to
+blame, or is refused, makes all go on to an older one. Where no other version would help, all stop. Which failure is of
+which kind is for `format.failure_kinds`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from ml_flashpoint import events
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import RanksLostError
+from ml_flashpoint.format.failure_kinds import Blame, blame_of, text_of
+
+if TYPE_CHECKING:
+    from ml_flashpoint.engine.checkpointer import Checkpointer
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+_TRIES_IF_LOST = 2
+"""Most times that loading begins anew, of whatever versions, because ranks lost each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailure:
+    """Why a version could not be loaded, the same on every rank.
+
+    Attributes:
+        version: its name.
+        rank: the lowest rank that failed for this reason.
+        text: that rank's reason.
+        blame: what is to blame; where ranks differ, what leaves least to try.
+        touched: True if tensors may have been written to, on some rank.
+    """
+
+    version: str
+    rank: int
+    text: str
+    blame: Blame
+    touched: bool
+
+    @property
+    def is_misfit(self) -> bool:
+        """True if the program could not take what was there."""
+        return self.blame in (Blame.OBJECT, Blame.PROGRAM)
+
+
+class FailedStepError(Exception):
+    """A step of a load failed on some rank. Raised on all; its cause is what was raised here, if anything was."""
+
+    def __init__(self, failure: LoadFailure) -> None:
+        super().__init__(failure)
+        self.failure = failure
+
+
+class JointLoad:
+    """One load. All methods are collective.
+
+    Args:
+        checkpointer: finds versions; its ranks vote.
+        causes: returns the errors that an error consists of, by the rank that each came from; by -1 for this rank.
+        errors: what a step may fail with.
+
+    Attributes:
+        failures: of the versions that could not be loaded, newest first.
+        cause: the last failure on this rank, if this rank had any part in it.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        causes: Callable[[BaseException], Mapping[int, BaseException]] = lambda error: {-1: error},
+        errors: tuple[type[BaseException], ...] = (Exception,),
+    ) -> None:
+        self._checkpointer = checkpointer
+        self._ranks = checkpointer.ranks
+        self._causes = causes
+        self._errors = errors
+        self.failures: list[LoadFailure] = []
+        self.cause: BaseException | None = None
+
+    def newest(
+        self,
+        find: Callable[[], CheckpointContainerId | None],
+        load: Callable[[CheckpointContainerId], _T],
+    ) -> tuple[CheckpointContainerId, _T] | None:
+        """Load the newest version that all ranks can load. What could not be loaded in an earlier call is tried again.
+
+        Args:
+            find: returns the newest version that is not discarded, None if there is none: `Checkpointer.newest`.
+            load: loads a version, in steps that are voted on by `step`.
+
+        Returns:
+            The version, and what ``load`` returned; None if none could be loaded, for the reasons in `failures`.
+
+        Raises:
+            RanksLostError: ranks lost each other again and again, which says nothing about the version. On all ranks.
+        """
+        self._checkpointer.reconsider()
+        lost = 0
+        while (version := find()) is not None:
+            try:
+                return version, load(version)
+            except FailedStepError as failed:
+                failure, self.cause = failed.failure, failed.__cause__
+            if failure.blame is Blame.RANKS:
+                lost += 1
+                if lost > _TRIES_IF_LOST:
+                    raise RanksLostError(
+                        f"version {version.name} cannot be loaded, as ranks lose each other: {failure.text}",
+                        rank=self._ranks.rank,
+                        hint="try again; older versions would fare no better",
+                    ) from self.cause
+                _log.warning("loading version %s is tried again: %s", version.name, failure.text)
+                continue
+            self.failures.append(failure)
+            if failure.blame not in (Blame.VERSION, Blame.OBJECT):
+                break
+            text = "version %s cannot be loaded by rank %d, trying an older one: %s"
+            _log.error(text, version.name, failure.rank, failure.text)
+            events.emit(events.SteppedBack, self._ranks, version.parent, version.step, error=failure.text)
+            self._checkpointer.discard(version)
+        return None
+
+    def step(
+        self,
+        version: CheckpointContainerId,
+        action: Callable[[], _T],
+        *,
+        touched: Callable[[], bool] = lambda: False,
+    ) -> _T:
+        """Return what ``action`` returns, once it has succeeded on every rank.
+
+        Args:
+            version: what is being loaded.
+            action: a step that this rank can do, or not.
+            touched: returns True if tensors may have been written to. Asked where the action has failed.
+
+        Raises:
+            FailedStepError: it failed on some rank.
+        """
+        result: list[_T] = []
+        error: BaseException | None = None
+        report = b""
+        try:
+            result.append(action())
+        except self._errors as caught:
+            error = caught
+            report = json.dumps([*self._blamed(caught), touched()]).encode()
+        reports = [json.loads(blob) for blob in self._ranks.gather(report) if blob]
+        if not reports:
+            return result[0]
+        blame, rank, text, _ = max(reports, key=lambda each: (each[0], -each[1]))
+        anywhere = any(each[3] for each in reports)
+        raise FailedStepError(LoadFailure(version.name, rank, str(text), Blame(blame), anywhere)) from error
+
+    def _blamed(self, error: BaseException) -> tuple[Blame, int, str]:
+        """Return what is to blame for an error, the rank that it came from, and a line about it."""
+        rank, cause = max(self._causes(error).items(), key=lambda each: (blame_of(each[1]), -each[0]))
+        return blame_of(cause), self._ranks.rank if rank < 0 else rank, text_of(cause)

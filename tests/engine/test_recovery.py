@@ -1,0 +1,238 @@
+"""Recovery with real ranks on nodes that have a base container each: what is found, fetched, refused and recorded."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.memory.container import BaseContainer
+from ml_flashpoint.memory.lineage import read_records, write_record
+from tests.support.forked import call_team
+from tests.workers.recovery_job import Plan, play
+
+pytestmark = pytest.mark.damages_on_purpose
+Told = list[dict[str, Any]]
+
+
+def run(root: Path, plan: Plan, nodes: Sequence[int] = (0, 1)) -> Told:
+    """Play a job on ranks that are on these nodes, to its end."""
+    return call_team(play, root, len(nodes), plan, placement=nodes)
+
+
+def container_of(root: Path, node: int) -> BaseContainer:
+    return BaseContainer(root / f"node-{node}" / "job")
+
+
+def lose(root: Path, node: int) -> None:
+    shutil.rmtree(root / f"node-{node}")
+
+
+def damage(root: Path, node: int, rank: int, step: int, *, run: int = 1) -> None:
+    [path] = (root / f"node-{node}" / "job" / f"step-{step}_ckpt").glob(f"rank-{rank:05d}-{run:08d}.safetensors")
+    with open(path, "r+b") as file:
+        file.seek(9000)
+        file.write(b"damaged!")
+
+
+def all_tell(told: Told, name: str) -> Any:
+    """What all ranks tell alike."""
+    assert all(each.get(name) == told[0].get(name) for each in told), "\n".join(map(str, told))
+    return told[0].get(name)
+
+
+def test_the_newest_version_is_gone_on_from_by_a_new_run(tmpfs: Path) -> None:
+    first = run(tmpfs, Plan(steps=[10, 20]), [0, 0, 1])
+    assert all_tell(first, "run") == 1
+    assert all_tell(first, "kept") == [(20, True, 3), (10, True, 3)]
+    second = run(tmpfs, Plan(steps=[30]), [0, 0, 1])
+    assert all_tell(second, "found") == (1, 20)
+    assert all_tell(second, "values") == [200.0, 201.0, 202.0]
+    assert (all_tell(second, "run"), all_tell(second, "fetched")) == (2, 0)
+    assert all_tell(second, "verified") == (SaveId(1, 20),)
+    assert all_tell(second, "recovered") is None
+    assert all_tell(run(tmpfs, Plan(), [0, 0, 1]), "found") == (2, 30)
+
+
+def test_a_lost_nodes_parts_are_fetched_and_its_copies_are_left_to_the_rounds(tmpfs: Path) -> None:
+    run(tmpfs, Plan(steps=[10, 20]))
+    lose(tmpfs, 1)
+    told = run(tmpfs, Plan())
+    assert all_tell(told, "found") == (1, 20)
+    assert all_tell(told, "values") == [200.0, 201.0]
+    assert [each["fetched"] > 0 for each in told] == [False, True]
+    assert all_tell(told, "recovered") == SaveId(1, 20)
+    assert all_tell(told, "verified") == ()
+
+
+def test_ranks_that_have_changed_nodes_fetch_their_parts(tmpfs: Path) -> None:
+    run(tmpfs, Plan(steps=[10], strategy="none"), [0, 1])
+    told = run(tmpfs, Plan(strategy="none"), [1, 0])
+    assert all_tell(told, "values") == [100.0, 101.0]
+    assert all(each["fetched"] > 0 for each in told)
+    assert all_tell(told, "verified") == (SaveId(1, 10),)
+
+
+def test_a_damaged_part_is_replaced_from_its_other_holder(tmpfs: Path) -> None:
+    run(tmpfs, Plan(steps=[10, 20]))
+    damage(tmpfs, 0, 0, 20)
+    told = run(tmpfs, Plan())
+    assert all_tell(told, "found") == (1, 20)
+    assert all_tell(told, "values") == [200.0, 201.0]
+    assert all_tell(told, "tries") == 2
+    assert all_tell(told, "verified") == (SaveId(1, 20),), "it has all its copies again"
+    assert all_tell(run(tmpfs, Plan()), "tries") == 1
+
+
+def test_a_damaged_copy_is_found_when_it_is_needed_and_does_not_count_any_more(tmpfs: Path) -> None:
+    run(tmpfs, Plan(steps=[10, 20], strategy="ring"), [0, 1, 2])
+    lose(tmpfs, 0)
+    damage(tmpfs, 1, 0, 20)
+    told = run(tmpfs, Plan(strategy="ring"), [0, 1, 2])
+    assert all_tell(told, "found") == (1, 10), "the only copy is damaged"
+    assert all_tell(told, "values") == [100.0, 101.0, 102.0]
+    assert not container_of(tmpfs, 1).list_versions().get(SaveId(1, 20), frozenset()) & {0}, "the damaged copy is gone"
+
+
+def test_a_part_that_is_damaged_everywhere_makes_all_step_back(tmpfs: Path) -> None:
+    run(tmpfs, Plan(steps=[10, 20]))
+    for node in (0, 1):
+        damage(tmpfs, node, 1, 20)
+    told = run(tmpfs, Plan(steps=[30]))
+    assert all_tell(told, "found") == (1, 10)
+    assert all_tell(run(tmpfs, Plan()), "found") == (2, 30)
+
+
+def test_versions_that_are_all_damaged_are_an_error_that_names_them(tmpfs: Path) -> None:
+    run(tmpfs, Plan(steps=[10, 20]))
+    for node in (0, 1):
+        for step in (10, 20):
+            damage(tmpfs, node, 1, step)
+    for told in run(tmpfs, Plan()):
+        kind, text = told["error"]
+        assert kind == "NothingLoadableError"
+        assert "step-20_ckpt" in text
+        assert "step-10_ckpt" in text
+        assert "run" not in told
+
+
+def test_parts_that_are_lost_are_an_error_and_a_first_save_cut_short_is_not(tmpfs: Path) -> None:
+    plan = Plan(steps=[10], absent={10: [1]}, strategy="none")
+    run(tmpfs, plan)
+    assert all_tell(run(tmpfs, Plan(strategy="none")), "found") is None
+    run(tmpfs, Plan(steps=[20], strategy="none", verified=True))
+    lose(tmpfs, 1)
+    for told in run(tmpfs, Plan(strategy="none")):
+        assert told["error"][0] == "NothingLoadableError"
+        assert told["parts_lost"]
+        assert "the parts of ranks 1 of 2" in told["error"][1]
+
+
+def test_what_was_gone_back_from_does_not_exist_any_more_wherever_it_comes_from(tmpfs: Path) -> None:
+    run(tmpfs, Plan(steps=[10, 20, 30], keep=3))
+    shutil.copytree(tmpfs / "node-1", tmpfs / "away")
+    back = run(tmpfs, Plan(wanted=10, steps=[15], keep=3))
+    assert all_tell(back, "found") == (1, 10)
+    assert all_tell(back, "kept") == [(15, True, 2), (10, True, 2)]
+    lose(tmpfs, 1)
+    (tmpfs / "away").rename(tmpfs / "node-1")
+    told = run(tmpfs, Plan(keep=3))
+    assert all_tell(told, "found") == (2, 15)
+    assert all_tell(told, "run") == 3
+    assert all_tell(told, "recovered") == SaveId(2, 15)
+    assert all_tell(told, "verified") == (SaveId(1, 10),)
+
+
+def test_a_step_that_nobody_has_is_an_error(tmpfs: Path) -> None:
+    run(tmpfs, Plan(steps=[10, 20]))
+    for told in run(tmpfs, Plan(wanted=15)):
+        assert told["error"] == ("LoadError", told["error"][1])
+        assert "no version of step 15 is held by this job; there are 20, 10" in told["error"][1]
+
+
+def test_a_run_that_never_began_counts_for_its_number_alone(tmpfs: Path) -> None:
+    run(tmpfs, Plan(steps=[10, 20]))
+    container = container_of(tmpfs, 0)
+    [record] = read_records(container)
+    write_record(container, type(record)(7, {}))
+    told = run(tmpfs, Plan())
+    assert all_tell(told, "found") == (1, 20)
+    assert all_tell(told, "run") == 8
+
+
+def test_a_run_that_begins_anew_has_no_versions(tmpfs: Path) -> None:
+    run(tmpfs, Plan(steps=[10, 20]))
+    assert all_tell(run(tmpfs, Plan(anew=True)), "run") == 2
+    told = run(tmpfs, Plan())
+    assert (all_tell(told, "found"), all_tell(told, "run")) == (None, 3)
+
+
+def test_versions_that_the_program_cannot_load_are_passed_over(tmpfs: Path) -> None:
+    run(tmpfs, Plan(steps=[10, 20]))
+    assert all_tell(run(tmpfs, Plan(discard=1, begin=False)), "found") == (1, 10)
+    assert all_tell(run(tmpfs, Plan(discard=2)), "found") is None
+
+
+@pytest.mark.parametrize("nodes", [[0], [0, 1], [0, 0, 1, 1]])
+def test_another_number_of_ranks_reads_all_parts_from_where_they_are(tmpfs: Path, nodes: list[int]) -> None:
+    run(tmpfs, Plan(steps=[10, 20]), [0, 0, 1])
+    if len(nodes) == 1:
+        lose(tmpfs, 1)  # of its rank, node 0 has a copy
+    told = run(tmpfs, Plan(), nodes)
+    assert all_tell(told, "values") == [200.0, 201.0, 202.0]
+    assert (all_tell(told, "verified"), all_tell(told, "recovered")) == ((SaveId(1, 20),), None)
+
+
+def test_parts_written_by_different_tables_are_no_version(tmpfs: Path) -> None:
+    run(tmpfs, Plan(steps=[10, 20], tables={10: ["a", "a"], 20: ["a", "b"]}))
+    assert all_tell(run(tmpfs, Plan()), "found") == (1, 10)
+
+
+def test_files_beside_the_parts_come_back_on_every_node(tmpfs: Path) -> None:
+    run(tmpfs, Plan(steps=[10], sidecars={"metadata.json": b"{}"}))
+    lose(tmpfs, 1)
+    assert all_tell(run(tmpfs, Plan()), "found") == (1, 10)
+    for node in (0, 1):
+        assert (tmpfs / f"node-{node}" / "job" / "step-10_ckpt" / "metadata.json").read_bytes() == b"{}"
+
+
+def test_the_durable_store_is_gone_on_from_where_it_has_the_newest_version(tmpfs: Path) -> None:
+    url = f"file://{tmpfs}/durable"
+    run(tmpfs, Plan(steps=[10, 20], persisted=[10, 20], durable=url))
+    told = run(tmpfs, Plan(durable=url))
+    assert (all_tell(told, "found"), all_tell(told, "tier")) == ((1, 20), "memory")
+    for node in (0, 1):
+        damage(tmpfs, node, 1, 20)
+    told = run(tmpfs, Plan(durable=url, begin=False))
+    assert (all_tell(told, "found"), all_tell(told, "tier")) == ((1, 20), "persisted")
+    assert all_tell(told, "values") == [200.0, 201.0]
+    lose(tmpfs, 0)
+    lose(tmpfs, 1)
+    told = run(tmpfs, Plan(durable=url))
+    assert (all_tell(told, "found"), all_tell(told, "tier")) == ((1, 20), "persisted")
+    assert all_tell(told, "run") == 2
+    assert (all_tell(told, "verified"), all_tell(told, "recovered")) == ((), None)
+
+
+def test_a_damaged_durable_version_makes_all_step_back_to_memory(tmpfs: Path) -> None:
+    url = f"file://{tmpfs}/durable"
+    run(tmpfs, Plan(steps=[10, 20], persisted=[20], durable=url))
+    for node in (0, 1):
+        damage(tmpfs, node, 1, 20)
+    for path in (tmpfs / "durable").rglob("rank-00001-*.safetensors"):
+        path.unlink()
+    told = run(tmpfs, Plan(durable=url))
+    assert (all_tell(told, "found"), all_tell(told, "tier")) == ((1, 10), "memory")
+
+
+def test_a_durable_store_that_cannot_be_read_is_no_start_from_nothing(
+    tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Plan(durable="nosuchprotocol://bucket/job")
+    for told in call_team(play, tmpfs, 1, plan):
+        assert told["error"][0] == "NothingLoadableError"
+        assert "nosuchprotocol://bucket/job cannot be known" in told["error"][1]

@@ -1,0 +1,175 @@
+"""Ranks of a job that commit parts, recover and read, without a trainer: what a test says in a `Plan`.
+
+A copy is written by its holder, which knows what is in every part, so that no push is needed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ml_flashpoint.engine.copying import Copies
+from ml_flashpoint.engine.recovery import Found, Recovery
+from ml_flashpoint.engine.sidecars import sidecar_items, sidecar_labels
+from ml_flashpoint.format.errors import FlashpointError
+from ml_flashpoint.format.manifest import object_name
+from ml_flashpoint.format.object_format import plan_layout
+from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.memory.container import BaseContainer, Owner
+from ml_flashpoint.memory.lock import JobLock
+from ml_flashpoint.memory.pool import Pool, SlotRequest
+from ml_flashpoint.ranks.rank_group import rank_group
+from ml_flashpoint.ranks.retention import Keep
+from ml_flashpoint.ranks.strategies import checked_strategy
+from ml_flashpoint.stores.location import open_durable
+from tests.memory.support import fill, layout_of, value_of
+from tests.support.forked import Report
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the ranks of a job do, from start to end.
+
+    Attributes:
+        wanted: step to go back to; None for the newest version. anew: recover nothing.
+        steps: to save then.
+        absent: ranks that do not commit their parts of a step, by step. Nor have they copies.
+        uncopied: steps of which holders have no copies.
+        tables: name of each rank's table, for a step.
+        begin: False if the run is not to begin.
+        keep: verified versions that are kept.
+        persisted: steps that go to the durable store at ``durable``, too.
+        discard: versions that are found so often before the one that is gone on from are excluded.
+        refind: recover again at the end.
+        numbers: of a part.
+        sidecars: files beside the parts.
+    """
+
+    wanted: int | None = None
+    anew: bool = False
+    steps: Sequence[int] = ()
+    absent: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    uncopied: Sequence[int] = ()
+    tables: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    begin: bool = True
+    keep: int = 1
+    strategy: str = "pairwise"
+    persisted: Sequence[int] = ()
+    durable: str | None = None
+    discard: int = 0
+    read: Sequence[int] = ()
+    verified: bool = False
+    numbers: int = 5000
+    sidecars: Mapping[str, bytes] = field(default_factory=dict)
+
+
+class Job:
+    """One rank's side, open."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.ranks = plan, rank_group()
+        base = Path(os.environ["FLASHPOINT_TEST_BASE"])
+        ranks, size = self.ranks, self.ranks.world_size
+        self.lock = JobLock(base, ranks.job, 30.0)
+        self.container = BaseContainer(base, self.lock)
+        if ranks.is_node_leader:
+            self.container.clean()
+        ranks.all_ok(True)
+        self.strategy = checked_strategy(plan.strategy)
+        assert self.strategy is not None
+        topology = ranks.topology
+        held = {rank: self.strategy.held_by(rank, topology) for rank in topology.ranks_of(ranks.node)}
+        owners = [Owner(size, each) for rank in held for each in (rank, *held[rank])]
+        make = lambda rank: Pool(self.container, Owner(size, rank), keep=plan.keep, owners=owners)  # noqa: E731
+        self.pool = make(ranks.rank)
+        self.held = {rank: make(rank) for rank in held[ranks.rank]}
+        self.copies = Copies(ranks, self.strategy, self.container, self.held, host="127.0.0.1")
+        self.recovery = Recovery(
+            ranks, self.container, self.pool, self.copies, self.strategy, Keep(plan.keep), durable=plan.durable
+        )
+
+    def save(self, run: int, step: int, retained: Sequence[SaveId]) -> None:
+        plan, save, size = self.plan, SaveId(run, step), self.ranks.world_size
+        pools = [self.pool, *(() if step in plan.uncopied else self.held.values())]
+        for pool in pools:
+            rank = pool.owner.rank
+            if rank in plan.absent.get(step, ()):
+                continue
+            slot = pool.take(layout_of(plan.numbers).size + 4096, SlotRequest(save, retained))
+            assert slot is not None
+            manifest = fill(slot, save, rank, size, plan.numbers)
+            if plan.sidecars:
+                items = sidecar_items(plan.sidecars)
+                layout = plan_layout([("w", "float32", (plan.numbers,))], [(key, len(value)) for key, value in items])
+                entry = layout.by_key["w"]
+                slot.view(entry.begin, entry.end, torch.float32, entry.shape).fill_(value_of(save, rank))
+                record = slot.seal(object_name(rank, save.text), layout, [value for _, value in items])
+                manifest = replace(manifest, objects=(record,), labels=sidecar_labels(0))
+            if step in plan.tables:
+                manifest = replace(manifest, labels={"table": plan.tables[step][rank]})
+            pool.commit(slot, manifest)
+        if step in plan.persisted:
+            self.persist(save)
+
+    def persist(self, save: SaveId) -> None:
+        assert self.plan.durable is not None
+        store, rank = open_durable(self.plan.durable), self.ranks.rank
+        with self.container.open_part(save, rank) as part:
+            record = part.manifest.objects[0]
+            rest = bytes(record.file_size - record.size)
+            store.write_part(part.manifest, lambda _: [part.buffer[: record.size], rest])
+        self.ranks.all_ok(True)
+        if rank == 0:
+            store.complete(save.version, save.text, self.ranks.world_size)
+
+    def values(self, found: Found) -> list[float]:
+        """What the parts of all ranks say that they are."""
+        values = []
+        with self.recovery.reader(self.container.base / found.save.version) as reader:
+            assert (reader.save, reader.world_size, reader.tier) == (found.save, found.world_size, found.tier)
+            for rank in range(reader.world_size):
+                tensor = reader.open(rank).tensor("w")
+                assert bool((tensor == tensor[0]).all())
+                values.append(float(tensor[0]) - found.save.run * 10000)
+        return values
+
+
+def play(report: Report, rank: int, plan: Plan) -> dict[str, Any]:
+    """Recover, go on, save. Return what became of that on this rank."""
+    job = Job(plan)
+    told: dict[str, Any] = {"found": None}
+    try:
+        if not plan.anew and job.recovery.any_versions():
+            found, excluded = job.recovery.find(plan.wanted), set[SaveId]()
+            for _ in range(plan.discard):
+                assert found is not None
+                excluded.add(found.save)
+                found = job.recovery.find(plan.wanted, excluded=excluded)
+            if found is not None:
+                told["found"], told["values"] = tuple(found.save), job.values(found)
+                told["tier"] = found.tier
+            assert job.recovery.report is not None
+            told["fetched"], told["tries"] = job.recovery.report.fetched_bytes, job.recovery.report.tries
+        else:
+            found = None
+        report("found", told)
+        if plan.begin:
+            run, verdict = job.recovery.record(found)
+            told["run"], told["verified"], told["recovered"] = run, verdict.verified, verdict.recovered
+            for step in plan.steps:
+                job.save(run, step, verdict.retained)
+                verdict = replace(verdict, verified=(*verdict.verified, SaveId(run, step))[-plan.keep :], total=1)
+                if plan.verified:
+                    job.recovery.heard(verdict)
+        told["kept"] = [(each.step, each.verified, each.world_size) for each in job.recovery.versions()]
+    except FlashpointError as error:
+        told["error"] = (type(error).__name__, str(error))
+        told["parts_lost"] = getattr(error, "parts_lost", None)
+    job.ranks.all_ok(True)
+    job.copies.close()
+    return told

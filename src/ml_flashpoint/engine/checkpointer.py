@@ -630,6 +630,8 @@ class Checkpointer:
         try:
             self._copies.push(save, verdict, self._pool)
         except FlashpointError as error:
+            if self.stats.copy_error is None:  # once, until copies are made again
+                _log.error("replication fails, older versions stay: %s", error)
             self.stats.copy_error = str(error)
             self._emit(events.ReplicationFailed, save.step, error=str(error))
             raise
@@ -637,6 +639,8 @@ class Checkpointer:
         size = self.container.read_manifest(save, self.ranks.rank).objects[0].size
         self.stats.copied_bytes += size
         self.stats.copied_s += seconds
+        if self.stats.copy_error is not None:
+            _log.warning("replication works again from step %d on", save.step)
         self.stats.copy_error = None
         self._emit(events.PartReplicated, save.step, bytes=size, holders=holders, seconds=seconds)
 

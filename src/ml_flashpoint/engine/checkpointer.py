@@ -34,6 +34,7 @@ from ml_flashpoint.engine.recovery import Found, KeptVersion, Recovery
 from ml_flashpoint.engine.replicas import Replicas
 from ml_flashpoint.engine.rounds import Member, Verdict
 from ml_flashpoint.engine.save import Save, SaveStats, Terms
+from ml_flashpoint.engine.signals import InFlight, answer_sigterm, hold_up_sigterm, let_go_of_sigterm
 from ml_flashpoint.engine.store import open_store
 from ml_flashpoint.format.arguments import checked_base, checked_bool, checked_integer
 from ml_flashpoint.format.at_exit import at_exit
@@ -241,6 +242,10 @@ class Checkpointer:
         stack.callback(self._executor.close)
         if discard_existing or not self._recovery.any_versions():
             self.go_on_from(None)
+        if self._persister is not None and self.config.sigterm_grace_s is not None:
+            in_flight = InFlight(self._persister.hurry, self.finish, self.config.sigterm_grace_s)
+            hold_up_sigterm(in_flight)
+            stack.callback(let_go_of_sigterm, in_flight)
 
     def _together(self, action: Callable[[], _T]) -> _T:
         another = LoadError(
@@ -888,6 +893,7 @@ class Checkpointer:
         """End everything, saves in flight within ``FLASHPOINT_EXIT_DEADLINE_S``. Versions stay. Safe to call twice."""
         if os.getpid() != self._pid:
             return
+        answer_sigterm()
         with self._lock:
             if self._closed:
                 return

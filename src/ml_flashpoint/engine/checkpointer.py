@@ -561,46 +561,50 @@ class Checkpointer:
     # ---- the committing thread -------------------------------------------------------------------------------
 
     def _commit(self, save: Save, items: Items | None, extra: Sequence[BytesItem], labels: dict[str, str]) -> None:
-        with contextlib.suppress(Exception), self._working(save):
-            if items is not None:
-                self.fill(save, *items())
-            assert isinstance(save.content, Filled)
-            assert save.id is not None
-            save.content.staged.wait(save.terms.left_s)
-            saves.end(save.staged, None)
-            name = object_name(self.ranks.rank, save.id.text)
-            take = partial(self._take, save)
-            slot, record = self._writer.seal(take, save.content, extra, name, deadline_s=save.terms.left_s)
-            if save.terms.table:
-                labels[_TABLE] = save.terms.table
-            manifest = Manifest(
-                version=save.id.version,
-                rank=self.ranks.rank,
-                world_size=self.ranks.world_size,
-                save_id=save.id.text,
-                node=self.ranks.node,
-                objects=(record,),
-                labels=labels,
-            )
-            save.slot = save.content = None
-            self._pool.commit(slot, manifest)
-            board = self._board
-            if board is not None:
-                board.commit(save.id)
-            self._committed(save, manifest)
-            if board is not None:
-                self._judge(save, board.verdict)
-
-    def _committed(self, save: Save, manifest: Manifest) -> None:
+        try:
+            with self._working(save):
+                manifest = self._sealed(save, items, extra, labels)
+        except FlashpointError:  # which is that of the futures
+            return
         assert save.id is not None
-        size = manifest.objects[0].size
+        board, size = self._board, manifest.objects[0].size
         with self._lock:
             self.stats.committed += 1
             self.stats.last_committed = save.id.step
             self._is_skipping = False
         self._wanted = size
         self._emit(events.PartCommitted, save.id.step, bytes=size, seconds=time.monotonic() - save.terms.began)
+        if board is not None:
+            board.commit(save.id)
         saves.end(save.committed, manifest)
+        if board is not None:
+            self._judge(save, board.verdict)
+
+    def _sealed(self, save: Save, items: Items | None, extra: Sequence[BytesItem], labels: dict[str, str]) -> Manifest:
+        """Complete the object of a save, and commit it. Return its manifest."""
+        if items is not None:
+            self.fill(save, *items())
+        assert isinstance(save.content, Filled)
+        assert save.id is not None
+        save.content.staged.wait(save.terms.left_s)
+        saves.end(save.staged, None)
+        rank, take = self.ranks.rank, partial(self._take, save)
+        name = object_name(rank, save.id.text)
+        slot, record = self._writer.seal(take, save.content, extra, name, deadline_s=save.terms.left_s)
+        if save.terms.table:
+            labels[_TABLE] = save.terms.table
+        manifest = Manifest(
+            version=save.id.version,
+            rank=rank,
+            world_size=self.ranks.world_size,
+            save_id=save.id.text,
+            node=self.ranks.node,
+            objects=(record,),
+            labels=labels,
+        )
+        save.slot = save.content = None
+        self._pool.commit(slot, manifest)
+        return manifest
 
     def _idle(self) -> bool:
         """Have saves fail whose deadlines have passed, and make slots ahead. Return True if there may be more to do."""
@@ -912,8 +916,10 @@ class Checkpointer:
             _log.info("closed before the last saves were verified; they are committed on this node")
         if self._persister is not None:
             self._persister.finish(seal_deadline_s() if persist_deadline_s is None else persist_deadline_s)
+        is_reachable = self._board is None or self._board.error is None
         self._end_run(max(give_up - time.monotonic(), 0.1))
-        self._leave_store()
+        if is_reachable:
+            self._leave_store()
         self._stack.close()
 
     def _leave_store(self) -> None:

@@ -191,6 +191,10 @@ class Checkpointer:
         self._writer = PartWriter()
         self._wanted: int | None = None  # size of slots to be made ahead
         self._is_skipping = self._closed = False
+        for other in list(_live):
+            if other.base == self.base and not other.is_closed:
+                _log.warning("%s is opened again in this process, so the earlier Checkpointer is closed", self.base)
+                other.close(exit_deadline_s())
         with contextlib.ExitStack() as stack:
             self._open(stack, discard_existing=discard_existing)
             self._stack = stack.pop_all()
@@ -847,6 +851,11 @@ class Checkpointer:
             rank=self.ranks.rank,
             hint="save, load and wait in the process that it was constructed in",
         )
+
+    @property
+    def is_closed(self) -> bool:
+        """True once it is closed, or where this process is a forked child."""
+        return self._closed or os.getpid() != self._pid
 
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:

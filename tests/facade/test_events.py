@@ -107,7 +107,7 @@ def test_a_save_that_fails_before_its_write_is_told(base: Path) -> None:
         engine.saver.fail(engine.saver.begin(), SaveError("not today"))
         assert engine.saver.wait()
     assert [(type(event), event.step) for event in told] == [(SaveFailed, None)]
-    status = read_status(engine.store.directory)
+    status = read_status(engine.store.directory / "status.json")
     assert status is not None
     assert (status.failures, status.error) == (1, "not today")
 

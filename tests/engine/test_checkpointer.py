@@ -76,6 +76,18 @@ def test_versions_that_nobody_has_asked_about_are_not_overwritten(tmpfs: Path) -
         jobs.begin_and_commit(third, 1).verified.result(30)
 
 
+def test_of_two_in_one_process_the_later_one_counts(tmpfs: Path) -> None:
+    with Checkpointer(tmpfs / "job") as first:
+        jobs.begin_and_commit(first, 1).verified.result(30)
+        with Checkpointer(tmpfs / "job") as second:
+            assert first.is_closed
+            with pytest.raises(SaveError, match="is closed"):
+                first.begin(2)
+            first.close()
+            assert second.latest() == second.version(1)
+            jobs.begin_and_commit(second, 2).verified.result(30)
+
+
 def test_a_save_that_fails_leaves_no_trace(checkpointer: Checkpointer) -> None:
     for step in (1, 2, 3):
         save = checkpointer.begin(step)

@@ -34,6 +34,7 @@ from ml_flashpoint.engine.recovery import Found, KeptVersion, Recovery
 from ml_flashpoint.engine.replicas import Replicas
 from ml_flashpoint.engine.rounds import Member, Verdict
 from ml_flashpoint.engine.save import Save, SaveStats, Terms
+from ml_flashpoint.engine.signals import InFlight, answer_sigterm, hold_up_sigterm, let_go_of_sigterm
 from ml_flashpoint.engine.store import open_store
 from ml_flashpoint.format.arguments import checked_base, checked_bool, checked_integer
 from ml_flashpoint.format.at_exit import at_exit
@@ -190,6 +191,10 @@ class Checkpointer:
         self._writer = PartWriter()
         self._wanted: int | None = None  # size of slots to be made ahead
         self._is_skipping = self._closed = False
+        for other in list(_live):
+            if other.base == self.base and not other.is_closed:
+                _log.warning("%s is opened again in this process, so the earlier Checkpointer is closed", self.base)
+                other.close(exit_deadline_s())
         with contextlib.ExitStack() as stack:
             self._open(stack, discard_existing=discard_existing)
             self._stack = stack.pop_all()
@@ -241,6 +246,10 @@ class Checkpointer:
         stack.callback(self._executor.close)
         if discard_existing or not self._recovery.any_versions():
             self.go_on_from(None)
+        if self._persister is not None and self.config.sigterm_grace_s is not None:
+            in_flight = InFlight(self._persister.hurry, self.finish, self.config.sigterm_grace_s)
+            hold_up_sigterm(in_flight)
+            stack.callback(let_go_of_sigterm, in_flight)
 
     def _together(self, action: Callable[[], _T]) -> _T:
         another = LoadError(
@@ -556,46 +565,50 @@ class Checkpointer:
     # ---- the committing thread -------------------------------------------------------------------------------
 
     def _commit(self, save: Save, items: Items | None, extra: Sequence[BytesItem], labels: dict[str, str]) -> None:
-        with contextlib.suppress(Exception), self._working(save):
-            if items is not None:
-                self.fill(save, *items())
-            assert isinstance(save.content, Filled)
-            assert save.id is not None
-            save.content.staged.wait(save.terms.left_s)
-            saves.end(save.staged, None)
-            name = object_name(self.ranks.rank, save.id.text)
-            take = partial(self._take, save)
-            slot, record = self._writer.seal(take, save.content, extra, name, deadline_s=save.terms.left_s)
-            if save.terms.table:
-                labels[_TABLE] = save.terms.table
-            manifest = Manifest(
-                version=save.id.version,
-                rank=self.ranks.rank,
-                world_size=self.ranks.world_size,
-                save_id=save.id.text,
-                node=self.ranks.node,
-                objects=(record,),
-                labels=labels,
-            )
-            save.slot = save.content = None
-            self._pool.commit(slot, manifest)
-            board = self._board
-            if board is not None:
-                board.commit(save.id)
-            self._committed(save, manifest)
-            if board is not None:
-                self._judge(save, board.verdict)
-
-    def _committed(self, save: Save, manifest: Manifest) -> None:
+        try:
+            with self._working(save):
+                manifest = self._sealed(save, items, extra, labels)
+        except FlashpointError:  # which is that of the futures
+            return
         assert save.id is not None
-        size = manifest.objects[0].size
+        board, size = self._board, manifest.objects[0].size
         with self._lock:
             self.stats.committed += 1
             self.stats.last_committed = save.id.step
             self._is_skipping = False
         self._wanted = size
         self._emit(events.PartCommitted, save.id.step, bytes=size, seconds=time.monotonic() - save.terms.began)
+        if board is not None:
+            board.commit(save.id)
         saves.end(save.committed, manifest)
+        if board is not None:
+            self._judge(save, board.verdict)
+
+    def _sealed(self, save: Save, items: Items | None, extra: Sequence[BytesItem], labels: dict[str, str]) -> Manifest:
+        """Complete the object of a save, and commit it. Return its manifest."""
+        if items is not None:
+            self.fill(save, *items())
+        assert isinstance(save.content, Filled)
+        assert save.id is not None
+        save.content.staged.wait(save.terms.left_s)
+        saves.end(save.staged, None)
+        rank, take = self.ranks.rank, partial(self._take, save)
+        name = object_name(rank, save.id.text)
+        slot, record = self._writer.seal(take, save.content, extra, name, deadline_s=save.terms.left_s)
+        if save.terms.table:
+            labels[_TABLE] = save.terms.table
+        manifest = Manifest(
+            version=save.id.version,
+            rank=rank,
+            world_size=self.ranks.world_size,
+            save_id=save.id.text,
+            node=self.ranks.node,
+            objects=(record,),
+            labels=labels,
+        )
+        save.slot = save.content = None
+        self._pool.commit(slot, manifest)
+        return manifest
 
     def _idle(self) -> bool:
         """Have saves fail whose deadlines have passed, and make slots ahead. Return True if there may be more to do."""
@@ -625,6 +638,8 @@ class Checkpointer:
         try:
             self._copies.push(save, verdict, self._pool)
         except FlashpointError as error:
+            if self.stats.copy_error is None:  # once, until copies are made again
+                _log.error("replication fails, older versions stay: %s", error)
             self.stats.copy_error = str(error)
             self._emit(events.ReplicationFailed, save.step, error=str(error))
             raise
@@ -632,6 +647,8 @@ class Checkpointer:
         size = self.container.read_manifest(save, self.ranks.rank).objects[0].size
         self.stats.copied_bytes += size
         self.stats.copied_s += seconds
+        if self.stats.copy_error is not None:
+            _log.warning("replication works again from step %d on", save.step)
         self.stats.copy_error = None
         self._emit(events.PartReplicated, save.step, bytes=size, holders=holders, seconds=seconds)
 
@@ -835,6 +852,11 @@ class Checkpointer:
             hint="save, load and wait in the process that it was constructed in",
         )
 
+    @property
+    def is_closed(self) -> bool:
+        """True once it is closed, or where this process is a forked child."""
+        return self._closed or os.getpid() != self._pid
+
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
             raise self._forked()
@@ -888,6 +910,7 @@ class Checkpointer:
         """End everything, saves in flight within ``FLASHPOINT_EXIT_DEADLINE_S``. Versions stay. Safe to call twice."""
         if os.getpid() != self._pid:
             return
+        answer_sigterm()
         with self._lock:
             if self._closed:
                 return
@@ -902,8 +925,10 @@ class Checkpointer:
             _log.info("closed before the last saves were verified; they are committed on this node")
         if self._persister is not None:
             self._persister.finish(seal_deadline_s() if persist_deadline_s is None else persist_deadline_s)
+        is_reachable = self._board is None or self._board.error is None
         self._end_run(max(give_up - time.monotonic(), 0.1))
-        self._leave_store()
+        if is_reachable:
+            self._leave_store()
         self._stack.close()
 
     def _leave_store(self) -> None:

@@ -166,6 +166,12 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         """
         return self._local.checkpointer(version)
 
+    def enter(self, version: CheckpointContainerId) -> Checkpointer:
+        """Note that all ranks are about to save a version, and return its checkpointer. Collective the first time, and
+        where the step was saved before: that begins a new run."""
+        self._local.enter(version)
+        return self._local.checkpointer(version)
+
     def stage_tensors(
         self, save: Save, tensors: Sequence[TensorItem], byte_keys: Sequence[str] = ()
     ) -> Sequence[torch.Tensor]:
@@ -355,10 +361,10 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
                 raise call.trouble
             if call.version is None:
                 raise SaveError("write_data comes before reset")
-            keys = known.keys if (known := self._written) is not None and known.plan is plan else item_keys(plan.items)
-            tensors, byte_items = self.items(plan, planner, keys)
             if call.save is None:
                 call.save = self._saves.begin(call.version, None, call)
+            keys = known.keys if (known := self._written) is not None and known.plan is plan else item_keys(plan.items)
+            tensors, byte_items = self.items(plan, planner, keys)
             self._saves.fill(call.save, tensors, byte_items)
             if not call.is_coordinator and call.use_collectives:
                 self._commit(call, {})

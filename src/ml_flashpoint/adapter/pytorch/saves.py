@@ -171,6 +171,7 @@ class Staged:
     def fail(self, error: Exception) -> None:
         """Give it up. Safe to repeat, and after it was committed."""
         self.error = self.error or error
+        self._clones = None
         if self.save is not None and self._checkpointer is not None:
             self._checkpointer.fail(self.save, error)
 
@@ -206,6 +207,8 @@ class Staged:
             return self._clones.tensor_at(offset, dtype, shape)
         if self.save is None or self._checkpointer is None:
             raise SaveError("nothing was staged")
+        if self.error is not None:
+            raise self.error
         return self._checkpointer.tensor_at(self.save, offset, dtype, shape)
 
     # ---- order ------------------------------------------------------------------------------------------------

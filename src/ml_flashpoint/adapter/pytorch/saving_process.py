@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_WIRE = Dialect(b"ml-flashpoint saving process 2", errors_of(errors), SaveError, json_bytes=64 << 20)
+WIRE = Dialect(b"ml-flashpoint saving process 2", errors_of(errors), SaveError, json_bytes=64 << 20)
 _ALIGNMENT = 16
 _PIECE_BYTES = 64 << 20
 _PIECE_BLOBS = 1024
@@ -140,7 +140,7 @@ class SaveServer:
             folder = os.open(private, os.O_PATH | os.O_CLOEXEC)
             try:
                 path = f"/proc/self/fd/{folder}/socket"
-                server = RequestServer(self._secret, self, _WIRE, unix_path=path, idle_s=seal_deadline_s())
+                server = RequestServer(self._secret, self, WIRE, unix_path=path, idle_s=seal_deadline_s())
                 self._socket = os.open(path, os.O_PATH | os.O_CLOEXEC)
             finally:
                 os.close(folder)
@@ -189,7 +189,7 @@ class SaveServer:
             for blob in blobs:
                 session.received += blob
         elif op == "fail":
-            self._saves.fail(session.save, _WIRE.rebuild(fields["error"]))
+            self._saves.fail(session.save, WIRE.rebuild(fields["error"]))
         elif session.save is None:
             raise ProtocolError(f"{op} comes before a save was begun")
         elif op == "fill":
@@ -359,7 +359,7 @@ class RemoteSaves:
     def fail(self, save: RemoteSaves | None, error: BaseException) -> None:
         """See `saves.Saves`."""
         with contextlib.suppress(FlashpointError):  # the trainer is gone, or has given it up before
-            self._request("fail", {"error": _WIRE.describe(error)})
+            self._request("fail", {"error": WIRE.describe(error)})
         self._close()
 
     def note_held(self, version: CheckpointContainerId, seconds: float) -> None:
@@ -370,7 +370,7 @@ class RemoteSaves:
         if self._connection is None:
             address = ("unix", self._address)
             timeout_s = collective_deadline_s()
-            self._connection = Connection(address, self._secret, _WIRE, connect_timeout_s=timeout_s)
+            self._connection = Connection(address, self._secret, WIRE, connect_timeout_s=timeout_s)
         if self._staged is not None and self._staged.others is not None:
             fields = {**fields, "others": sorted(self._staged.others)}
         self._connection.request(op, fields, blobs, timeout_s=seal_deadline_s())

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 import torch.distributed as dist
 
@@ -45,8 +46,9 @@ def save_steps(report: Report, rank: int, steps: int) -> tuple[dict[int, list[in
         newest = max(checkpointer.container.list_versions())
         values = []
         for each in sorted(parts[newest.step]):
-            with checkpointer.container.open_part(newest, each) as part:
-                values.append(float(torch.frombuffer(bytearray(part.buffer), dtype=torch.float32).max()))
+            name = checkpointer.container.read_manifest(newest, each).objects[0].name
+            found = safetensors.torch.load_file(Path(base()) / newest.version / name)
+            values.append(float(found["model.w"].max()))
         assert checkpointer.stats.copied_bytes > 0
         return parts, values
 
@@ -104,11 +106,6 @@ def open_elsewhere(report: Report, folder: str) -> str:
     except JobInUseError as error:
         return type(error).__name__
     return "opened"
-
-
-def leave_open(report: Report, folder: str) -> None:
-    """Commit without waiting, and end the process without a close."""
-    begin_and_commit(Checkpointer(folder), 1)
 
 
 def fork_beside_a_save(report: Report, folder: str) -> list[Any]:

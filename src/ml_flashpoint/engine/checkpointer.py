@@ -31,6 +31,7 @@ from ml_flashpoint.engine.copying import Copies
 from ml_flashpoint.engine.persist import Persister, PersistHealth
 from ml_flashpoint.engine.reader import RecoveryReport, VersionReader
 from ml_flashpoint.engine.recovery import Found, KeptVersion, Recovery
+from ml_flashpoint.engine.replicas import Replicas
 from ml_flashpoint.engine.rounds import Member, Verdict
 from ml_flashpoint.engine.save import Save, SaveStats, Terms
 from ml_flashpoint.engine.store import open_store
@@ -160,6 +161,7 @@ class Checkpointer:
         base: base container. ranks: the ranks that use it together. strategy: who holds copies of whose parts.
         container: the store of versions on this node.
         stats: counters of what became of the saves of this rank.
+        replicas: who writes what of the state that several ranks have alike.
 
     Raises:
         InvalidArgumentError: an argument is unusable, or differs between ranks.
@@ -219,6 +221,7 @@ class Checkpointer:
         stack.callback(self._copies.close)
         self._store = open_store(ranks)
         stack.callback(self._store.close)
+        self.replicas = Replicas(ranks.rank, ranks.world_size, self._store)
         persist = self.config.persist
         self._recovery = Recovery(
             ranks,
@@ -732,6 +735,7 @@ class Checkpointer:
             connect=lambda: self._store.connect(f"run-{run}"),
             push=self._push,
             heard=self._heard,
+            also=lambda store, newest: None if store is None else self.replicas.answer(),
             emit=self._emit,
             persist_every=0 if persist is None else persist.every,
             persister_is_busy=lambda: self._persister is not None and self._persister.is_busy,
@@ -794,6 +798,12 @@ class Checkpointer:
     def run(self) -> int:
         """Number of the run; 0 while versions are there that nobody has asked about."""
         return self._run
+
+    @property
+    def board_error(self) -> str | None:
+        """The reason why nothing new can be verified now; None while the board works."""
+        board = self._board
+        return None if board is None else board.error
 
     def check_asked(self, call: str, *, hint: str | None = None) -> None:
         """Raise, on all ranks, if there are versions that nobody has asked about.

@@ -63,7 +63,7 @@ class SlotRequest:
 
     @property
     def left_alone(self) -> frozenset[SaveId]:
-        """The saves whose slots are not taken over from ranks that are gone: of this one they have other ranks' parts."""
+        """The saves whose slots are not taken over from ranks that are gone."""
         return frozenset(self.retained) | ({self.save} if self.save is not None else set())
 
 
@@ -344,7 +344,7 @@ class Pool:
             True if there was something to do, and may be more.
         """
         for slot in self.slots:
-            if not slot.is_prepared:
+            if slot.is_due:
                 slot.prepare()
                 return True
         with self._lock:

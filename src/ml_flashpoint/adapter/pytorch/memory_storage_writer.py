@@ -166,6 +166,12 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         """
         return self._local.checkpointer(version)
 
+    def enter(self, version: CheckpointContainerId) -> Checkpointer:
+        """Note that all ranks are about to save a version, and return its checkpointer. Collective the first time, and
+        where the step was saved before: that begins a new run."""
+        self._local.enter(version)
+        return self._local.checkpointer(version)
+
     def stage_tensors(
         self, save: Save, tensors: Sequence[TensorItem], byte_keys: Sequence[str] = ()
     ) -> Sequence[torch.Tensor]:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from ml_flashpoint import Flashpoint, Keep
-from ml_flashpoint.config import Config
 from ml_flashpoint.cli.ls import list_versions
+from ml_flashpoint.config import Config
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, LoadError, SaveError, UnaskedVersionsError
 from ml_flashpoint.tools.items import open_version

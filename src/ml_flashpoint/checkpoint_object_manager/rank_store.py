@@ -45,7 +45,6 @@ from ml_flashpoint.format.errors import CapacityError, FlashpointError
 from ml_flashpoint.format.lineage import Lineage, read_lineage
 from ml_flashpoint.format.manifest import Manifest
 from ml_flashpoint.format.private_folders import sweep_folder
-from ml_flashpoint.format.status import NAME as STATUS
 from ml_flashpoint.memory.lock import JobLock
 
 _log = logging.getLogger(__name__)
@@ -427,7 +426,7 @@ class RankStore:
 
     def _inherit(self) -> None:
         """Take over what an earlier process of this rank left: committed parts stay, the rest is swept."""
-        sweep_folder(self.directory, lambda name: is_arena(Path(name)) or name in (LOCK, RESERVE, STATUS))
+        sweep_folder(self.directory, lambda name: is_arena(Path(name)) or name in (LOCK, RESERVE, "status.json"))
         try:  # it holds until ranks have come together
             self.retained.lineage = read_lineage(self.base / PRIVATE_DIR)
         except (FlashpointError, OSError) as error:
@@ -460,7 +459,7 @@ class RankStore:
             self.arenas.discard(self.arenas.free)
             if not self._parts:
                 # The lock's file goes while it is held: who opens it just before finds out, see `take_lock`.
-                for name in (RESERVE, STATUS, LOCK):
+                for name in (RESERVE, "status.json", LOCK):
                     (self.directory / name).unlink(missing_ok=True)
                 with contextlib.suppress(OSError):
                     self.directory.rmdir()

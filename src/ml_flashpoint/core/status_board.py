@@ -38,8 +38,8 @@ class StatusBoard:
     """
 
     def __init__(self, store: RankStore, group: RankGroup, strategy: ReplicationStrategy) -> None:
-        self._store, self._directory = store, store.directory
-        before = read_status(self._directory)
+        self._store, self._path = store, store.directory / "status.json"
+        before = read_status(self._path)
         since_s, starts = (before.since_s, before.starts) if before is not None and before.since_s else (time.time(), 0)
         topology = group.topology
         self._status = RankStatus(
@@ -72,7 +72,7 @@ class StatusBoard:
     def _write(self) -> None:
         try:
             self._store.check_job()
-            write_status(self._directory, self._status)
+            write_status(self._path, self._status)
         except (OSError, UnsafePathError, JobInUseError) as error:
             if not self._failed:
                 _log.warning("the status of rank %d cannot be written: %s", self._status.rank, error)

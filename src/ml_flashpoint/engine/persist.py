@@ -1,12 +1,12 @@
 """Writes verified versions to a durable store, in the background, while training and saves go on.
 
-The leader of the board chooses which (`rounds.Verdict.persist`). Each rank then writes its own part, from its slot, which
-is not reused meanwhile. Rank 0 waits for the manifests of the others in the store, writes the marker, and removes what is
-too old. How versions lie there is for `stores.durable`. At a planned end, and at SIGTERM, the newest verified version
-is persisted.
+The leader of the board chooses which (`rounds.Verdict.persist`). Each rank then writes its own part, from its slot,
+which is not reused meanwhile. Rank 0 waits for the manifests of the others in the store, writes the marker, and removes
+what is too old. How versions lie there is for `stores.durable`. At a planned end, and at SIGTERM, the newest verified
+version is persisted.
 
-A rank that cannot write its part publishes that in the job's store, so that rank 0 waits for that part no longer. Nothing
-here can delay or fail a save: a durable store that hangs keeps this thread, and one slot.
+A rank that cannot write its part publishes that in the job's store, so that rank 0 waits for that part no longer.
+Nothing here can delay or fail a save: a durable store that hangs keeps this thread, and one slot.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Persister:
         """True while no other version should become due: asked on rank 0."""
         with self._changed:
             # A store that is slow to open has its first version, too: there may be no other one for long.
-            ready = self._owns or not self._is_asked
+            ready = self.owns_store or not self._is_asked
             return not ready or self._next is not None or self._task is not None
 
     def _give(self, save: SaveId) -> None:
@@ -188,7 +188,7 @@ class Persister:
             except _SupersededError:
                 _log.debug("%s is not persisted: a newer version is, or none any more", task and task.save)
             except Exception as error:  # whatever a filesystem's client raises
-                self._fail(task and task.save, error)
+                self._fail(None if task is None else task.save, error)
                 may_be_dead = self._ownership is not None and self._ownership.owner_may_be_dead
                 self._tries_left -= 0.1 if isinstance(error, JobInUseError) and may_be_dead else 1
             finally:
@@ -217,7 +217,7 @@ class Persister:
                 tries_again = self._next is None and not self._closing
         if tries_again and newest is not None:
             self._give(newest)
-        if not self._owns:
+        if not self.owns_store:
             return min(self._period_s / 4, _LAST_POLL_S)
         if self._rank == 0 or self._written is None:
             return None
@@ -230,7 +230,8 @@ class Persister:
         return _FIRST_POLL_S if task is not None else min(2 * (waited_s or _FIRST_POLL_S), _IDLE_POLL_S)
 
     @property
-    def _owns(self) -> bool:
+    def owns_store(self) -> bool:
+        """True once this process may persist there: on rank 0, no other job does."""
         return self._rank != 0 or (self._ownership is not None and self._ownership.taken)
 
     def _store(self) -> DurableVersions:
@@ -240,7 +241,7 @@ class Persister:
 
     def _own(self) -> None:
         """Be the process that completes versions at this URL, and look which there are."""
-        if self._owns:
+        if self.owns_store:
             return
         store = self._store()
         if self._ownership is None:
@@ -290,7 +291,7 @@ class Persister:
         for begin in range(record.size, record.file_size, len(_ZEROS)):
             self._go_on(task)
             yield memoryview(_ZEROS)[: record.file_size - begin]
-        self._go_on(task)
+        self._pause(task, 0)
 
     def _pause(self, task: _Task, count: int) -> None:
         """Wait as long as the limit on bytes a second asks for, before so many bytes more."""

@@ -103,7 +103,9 @@ class Slot:
         self._pages = self._mapping.pages = PageLock(self.address, self.size)
 
     @classmethod
-    def make(cls, path: Path, size: int, *, go_on: Callable[[int], bool] = lambda left: True) -> Slot:
+    def make(
+        cls, path: Path, size: int, *, go_on: Callable[[int], bool] = lambda left: True, prepare: bool = True
+    ) -> Slot:
         """Make a file of ``size`` bytes, rounded up to pages, and fault it in. It appears at ``path`` whole.
 
         Args:
@@ -111,6 +113,7 @@ class Slot:
             size: at least 1.
             go_on: called with the bytes that are still to be reserved, before each step of reserving them; False ends
                 it. Other processes take memory at the same time.
+            prepare: False where another process writes to the slot: this one then has no use for faulted pages yet.
 
         Raises:
             CapacityError: there is no room. Nothing is left behind.
@@ -138,7 +141,8 @@ class Slot:
                 raise _no_room(size, path) from error
             hint = "look at the limits of this process (ulimit -n, ulimit -v)"
             raise SaveError(f"cannot make a slot: {error.strerror}", path=path, hint=hint) from error
-        slot.prepare()
+        if prepare:
+            slot.prepare()
         return slot
 
     @classmethod

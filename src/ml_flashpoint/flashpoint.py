@@ -385,7 +385,9 @@ class Flashpoint:
         """
         deadline_s = self._deadline_s if deadline_s is None else checked_seconds("deadline_s", deadline_s)
         self._check_process()
-        ended = self._checkpointer.wait(deadline_s)
+        until = time.monotonic() + deadline_s
+        # A save that is passed over is not waited for by the engine, but becomes this rank's newest version.
+        ended = self._saves.await_commits(deadline_s) and self._checkpointer.wait(max(until - time.monotonic(), 1e-3))
         self._raise_failure()
         return ended
 

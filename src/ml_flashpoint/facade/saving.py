@@ -112,8 +112,12 @@ class Saves:
 
     def _save(self, step: int, began: float, *, explicit: bool) -> None:
         checkpointer, name = self._checkpointer, SaveId(self._checkpointer.run, step)
-        if self._last is not None and self._last.id == name and not _has_failed(self._last):
-            return  # it is that version
+        if self._last is not None and self._last.id == name:  # a step is saved once in a run
+            if _has_failed(self._last):
+                text = "the save of this step was skipped, or failed, and a step is saved once"
+                hint = "save the next step"
+                self._fail(step, SaveError(text, step=step, rank=self._ranks.rank, hint=hint))
+            return
         tree: Tree | None = None
         error: Exception | None = None
         try:

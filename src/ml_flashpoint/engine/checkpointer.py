@@ -32,7 +32,7 @@ from ml_flashpoint.engine.persist import Persister, PersistHealth
 from ml_flashpoint.engine.reader import RecoveryReport, VersionReader
 from ml_flashpoint.engine.recovery import Found, KeptVersion, Recovery
 from ml_flashpoint.engine.replicas import Replicas
-from ml_flashpoint.engine.rounds import Member, Verdict
+from ml_flashpoint.engine.rounds import Fate, Member, Verdict
 from ml_flashpoint.engine.save import Save, SaveStats, Terms
 from ml_flashpoint.engine.signals import InFlight, answer_sigterm, hold_up_sigterm, let_go_of_sigterm
 from ml_flashpoint.engine.status import StatusBoard
@@ -683,18 +683,19 @@ class Checkpointer:
     def _judge(self, save: Save, verdict: Verdict) -> None:
         """End `Save.verified` if a verdict decides about the save."""
         assert save.id is not None
-        step, why = save.id.step, None
-        if save.id in verdict.verified:
+        step, fate = save.id.step, verdict.fate(save.id, explicit=save.terms.explicit)
+        if fate is Fate.VERIFIED:
             if saves.end(save.verified, None):
                 with self._lock:
                     self.stats.verified += 1
                     self.stats.last_verified = step
                 self._emit(events.VersionVerified, step, seconds=time.monotonic() - save.terms.began)
-        elif save.id < verdict.newest:
-            why = f"step {verdict.newest.step} is verified instead"
-        elif save.id < verdict.first and not save.terms.explicit:
+        elif fate is Fate.SUPERSEDED:
             why = "the ranks go on with a later one"
-        if why is not None:
+            if save.id in verdict.lost:
+                why = "some rank has no part of it"
+            elif save.id < verdict.newest:
+                why = f"step {verdict.newest.step} is verified instead"
             error = SupersededError(f"the save is not verified: {why}", step=step, rank=self.ranks.rank)
             saves.fail(save.verified, error)
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 
@@ -180,18 +180,6 @@ class ObjectReader:
         return self._buffer[entry.begin : entry.end]
 
 
-class Parts(Protocol):
-    """The parts of one version in one tier. Implemented by `MemoryParts` and `DurableParts`."""
-
-    def manifest(self, rank: int) -> Manifest:
-        """Return the manifest of a rank's part."""
-        ...
-
-    def open(self, rank: int, stack: contextlib.ExitStack) -> ObjectReader:
-        """Return a reader of a rank's object. ``stack`` unlocks it."""
-        ...
-
-
 class MemoryParts:
     """Parts in base containers: of this node where they are here, else of their holders.
 
@@ -217,7 +205,7 @@ class MemoryParts:
         self._nodes_of, self._checked = nodes_of, checked
 
     def manifest(self, rank: int) -> Manifest:
-        """See `Parts`."""
+        """Return the manifest of a rank's part."""
         try:
             return self._container.read_manifest(self._save, rank)
         except _ELSEWHERE:
@@ -226,7 +214,7 @@ class MemoryParts:
         return self._copies.read_manifest(self._save, rank, nodes, until=time.monotonic() + recovery_deadline_s())
 
     def open(self, rank: int, stack: contextlib.ExitStack) -> ObjectReader:
-        """See `Parts`."""
+        """Return a reader of a rank's object; ``stack`` unlocks it."""
         until = time.monotonic() + recovery_deadline_s()
         nodes = self._nodes_of(rank)
         try:
@@ -285,13 +273,13 @@ class DurableParts:
         self._manifests: dict[int, Manifest] = {}
 
     def manifest(self, rank: int) -> Manifest:
-        """See `Parts`."""
+        """See `MemoryParts.manifest`."""
         if rank not in self._manifests:
             self._manifests[rank] = waited_for(lambda: self._store.manifest(self._version, rank), self._store.path)
         return self._manifests[rank]
 
     def open(self, rank: int, stack: contextlib.ExitStack) -> ObjectReader:
-        """See `Parts`."""
+        """See `MemoryParts.open`."""
         manifest = self.manifest(rank)
         record = manifest.objects[0]
         path = self._store.path_of(manifest, record)
@@ -317,7 +305,7 @@ class VersionReader:
         version: CheckpointContainerId,
         save: SaveId,
         world_size: int,
-        parts: Parts,
+        parts: MemoryParts | DurableParts,
         tier: Literal["memory", "persisted"] = "memory",
     ) -> None:
         self.version, self.save, self.world_size = version, save, world_size

@@ -279,7 +279,7 @@ def test_object_that_refuses_its_state(base: Path) -> None:
     assert refusing.value == 10
     shutil.rmtree(base / "step-1_ckpt")
     generators = torch.get_rng_state()
-    with pytest.raises(NothingLoadableError, match="step-2_ckpt of run 1 .the job has gone back from it."):
+    with pytest.raises(NothingLoadableError, match=r"step-2_ckpt of run 1 .the job has gone back from it."):
         resumed(base, stored=refusing)
     assert torch.equal(torch.get_rng_state(), generators)
 

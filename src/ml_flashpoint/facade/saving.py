@@ -43,6 +43,10 @@ _log = logging.getLogger(__name__)
 _DIGITS = re.compile(r"\d+")
 
 
+class _InterruptedError(SaveError):
+    """The program was interrupted in the midst of a save."""
+
+
 class Saves:
     """The saves of one rank. Begun by the training thread; everything else may be called from any.
 
@@ -137,10 +141,11 @@ class Saves:
             if error is not None or tree is None:
                 raise error or SaveError("nothing was saved")
             self._stage(save, tree)
-        except BaseException as caught:
+        except Exception as caught:
             checkpointer.fail(save, caught)
-            if not isinstance(caught, Exception):  # the program is being interrupted
-                raise
+        except BaseException:  # the program is being interrupted
+            checkpointer.fail(save, _InterruptedError("interrupted", step=step, rank=self._ranks.rank))
+            raise
 
     def _look(self, save: SaveId) -> Tree:
         """Flatten the state. Afterwards there is a share of it, which this rank writes."""
@@ -194,7 +199,7 @@ class Saves:
     def _ended(self, step: int, began: float, committed: Future[Manifest]) -> None:
         error = committed.exception()
         if error is not None:
-            if isinstance(error, Exception) and not isinstance(error, SkippedError):  # else the program says so itself
+            if not isinstance(error, (SkippedError, _InterruptedError)):  # of which the program knows
                 self._fail(step, error)
             return
         with self._lock:

@@ -13,8 +13,8 @@ from ml_flashpoint.format.errors import SaveError
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.container import BaseContainer
 from ml_flashpoint.memory.lineage import read_records, write_record
-from tests.support.forked import Team
-from tests.workers.recovery_job import Plan, play
+from tests.support.forked import Team, call_team
+from tests.workers.recovery_job import Plan, go_on, play
 
 pytestmark = pytest.mark.damages_on_purpose
 Told = list[dict[str, Any]]
@@ -69,6 +69,14 @@ def test_a_lost_nodes_parts_are_fetched_and_its_copies_are_left_to_the_rounds(tm
     assert [each["fetched"] > 0 for each in told] == [False, True]
     assert all_tell(told, "recovered") == SaveId(1, 20)
     assert all_tell(told, "verified") == ()
+
+
+def test_the_copies_that_a_recovered_version_lacks_are_pushed_first(tmpfs: Path) -> None:
+    assert call_team(go_on, tmpfs, 2, [1, 2]) == [[(2, True, 2), (1, True, 2)]] * 2
+    for node in (1, 0):
+        lose(tmpfs, node)
+        last = 3 - node + 1
+        assert call_team(go_on, tmpfs, 2, [last]) == [[(last, True, 2), (last - 1, True, 2)]] * 2
 
 
 def test_ranks_that_have_changed_nodes_fetch_their_parts(tmpfs: Path) -> None:

@@ -44,8 +44,6 @@ _NO_LENGTH: Final = bytes(8)
 _MAX_KEPT: Final = 16 << 10
 _MAX_INT_BITS: Final = 4096
 _FLOAT: Final = struct.Struct(">d")
-
-
 _INCARNATION: Final = re.compile(r"[0-9a-f]{16}")
 _TOKEN_AT: Final = 8
 
@@ -77,8 +75,8 @@ def check_header(buffer: Buffer, value_id: str, file_size: int | None = None) ->
 
 
 def value_id_of(buffer: Buffer, file_size: int) -> str:
-    """Return the id of the value in an object. ``buffer``: the object, up to its used size. ``file_size``: bytes of its whole
-    file. Raises `ObjectFormatError`: it holds no value."""
+    """Return the id of the value in an object. ``buffer``: the object, up to its used size. ``file_size``: bytes of its
+    whole file. Raises `ObjectFormatError`: it holds no value."""
     with memoryview(buffer) as view:
         found = parse_header(view, file_size).metadata.get("value")
     if found is None:

@@ -81,17 +81,19 @@ def test_a_fetched_object_is_what_is_held(size: int) -> None:
     assert into == data
 
 
-def test_any_range_can_be_fetched() -> None:
-    data = pattern(100_000)
+def test_any_run_of_blocks_can_be_fetched() -> None:
+    data = pattern(3 * BLOCK + 7)
     with serving(MemoryStore({PART: data})) as service, connection_to(service) as peer:
-        for begin, end in ((0, 100_000), (0, 0), (99_999, 100_000), (100_000, 100_000), (4095, 70_001)):
-            into = bytearray(end - begin)
-            peer.read(PART, begin, memoryview(into))
-            assert into == data[begin:end]
-        for offset in (100_000, 2**63 - 1):
-            with pytest.raises(ProtocolError, match="100000") as caught:
-                peer.read(PART, offset, memoryview(bytearray(1)))
-            assert (caught.value.step, caught.value.rank, caught.value.node) == (5, 3, "n2")
+        for first, end in ((0, 4), (0, 1), (3, 4), (1, 3)):
+            expected = data[first * BLOCK : end * BLOCK]
+            into = bytearray(len(expected))
+            with memoryview(into) as view, BlockChecker(record_of(data), view, NAME, first) as blocks:
+                peer.fetch(PART, blocks)
+            assert into == expected
+        longer = data + bytes(BLOCK)
+        with pytest.raises(ProtocolError, match=f"{len(data)}") as caught:
+            fetch(peer, longer, bytearray(len(longer)))
+        assert (caught.value.step, caught.value.rank, caught.value.node) == (5, 3, "n2")
 
 
 def test_buffers_of_other_element_types_are_taken_as_bytes() -> None:
@@ -138,7 +140,7 @@ def test_many_peers_are_served_at_once() -> None:
     def read(part: PartName) -> bytes:
         into = bytearray(3 * BLOCK)
         with connection_to(service) as peer:
-            peer.read(part, 0, memoryview(into))
+            fetch(peer, objects[part], into, part)
         return bytes(into)
 
     with serving(store) as service, ThreadPoolExecutor(8) as threads:
@@ -301,9 +303,9 @@ def test_a_failing_backend_is_reported_and_survived() -> None:
         with pytest.raises(ReplicationError, match=r"ZeroDivisionError: oh no"):
             push(peer, b"x")
         with pytest.raises(ReplicationError, match=r"ZeroDivisionError: oh no"):
-            peer.read(PART, 0, memoryview(bytearray(1)))
+            fetch(peer, b"x", bytearray(1))
         store.on_begin = store.on_open = None
-        peer.read(PART, 0, memoryview(bytearray(1)))
+        fetch(peer, b"x", bytearray(1))
         with pytest.raises(ReplicationError, match=r"ZeroDivisionError: oh no"):
             push(peer, b"x")
         assert store.aborted == [VERSION]
@@ -390,12 +392,11 @@ EVIL_VERSIONS = [
 
 def test_names_that_leave_their_directory_never_reach_the_backend() -> None:
     store = MemoryStore()
-    into = memoryview(bytearray(1))
     evil = [PART._replace(save=name) for name in EVIL_NAMES] + [PART._replace(version=name) for name in EVIL_VERSIONS]
     with serving(store) as service, connection_to(service) as peer:
         for part in evil:
             with pytest.raises(ReplicationError, match="InvalidNameError"):
-                peer.read(part, 0, into)
+                fetch(peer, b"x", bytearray(1), part)
             with pytest.raises(ReplicationError, match="InvalidNameError"):
                 peer.read_manifest(part)
         with pytest.raises(ProtocolError):

@@ -140,11 +140,17 @@ def push(peer: PeerConnection, data: bytes, rider: Fields | None = None, *, dama
     return peer.push(manifest_of(record_of(data)), memoryview(sent), rider)
 
 
-def fetch(peer: PeerConnection, data: bytes | ObjectRecord, into: bytearray | memoryview, **options: Any) -> None:
+def fetch(
+    peer: PeerConnection,
+    data: bytes | ObjectRecord,
+    into: bytearray | memoryview,
+    part: PartName = PART,
+    **options: Any,
+) -> None:
     """Fetch an object whose bytes should be these."""
     record = data if isinstance(data, ObjectRecord) else record_of(data)
     with memoryview(into) as view, BlockChecker(record, view, f"{VERSION}/{NAME}") as blocks:
-        peer.fetch(PART, blocks, **options)
+        peer.fetch(part, blocks, **options)
 
 
 def begin_push(channel: Channel, manifest: Manifest | bytes) -> Message:

@@ -15,7 +15,6 @@ from typing import TypeVar
 
 from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from ml_flashpoint.core.recovery_plan import CompleteVersion
-from ml_flashpoint.format.digest import block_count, verify_blocks
 from ml_flashpoint.format.errors import CapacityError, FlashpointError, LoadError, ObjectNotFoundError, SaveError
 from ml_flashpoint.format.failure_kinds import as_ours, is_transient, pauses, retrying
 from ml_flashpoint.format.knobs import recovery_deadline_s, transfer_deadline_s
@@ -129,11 +128,8 @@ class PartSource:
         """
 
         def ask(holder: Holder) -> None:
-            size = record.block_size
-            with _peer(holder, group) as peer:
-                peer.read(PartName.of(manifest), first_block * size, buffer)
-            digests = record.digests[first_block : first_block + block_count(buffer.nbytes, size)]
-            verify_blocks(buffer, digests, size, first_block=first_block, path=f"{holder.node}:{record.name}")
+            with _peer(holder, group) as peer, BlockChecker(record, buffer, record.name, first_block) as blocks:
+                peer.fetch(PartName.of(manifest), blocks)
 
         _ask_all(self.holders(version, manifest.rank, group), ask, f"{manifest.version}/{record.name}", None, [])
 

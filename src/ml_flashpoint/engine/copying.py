@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ml_flashpoint.engine.rounds import Verdict
-from ml_flashpoint.format.digest import block_count, verify_blocks
 from ml_flashpoint.format.errors import (
     CapacityError,
     DamagedError,
@@ -252,15 +251,9 @@ class Copies:
         Raises:
             FlashpointError: no node gives the blocks.
         """
-        record, part = manifest.objects[0], PartName(save.version, save.text, manifest.rank)
-        size = record.block_size
-        digests = record.digests[first_block : first_block + block_count(buffer.nbytes, size)]
-
-        def read(peer: PeerConnection) -> None:
-            peer.read(part, first_block * size, buffer)
-            verify_blocks(buffer, digests, size, first_block=first_block, path=str(part))
-
-        self._ask(nodes, part, read, None, None)
+        part = PartName(save.version, save.text, manifest.rank)
+        with BlockChecker(manifest.objects[0], buffer, str(part), first_block) as blocks:
+            self._ask(nodes, part, lambda peer: peer.fetch(part, blocks), None, None)
 
     def _ask(
         self,

@@ -172,7 +172,7 @@ class Slot:
         For one thread at a time; others may use the slot meanwhile, or remove it.
         """
         mapping = self._mapping  # stays until this returns
-        for begin in range(0, self.size, _STEP):
+        for begin in range(0, 0 if self.is_prepared else self.size, _STEP):
             if _libc.madvise(self.address + begin, min(_STEP, self.size - begin), _MADV_POPULATE_WRITE) != 0:
                 # Linux before 5.14: the first copy faults the pages in.
                 _log.debug("cannot fault in %s: %s", self.path, os.strerror(ctypes.get_errno()))
@@ -181,6 +181,11 @@ class Slot:
             pass
         self.is_prepared = True
         del mapping
+
+    @property
+    def is_due(self) -> bool:
+        """True if `prepare` has something to do: also for slots that were made before this process used CUDA."""
+        return not self.is_prepared or self._pages.is_due
 
     @property
     def is_pinned(self) -> bool:

@@ -15,7 +15,7 @@ _INLINE_BYTES = 256 << 10
 
 
 class BlockChecker:
-    """An object that is being received: where its bytes go, and which blocks have arrived whole and are right.
+    """Blocks of an object that are being received: where they go, and which have arrived whole and are right.
 
     The blocks are digested on the threads of `format.digest`. One thread receives. A context manager: leaving it drops
     the blocks that were not looked at yet and waits for those under way (a few ms), so that nothing refers to the
@@ -23,22 +23,24 @@ class BlockChecker:
 
     Args:
         record: what the manifest says of the object.
-        into: writable and contiguous, `record.size` bytes. Its content is undefined after an error.
+        into: writable and contiguous, as many bytes as the blocks have. Its content is undefined after an error.
         path: how errors name the object.
+        first: first block; all from there on that fit into the buffer are received.
 
     Raises:
         InvalidArgumentError: ``into`` is read-only or of another size.
     """
 
-    def __init__(self, record: ObjectRecord, into: memoryview, path: str) -> None:
-        if into.readonly or not into.c_contiguous or into.nbytes != record.size:
-            raise InvalidArgumentError(
-                f"the buffer for {path} must be writable, contiguous and of {record.size:,} bytes, not {into.nbytes:,}"
-            )
+    def __init__(self, record: ObjectRecord, into: memoryview, path: str, first: int = 0) -> None:
+        end = first * record.block_size + into.nbytes
+        is_whole = end == record.size or (end < record.size and end % record.block_size == 0)
+        if into.readonly or not into.c_contiguous or not is_whole:
+            raise InvalidArgumentError(f"the buffer for {path} must be writable, contiguous and of whole blocks")
         self._record = record
         self._path = path
+        self._first = first
         self._view = into.cast("B") if into.nbytes else memoryview(bytearray())
-        self._right = bytearray(block_count(record.size, record.block_size))
+        self._right = bytearray(block_count(into.nbytes, record.block_size))
         self._waiting: deque[int] = deque()
         self._under_way = 0
         self._changed = threading.Condition()
@@ -66,22 +68,27 @@ class BlockChecker:
     def missing(self) -> list[range]:
         """Return the runs of consecutive blocks that are not right, in order."""
         runs: list[range] = []
-        block = self._right.find(0)
-        while block >= 0:
-            end = self._right.find(1, block)
-            runs.append(range(block, end if end >= 0 else len(self._right)))
-            block = self._right.find(0, end) if end >= 0 else -1
+        at = self._right.find(0)
+        while at >= 0:
+            end = self._right.find(1, at)
+            end = end if end >= 0 else len(self._right)
+            runs.append(range(self._first + at, self._first + end))
+            at = self._right.find(0, end)
         return runs
 
     def span(self, blocks: range) -> tuple[int, int]:
-        """Return the first byte of consecutive blocks, and the one after their last."""
+        """Return the first byte of consecutive blocks in the object, and the one after their last."""
         size = self._record.block_size
         return blocks[0] * size, min((blocks[-1] + 1) * size, self._record.size)
 
+    def _place(self, block: int) -> memoryview:
+        begin, end = self.span(range(block, block + 1))
+        before = self._first * self._record.block_size
+        return self._view[begin - before : end - before]
+
     def receive(self, channel: Channel, block: int, cancelled: Cancelled | None = None) -> None:
         """Receive one block into its place, and have it checked. Raises what `Channel.receive_payload` does."""
-        begin, end = self.span(range(block, block + 1))
-        with self._view[begin:end] as piece:
+        with self._place(block) as piece:
             channel.receive_payload(piece, cancelled=cancelled)
         self.submit(block)
 
@@ -129,12 +136,12 @@ class BlockChecker:
         return True
 
     def _check(self, block: int) -> None:
-        begin, end = self.span(range(block, block + 1))
-        with self._view[begin:end] as piece:
+        with self._place(block) as piece:
             found = digest_block(piece)
         if found != (recorded := self._record.digests[block]):
+            begin, end = self.span(range(block, block + 1))
             raise DigestMismatchError(
                 f"block {block}, bytes {begin} to {end}, arrived with digest {found} and not {recorded} as recorded",
                 path=self._path,
             )
-        self._right[block] = 1
+        self._right[block - self._first] = 1

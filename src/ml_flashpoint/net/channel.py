@@ -54,10 +54,6 @@ class ConnectionLostError(ReplicationError):
     """The connection broke or was closed; a new one may work."""
 
 
-class TurnedAwayError(AuthenticationError):
-    """The server hung up on our proof: it is another secret's, or there were too many others at the door."""
-
-
 class TransferCancelledError(ReplicationError):
     """The caller's own `cancelled` asked for the transfer to stop."""
 
@@ -114,7 +110,6 @@ class Channel:
         """Prove the secret, and have the server prove it.
 
         Raises:
-            TurnedAwayError: the server hung up on our proof.
             AuthenticationError: the server has another secret, or did not prove that it knows this one.
         """
         secret = handshake.proved_secret(secret, self._dialect.purpose)
@@ -122,11 +117,7 @@ class Channel:
         self._send_parts([handshake.greeting(nonce)], until)
         server_nonce = handshake.parse_greeting(self._exactly(handshake.GREETING_BYTES, until))
         self._send_parts([handshake.client_proof(secret, nonce, server_nonce)], until)
-        try:
-            proof = self._exactly(handshake.MAC_BYTES, until)
-        except ConnectionLostError as error:
-            hint = "the secret probably differs between the two"
-            raise TurnedAwayError(f"{self.peer} hung up during the handshake", hint=hint) from error
+        proof = self._exactly(handshake.MAC_BYTES, until)
         if proof == handshake.REFUSED:
             raise AuthenticationError(f"{self.peer} has another secret, or runs for another purpose")
         if not hmac.compare_digest(proof, handshake.server_proof(secret, nonce, server_nonce)):

@@ -14,14 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ml_flashpoint.format.errors import AuthenticationError, FlashpointError, InvalidArgumentError, ProtocolError
-from ml_flashpoint.net.channel import (
-    NO_ANSWER,
-    STALL_S,
-    Channel,
-    ConnectionLostError,
-    TurnedAwayError,
-    timeval,
-)
+from ml_flashpoint.net.channel import NO_ANSWER, STALL_S, Channel, ConnectionLostError, timeval
 from ml_flashpoint.net.handshake import check_secret
 from ml_flashpoint.net.messages import Dialect, Fields
 
@@ -110,12 +103,10 @@ def connect(
             return channel
         except BaseException as error:
             sock.close()
-            # Those who were turned away together come back one by one.
             pause_s = random.uniform(0.5, 1) * next(pauses, math.inf)
-            is_turned_away = isinstance(error, (TurnedAwayError, ConnectionLostError))
-            if not is_turned_away or time.monotonic() + pause_s >= until:
+            if not isinstance(error, ConnectionLostError) or time.monotonic() + pause_s >= until:
                 raise
-        time.sleep(pause_s)
+        time.sleep(pause_s)  # those who were turned away together come back one by one
 
 
 def _open(address: Address, dialect: Dialect, until: float) -> tuple[socket.socket, str]:
@@ -217,10 +208,6 @@ class Connection:
         if isinstance(reply.subject, dict):
             raise self._dialect.rebuild(reply.subject)
         return Reply(reply.fields, reply.blobs)
-
-    def interrupt(self) -> None:
-        """Make a request that another thread has under way fail at once, and all later ones."""
-        self._channel.interrupt()
 
     def close(self) -> None:
         """Close it; a request under way in another thread fails. Safe to call twice."""

@@ -119,19 +119,6 @@ class PeerConnection:
                 raise ManifestError("the manifest names objects of another part")
         return manifest
 
-    def read(self, part: PartName, offset: int, into: memoryview, *, cancelled: Cancelled | None = None) -> None:
-        """Fill a buffer with bytes of a part's object from ``offset`` on. They are not checked against any digest.
-
-        Raises:
-            ProtocolError: the object has no such bytes.
-        """
-        if into.readonly or not into.c_contiguous:
-            raise InvalidArgumentError("the buffer to read into must be writable and contiguous")
-        with self._asked_for_bytes(part, offset, into.nbytes, cancelled) as channel:
-            if into.nbytes:
-                with into.cast("B") as view:
-                    channel.receive_payload(view, cancelled=cancelled)
-
     def fetch(self, part: PartName, blocks: BlockChecker, *, cancelled: Cancelled | None = None) -> None:
         """Fetch the missing blocks of a part's object, and check them. What is right stays, also after an error.
 
@@ -142,7 +129,8 @@ class PeerConnection:
             try:
                 for run in blocks.missing():
                     begin, end = blocks.span(run)
-                    with self._asked_for_bytes(part, begin, end - begin, cancelled) as channel:
+                    fields = {**part._asdict(), "offset": begin, "length": end - begin}
+                    with self._asked("fetch", fields, payload_bytes=end - begin, cancelled=cancelled) as (channel, _):
                         for block in run:
                             blocks.receive(channel, block, cancelled)
             finally:
@@ -186,14 +174,6 @@ class PeerConnection:
         return True
 
     # ---- the connection ------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _asked_for_bytes(
-        self, part: PartName, offset: int, length: int, cancelled: Cancelled | None
-    ) -> Iterator[Channel]:
-        fields = {**part._asdict(), "offset": offset, "length": length}
-        with self._asked("fetch", fields, part=part, payload_bytes=length, cancelled=cancelled) as (channel, _):
-            yield channel
 
     @contextlib.contextmanager
     def _asked(

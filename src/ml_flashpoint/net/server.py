@@ -126,7 +126,7 @@ class RequestServer:
         self._closed = threading.Event()
         self._strangers: dict[socket.socket, None] = {}  # in the handshake, oldest first
         self._connections: dict[socket.socket, threading.Thread] = {}  # with those
-        self._log = _SparingLog()
+        self._quiet_until: dict[str, float] = {}
         self._unix: tuple[str, int] | None = None
         self._listeners: list[socket.socket] = []
         self._acceptors: list[threading.Thread] = []
@@ -138,6 +138,7 @@ class RequestServer:
             if tcp_host is not None:
                 self._listen_tcp(tcp_host, tcp_port)
             for listener in self._listeners:
+                close_in_children(listener)
                 name = "flashpoint-net-accept"
                 acceptor = threading.Thread(target=self._accept, args=(listener,), name=name, daemon=True)
                 acceptor.start()
@@ -148,24 +149,22 @@ class RequestServer:
         _live_servers.add(self)
 
     def _listen_unix(self, path: str) -> None:
-        self.addresses += (check_address(("unix", path)),)
+        address = check_address(("unix", path))
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        close_in_children(listener)
         self._listeners.append(listener)
-        if path.startswith("\0"):
-            listener.bind(path)
-        else:
+        if not path.startswith("\0"):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
-            listener.bind(path)
+        listener.bind(path)
+        if not path.startswith("\0"):
             os.chmod(path, 0o600)
             self._unix = (path, os.stat(path).st_ino)
         listener.listen(_BACKLOG)
+        self.addresses += (address,)
 
     def _listen_tcp(self, host: str, port: int) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-        close_in_children(listener)
         self._listeners.append(listener)
         self.addresses += (("tcp", host, listener.getsockname()[1]),)
 
@@ -210,7 +209,7 @@ class RequestServer:
                 sock, address = listener.accept()
             except OSError as error:
                 if not self._closed.is_set():
-                    self._log.warning("cannot accept a connection: %s", error)
+                    self._warn("cannot accept a connection: %s", error)
                     self._closed.wait(_PAUSE_S)  # out of descriptors, say: trying again at once would only spin
                 continue
             close_in_children(sock)
@@ -229,7 +228,7 @@ class RequestServer:
                     self._strangers[sock] = None
                     self._connections[sock] = thread
                 except RuntimeError as error:
-                    self._log.warning("cannot serve a connection from %s: %s", name, error)
+                    self._warn("cannot serve a connection from %s: %s", name, error)
                     sock.close()
 
     def _run(self, sock: socket.socket, name: str) -> None:
@@ -255,9 +254,9 @@ class RequestServer:
             _log.debug("connection from %s ended: %s", name, error)
         except (FlashpointError, OSError) as error:
             if not self._closed.is_set():
-                self._log.warning("connection from %s dropped: %s", name, error)
+                self._warn("connection from %s dropped: %s", name, error)
         except Exception as error:
-            self._log.warning("connection from %s failed", name, exc_info=error)
+            self._warn("connection from %s failed", name, exc_info=error)
         finally:
             with self._lock:
                 self._strangers.pop(sock, None)
@@ -296,29 +295,15 @@ class RequestServer:
         if isinstance(error, FlashpointError):
             _log.debug("request refused: %s", error)
         else:
-            self._log.warning("a request failed", exc_info=error)
+            self._warn("a request failed", exc_info=error)
         channel.send(self._dialect.describe(error), {})
 
-
-class _SparingLog:
-    """Warnings that strangers, or a failing handler, can cause at will: each text once in 10 s.
-
-    Without a lock: a race may count wrongly or let one more through, which is harmless.
-    """
-
-    def __init__(self) -> None:
-        self._next_at: dict[str, float] = {}
-        self._left_out: dict[str, int] = {}
-
-    def warning(self, text: str, *args: object, exc_info: BaseException | None = None) -> None:
+    def _warn(self, text: str, *args: object, exc_info: BaseException | None = None) -> None:
+        """Log a warning that strangers, or a failing handler, can cause at will: each text once in 10 s."""
         now = time.monotonic()
-        if now < self._next_at.get(text, 0.0):
-            self._left_out[text] = self._left_out.get(text, 0) + 1
-            return
-        self._next_at[text] = now + _LOG_EVERY_S
-        left_out = self._left_out.pop(text, 0)
-        more = f" (and {left_out} more such messages)" if left_out else ""
-        _log.warning(text + more, *args, exc_info=exc_info)
+        if now >= self._quiet_until.get(text, 0.0):
+            self._quiet_until[text] = now + _LOG_EVERY_S
+            _log.warning(text, *args, exc_info=exc_info)
 
 
 def _hang_up(sock: socket.socket) -> None:

@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId, validate_segment
-from ml_flashpoint.format.errors import (
-    InvalidArgumentError,
-    InvalidNameError,
-    ManifestError,
-    ProtocolError,
-    ReplicationError,
-)
+from ml_flashpoint.format.errors import InvalidNameError, ManifestError, ProtocolError, ReplicationError
 from ml_flashpoint.format.manifest import decode
 from ml_flashpoint.net.blocks import BlockChecker
 from ml_flashpoint.net.channel import Channel
 from ml_flashpoint.net.messages import Fields, integer, text
-from ml_flashpoint.net.server import HANDSHAKE_DEADLINE_S, HangUp, Peer, RequestServer
+from ml_flashpoint.net.server import HangUp, Peer, RequestServer
 from ml_flashpoint.net.transfers import DEADLINE_S, TRANSFERS, Address, PartName, TransferBackend, error_context
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-IDLE_DEADLINE_S = 300.0
-"""Default time after which an authenticated connection without any request is closed."""
-MAX_CONNECTIONS = 256
-"""Default for the authenticated connections served at once."""
+_LIMITS = {"idle_s": 300.0, "max_connections": 256}
 
 
 class TransferService:
@@ -42,14 +33,13 @@ class TransferService:
         host: address to listen on, which peers reach.
         port: port to listen on; 0 takes a free one.
         deadline_s: a transfer without progress for so long is given up.
-        handshake_deadline_s: an unauthenticated client is dropped after so long.
-        idle_deadline_s, max_connections: see the constants.
+        limits: others of `RequestServer`.
 
     Attributes:
         address: host and port for peers to connect to.
 
     Raises:
-        InvalidArgumentError: the secret is too short, or a limit is not positive.
+        InvalidArgumentError: the secret is too short.
         ReplicationError: the address cannot be listened on, or there is no thread to be had.
     """
 
@@ -61,24 +51,11 @@ class TransferService:
         host: str,
         port: int = 0,
         deadline_s: float = DEADLINE_S,
-        handshake_deadline_s: float = HANDSHAKE_DEADLINE_S,
-        idle_deadline_s: float = IDLE_DEADLINE_S,
-        max_connections: int = MAX_CONNECTIONS,
+        **limits: Any,
     ) -> None:
-        if min(deadline_s, handshake_deadline_s, idle_deadline_s, max_connections) <= 0:
-            raise InvalidArgumentError("deadlines and limits of a transfer service must be positive")
+        options = {"tcp_host": host, "tcp_port": port, "stall_s": deadline_s, **_LIMITS, **limits}
         try:
-            self._server = RequestServer(
-                secret,
-                _Requests(backend, deadline_s),
-                TRANSFERS,
-                tcp_host=host,
-                tcp_port=port,
-                stall_s=deadline_s,
-                handshake_deadline_s=handshake_deadline_s,
-                idle_s=idle_deadline_s,
-                max_connections=max_connections,
-            )
+            self._server = RequestServer(secret, _Requests(backend, deadline_s), TRANSFERS, **options)
         except OSError as error:
             raise ReplicationError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
         except RuntimeError as error:

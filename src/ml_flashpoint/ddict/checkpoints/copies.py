@@ -82,7 +82,7 @@ class Copies:
         return Holder(node, (str(address[0]), int(address[1])))
 
     def connect(self, holder: Holder, within_s: float = _MAX_CONNECT_S) -> PeerConnection:
-        """A connection to a service."""
+        """Return a connection to a service."""
         timeout_s = min(_MAX_CONNECT_S, max(within_s, 0.001))
         deadline_s = transfer_deadline_s()
         return PeerConnection(
@@ -157,8 +157,13 @@ class Copies:
 
 
 class CopyBackend:
-    """Serves the parts of a store, and takes in copies: a `TransferBackend`. Thread-safe. ``held``: managers whose
-    copies are taken in. ``managers``: how many there are."""
+    """A `TransferBackend` that serves the parts of a store, and takes copies in. Thread-safe.
+
+    Args:
+        store: of this manager.
+        held: managers whose copies are taken in.
+        managers: number of all managers.
+    """
 
     def __init__(self, store: PartStore, held: Collection[int], managers: int) -> None:
         self._store = store

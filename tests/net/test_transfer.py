@@ -6,7 +6,6 @@ import contextlib
 import json
 import mmap
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -32,7 +31,6 @@ from tests.net.transfer_support import (
     NAME,
     PART,
     SECRET,
-    SLACK_S,
     VERSION,
     MemoryStore,
     Proxy,
@@ -333,48 +331,6 @@ def test_a_payload_other_than_the_announced_one_is_refused() -> None:
             assert isinstance(refusal_to(channel), ProtocolError)
             channel.close()
     assert len(store.aborted) == 2
-
-
-def test_answers_are_not_requests() -> None:
-    with serving() as service:
-        for subject in (None, {"error": "ReplicationError"}):
-            channel = channel_to(service)
-            channel.send(subject, {})
-            with pytest.raises(ConnectionLostError):
-                channel.receive(request=False)
-            channel.close()
-        for subject in ("data", "working"):
-            channel = channel_to(service)
-            channel.send(subject, {})
-            assert isinstance(refusal_to(channel), ProtocolError)
-            channel.close()
-
-
-def test_a_payload_that_nobody_asked_for_ends_the_connection() -> None:
-    with serving() as service:
-        channel = channel_to(service)
-        channel.send("ping", {}, payload_bytes=3)
-        channel.send_payload(memoryview(b"abc"))
-        with pytest.raises(ConnectionLostError):
-            channel.receive(request=False)
-        channel.close()
-
-
-def test_more_connections_than_allowed_are_refused_until_one_ends() -> None:
-    with serving(max_connections=2) as service:
-        with connection_to(service) as first, connection_to(service) as second:
-            first.ping()
-            second.ping()
-            with connection_to(service) as third, pytest.raises(ReplicationError, match="try again"):
-                third.ping()
-        until = time.monotonic() + SLACK_S
-        while True:
-            try:
-                with connection_to(service) as fourth:
-                    fourth.ping()
-                break
-            except ReplicationError:
-                assert time.monotonic() < until, "the ended connections still count"
 
 
 # --- Names --------------------------------------------------------------------------------------------------

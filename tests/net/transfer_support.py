@@ -337,9 +337,6 @@ def _main(role: str, host: str, port: str, deadline_s: str) -> None:
             _say(committed=len(store.committed), aborted=len(store.aborted))
             sys.stdin.readline()
         return
-    if role == "fork":
-        _fork_amid_connections(store, host)
-        return
     if role == "exit":
         _exit_amid_transfers(store, record)
         return
@@ -363,16 +360,6 @@ def _main(role: str, host: str, port: str, deadline_s: str) -> None:
         _say(error=None)
     except FlashpointError as exc:
         _say(error=type(exc).__name__, text=str(exc), step=exc.step, rank=exc.rank, node=exc.node)
-
-
-def _fork_amid_connections(store: MemoryStore, host: str) -> None:
-    service = TransferService(SECRET, store, host=host)
-    _say(port=service.address[1])
-    sys.stdin.readline()
-    if os.fork() == 0:
-        service.close()  # must neither hang nor touch the parent's connections
-        _say(child="closed")
-    sys.stdin.read()  # the child gets here too, and outlives its parent until the test is over
 
 
 def _exit_amid_transfers(store: MemoryStore, record: ObjectRecord) -> None:

@@ -15,7 +15,7 @@ import os, signal, threading
 
 hooks = []
 os.register_at_fork(after_in_child=lambda: [hook() for hook in hooks])
-from ml_flashpoint.core.signals import InFlight, hold_up_sigterm, let_go_of_sigterm
+from ml_flashpoint.engine.signals import InFlight, hold_up_sigterm, let_go_of_sigterm
 
 engine = InFlight(hurry=lambda: None, finish=lambda deadline_s: None, grace_s=30)
 hold_up_sigterm(engine)
@@ -70,7 +70,7 @@ def test_a_child_that_is_ended_as_soon_as_it_is_there_does_not_end_its_parent() 
 # A child that waits in native code runs no handler of Python's: only the default action ends it.
 _CHILDREN = """
 import ctypes, os, signal, threading
-from ml_flashpoint.core.signals import InFlight, hold_up_sigterm, let_go_of_sigterm
+from ml_flashpoint.engine.signals import InFlight, hold_up_sigterm, let_go_of_sigterm
 
 def programs(number, frame):
     os._exit(7)

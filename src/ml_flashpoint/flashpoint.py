@@ -1,17 +1,14 @@
 """`Flashpoint`: memory-first checkpoints for anyone with a training loop.
 
-Owns the schedule, what a failed save means to the loop, what happens when memory has nothing to load, and the life of
-the engine's parts. Saving and loading are `facade.save_runner`'s and `facade.state_loader`'s, which go through the
-DCP door (`adapter.pytorch`) like anyone else's; what is tracked is `state.tracked`'s.
+The schedule, the policy for failed saves, and what happens when memory has nothing to load. Saving and loading are
+`facade.saving`'s and `facade.loading`'s, on top of the engine; what is tracked is `state.tracked`'s.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -20,22 +17,19 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ml_flashpoint import events
+from ml_flashpoint.config import Config, Persist
 from ml_flashpoint.copy.overlap import Overlap
-from ml_flashpoint.core.engine import CheckpointEngine
-from ml_flashpoint.core.persist_options import persist_options
-from ml_flashpoint.core.room import check_capacity
-from ml_flashpoint.core.signals import answer_sigterm
 from ml_flashpoint.data import LoaderBatches, Loaders, Through
+from ml_flashpoint.engine.checkpointer import Checkpointer
+from ml_flashpoint.engine.recovery import KeptVersion
 from ml_flashpoint.engine.schedule import checked_every, passes_multiple
-from ml_flashpoint.facade.agreement import fall_back
-from ml_flashpoint.facade.claims import claim, release
-from ml_flashpoint.facade.health import Recovery
-from ml_flashpoint.facade.kept_versions import KeptVersions, checked_wanted
+from ml_flashpoint.engine.signals import answer_sigterm
+from ml_flashpoint.facade.health import Health, Recovery
 from ml_flashpoint.facade.launcher import warn_of_shared_store
+from ml_flashpoint.facade.loading import Loads, checked_wanted, fall_back
 from ml_flashpoint.facade.notices import size, tell
-from ml_flashpoint.facade.readings import Readings
-from ml_flashpoint.facade.save_runner import SaveRunner
-from ml_flashpoint.facade.state_loader import StateLoader
+from ml_flashpoint.facade.room import check_room
+from ml_flashpoint.facade.saving import Saves
 from ml_flashpoint.format.arguments import (
     checked_base,
     checked_bool,
@@ -46,15 +40,11 @@ from ml_flashpoint.format.arguments import (
     checked_seconds,
 )
 from ml_flashpoint.format.checkpoint_id_types import MAX_STEP
-from ml_flashpoint.format.errors import (
-    DeadlineError,
-    FlashpointError,
-)
+from ml_flashpoint.format.errors import DeadlineError, FlashpointError, JobInUseError
 from ml_flashpoint.format.knobs import exit_deadline_s, seal_deadline_s
-from ml_flashpoint.ranks.lasting_group import LastingGroup
 from ml_flashpoint.ranks.rank_group import default_group, rank_group
-from ml_flashpoint.ranks.retention import Keep, checked_keep
-from ml_flashpoint.ranks.strategies import ReplicationStrategy, checked_strategy
+from ml_flashpoint.ranks.retention import Keep
+from ml_flashpoint.ranks.strategies import ReplicationStrategy
 from ml_flashpoint.state.archive import SafeGlobal
 from ml_flashpoint.state.tracked import Reshard, TrackedState, checked_reshard
 
@@ -63,7 +53,7 @@ _log = logging.getLogger(__name__)
 _IF_UNASKED = "call resume() before the first step, or construct with discard_existing=True"
 
 
-class Flashpoint(KeptVersions, Readings):
+class Flashpoint:
     """Saves a training loop's state into memory every few steps, and restores it after a crash.
 
     ::
@@ -76,13 +66,15 @@ class Flashpoint(KeptVersions, Readings):
                 optimizer.step()
                 fp.step()
 
-    Construct it on all ranks, and call its methods in the same order on all of them: construction, `resume`, `step`
-    and `save` are collective. They belong to the training thread; `wait` and everything that only tells may be used
+    Construct it on all ranks, and save the same steps on all of them. Construction, `resume` and `versions` are
+    collective. They, `step` and `save` belong to the training thread; `wait` and everything that only tells may be used
     from any.
 
     The state saved is that of all tracked objects, and of the random number generators of Python, NumPy, torch and
     CUDA. The version of step n holds the state after n steps. It is copied before a save returns, and may change in any
-    way then. The rest is done in the background; one save at most is under way.
+    way then. The rest is done in the background. A save waits for nothing but that copy: not for another rank, except
+    where the structure of the state has changed, and not for an earlier save. If earlier saves are still being copied
+    to other nodes and no memory is free, `step` skips its save, and `save` waits.
 
     Args:
         base: base container of the job on this node: an absolute path, best on a tmpfs. Restarts use the same.
@@ -97,8 +89,8 @@ class Flashpoint(KeptVersions, Readings):
         grace_s: seconds at most that SIGTERM is held up.
         safe_globals: further types that tracked objects may have in their state, as for
             ``torch.serialization.safe_globals``. Tensors, plain values, containers and NumPy arrays need none.
-        deadline_s: seconds at most that a rank waits for the others, or for an earlier save, while saving or loading.
-            By default ``FLASHPOINT_SEAL_DEADLINE_S``, or 600.
+        deadline_s: seconds at most that a rank waits for the others where the structure of the state has changed, and
+            that `wait` and `close` wait. By default ``FLASHPOINT_SEAL_DEADLINE_S``, or 600.
         discard_existing: remove every version that is in the base container, on all nodes, before anything else. Not
             for a script that is started again after a crash: it would remove what it should resume from.
         on_world_size_change: what becomes, on another number of ranks, of what each rank has of its own and no
@@ -146,79 +138,42 @@ class Flashpoint(KeptVersions, Readings):
     ) -> None:
         self._base = checked_base(base)
         self._every = checked_every(every_n_steps)
-        strategy = checked_strategy(replication)
         self._strict = checked_bool("strict", strict)
-        handle_sigterm = checked_bool("handle_sigterm", handle_sigterm)
-        self._grace_s = checked_seconds("grace_s", grace_s)
+        handle_sigterm, grace_s = checked_bool("handle_sigterm", handle_sigterm), checked_seconds("grace_s", grace_s)
         allowed = checked_globals(safe_globals)
         self._deadline_s = seal_deadline_s() if deadline_s is None else checked_seconds("deadline_s", deadline_s)
-        discard_existing = checked_bool("discard_existing", discard_existing)
         overlap = checked_bool("overlap", overlap)
-        persisted = persist_options(persist, persist_every, persist_keep, persist_bytes_per_s)
         change = checked_choice("on_world_size_change", on_world_size_change, "raise", "keep")
         on_event = checked_callable("on_event", on_event, "of one event")
-        self._keep = checked_keep(keep)
-        self._world = default_group()
-        self._open(
-            {"every_n_steps": self._every, "on_world_size_change": change},
-            replication=strategy,
-            discard_existing=discard_existing,
-            keep=self._keep,
-            persist=persisted,
-            sigterm_grace_s=self._grace_s if handle_sigterm else None,
+        config = Config(
+            replication=replication,
+            keep=keep,
+            persist=Persist.of(persist, persist_every, persist_keep, persist_bytes_per_s),
+            sigterm_grace_s=grace_s if handle_sigterm else None,
         )
-        self._saves, self._states = self._make_runners(allowed, change, Overlap(wanted=overlap))
+        checked_bool("discard_existing", discard_existing)
+        self._world, self._pid = default_group(), os.getpid()
+        self._ranks = rank_group()
+        self._ranks.agree_on(every_n_steps=self._every, on_world_size_change=change)
+        self._checkpointer = Checkpointer(self._base, config, discard_existing=discard_existing)
+        self._loaders = Loaders()
+        self._tracked = self._tracked_type(self._ranks.rank, self._ranks.world_size)
+        self._saves = Saves(
+            self._tracked,
+            self._checkpointer,
+            Overlap(wanted=overlap),
+            safe_globals=allowed,
+            deadline_s=self._deadline_s,
+        )
+        self._loads = Loads(self._tracked, self._checkpointer, safe_globals=allowed, on_world_size_change=change)
         self._steps = 0
         self._tracking_ended = False
         self._told = False  # that saving works
         self._closed = False
-        self._part_bytes = 0
         self._resumed_from: int | None = None
         self._last_recovery: Recovery | None = None
         self._unsubscribe = on_event and events.add_subscriber(on_event, self._base, argument="on_event")
         warn_of_shared_store(self._ranks.rank)
-
-    def _make_runners(
-        self, allowed: tuple[SafeGlobal, ...], change: str, overlap: Overlap
-    ) -> tuple[SaveRunner, StateLoader]:
-        """What saves and what loads the tracked state, through the engine."""
-        self._ranks = self._engine.ranks
-        self._loaders = Loaders()
-        self._tracked = self._tracked_type(self._ranks.rank, self._ranks.world_size)
-        saves = SaveRunner(
-            self._tracked,
-            self._engine.saver,
-            self._group,
-            safe_globals=allowed,
-            deadline_s=self._deadline_s,
-            overlap=overlap,
-        )
-        states = StateLoader(
-            self._tracked,
-            self._engine.loader,
-            self._ranks,
-            self._group,
-            safe_globals=allowed,
-            on_world_size_change=change,
-        )
-        return saves, states
-
-    def _open(self, alike: dict[str, object], **options: Any) -> None:
-        """Take the base container and open the engine, on all ranks or on none; what is ``alike`` is so on all."""
-        with contextlib.ExitStack() as undo:
-            self._key = claim(self, os.path.realpath(self._base), rank_group().rank)
-            undo.callback(release, self, self._key)
-            rank_group().agree_on(**alike)
-            self._engine = undo.enter_context(CheckpointEngine(self._base, **options))
-            # One of its own, so that saves never interleave with the program's collectives, on any device.
-            self._group: LastingGroup | None = None
-            if self._world is not None:
-                calls = "to call step() or save() for the same steps"
-                self._group = rank_group().new_lasting_group("facade", deadline_s=self._deadline_s, calls=calls)
-            else:
-                # A single process is what was asked for: torch need not warn about it.
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
-            undo.pop_all()
 
     # ---- what is saved ------------------------------------------------------------------------------------
 
@@ -310,37 +265,53 @@ class Flashpoint(KeptVersions, Readings):
         fallback = checked_callable("fallback", fallback, "without arguments that loads a state and returns its step")
         wanted = checked_wanted(step, fallback)
         self._check_usable()
-        began = time.perf_counter()
-        if not self._saves.help_and_await(self._deadline_s):
-            raise DeadlineError("a save is still under way", rank=self._ranks.rank)
-        outcome = self._load(wanted)
+        began, ranks = time.perf_counter(), self._ranks
+        self._saves.overlap.before_update()
+        ranks.together(self._await_commits, DeadlineError("a save of another rank is still under way", rank=ranks.rank))
+        outcome = self._loads.load(wanted)
         source = outcome.source
         if outcome.version is not None:
-            step = self._resumed_from = outcome.version.step or 0
+            step = outcome.version.step or 0
         elif fallback is not None:
             if (why := outcome.why()) is not None:
                 _log.error("falling back, and what is in memory will be overwritten: %s", why)
-            step, source = fall_back(self._ranks, fallback), "fallback"
+            step, source = fall_back(ranks, fallback), "fallback"
         else:
             outcome.refuse_to_start_anew()
             step, source = 0, "nothing"
+        self._checkpointer.go_on_from(outcome.version)
+        self._saves.begin_run()
         self._steps = step
-        self._engine.go_on_from(step)
-        self._saves.align()
-        self._check_capacity()
+        self._resumed_from = None if outcome.version is None else step
+        self._check_room()
         self._last_recovery = outcome.recovery(step, source, time.perf_counter() - began)
         seconds = self._last_recovery.total_s
-        events.emit(events.Resumed, self._ranks, self._base, step, source=source, seconds=seconds)
-        tell(_log, self._ranks.rank, "%s", self._last_recovery.in_words(str(self._base)))
+        events.emit(events.Resumed, ranks, self._base, step, source=source, seconds=seconds)
+        tell(_log, ranks.rank, "%s", self._last_recovery.in_words(str(self._base)))
         return step
 
-    def _check_capacity(self) -> None:
-        check_capacity(self._ranks, self._tracked.expected_bytes(), self._engine.store, self._engine.replication)
+    def _await_commits(self) -> None:
+        if not self._saves.await_commits(self._deadline_s):
+            raise DeadlineError("a save is still under way", rank=self._ranks.rank)
+
+    def _check_room(self) -> None:
+        check_room(self._checkpointer, self._tracked.expected_bytes())
+
+    def versions(self) -> list[KeptVersion]:
+        """Return what this job holds in memory and `resume` can load, newest save first. Collective.
+
+        A version of which a part is on no node any more is not among them.
+        """
+        self._check_open()
+        return self._checkpointer.versions()
 
     # ---- saving -------------------------------------------------------------------------------------------
 
     def step(self) -> int:
-        """Count a step as done, and save if one is due. Call it after the optimizer's step.
+        """Count a step as done, and save if a save is due. Call it after the optimizer's step.
+
+        Where no memory is free, because earlier saves are still being copied, the save is skipped, and counted in
+        `health`.
 
         Returns:
             The number of steps done.
@@ -349,34 +320,37 @@ class Flashpoint(KeptVersions, Readings):
             UnaskedVersionsError: see `save`.
             FlashpointError: a save has failed, and failures are to be raised (``strict``).
         """
-        answer_sigterm()
-        self._check_usable()
-        self._engine.check_asked("resume()", hint=_IF_UNASKED)
+        self._prepare()
         self._steps += 1
         self._loaders.stepped()
         if passes_multiple(self._every, self._steps - 1, self._steps):
-            self._saves.save(self._engine.version(self._steps))
+            self._saves.save(self._steps, explicit=False)
         self._raise_failure()
         return self._steps
 
     def save(self, step: int | None = None) -> None:
-        """Save now, whatever the schedule says.
+        """Save now, whatever the schedule says. Without free memory, wait until copies of earlier saves are made.
+
+        A step that was saved last, since construction or `resume`, is that version, and is not saved again.
 
         Args:
-            step: number of steps to save under; by default those done.
+            step: number of steps to save under; by default those done. Above those saved before.
 
         Raises:
             InvalidArgumentError: ``step`` is no step.
             UnaskedVersionsError: the base container has versions from before, and `resume` was not called.
             FlashpointError: a save has failed, and failures are to be raised (``strict``).
         """
-        answer_sigterm()
-        self._check_usable()
-        self._engine.check_asked("resume()", hint=_IF_UNASKED)
+        self._prepare()
         step = self._steps if step is None else checked_integer("step", step, 0, MAX_STEP)
         self._loaders.stepped()
-        self._saves.save(self._engine.version(step))
+        self._saves.save(step, explicit=True)
         self._raise_failure()
+
+    def _prepare(self) -> None:
+        answer_sigterm()
+        self._check_usable()
+        self._checkpointer.check_asked("resume()", hint=_IF_UNASKED)
 
     def before_update(self) -> None:
         """Have what this thread gives to its devices from now on wait for the copy of the latest save.
@@ -388,39 +362,113 @@ class Flashpoint(KeptVersions, Readings):
 
     def _raise_failure(self) -> None:
         """Called at the end of everything that saves or waits."""
-        if not self._told and self._saves.saves:
+        if not self._told and (saved := self._checkpointer.stats.last_committed) is not None:
             self._told = True
-            health = self.health
             what = "first save works: step %s, %s of this rank in memory; it held training up for %.3f s"
-            tell(_log, self._ranks.rank, what, self._saves.last_saved, size(health.bytes), health.blocked_s)
+            tell(_log, self._ranks.rank, what, saved, size(self._saves.bytes), self._saves.blocked_s)
         failure = self._saves.take_failure()
         if self._strict and failure is not None:
             raise failure
 
     def wait(self, deadline_s: float | None = None) -> bool:
-        """Wait until every save begun is committed and has its copies, or has failed.
+        """Wait until every save begun is verified (committed on all ranks, with all copies), has failed, or is passed
+        over for a newer one.
 
         Args:
             deadline_s: seconds at most; by default that of the constructor.
 
         Returns:
-            Whether that was so in time.
+            True if that was so in time.
 
         Raises:
             FlashpointError: a save has failed, and failures are to be raised (``strict``).
         """
         deadline_s = self._deadline_s if deadline_s is None else checked_seconds("deadline_s", deadline_s)
-        self._engine.saver.owner.check(self._ranks.rank)
-        settled = self._saves.settle(deadline_s)
+        self._check_process()
+        ended = self._checkpointer.wait(deadline_s)
         self._raise_failure()
-        return settled
+        return ended
+
+    # ---- readings -----------------------------------------------------------------------------------------
+
+    @property
+    def steps_done(self) -> int:
+        """Steps counted so far, those before `resume` included."""
+        return self._steps
+
+    @property
+    def last_saved(self) -> int | None:
+        """Step of the newest version of which this rank's part is committed: saved since construction or `resume`, or
+        resumed from. None if there is none."""
+        saved = self._saves.last_saved
+        return self._resumed_from if saved is None else saved
+
+    @property
+    def last_replicated(self) -> int | None:
+        """Step of the newest version saved by this object that is verified: committed on all ranks, with every copy
+        that the replication strategy asks for. None if there is none, or nobody holds copies of this rank's parts."""
+        has_copies = self._checkpointer.strategy.copies_of(self._ranks.rank, self._ranks.topology)
+        return self._checkpointer.stats.last_verified if has_copies else None
+
+    @property
+    def last_recovery(self) -> Recovery | None:
+        """The last `resume`; None before."""
+        return self._last_recovery
+
+    @property
+    def health(self) -> Health:
+        """The way saving goes, now."""
+        saves, stats, persist = self._saves, self._checkpointer.stats, self._checkpointer.persist_health
+        errors = stats.copy_error or self._checkpointer.board_error or persist.error
+        return Health(
+            saves=stats.committed,
+            skipped=stats.skipped,
+            failures=saves.failures,
+            last_error=saves.last_error,
+            replication_error=stats.copy_error,
+            agreement_error=self._checkpointer.board_error,
+            blocked_s=saves.blocked_s,
+            blocked_total_s=saves.blocked_total_s,
+            committed_s=saves.committed_s,
+            bytes=saves.bytes,
+            degraded=bool(saves.failures_in_a_row or errors),
+            persisted=persist.persisted,
+            persist_error=persist.error,
+            persist_lag=persist.lag,
+        )
+
+    def scalars(self, prefix: str = "flashpoint/") -> dict[str, float]:
+        """Return what there is to plot, by name: the numbers of `health`, the newest steps, and the steps by which
+        copies lag behind. For TensorBoard, W&B and the like; what is not known yet is left out.
+
+        Args:
+            prefix: of the names.
+        """
+        saved, copied, recovery = self.last_saved, self.last_replicated, self._last_recovery
+        found = self.health.scalars(prefix)
+        if saved is not None:
+            found[f"{prefix}last_saved"] = float(saved)
+        if copied is not None:
+            found[f"{prefix}last_replicated"] = float(copied)
+            found[f"{prefix}copies_lag"] = float(max(0, (saved or 0) - copied))
+        if recovery is not None:
+            found[f"{prefix}recovery_s"] = recovery.total_s
+        return found
 
     # ---- life ---------------------------------------------------------------------------------------------
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise JobInUseError(
+                f"this Flashpoint belongs to process {self._pid}, which process {os.getpid()} was forked from",
+                rank=self._ranks.rank,
+                hint="save, load and wait in the process that it was constructed in",
+            )
 
     def _check_open(self) -> None:
         if self._closed:
             raise FlashpointError("this Flashpoint is closed", rank=self._ranks.rank)
-        self._engine.saver.owner.check(self._ranks.rank)
+        self._check_process()
         if default_group() is not self._world:
             raise FlashpointError(
                 "torch.distributed was initialized or destroyed since this Flashpoint was constructed",
@@ -435,7 +483,7 @@ class Flashpoint(KeptVersions, Readings):
         self._tracking_ended = True
 
     def close(self) -> None:
-        """Let saves under way finish, within a deadline, and end. Versions stay for the next run. Idempotent.
+        """Let saves under way finish, within a deadline, and end. Versions stay for the next run. Safe to call twice.
 
         Raises:
             FlashpointError: a save has failed, and failures are to be raised (``strict``).
@@ -444,23 +492,15 @@ class Flashpoint(KeptVersions, Readings):
         self._raise_failure()
 
     def _close(self, deadline_s: float) -> None:
-        if self._closed or self._engine.saver.owner.forked:
+        if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        committed = self._saves.help_and_await(deadline_s)
-        if not committed:
+        self._saves.overlap.close()
+        if not self._saves.await_commits(deadline_s):
             _log.warning("closed while a save was under way: it may not be committed")
-        self._engine.stop(deadline_s)
-        self._part_bytes = self.health.bytes
-        if committed:
-            # Else arenas may still be written to: they stay mapped until the process ends.
-            self._engine.close()
-            if self._group is not None:
-                self._group.close()
-        self._saves.close()
+        self._checkpointer.close(deadline_s)
         if self._unsubscribe is not None:
             self._unsubscribe()
-        release(self, self._key)
 
     def __enter__(self) -> Flashpoint:
         return self
@@ -471,5 +511,5 @@ class Flashpoint(KeptVersions, Readings):
         if error is None:
             self.close()
         else:
-            # The peers may be dead or about to be: they are not waited for as long.
+            # The peers may be dead, or about to be. They are not waited for as long.
             self._close(min(exit_deadline_s(), self._deadline_s))

@@ -22,31 +22,27 @@ from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
 from ml_flashpoint.stores.durable import MARKER, DurableVersions
 from ml_flashpoint.stores.location import open_durable
 
-RUN = "1700000000000-0000000a"
+RUN = "00000007"
 BLOCK = 1000
 CONTENT = bytes(range(256)) * 20
 pytestmark = pytest.mark.damages_on_purpose
 
 
-def save_id(number: int) -> str:
-    return f"{RUN}-{number:019d}"
-
-
 def write_parts(store: DurableVersions, step: int, world_size: int = 2, *, only: int | None = None) -> None:
     for rank in range(world_size if only is None else only):
         digests = tuple(digest_block(CONTENT[at : at + BLOCK]) for at in range(0, len(CONTENT), BLOCK))
-        record = ObjectRecord(object_name(rank, save_id(step)), len(CONTENT), len(CONTENT) + 8, digests, BLOCK)
-        manifest = Manifest(f"step-{step}_ckpt", rank, world_size, save_id(step), "node", (record,))
+        record = ObjectRecord(object_name(rank, RUN), len(CONTENT), len(CONTENT) + 8, digests, BLOCK)
+        manifest = Manifest(f"step-{step}_ckpt", rank, world_size, RUN, "node", (record,))
         store.write_part(manifest, lambda record: [CONTENT, bytes(8)])
 
 
 def persist(store: DurableVersions, step: int) -> None:
     write_parts(store, step)
-    store.complete(f"step-{step}_ckpt", save_id(step), 2)
+    store.complete(f"step-{step}_ckpt", RUN, 2)
 
 
 def path_of(root: Path, step: int, rank: int, suffix: str = "safetensors") -> Path:
-    return root / f"run-{RUN}" / f"step-{step}_ckpt" / f"rank-{rank:05d}-{save_id(step)}.{suffix}"
+    return root / f"run-{RUN}" / f"step-{step}_ckpt" / f"rank-{rank:05d}-{RUN}.{suffix}"
 
 
 @pytest.fixture
@@ -146,7 +142,7 @@ def test_what_retention_removes_meanwhile_is_no_damage(
     check = verify.check_part
 
     def removed_first(*args: Any, **options: Any) -> Any:
-        store.keep_newest(1, "step-7_ckpt", save_id(7))
+        store.keep_newest(1, "step-7_ckpt", RUN)
         return check(*args, **options)
 
     monkeypatch.setattr(verify, "check_part", removed_first)
@@ -162,10 +158,10 @@ def test_a_persisted_version_is_copied(url: str, tmp_path: Path, capsys: pytest.
     for step in (3, 7):
         folder = tmp_path / "copies" / f"step-{step}_ckpt"
         assert sorted(os.listdir(folder)) == sorted(
-            f"rank-{rank:05d}-{save_id(step)}.{kind}" for rank in (0, 1) for kind in ("safetensors", "manifest")
+            f"rank-{rank:05d}-{RUN}.{kind}" for rank in (0, 1) for kind in ("safetensors", "manifest")
         )
         for rank in (0, 1):
-            assert (folder / object_name(rank, save_id(step))).read_bytes() == CONTENT + bytes(8)
+            assert (folder / object_name(rank, RUN)).read_bytes() == CONTENT + bytes(8)
     assert copy(f"{url}@3", str(tmp_path / "copies")) == 1, "there is one already"
     assert copy(f"{url}@9", str(tmp_path / "copies")) == 2, "it is not complete"
     assert sorted(os.listdir(tmp_path / "copies")) == ["step-3_ckpt", "step-7_ckpt"], "nothing is left of what failed"
@@ -196,6 +192,6 @@ def test_nothing_of_it_needs_torch(root: Path, store: DurableVersions) -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[1] == (
-        f"step-7_ckpt step=7 state=complete ranks=0-1 world=2 bytes={2 * len(CONTENT)} save_id={save_id(7)}"
+        f"step-7_ckpt step=7 state=complete ranks=0-1 world=2 bytes={2 * len(CONTENT)} save_id={RUN}"
         f" folder=run-{RUN}/step-7_ckpt"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -17,10 +18,10 @@ from ml_flashpoint.ddict.client.codec import encode
 from ml_flashpoint.ddict.client.shared_memory import ValueWriter, object_blobs, object_size, read_object, read_value
 from ml_flashpoint.ddict.errors import StaleValueError
 from ml_flashpoint.ddict.manager.shard import StoredValue
-from ml_flashpoint.ddict.manager.slots import ValueSlots
+from ml_flashpoint.ddict.manager.slots import ValueSlots, allow_many_files
 from ml_flashpoint.ddict.manager.store import PartStore
 from ml_flashpoint.format.digest import block_count
-from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, ObjectFormatError
+from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, JobInUseError, ObjectFormatError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
 from tests.ddict import value_support
 from tests.ddict.value_support import INCARNATION, is_free, open_store, put
@@ -480,3 +481,20 @@ def test_more_views_than_files_may_be_open(slots: ValueSlots, writer: ValueWrite
     with Child(value_support.hold_many_views, str(stored.slot.path), stored.value_id, 100) as child:
         assert "copy=True" in child.next_report("refused")[1]
         child.join()
+
+
+def test_as_many_files_as_allowed() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, before[1]), before[1]))
+        assert allow_many_files() == before[1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_the_slots_of_a_manager_are_one_process_alone(store: PartStore, tmpfs: Path) -> None:
+    with pytest.raises(JobInUseError, match="manager 0"):
+        PartStore(tmpfs, 0, 1, lock_deadline_s=0)
+    PartStore(tmpfs, 1, 2).close()
+    store.close()
+    PartStore(tmpfs, 0, 1, lock_deadline_s=0).close()

@@ -1,9 +1,9 @@
 """A simulation of rounds, slots and recovery that drives the decisions of `ml_flashpoint.engine.rounds`.
 
 Deterministic: a seed gives a schedule of save calls, commits, pushes, answers and verdicts on 1 to 5 ranks and 1 to 4
-nodes, with saves that fail, saves that somebody waits for, ranks that do not agree on who writes what, messages that are
-late, readers, versions that are persisted, a store that cannot be reached, crashes, lost nodes, nodes that come back with
-old memory, and jobs that go back to an older version. `World.play` raises `Violation` if a promise is broken.
+nodes, with saves that fail, saves that somebody waits for, ranks that do not agree on who writes what, messages that
+are late, readers, versions that are persisted, a store that cannot be reached, crashes, lost nodes, nodes that come
+back with old memory, and jobs that go back to an older version. `World.play` raises `Violation` if a promise is broken.
 """
 
 from __future__ import annotations
@@ -174,7 +174,9 @@ class World:
         self.explicit_every, self.blocks = rng.choice([0, 0, 1, 3, 7]), rng.random() < 0.5
         held = Counter(self.home[holder] for holders in self.holders for holder in holders)
         own = Counter(self.home)
-        self.room = [(self.keep.versions + 1) * (own[node] + held[node]) + rng.randint(0, 2) for node in range(self.nodes)]
+        self.room = [
+            (self.keep.versions + 1) * (own[node] + held[node]) + rng.randint(0, 2) for node in range(self.nodes)
+        ]
         self.memory = [Node() for _ in range(self.nodes)]
         self.parked: dict[int, Node] = {}
         self.faults, self.store_is_up, self.last_call = True, True, 10**9

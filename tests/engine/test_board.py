@@ -13,8 +13,10 @@ from torch.distributed.distributed_c10d import Store
 
 from ml_flashpoint.engine.board import Board
 from ml_flashpoint.engine.rounds import Member, Verdict
+from ml_flashpoint.engine.store import SignedStore
 from ml_flashpoint.format.errors import ReplicationError
 from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.ranks.retention import Keep
 from tests.support.forked import Child, preload, wait_until
 from tests.workers import board_store
 
@@ -26,12 +28,12 @@ _FIRST = Verdict(0, (), SaveId(1, 0))
 class _Job:
     """Ranks of a job, as threads: each commits what it saves at once, and its copies are made as the test says."""
 
-    def __init__(self, ranks: int, connect: Callable[[], Store], first: Verdict = _FIRST) -> None:
+    def __init__(self, ranks: int, connect: Callable[[], SignedStore], first: Verdict = _FIRST) -> None:
         self.copies_fail = threading.Event()
         self.heard: list[list[Verdict]] = [[] for _ in range(ranks)]
         self.boards = [
             Board(
-                Member(first, keep=1),
+                Member(first, Keep(1)),
                 rank=rank,
                 ranks=ranks,
                 connect=connect,
@@ -67,7 +69,7 @@ class _Job:
 def begin() -> Iterator[Callable[..., _Job]]:
     jobs: list[_Job] = []
 
-    def make(ranks: int, connect: Callable[[], Store], first: Verdict = _FIRST) -> _Job:
+    def make(ranks: int, connect: Callable[[], SignedStore], first: Verdict = _FIRST) -> _Job:
         jobs.append(_Job(ranks, connect, first))
         return jobs[-1]
 
@@ -76,25 +78,31 @@ def begin() -> Iterator[Callable[..., _Job]]:
         job.close()
 
 
-def _client(port: int) -> TCPStore:
-    return TCPStore("127.0.0.1", port, None, False, timedelta(seconds=5))
+def _signed(store: Store, secret: bytes = b"secret") -> SignedStore:
+    return SignedStore(store, "run-1", secret)
+
+
+def _client(port: int, secret: bytes = b"secret") -> SignedStore:
+    return _signed(TCPStore("127.0.0.1", port, None, False, timedelta(seconds=5)), secret)
 
 
 @pytest.fixture
-def in_process() -> Callable[[], Store]:
+def in_process() -> Callable[[], SignedStore]:
     server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     return lambda: (server, _client(server.port))[1]
 
 
 def test_a_process_that_is_alone_verifies_what_it_commits(begin: Callable[..., _Job]) -> None:
     store = HashStore()
-    job = begin(1, lambda: store)
+    job = begin(1, lambda: _signed(store))
     for step in (10, 20, 30):
         job.save(step, explicit=True)
         job.await_verified(step)
 
 
-def test_ranks_that_save_alike_verify_their_saves(begin: Callable[..., _Job], in_process: Callable[[], Store]) -> None:
+def test_ranks_that_save_alike_verify_their_saves(
+    begin: Callable[..., _Job], in_process: Callable[[], SignedStore]
+) -> None:
     job = begin(4, in_process)
     for step in range(10, 200, 10):
         job.save(step)
@@ -105,7 +113,7 @@ def test_ranks_that_save_alike_verify_their_saves(begin: Callable[..., _Job], in
 
 
 def test_a_save_that_one_rank_has_not_called_is_not_verified_and_the_next_one_is(
-    begin: Callable[..., _Job], in_process: Callable[[], Store]
+    begin: Callable[..., _Job], in_process: Callable[[], SignedStore]
 ) -> None:
     job = begin(3, in_process)
     job.save(10)
@@ -116,7 +124,9 @@ def test_a_save_that_one_rank_has_not_called_is_not_verified_and_the_next_one_is
     assert all(SaveId(1, 20) not in verdict.verified for heard in job.heard for verdict in heard)
 
 
-def test_a_save_without_copies_is_not_verified(begin: Callable[..., _Job], in_process: Callable[[], Store]) -> None:
+def test_a_save_without_copies_is_not_verified(
+    begin: Callable[..., _Job], in_process: Callable[[], SignedStore]
+) -> None:
     job = begin(2, in_process)
     job.copies_fail.set()
     job.save(10)
@@ -128,7 +138,7 @@ def test_a_save_without_copies_is_not_verified(begin: Callable[..., _Job], in_pr
 
 
 def test_the_recovered_version_is_verified_before_anything_else(
-    begin: Callable[..., _Job], in_process: Callable[[], Store]
+    begin: Callable[..., _Job], in_process: Callable[[], SignedStore]
 ) -> None:
     recovered = SaveId(1, 70)
     job = begin(2, in_process, Verdict(0, (), recovered, recovered=recovered))
@@ -137,7 +147,7 @@ def test_the_recovered_version_is_verified_before_anything_else(
 
 
 def test_a_verdict_that_comes_with_a_push_is_not_adopted_twice(
-    begin: Callable[..., _Job], in_process: Callable[[], Store]
+    begin: Callable[..., _Job], in_process: Callable[[], SignedStore]
 ) -> None:
     job = begin(2, in_process)
     job.save(10, explicit=True)
@@ -152,10 +162,10 @@ def test_a_verdict_that_comes_with_a_push_is_not_adopted_twice(
 def test_a_store_that_cannot_be_reached_verifies_nothing_until_it_can(begin: Callable[..., _Job]) -> None:
     reachable, store = threading.Event(), HashStore()
 
-    def connect() -> Store:
+    def connect() -> SignedStore:
         if not reachable.is_set():
             raise ConnectionRefusedError("nobody listens")
-        return store
+        return _signed(store)
 
     job = begin(2, connect)
     job.save(10)
@@ -202,14 +212,14 @@ def test_saves_go_on_while_the_store_is_stopped_and_are_verified_when_it_goes_on
 
 
 def test_values_of_the_board_that_make_no_sense_are_an_error_and_are_got_over(
-    begin: Callable[..., _Job], in_process: Callable[[], Store]
+    begin: Callable[..., _Job], in_process: Callable[[], SignedStore]
 ) -> None:
     job = begin(2, in_process)
     job.save(10, explicit=True)
     job.await_verified(10)
     in_process().set("verdict", '{"number": -1}')
     wait_until(lambda: job.boards[1].error is not None, "a rank that cannot read the verdict")
-    assert "verdict" in str(job.boards[1].error)
+    assert "ProtocolError" in str(job.boards[1].error)
     job.save(20, explicit=True)
     job.await_verified(20)
 
@@ -218,9 +228,9 @@ def test_a_board_whose_store_hangs_closes_at_the_deadline(begin: Callable[..., _
     with socket.create_server(("127.0.0.1", 0)) as silent:
         entered = threading.Event()
 
-        def connect() -> Store:
+        def connect() -> SignedStore:
             entered.set()
-            return TCPStore("127.0.0.1", silent.getsockname()[1], None, False, timedelta(seconds=3))
+            return _signed(TCPStore("127.0.0.1", silent.getsockname()[1], None, False, timedelta(seconds=3)))
 
         job = begin(1, connect)
         assert entered.wait(30)

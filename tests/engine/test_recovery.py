@@ -9,19 +9,21 @@ from typing import Any
 
 import pytest
 
+from ml_flashpoint.format.errors import SaveError
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.container import BaseContainer
 from ml_flashpoint.memory.lineage import read_records, write_record
-from tests.support.forked import call_team
+from tests.support.forked import Team
 from tests.workers.recovery_job import Plan, play
 
 pytestmark = pytest.mark.damages_on_purpose
 Told = list[dict[str, Any]]
 
 
-def run(root: Path, plan: Plan, nodes: Sequence[int] = (0, 1)) -> Told:
+def run(root: Path, plan: Plan, nodes: Sequence[int] = (0, 1), **env: str) -> Told:
     """Play a job on ranks that are on these nodes, to its end."""
-    return call_team(play, root, len(nodes), plan, placement=nodes)
+    with Team(play, root, len(nodes), plan, placement=nodes, env=env) as team:
+        return team.results()
 
 
 def container_of(root: Path, node: int) -> BaseContainer:
@@ -124,7 +126,7 @@ def test_parts_that_are_lost_are_an_error_and_a_first_save_cut_short_is_not(tmpf
     plan = Plan(steps=[10], absent={10: [1]}, strategy="none")
     run(tmpfs, plan)
     assert all_tell(run(tmpfs, Plan(strategy="none")), "found") is None
-    run(tmpfs, Plan(steps=[20], strategy="none", verified=True))
+    run(tmpfs, Plan(steps=[20], strategy="none", heard=True))
     lose(tmpfs, 1)
     for told in run(tmpfs, Plan(strategy="none")):
         assert told["error"][0] == "NothingLoadableError"
@@ -229,10 +231,63 @@ def test_a_damaged_durable_version_makes_all_step_back_to_memory(tmpfs: Path) ->
     assert (all_tell(told, "found"), all_tell(told, "tier")) == ((1, 10), "memory")
 
 
-def test_a_durable_store_that_cannot_be_read_is_no_start_from_nothing(
-    tmpfs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = Plan(durable="nosuchprotocol://bucket/job")
-    for told in call_team(play, tmpfs, 1, plan):
+IMPATIENT = {"FLASHPOINT_RECOVERY_DEADLINE_S": "0.5"}
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_a_durable_store_that_cannot_be_read_is_no_start_from_nothing(tmpfs: Path, hangs: bool) -> None:
+    url = "nosuchprotocol://bucket/job"
+    for told in run(tmpfs, Plan(durable=url, hangs=hangs), **IMPATIENT):
         assert told["error"][0] == "NothingLoadableError"
-        assert "nosuchprotocol://bucket/job cannot be known" in told["error"][1]
+        assert f"{url} cannot be known" in told["error"][1]
+    for told in run(tmpfs, Plan(anew=True, durable=url, hangs=hangs), **IMPATIENT):
+        assert told["error"][0] == "SaveError"
+        assert "no number can be chosen for the run" in told["error"][1]
+
+
+def test_memory_is_gone_on_from_beside_a_durable_store_that_hangs(tmpfs: Path) -> None:
+    run(tmpfs, Plan(steps=[10]))
+    told = run(tmpfs, Plan(durable=f"file://{tmpfs}/durable", hangs=True), **IMPATIENT)
+    assert (all_tell(told, "found"), all_tell(told, "run")) == ((1, 10), 2)
+
+
+def test_a_full_tmpfs_is_an_error_on_all_ranks_until_there_is_room(small_tmpfs: Path) -> None:
+    run(small_tmpfs, Plan(steps=[10, 20]))
+    lose(small_tmpfs, 1)
+    for told in run(small_tmpfs, Plan(fill_up=True), **IMPATIENT):
+        assert told["error"][0] == "NothingLoadableError"
+        assert "rank 1 on node-1: there is no free slot" in told["error"][1]
+    for path in small_tmpfs.rglob("others"):
+        path.unlink()
+    assert all_tell(run(small_tmpfs, Plan()), "found") == (1, 20)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("engine.inventory.read_records", "LoadError"),
+        ("engine.copying.Copies.fetch_part", "NothingLoadableError"),
+        ("engine.reader.MemoryParts.open_here", "NothingLoadableError"),
+        ("memory.container.BaseContainer.write_sidecars", "NothingLoadableError"),
+        ("engine.recovery.write_record", "SaveError"),
+        ("engine.recovery.mark_begun", "SaveError"),
+    ],
+)
+def test_a_fault_on_one_rank_is_an_error_on_all(tmpfs: Path, name: str, kind: str) -> None:
+    run(tmpfs, Plan(steps=[10], sidecars={"file": b"x"}))
+    lose(tmpfs, 1)
+    told = run(tmpfs, Plan(fault=(1, f"ml_flashpoint.{name}", SaveError("broken on purpose"))), **IMPATIENT)
+    assert [each["error"][0] for each in told] == [kind, kind]
+    assert "broken on purpose" in told[1]["error"][1]
+    assert all_tell(run(tmpfs, Plan()), "found") == (1, 10), "nothing was lost"
+
+
+def test_a_damaged_record_of_a_run_is_an_error_that_says_what_to_do(tmpfs: Path) -> None:
+    run(tmpfs, Plan(steps=[10]))
+    path = tmpfs / "node-0" / "job" / ".flashpoint" / "runs" / "00000001.begun"
+    path.write_bytes(b"nonsense")
+    for told in run(tmpfs, Plan(), **IMPATIENT):
+        assert told["error"][0] == "LoadError"
+        assert "if another node has the record of this run, remove this one" in told["error"][1]
+    path.unlink()
+    assert all_tell(run(tmpfs, Plan()), "found") == (1, 10)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ml_flashpoint import Flashpoint, events
-from ml_flashpoint.core.engine import CheckpointEngine
+from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.events import (
     Event,
     LoopHeld,
@@ -24,7 +24,6 @@ from ml_flashpoint.events import (
     VersionVerified,
 )
 from ml_flashpoint.format.errors import InvalidArgumentError, SaveError
-from ml_flashpoint.format.status import read_status
 from tests.facade.test_overlap import Job
 from tests.support.cluster import run_ranks
 
@@ -41,7 +40,7 @@ def test_a_loop_is_told_of_each_save(base: Path) -> None:
         for _ in range(3):
             job.step()
             fp.step()
-        assert fp.wait()
+            assert fp.wait()
         size, held = fp.health.bytes, fp.health.blocked_total_s
     assert _kinds(told, 0) == [Resumed]
     for step in (1, 2, 3):
@@ -103,13 +102,12 @@ def test_a_step_back_is_told(base: Path) -> None:
 
 def test_a_save_that_fails_before_its_write_is_told(base: Path) -> None:
     told: list[Event] = []
-    with CheckpointEngine(base) as engine, events.subscribe(told.append, base):
-        engine.saver.fail(engine.saver.begin(), SaveError("not today"))
-        assert engine.saver.wait()
+    with Checkpointer(base) as engine, events.subscribe(told.append, base):
+        engine.fail(engine.begin(), SaveError("not today"))
+        assert engine.wait()
+        assert events.flush()
+        assert (engine.status.failures, engine.status.error) == (1, "not today")
     assert [(type(event), event.step) for event in told] == [(SaveFailed, None)]
-    status = read_status(engine.store.directory)
-    assert status is not None
-    assert (status.failures, status.error) == (1, "not today")
 
 
 def test_health_in_numbers(base: Path) -> None:

@@ -95,7 +95,7 @@ def test_full_tmpfs(small_tmpfs: Path) -> None:
         fp.track(stored=stored).resume()
         for _ in range(3):
             fp.step()
-        assert fp.wait()
+            assert fp.wait()
         stored.value = torch.full((2_500_000,), 2.0)
         fp.step()
         assert fp.wait()

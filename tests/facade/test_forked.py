@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ml_flashpoint import Flashpoint
-from ml_flashpoint.core.engine import CheckpointEngine
+from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.format.errors import JobInUseError
 from ml_flashpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
 from tests.facade.test_overlap import Job
@@ -50,6 +50,7 @@ def _train(fp: Flashpoint, job: Job, steps: int) -> dict[str, torch.Tensor]:
         job.step()
         state = job.state()
         fp.step()
+        assert fp.wait()
     return state
 
 
@@ -112,12 +113,11 @@ def test_a_local_manager_of_the_parent_is_not_to_be_used(manager: LocalCheckpoin
 
 
 def test_an_engine_of_the_parent_is_not_to_be_used(tmpfs: Path) -> None:
-    with CheckpointEngine(tmpfs / "job") as engine:
+    with Checkpointer(tmpfs / "job") as engine:
 
         def use() -> None:
-            _refused(engine.latest)
-            _refused(engine.saver.begin)
-            _refused(engine.saver.wait)
+            for call in (engine.latest, engine.begin, engine.wait):
+                _refused(call)
             engine.close()
 
         Child(use).run()
@@ -167,7 +167,7 @@ def test_a_child_has_no_use_of_its_parents_process_group(tmpfs: Path, request: p
     request.getfixturevalue("parents_job")
 
     def use() -> None:
-        for opens in (Flashpoint, CheckpointEngine, LocalCheckpointManager):
+        for opens in (Flashpoint, Checkpointer, LocalCheckpointManager):
             with pytest.raises(JobInUseError, match="process group it cannot use"):
                 opens(tmpfs / "of the child")
 

@@ -12,12 +12,13 @@ import pytest
 
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.copy.late import LateCopy
+from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.format.errors import SaveError
 from tests.facade.test_overlap import Job, _is_same, _loaded
-from tests.support.played_device import PlayedDevice, lock_arenas
+from tests.support.played_device import PlayedDevice, lock_slots
 
 
-@pytest.mark.parametrize("place", ["after the begin", "before the end is left to the background"])
+@pytest.mark.parametrize("place", ["stage", "commit"])
 def test_an_interrupt_between_two_calls_of_a_save_holds_up_no_later_one(
     base: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
@@ -28,24 +29,13 @@ def test_an_interrupt_between_two_calls_of_a_save_holds_up_no_later_one(
         fp.save(1)
         assert fp.wait()
         with monkeypatch.context() as patched:
-            if place == "after the begin":
-                begin = fp._engine.saver.begin
+            call = getattr(Checkpointer, place)
 
-                def interrupted(**how: Any) -> None:
-                    begin(**how)
-                    raise KeyboardInterrupt
+            def interrupted(*args: Any, **how: Any) -> None:
+                call(*args, **how)
+                raise KeyboardInterrupt
 
-                patched.setattr(fp._engine.saver, "begin", interrupted)
-            else:
-                run, calls = fp._saves._background.run, list[Any]()
-
-                def interrupted_once(function: Any) -> None:
-                    calls.append(function)
-                    if len(calls) == 1:
-                        raise KeyboardInterrupt
-                    run(function)
-
-                patched.setattr(fp._saves._background, "run", interrupted_once)
+            patched.setattr(Checkpointer, place, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 fp.save(2)
         saved = job.state()
@@ -53,7 +43,6 @@ def test_an_interrupt_between_two_calls_of_a_save_holds_up_no_later_one(
             fp.save(3)
         assert fp.wait(10)
         assert fp.last_saved == 3
-        assert fp._engine.saver.stats.last_verified == 3
     step, state = _loaded(base)
     assert step == 3
     assert _is_same(state, saved)
@@ -90,7 +79,11 @@ def test_a_save_from_within_a_save_is_refused_and_holds_up_nothing(base: Path) -
     assert _is_same(job.state(), saved)
 
 
-@pytest.mark.parametrize("call", [Flashpoint.save, Flashpoint.before_update])
+def _save_another(fp: Flashpoint) -> None:
+    fp.save(6)
+
+
+@pytest.mark.parametrize("call", [_save_another, Flashpoint.before_update])
 def test_a_handler_while_a_step_is_held_for_a_copy_holds_up_nothing(
     base: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[Flashpoint], None]
 ) -> None:
@@ -103,7 +96,7 @@ def test_a_handler_while_a_step_is_held_for_a_copy_holds_up_nothing(
             job.step()
             fp.step()
             assert fp.wait()
-            lock_arenas(fp._engine.saver._objects.store)
+            lock_slots(fp._checkpointer._pool)
         job.step()
         device.late.clear()
         device.lag()
@@ -111,7 +104,7 @@ def test_a_handler_while_a_step_is_held_for_a_copy_holds_up_nothing(
 
             def interrupted(late: LateCopy) -> None:
                 patched.setattr(LateCopy, "hold", hold)
-                if call is Flashpoint.save:
+                if call is _save_another:
                     saved.update(job.state())  # whose statistics are those of the forward before
                 call(fp)
                 hold(late)
@@ -123,9 +116,9 @@ def test_a_handler_while_a_step_is_held_for_a_copy_holds_up_nothing(
         fp.before_update()
         assert fp.wait()
         assert device.late
-        assert fp.last_saved == 5
+        assert fp.last_saved == (6 if call is _save_another else 5)
     step, state = _loaded(base)
-    assert step == 5
+    assert step == (6 if call is _save_another else 5)
     assert _is_same(state, saved)
 
 
@@ -137,16 +130,17 @@ def test_ctrl_c_in_the_midst_of_a_save_comes_after_it_and_at_once_if_it_is_repea
     with Flashpoint(base, strict=True) as fp:
         fp.track(**job.tracked).resume()
         job.step()
-        stage = fp._saves._stage
+        stage = Checkpointer.stage
 
-        def interrupted(*args: Any) -> None:
+        def interrupted(*args: Any, **how: Any) -> Any:
             for _ in range(times):
                 signal.raise_signal(signal.SIGINT)
-            stage(*args)
+            copies = stage(*args, **how)
             went.append("staged")
+            return copies
 
         with monkeypatch.context() as patched:
-            patched.setattr(fp._saves, "_stage", interrupted)
+            patched.setattr(Checkpointer, "stage", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 fp.step()
         assert went == ["staged"] * (times == 1)
@@ -161,14 +155,14 @@ def test_handlers_of_the_programs_own_are_left_alone(base: Path, monkeypatch: py
     try:
         with Flashpoint(base, strict=True) as fp:
             fp.track(**job.tracked).resume()
-            stage = fp._saves._stage
+            stage = Checkpointer.stage
 
-            def interrupted(*args: Any) -> None:
+            def interrupted(*args: Any, **how: Any) -> Any:
                 signal.raise_signal(signal.SIGINT)
                 assert told
-                stage(*args)
+                return stage(*args, **how)
 
-            monkeypatch.setattr(fp._saves, "_stage", interrupted)
+            monkeypatch.setattr(Checkpointer, "stage", interrupted)
             job.step()
             fp.step()
     finally:

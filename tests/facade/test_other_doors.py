@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from ml_flashpoint import Flashpoint
-from ml_flashpoint.core.engine import CheckpointEngine
+from ml_flashpoint.config import Config
+from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.format.errors import LoadError
 
 
@@ -20,12 +20,13 @@ def test_an_older_version_is_not_gone_back_to(tmpfs: Path) -> None:
         fp.track(model=model)
         assert fp.resume() == 0
         fp.step()
-    shutil.copytree(tmpfs / "job" / "step-1_ckpt", tmpfs / "kept")
-    with CheckpointEngine(tmpfs / "job") as engine:
+    with Checkpointer(tmpfs / "job", Config(keep=2)) as engine:
         assert engine.latest() == engine.version(1)
-        engine.saver.save(engine.version(2), [("a", torch.ones(10))])
-        assert engine.saver.wait(20)
-    shutil.copytree(tmpfs / "kept", tmpfs / "job" / "step-1_ckpt")  # as if it had not been replaced yet
+        save = engine.begin(2, explicit=True)
+        engine.fill(save, [("a", torch.ones(10))])
+        engine.commit(save)
+        save.verified.result(20)
+    assert (tmpfs / "job" / "step-1_ckpt").exists()
     with Flashpoint(tmpfs / "job", every_n_steps=1) as fp:
         fp.track(model=model)
         with pytest.raises(LoadError, match="not saved through DCP"):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ml_flashpoint import Flashpoint
+from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.format.errors import InvalidArgumentError, SaveError
 
 WIDTH = 192
@@ -76,6 +77,7 @@ def _check_random_saves(base: Path, rounds: int, **options: Any) -> None:
             assert fp.track(**job.tracked).resume() == step
             saved: dict[str, torch.Tensor] = {}
             for _ in range(rng.randint(1, 4)):
+                assert fp.wait(60)
                 job.step()
                 saved, step = job.state(), fp.step()
             for _ in range(rng.randint(0, 2)):  # steps that nobody counts
@@ -115,15 +117,15 @@ def test_bad_arguments(base: Path) -> None:
 def test_a_save_that_cannot_begin_fails_and_training_goes_on(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job()
 
-    def fail(**_: Any) -> None:
-        raise SaveError("the saver is closed")
+    def fail(*_: Any, **__: Any) -> None:
+        raise SaveError("the checkpointer is closed")
 
     with Flashpoint(base) as fp:
         fp.track(**job.tracked).resume()
         with monkeypatch.context() as patched:
-            patched.setattr(fp._engine.saver, "begin", fail)
+            patched.setattr(Checkpointer, "begin", fail)
             fp.save(1)
-        assert "the saver is closed" in str(fp.health.last_error)
+        assert "the checkpointer is closed" in str(fp.health.last_error)
         fp.save(2)
         assert fp.wait(30)
         assert (fp.health.saves, fp.health.failures) == (1, 1)
@@ -136,15 +138,15 @@ def test_an_interrupt_in_the_midst_of_a_save_holds_up_no_later_one(base: Path, m
         fp.save(1)
         with monkeypatch.context() as patched:
 
-            def interrupted(*_: Any) -> None:
+            def interrupted(*_: Any, **__: Any) -> None:
                 raise KeyboardInterrupt
 
-            patched.setattr(fp._saves, "_stage", interrupted)
+            patched.setattr(Checkpointer, "stage", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 fp.save(2)
         fp.save(3)
         assert fp.wait(30)
-        assert fp._engine.saver.stats.last_verified == 3
+        assert fp.last_saved == 3
 
 
 def test_without_overlap_optimizers_are_left_alone(base: Path) -> None:

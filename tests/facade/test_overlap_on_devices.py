@@ -20,7 +20,7 @@ from ml_flashpoint import Flashpoint
 from ml_flashpoint.copy import cuda
 from tests.facade.test_overlap import Job as HostJob
 from tests.facade.test_overlap import _is_same, _loaded
-from tests.support.played_device import PlayedDevice, lock_arenas
+from tests.support.played_device import PlayedDevice, lock_slots
 
 LOCKED = 4
 """Saves after which all memory is page-locked, so that later ones are copied late."""
@@ -43,7 +43,7 @@ def base(tmpfs: Path) -> Path:
 
 
 def locked(fp: Flashpoint) -> None:
-    lock_arenas(fp._engine.saver._objects.store)
+    lock_slots(fp._checkpointer._pool)
 
 
 def settled(base: Path, job: Job, **options: Any) -> Flashpoint:

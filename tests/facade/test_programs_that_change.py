@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize, prune
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ml_flashpoint import Flashpoint
-from tests.support.played_device import PlayedDevice, lock_arenas
+from tests.support.played_device import PlayedDevice, lock_slots
 
 WIDTH = 16
 
@@ -52,6 +52,7 @@ def test_parameters_that_get_other_names_keep_their_optimizer_state(
         for _ in range(3):
             _step(model, optimizer)
             fp.step()
+            fp.wait()
         change(model)
         _step(model, optimizer)
         fp.step()
@@ -75,6 +76,7 @@ def test_parameters_that_change_places_keep_their_optimizer_state(base: Path) ->
         fp.track(model=model, optimizer=optimizer).resume()
         _step(model, optimizer)
         fp.step()
+        fp.wait()
         first, second = model
         first.weight, second.weight = second.weight, first.weight
         _step(model, optimizer)
@@ -96,7 +98,7 @@ def _of_all(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> Any:
 def _settle(fp: Flashpoint) -> None:
     """From the third time on, the next save is copied late."""
     assert fp.wait()
-    lock_arenas(fp._engine.saver._objects.store)
+    lock_slots(fp._checkpointer._pool)
 
 
 class Teacher(nn.Module):
@@ -250,7 +252,7 @@ def test_saves_in_inference_mode(base: Path, monkeypatch: pytest.MonkeyPatch) ->
             optimizer.step()
             with torch.inference_mode(number % 3 < 2):
                 fp.step()
-        fp.wait()
+            fp.wait()
     again = nn.Linear(3000, 1000)
     with Flashpoint(base) as fp, torch.inference_mode():
         assert fp.track(model=again, optimizer=torch.optim.SGD(again.parameters(), momentum=0.9)).resume() == 6
@@ -265,7 +267,7 @@ def test_memory_that_was_let_go_of_fails_the_save_and_nothing_else(base: Path) -
         for _ in range(2):
             _step(model, optimizer)
             fp.step()
-        fp.wait()
+            fp.wait()
         storage = model[0].weight.untyped_storage()  # type: ignore[operator,union-attr]
         size = storage.nbytes()
         storage.resize_(0)

@@ -70,6 +70,7 @@ def test_resume_again_goes_back_to_the_newest_version(base: Path) -> None:
         for _ in range(5):
             job.step()
             fp.step()
+            fp.wait()
         assert fp.resume() == fp.steps_done == fp.last_saved == 3
         assert job.digests() == training.undisturbed(3)
         for _ in range(3):

@@ -1,15 +1,11 @@
-"""How a request waits for a save that is made in another process."""
+"""How a request waits for a save that another process makes."""
 
 from __future__ import annotations
 
 import pickle
-from pathlib import Path
+from concurrent.futures import Future
 from typing import Any
 
-import torch
-
-from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.local.async_request import BackgroundSave
 from tests.support.forked import Child
 
@@ -20,20 +16,18 @@ def _await(report: Any, request: bytes) -> None:
     wait()
 
 
-def _begin(report: Any, base: Path) -> None:
-    saver = DefaultMLFlashpointCheckpointSaver()
-    save = saver.begin()
-    report("begun", pickle.dumps(BackgroundSave(save, saver.ticket(save))))
+def _begin(report: Any) -> None:
+    committed: Future[None] = Future()
+    save = BackgroundSave(committed)
+    report("begun", pickle.dumps(save))
     report.listen()
-    name = CheckpointContainerId.format_version_container(1)
-    saver.write(save, CheckpointContainerId.create_child(base, name), [("w", torch.ones(3))])
-    saver.commit(save)
+    committed.set_result(None)
     report("saved")
     report.listen()
 
 
-def test_waiting_elsewhere_ends_with_the_save(tmpfs: Path) -> None:
-    with Child(_begin, tmpfs / "job") as trainer:
+def test_waiting_elsewhere_ends_with_the_save() -> None:
+    with Child(_begin) as trainer:
         (_, request) = trainer.next_report("begun")
         with Child(_await, request) as child:
             child.next_report("waits")
@@ -42,10 +36,23 @@ def test_waiting_elsewhere_ends_with_the_save(tmpfs: Path) -> None:
             child.join()
 
 
-def test_waiting_elsewhere_ends_with_the_trainer(tmpfs: Path) -> None:
-    with Child(_begin, tmpfs / "job") as trainer:
+def test_waiting_elsewhere_ends_with_the_trainer() -> None:
+    with Child(_begin) as trainer:
         (_, request) = trainer.next_report("begun")
         with Child(_await, request) as child:
             child.next_report("waits")
             trainer.kill()
             child.join()
+
+
+def test_waiting_after_the_end_returns_at_once() -> None:
+    ended: Future[None] = Future()
+    save = BackgroundSave(ended)
+    request = pickle.dumps(save)
+    ended.set_result(None)
+    save()
+    with Child(_await, request) as child:
+        child.join()
+    del save
+    with Child(_await, request) as child:
+        child.join()

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import re
-import shutil
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ml_flashpoint.core.engine import CheckpointEngine
+from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.format.errors import InvalidArgumentError, UnaskedVersionsError
 from ml_flashpoint.local import (
     AsyncCallsQueue,
@@ -30,7 +27,6 @@ from ml_flashpoint.local import (
 )
 from ml_flashpoint.ranks.strategies import RingReplicationStrategy
 from tests.support.forked import Child
-from tests.support.injector import Fault, Injector
 
 
 def state(value: float = 1.0) -> BasicTensorAwareStateDict:
@@ -48,17 +44,6 @@ def manager(tmpfs: Path) -> Iterator[LocalCheckpointManager]:
     made = LocalCheckpointManager(tmpfs, "job")
     yield made
     made.close()
-
-
-def await_threads() -> None:
-    for thread in threading.enumerate():
-        if thread.name.startswith("flashpoint-local-"):
-            thread.join(60)
-            assert not thread.is_alive()
-
-
-def versions(manager: LocalCheckpointManager) -> list[str]:
-    return sorted(path.name for path in manager.local_ckpt_dir.glob("step-*"))
 
 
 def test_a_fresh_folder(manager: LocalCheckpointManager, tmpfs: Path) -> None:
@@ -107,13 +92,11 @@ def test_sessions_are_apart(tmpfs: Path) -> None:
     other.close()
 
 
-def test_only_the_newest_complete_iteration_is_kept(manager: LocalCheckpointManager) -> None:
+def test_a_failed_save_costs_nothing_that_was_there(manager: LocalCheckpointManager) -> None:
     for iteration in range(1, 6):
         manager.save(state(iteration), iteration)
-        assert versions(manager) == [f"step-{iteration}_ckpt"]
     with pytest.raises(CheckpointingException):
         manager.save(BasicTensorAwareStateDict({"a": lambda: 0}), 6)
-    assert versions(manager) == ["step-5_ckpt"], "a failed save costs nothing that was there"
     assert value_of(manager.load()) == 5
 
 
@@ -143,6 +126,8 @@ def test_a_failed_save_can_be_repeated_at_once(manager: LocalCheckpointManager) 
         with pytest.raises(CheckpointingException, match="can be repeated"):
             manager.save(BasicTensorAwareStateDict({"a": lambda: 0}), 6)
     manager.save(state(1), 6)
+    manager.save(state(2), 6)
+    assert value_of(manager.load()) == 1, "an iteration is saved once a run"
     manager.save(state(2), 6)
     assert value_of(manager.load()) == 2
 
@@ -255,12 +240,12 @@ def test_what_another_door_has_saved_is_told_from_what_is_lost(tmpfs: Path) -> N
     manager = LocalCheckpointManager(tmpfs, "job")
     manager.save(state(1), 1)
     manager.close()
-    shutil.copytree(tmpfs / "job" / "step-1_ckpt", tmpfs / "kept")
-    with CheckpointEngine(tmpfs / "job") as engine:
+    with Checkpointer(tmpfs / "job") as engine:
         assert engine.latest() == engine.version(1)
-        engine.saver.save(engine.version(2), [("a", torch.ones(10))])
-        assert engine.saver.wait(20)
-    shutil.copytree(tmpfs / "kept", tmpfs / "job" / "step-1_ckpt")  # as if it had not been replaced yet
+        save = engine.begin(2)
+        engine.fill(save, [("a", torch.ones(10))])
+        engine.commit(save)
+        save.committed.result(20)
     again = LocalCheckpointManager(tmpfs, "job")
     assert again.find_latest() == 2
     with pytest.raises(CheckpointingException, match="not saved by a LocalCheckpointManager") as caught:
@@ -287,32 +272,6 @@ def test_an_asynchronous_save_counts_when_it_is_finalized(manager: LocalCheckpoi
         request.execute_finalize_fns()
 
 
-@pytest.mark.slow
-def test_a_save_that_the_manager_did_not_live_to_end_is_not_waited_for(
-    manager: LocalCheckpointManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FLASHPOINT_EXIT_DEADLINE_S", "0.001")
-    manager.save(state(1), 1)
-    held = threading.Event()
-    write = manager._saver.write
-
-    def write_late(*args: Any, **kwargs: Any) -> None:
-        held.wait(60)
-        write(*args, **kwargs)
-
-    monkeypatch.setattr(manager._saver, "write", write_late)
-    request = manager.save(state(2), 2, is_async=True)
-    assert request is not None
-    manager.close()
-    with pytest.raises(CheckpointingException, match="closed before the save had ended"):
-        request.execute_sync()
-    held.set()
-    await_threads()
-    again = LocalCheckpointManager(manager.local_ckpt_dir)
-    assert value_of(again.load()) == 1
-    again.close()
-
-
 def test_saves_may_overlap(manager: LocalCheckpointManager) -> None:
     queue = AsyncCallsQueue()
     for iteration in range(1, 4):  # as many as surely have memory, however late the first is verified
@@ -321,27 +280,6 @@ def test_saves_may_overlap(manager: LocalCheckpointManager) -> None:
         queue.schedule_async_request(request)
     queue.close()
     assert (manager.find_latest(), value_of(manager.load())) == (3, 3)
-
-
-def test_a_save_given_up_for_newer_ones_says_so(
-    manager: LocalCheckpointManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    verdict, commits = threading.Event(), manager._saver._commits
-    agree = commits._agree
-    monkeypatch.setattr(commits, "_agree", lambda *args: verdict.wait(60) and agree(*args))  # whatever is the oldest
-    requests = [manager.save(state(iteration), iteration, is_async=True) for iteration in range(1, 7)]
-    assert all(save.decided.wait(60) for save in manager._under_way)
-    verdict.set()
-    failures = []
-    for request in requests:
-        assert request is not None
-        try:
-            request.execute_finalize_fns()
-        except CheckpointingException as failure:
-            failures.append(str(failure))
-    assert failures
-    assert all("rank 0: given up for a newer save" in failure for failure in failures), failures
-    assert (manager.find_latest(), value_of(manager.load())) == (6, 6)
 
 
 def test_a_failed_asynchronous_save_is_told_when_it_is_finalized(manager: LocalCheckpointManager) -> None:
@@ -387,7 +325,6 @@ def test_the_request_can_be_waited_for_in_another_process(manager: LocalCheckpoi
     assert request is not None
     assert request.async_fn is not None
     request.execute_sync()
-    await_threads()
     pickle.loads(pickle.dumps(request._replace(finalize_fns=[]))).async_fn()
 
 
@@ -400,7 +337,6 @@ def test_logs(manager: LocalCheckpointManager, caplog: pytest.LogCaptureFixture,
     request = manager.save(state(), 12, is_async=is_async)
     if request is not None:
         request.execute_sync()
-        await_threads()
     (path,) = manager.local_ckpt_dir.glob("step-12_ckpt/*.safetensors")
     infos = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
     debugs = [record.getMessage() for record in caplog.records if record.levelno == logging.DEBUG]
@@ -423,53 +359,12 @@ def test_what_a_crash_left_is_cleaned_at_the_next_start(tmpfs: Path) -> None:
         for _ in range(20):
             child.next_report("saving")
         child.kill()
-    private = tmpfs / "job/.flashpoint/rank-00000"
-    (private / "left-1").touch()
-    (tmpfs / "job/step-99_ckpt").mkdir()
-    os.utime(tmpfs / "job/step-99_ckpt", (1e9, 1e9))  # before the process that starts now
-    manager = LocalCheckpointManager(tmpfs / "job")
-    found = manager.find_latest()
-    assert found >= 1
-    assert value_of(manager.load()) == found
-    manager.save(state(found), found)
-    assert versions(manager) == [f"step-{found}_ckpt"]
-    # The status may be written at this moment, under another name first.
-    known = r"lock|reserve|status\.json(\.new)?|arena-\d+"
-    assert not [path for path in private.iterdir() if not re.fullmatch(known, path.name)]
-    manager.close()
-    assert not (private / "status.json.new").exists()
-
-
-def test_threads_end_with_their_saves(manager: LocalCheckpointManager) -> None:
-    for iteration in range(5):
-        request = manager.save(state(), iteration, is_async=True)
-        assert request is not None
-        request.execute_sync()
-    await_threads()
-
-
-def test_a_background_thread_that_cannot_be_started_loses_one_save(tmpfs: Path) -> None:
-    manager = LocalCheckpointManager(tmpfs, "job")
-    manager.save(state(1), 1)
-    with Injector(0, [Fault(rank=0, step=0, point="thread", action="no-thread")]) as injector:
-        request = manager.save(state(2), 2, is_async=True)
-    assert request is not None
-    with pytest.raises(CheckpointingException, match="can't start new thread"):
-        request.execute_sync()
-    assert injector.fired
-    manager.close()
-
-
-@pytest.mark.parametrize("nth", [1, 2])
-def test_threads_of_the_engine_are_started_later(tmpfs: Path, monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
-    monkeypatch.setenv("FLASHPOINT_SEAL_DEADLINE_S", "2")
-    monkeypatch.setenv("FLASHPOINT_COLLECTIVE_DEADLINE_S", "2")
-    manager = LocalCheckpointManager(tmpfs, "job")
-    with Injector(0, [Fault(rank=0, step=0, point="thread", action="no-thread", nth=nth)]) as injector:
-        manager.save(state(1), 1)
-    assert injector.fired
-    assert manager.find_latest() == 1
-    manager.close()
+    with contextlib.closing(LocalCheckpointManager(tmpfs / "job")) as manager:
+        found = manager.find_latest()
+        assert found >= 1
+        assert value_of(manager.load()) == found
+        manager.save(state(found + 1), found + 1)
+        assert value_of(manager.load()) == found + 1
 
 
 @pytest.mark.cuda

@@ -14,9 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
-from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.format.errors import InvalidArgumentError, UnsafeContentError
 from ml_flashpoint.local import (
     BasicTensorAwareStateDict,
@@ -167,15 +165,15 @@ def test_a_state_that_contains_itself_is_refused(manager: LocalCheckpointManager
 
 def _load_crafted(base: Path, archive: bytes, **changed: Any) -> Any:
     """What a manager makes of a checkpoint with this archive and a header that was changed so."""
-    objects = CheckpointObjectManager()
-    saver = DefaultMLFlashpointCheckpointSaver(ckpt_obj_manager=objects)
     data = changed.pop("header", None)
     header = {"local": VERSION, "wrapped": True, "names": ["t"], "devices": [["cpu", 1]], "meshes": [], **changed}
     data = json.dumps(header).encode() if data is None else data
     items = [(HEADER_KEY, data), *([(ARCHIVE_KEY, archive)] if archive else [])]
-    saver.save(CheckpointContainerId(f"{base}/step-1_ckpt"), [("t", torch.ones(2))], items)
-    saver.close()
-    objects.close()
+    with Checkpointer(base) as checkpointer:
+        save = checkpointer.begin(1)
+        checkpointer.fill(save, [("t", torch.ones(2))], items)
+        checkpointer.commit(save)
+        save.committed.result(20)
     manager = LocalCheckpointManager(base)
     try:
         assert manager.find_latest() == 1

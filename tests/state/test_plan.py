@@ -55,12 +55,12 @@ def _planned(state: dict[str, Any]) -> SavePlan:
 
 
 def _offer(state: dict[str, Any]) -> Offer:
-    return Offer(Tree(state), coordinator=True)
+    return Offer(Tree(state))
 
 
 def _share(state: dict[str, Any]) -> tuple[Share, Tree]:
     tree = Tree(state)
-    offer = Offer(tree, coordinator=True)
+    offer = Offer(tree)
     return Share(offer, range(len(offer.plan.items))), tree
 
 
@@ -205,7 +205,7 @@ def test_values_are_as_they_were_when_they_were_taken() -> None:
 def test_some_of_a_plan() -> None:
     state = {name: torch.full((2,), float(number)) for number, name in enumerate("abcd")}
     tree = Tree(state)
-    share = Share(Offer(tree, coordinator=False), (1, 3))
+    share = Share(Offer(tree), (1, 3))
     captured = share.capture(tree)
     assert [(key, tensor[0].item()) for key, tensor in captured.tensors] == [("b", 1.0), ("d", 3.0)]
     assert all(item.type is not WriteItemType.BYTE_IO for item in share.items)

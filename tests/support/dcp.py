@@ -12,11 +12,14 @@ import torch.distributed.checkpoint as dcp
 
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
-from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
-from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
-from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
+from ml_flashpoint.adapter.pytorch.seed import (
+    CheckpointObjectManager,
+    DefaultMLFlashpointCheckpointLoader,
+    DefaultMLFlashpointCheckpointSaver,
+    ReplicationManager,
+)
+from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.replication.replication_manager import ReplicationManager
 
 try:
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -42,17 +45,16 @@ class Door:
 
     Args:
         base: base container; need not exist.
-        saver: further arguments of the saver.
-        writer: further arguments of the writer.
+        writer: arguments of the writer.
     """
 
-    def __init__(self, base: Path, *, saver: dict[str, Any] | None = None, **writer: Any) -> None:
+    def __init__(self, base: Path, **writer: Any) -> None:
         self.base = base
         self.objects = CheckpointObjectManager()
         self.replication = ReplicationManager()
         self.replication.initialize(self.objects)
         self.saver = DefaultMLFlashpointCheckpointSaver(
-            ckpt_obj_manager=self.objects, replication_manager=self.replication, **(saver or {})
+            ckpt_obj_manager=self.objects, replication_manager=self.replication
         )
         self.writer = MemoryStorageWriter(self.saver, **writer)
         self.loader = DefaultMLFlashpointCheckpointLoader(self.objects, self.replication)
@@ -92,10 +94,16 @@ class Door:
         """Wait until what was saved is verified everywhere."""
         assert self.saver.wait(RESULT_TIMEOUT_S), "saves are still under way"
 
-    def arena_bytes(self, rank: int = 0) -> list[int]:
-        """Sizes of the files of all arenas of a rank here: what its checkpoints cost in memory."""
-        folder = self.base / ".flashpoint" / f"rank-{rank:05d}"
-        return sorted(entry.stat().st_size for entry in os.scandir(folder) if entry.name.startswith("arena-"))
+    @property
+    def checkpointer(self) -> Checkpointer:
+        """The base container, which a save or a recovery has opened before."""
+        assert self.objects.opened is not None
+        return self.objects.opened
+
+    def slot_bytes(self, rank: int = 0) -> list[int]:
+        """Sizes of the files of all slots for a rank's parts here: what its checkpoints cost in memory."""
+        folders = (self.base / ".flashpoint" / "slots").glob(f"*-{rank:05d}")
+        return sorted(entry.stat().st_size for folder in folders for entry in os.scandir(folder))
 
     def object_path(self, step: int, rank: int = 0) -> Path:
         """The newest object of a rank in a version on this node."""
@@ -104,5 +112,4 @@ class Door:
     def close(self) -> None:
         """Finish, and let go of the base container; what was saved stays."""
         self.writer.close()
-        self.replication.close()
         self.objects.close()

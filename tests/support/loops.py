@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,18 +37,19 @@ class Custom:
 
 
 def train(base: Path, job: Job, until: int, **options: Any) -> Flashpoint:
-    """Trains as any user would; the façade is closed."""
+    """Trains as any user would, but for steps that would be skipped; the `Flashpoint` is closed."""
     with Flashpoint(base, **options) as fp:
         step = fp.track(**job.tracked).resume()
         while step < until:
             job.step()
             step = fp.step()
+            fp.wait()
     return fp
 
 
 def save_and(then: Callable[[Flashpoint], Any], fp: Flashpoint) -> None:
     """A failure may show in either call."""
-    fp.save()
+    fp.step()
     then(fp)
 
 
@@ -63,16 +63,14 @@ def versions(base: Path) -> list[int]:
 
 def saved_twice(base: Path, **tracked: Any) -> None:
     """A base container with versions 1 and 2 of the same objects, both complete."""
-    with Flashpoint(base) as fp:
+    with Flashpoint(base, keep=2) as fp:
         fp.track(**tracked).save(1)
         fp.wait()
-        shutil.copytree(base / "step-1_ckpt", base / "kept")
         for value in tracked.values():
             if isinstance(value, Stored):
                 value.value += 1
         fp.save(2)
         fp.wait()
-    (base / "kept").rename(base / "step-1_ckpt")
 
 
 def damage(base: Path, step: int) -> None:

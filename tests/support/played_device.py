@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import pytest
 
     from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+    from ml_flashpoint.memory.pool import Pool
 
 
 class PlayedDevice(PlayedStreams):
@@ -88,3 +89,9 @@ def lock_arenas(store: RankStore | None) -> None:
         arena.lock_in_background()
         if arena._prefault is not None:
             arena._prefault.join()
+
+
+def lock_slots(pool: Pool) -> None:
+    """Lock all slots that the rank's own saves take."""
+    for slot in pool.slots:
+        slot.prepare()

@@ -30,8 +30,9 @@ from ml_flashpoint.format.errors import (
     UnreadableError,
     UnsafePathError,
 )
-from ml_flashpoint.format.lineage import Lineage, write_lineage
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name, write_manifest
+from ml_flashpoint.memory.container import BaseContainer as JobContainer
+from ml_flashpoint.memory.lineage import RunRecord, mark_begun, write_record
 from ml_flashpoint.stores.base_container import BaseContainer
 from ml_flashpoint.stores.bounded import while_it_moves
 from ml_flashpoint.stores.directory import Directory
@@ -46,35 +47,31 @@ from ml_flashpoint.tools.items import open_version
 from tests.support.forked import wait_until
 from tests.support.processes import child_environment
 
-RUN = "1700000000000-0000000a"
+RUN = "00000007"
 BLOCK = 1000
 pytestmark = [pytest.mark.damages_on_purpose, pytest.mark.stores_any_bytes]
-
-
-def save_id(number: int) -> str:
-    return f"{RUN}-{number:019d}"
 
 
 def content(rank: int, number: int) -> bytes:
     return bytes((rank + number + at) % 251 for at in range(2500))
 
 
-def commit(base: Path, rank: int, number: int, *, step: int | None = None, world_size: int = 4) -> Path:
+def commit(base: Path, rank: int, step: int, *, world_size: int = 4) -> Path:
     """A part as a job leaves it; returns its object."""
-    step, data = number if step is None else step, content(rank, number)
+    data = content(rank, step)
     digests = tuple(digest_block(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK))
-    record = ObjectRecord(object_name(rank, save_id(number)), len(data), len(data) + 100, digests, BLOCK)
+    record = ObjectRecord(object_name(rank, RUN), len(data), len(data) + 100, digests, BLOCK)
     folder = base / f"step-{step}_ckpt"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / record.name).write_bytes(data + b"\xff" * 100)
-    write_manifest(folder, Manifest(folder.name, rank, world_size, save_id(number), f"node-{base.name}", (record,)))
+    write_manifest(folder, Manifest(folder.name, rank, world_size, RUN, f"node-{base.name}", (record,)))
     return folder / record.name
 
 
-def commit_all(bases: list[Path], number: int, ranks: dict[int, list[int]], *, step: int | None = None) -> None:
+def commit_all(bases: list[Path], step: int, ranks: dict[int, list[int]]) -> None:
     for base, some in ranks.items():
         for rank in some:
-            commit(bases[base], rank, number, step=step)
+            commit(bases[base], rank, step)
 
 
 def flip(path: Path) -> None:
@@ -130,7 +127,7 @@ def test_one_node_has_its_own_parts_and_copies(bases: list[Path], url: str, stor
     commit_all(bases, 7, {0: [0, 1, 2, 3], 1: [2, 3]})
     calls: list[tuple[int, int]] = []
     made = persist_version(bases[0], url, progress=lambda done, total: calls.append((done, total)))
-    assert (made.version.step, made.version.save_id, made.was_there, made.newer) == (7, save_id(7), False, None)
+    assert (made.version.step, made.version.save_id, made.was_there, made.newer) == (7, RUN, False, None)
     assert stored(store) == {7: expected(7)}
     assert calls[-1] == (4 * 2600, 4 * 2600)
     assert sorted(store.files.list()) == ["lock", f"run-{RUN}"]
@@ -163,11 +160,11 @@ def test_missing_parts_are_named(
 
 def test_a_damaged_part_is_taken_from_another_node(bases: list[Path], url: str, store: DurableVersions) -> None:
     commit_all(bases, 7, {0: [0, 1, 2, 3], 1: [1, 2, 3]})
-    flip(bases[0] / "step-7_ckpt" / object_name(1, save_id(7)))
-    (bases[0] / "step-7_ckpt" / object_name(2, save_id(7))).unlink()
-    path = bases[0] / "step-7_ckpt" / object_name(3, save_id(7))
+    flip(bases[0] / "step-7_ckpt" / object_name(1, RUN))
+    (bases[0] / "step-7_ckpt" / object_name(2, RUN)).unlink()
+    path = bases[0] / "step-7_ckpt" / object_name(3, RUN)
     path.unlink()
-    path.symlink_to(bases[1] / "step-7_ckpt" / object_name(3, save_id(7)))
+    path.symlink_to(bases[1] / "step-7_ckpt" / object_name(3, RUN))
     persist_version(bases, url)
     assert stored(store) == {7: expected(7)}
 
@@ -178,7 +175,7 @@ def test_what_is_damaged_everywhere_is_left_for_an_older_version(
     commit_all(bases, 6, {0: [0, 1, 2, 3]})
     commit_all(bases, 7, {0: [0, 1, 2, 3], 1: [1]})
     for base in bases:
-        flip(base / "step-7_ckpt" / object_name(1, save_id(7)))
+        flip(base / "step-7_ckpt" / object_name(1, RUN))
     assert persist_version(bases, url).version.step == 6
     assert stored(store) == {6: expected(6)}
     with pytest.raises(DamagedError, match="block 1"):
@@ -203,8 +200,10 @@ def test_what_cannot_be_read_is_no_reason_for_an_older_version(
 def test_what_the_job_has_gone_back_from_is_not_taken(bases: list[Path], url: str, store: DurableVersions) -> None:
     commit_all(bases, 6, {0: [0, 1, 2, 3]})
     commit_all(bases, 7, {0: [0, 1, 2, 3]})
-    (bases[0] / ".flashpoint").mkdir(mode=0o700)
-    write_lineage(bases[0] / ".flashpoint", Lineage().gone_back_to(save_id(6), save_id(8)))
+    bases[0].chmod(0o700)
+    container = JobContainer(bases[0])
+    write_record(container, RunRecord(8, {7: 6}))
+    mark_begun(container, 8)
     assert persist_version(bases, url).version.step == 6
     assert persist_version(bases, url, 7).version.step == 7  # asked for
 
@@ -228,7 +227,7 @@ def test_it_goes_on_where_it_was_interrupted(
         assert persist_version(bases[0], url).was_there
     assert stored(store) == {7: expected(7)}
     [version] = counting(store)
-    flip(Path(store.path, version.folder, object_name(2, save_id(7))))
+    flip(Path(store.path, version.folder, object_name(2, RUN)))
     assert not persist_version(bases[0], url).was_there, "a part that differs is written anew"
     assert stored(store) == {7: expected(7)}
 
@@ -247,17 +246,7 @@ def test_one_part_that_cannot_be_written_stops_the_others(
     with pytest.raises(ZeroDivisionError):
         persist_version(bases[0], url, progress=interrupted)
     assert len(calls) == 1
-    assert store.ranks_there("step-7_ckpt", save_id(7)) == set()
-
-
-def test_a_later_save_of_the_step_stays(bases: list[Path], url: str, store: DurableVersions) -> None:
-    commit_all(bases, 8, {0: [0, 1, 2, 3]}, step=7)
-    persist_version(bases[0], url)
-    shutil.rmtree(bases[0])
-    commit_all(bases, 7, {0: [0, 1, 2, 3]})
-    with pytest.raises(SaveError, match="a later save of this step is there"):
-        persist_version(bases[0], url)
-    assert stored(store) == {7: expected(8)}
+    assert store.ranks_there("step-7_ckpt", RUN) == set()
 
 
 def test_not_while_somebody_else_persists_there(

@@ -5,11 +5,14 @@ A copy is written by its holder, which knows what is in every part, so that no p
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+from unittest import mock
 
 import torch
 
@@ -27,7 +30,7 @@ from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.ranks.retention import Keep
 from ml_flashpoint.ranks.strategies import checked_strategy
 from ml_flashpoint.stores.location import open_durable
-from tests.memory.support import fill, layout_of, value_of
+from tests.memory.support import NUMBERS, fill, fill_up, layout_of, value_of
 from tests.support.forked import Report
 
 
@@ -44,10 +47,12 @@ class Plan:
         begin: False if the run is not to begin.
         keep: verified versions that are kept.
         persisted: steps that go to the durable store at ``durable``, too.
-        discard: versions that are found so often before the one that is gone on from are excluded.
-        refind: recover again at the end.
-        numbers: of a part.
+        discard: number of versions that the program cannot load.
+        heard: True if ranks hear that saves are verified.
         sidecars: files beside the parts.
+        fault: rank, what to call in vain there, and what that raises.
+        fill_up: True if no memory is left once the job is open.
+        hangs: True if the durable store does not answer.
     """
 
     wanted: int | None = None
@@ -62,10 +67,11 @@ class Plan:
     persisted: Sequence[int] = ()
     durable: str | None = None
     discard: int = 0
-    read: Sequence[int] = ()
-    verified: bool = False
-    numbers: int = 5000
+    heard: bool = False
     sidecars: Mapping[str, bytes] = field(default_factory=dict)
+    fault: tuple[int, str, Exception] | None = None
+    fill_up: bool = False
+    hangs: bool = False
 
 
 class Job:
@@ -90,7 +96,14 @@ class Job:
         self.held = {rank: make(rank) for rank in held[ranks.rank]}
         self.copies = Copies(ranks, self.strategy, self.container, self.held, host="127.0.0.1")
         self.recovery = Recovery(
-            ranks, self.container, self.pool, self.copies, self.strategy, Keep(plan.keep), durable=plan.durable
+            ranks,
+            self.container,
+            self.pool,
+            self.copies,
+            self.strategy,
+            Keep(plan.keep),
+            durable=plan.durable,
+            open_store=hang if plan.hangs else open_durable,
         )
 
     def save(self, run: int, step: int, retained: Sequence[SaveId]) -> None:
@@ -100,12 +113,12 @@ class Job:
             rank = pool.owner.rank
             if rank in plan.absent.get(step, ()):
                 continue
-            slot = pool.take(layout_of(plan.numbers).size + 4096, SlotRequest(save, retained))
+            slot = pool.take(layout_of(NUMBERS).size + 4096, SlotRequest(save, retained))
             assert slot is not None
-            manifest = fill(slot, save, rank, size, plan.numbers)
+            manifest = fill(slot, save, rank, size, NUMBERS)
             if plan.sidecars:
                 items = sidecar_items(plan.sidecars)
-                layout = plan_layout([("w", "float32", (plan.numbers,))], [(key, len(value)) for key, value in items])
+                layout = plan_layout([("w", "float32", (NUMBERS,))], [(key, len(value)) for key, value in items])
                 entry = layout.by_key["w"]
                 slot.view(entry.begin, entry.end, torch.float32, entry.shape).fill_(value_of(save, rank))
                 record = slot.seal(object_name(rank, save.text), layout, [value for _, value in items])
@@ -139,9 +152,27 @@ class Job:
         return values
 
 
+def hang(url: str) -> NoReturn:
+    threading.Event().wait()
+    raise AssertionError
+
+
 def play(report: Report, rank: int, plan: Plan) -> dict[str, Any]:
     """Recover, go on, save. Return what became of that on this rank."""
     job = Job(plan)
+    if plan.fill_up:
+        fill_up(job.container.base.parent)
+        job.ranks.all_ok(True)
+    with contextlib.ExitStack() as stack:
+        if plan.fault is not None and plan.fault[0] == rank:
+            stack.enter_context(mock.patch(plan.fault[1], side_effect=plan.fault[2]))
+        told = recover_and_save(job, plan)
+    job.ranks.all_ok(True)
+    job.copies.close()
+    return told
+
+
+def recover_and_save(job: Job, plan: Plan) -> dict[str, Any]:
     told: dict[str, Any] = {"found": None}
     try:
         if not plan.anew and job.recovery.any_versions():
@@ -157,19 +188,16 @@ def play(report: Report, rank: int, plan: Plan) -> dict[str, Any]:
             told["fetched"], told["tries"] = job.recovery.report.fetched_bytes, job.recovery.report.tries
         else:
             found = None
-        report("found", told)
         if plan.begin:
             run, verdict = job.recovery.record(found)
             told["run"], told["verified"], told["recovered"] = run, verdict.verified, verdict.recovered
             for step in plan.steps:
                 job.save(run, step, verdict.retained)
                 verdict = replace(verdict, verified=(*verdict.verified, SaveId(run, step))[-plan.keep :], total=1)
-                if plan.verified:
+                if plan.heard:
                     job.recovery.heard(verdict)
         told["kept"] = [(each.step, each.verified, each.world_size) for each in job.recovery.versions()]
     except FlashpointError as error:
         told["error"] = (type(error).__name__, str(error))
         told["parts_lost"] = getattr(error, "parts_lost", None)
-    job.ranks.all_ok(True)
-    job.copies.close()
     return told

@@ -35,7 +35,7 @@ from ml_flashpoint.core.save import Save
 from ml_flashpoint.core.save_identity import Numbering, SaveIdentity, later_than, missing_ranks
 from ml_flashpoint.core.saver import MLFlashpointCheckpointSaver, unasked_versions
 from ml_flashpoint.core.saving_process import RemoteSaver, SaveServer, Ticket
-from ml_flashpoint.core.signals import answer_sigterm
+from ml_flashpoint.engine.signals import answer_sigterm
 from ml_flashpoint.format.arguments import checked_integer, ignored
 from ml_flashpoint.format.at_exit import at_exit
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId

@@ -27,8 +27,8 @@ from ml_flashpoint.core.persisted_loader import PersistedLoader
 from ml_flashpoint.core.persisting import Persisting
 from ml_flashpoint.core.retention import KeptVersion, Retention
 from ml_flashpoint.core.saver import unasked_versions
-from ml_flashpoint.core.signals import InFlight, answer_sigterm, hold_up_sigterm, let_go_of_sigterm
 from ml_flashpoint.core.status_board import StatusBoard
+from ml_flashpoint.engine.signals import InFlight, answer_sigterm, hold_up_sigterm, let_go_of_sigterm
 from ml_flashpoint.format.arguments import checked_base, checked_bool
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import FlashpointError
@@ -57,7 +57,7 @@ class CheckpointEngine:
         keep: how many of the newest verified versions stay in memory, or a `Keep`.
         persist: where to persist versions, and which; by default none are. The same on all ranks.
         sigterm_grace_s: with ``persist``, seconds at most for which SIGTERM is held up, so that saves under way are
-            committed and copied and the newest version is persisted; see `core.signals`. None: it is left alone.
+            committed and copied and the newest version is persisted; see `engine.signals`. None: it is left alone.
 
     Attributes:
         base: the base container.

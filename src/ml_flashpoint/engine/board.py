@@ -1,8 +1,7 @@
 """The board: where the ranks of a job answer rounds and read verdicts.
 
-Owns a rank's one thread for that, and the keys in the store that all ranks share: rank 0 hosts a ``TCPStore`` of torch
-(https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.TCPStore); a job of one process has a
-``HashStore``. What to answer and to decide is for `rounds`::
+Owns a rank's one thread for that, and these keys in the job's store (see `engine.store`). What to answer and to decide
+is for `rounds`::
 
     verdict          the newest verdict
     answer/<rank>    the newest answer of a rank
@@ -11,7 +10,7 @@ Owns a rank's one thread for that, and the keys in the store that all ranks shar
 
 The training thread never waits for the store. A store or a rank that is silent means that nothing new is verified, and
 nothing else: the thread goes on trying until it is closed. It asks the store again and again, with pauses that grow to
-a tenth of the time of a round: where a ``wait`` of a ``TCPStore`` times out, torch logs two lines.
+a tenth of the time since there was something to do: where a ``wait`` of a ``TCPStore`` times out, torch logs two lines.
 """
 
 from __future__ import annotations
@@ -20,19 +19,22 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.distributed.distributed_c10d import Store
-
-from ml_flashpoint.engine.rounds import Answer, Leader, Member, Verdict
+from ml_flashpoint import events
+from ml_flashpoint.engine.rounds import NOTHING, Answer, Leader, Member, Outcome, Verdict
+from ml_flashpoint.engine.store import SignedStore
 from ml_flashpoint.format.errors import FlashpointError, ProtocolError
+from ml_flashpoint.format.knobs import late_s
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.pool import SlotRequest
 
 _log = logging.getLogger(__name__)
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.5
+_IDLE_S = 0.05
+"""After so long without a save, rank 0's program may be waiting for one."""
 _MOST_BYTES = 1 << 16
 
 
@@ -42,12 +44,18 @@ class Board:
     Args:
         member: this rank's side of the rounds, for the board alone from now on.
         rank, ranks: this rank, and how many there are.
-        connect: returns the store; called again after the store has failed. Each rank needs a client of its own.
+        connect: returns a client of the store for this board alone; called again after the store has failed. The keys
+            must be those of the run.
         push: has all holders of this rank adopt a verdict, and then copy the committed part of a save. Raises a
             `FlashpointError` if a holder has no copy.
-        heard: takes note of a newer verdict, which this rank retains by from now on. Called without a lock.
+        heard: takes note of the newest verdict. Before this rank answers a round, `heard` was called with its verdict,
+            so that no verdict that lists another save is missed.
+        also: called on each pass, twice a second at least, with the store and the newest save called. The store is
+            None while it cannot be used.
+        emit: emits an event, of a kind and with its ``step`` and other fields: `events.emit`, bound to a rank and base.
+        persist_every: see `Leader`. persister_is_busy: see `Leader.decide`. Both are for rank 0.
 
-    All three are called on the board's thread, and `heard` also on that of `hear`.
+    All of these are called on the board's thread, without a lock.
     """
 
     def __init__(
@@ -56,18 +64,25 @@ class Board:
         *,
         rank: int,
         ranks: int,
-        connect: Callable[[], Store],
+        connect: Callable[[], SignedStore],
         push: Callable[[SaveId, Verdict], None],
         heard: Callable[[Verdict], None],
+        also: Callable[[SignedStore | None, SaveId], None] = lambda store, newest: None,
+        emit: Callable[..., None] = lambda kind, **fields: None,
+        persist_every: int = 0,
+        persister_is_busy: Callable[[], bool] = lambda: False,
     ) -> None:
         self._member = member
-        self._leader = Leader(member, ranks) if rank == 0 else None
+        self._leader = Leader(member, ranks, persist_every) if rank == 0 else None
         self._rank, self._ranks = rank, ranks
         self._connect, self._push_to_holders, self._heard = connect, push, heard
+        self._also, self._emit, self._persister_is_busy = also, emit, persister_is_busy
         self._changed = threading.Condition()
-        self._store: Store | None = None
+        self._store: SignedStore | None = None
         self._published: Answer | None = None
-        self._seen = b""
+        self._last_heard = member.verdict
+        self._called = self._decided = self._answered = self._began = time.monotonic()
+        self._late_s = late_s()
         self._has_news = False
         self._closed = False
         self._error: str | None = None
@@ -86,18 +101,11 @@ class Board:
         """The reason why nothing new can be verified now; None while the board works."""
         return self._error
 
-    def call(self, save: SaveId, *, explicit: bool = False) -> SlotRequest:
-        """Record that the program saves, and return the terms on which the save may take a slot.
-
-        Args:
-            save: newer than all that were called before in this run.
-            explicit: True if somebody waits until it is verified.
-
-        Raises:
-            InvalidArgumentError: a newer save was called before.
-        """
+    def call(self, save: SaveId, *, explicit: bool = False, table: str = "") -> SlotRequest:
+        """Record that the program saves, and return the terms on which the save may take a slot. See `Member.call`."""
         with self._changed:
-            self._member.call(save, explicit=explicit)
+            self._member.call(save, explicit=explicit, table=table)
+            self._called = time.monotonic()
             self._tell()
             return self._member.request(save)
 
@@ -119,8 +127,10 @@ class Board:
             self._tell()
 
     def hear(self, verdict: Verdict) -> None:
-        """Take a verdict into use that came with a peer's push."""
-        self._adopt(verdict)
+        """Take a verdict into use that came with a peer's push. This rank retains by it when this returns."""
+        with self._changed:
+            if self._member.adopt(verdict):
+                self._tell()
 
     def close(self, deadline_s: float) -> bool:
         """End the thread.
@@ -140,50 +150,71 @@ class Board:
     # ---- the board's thread ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        began = time.monotonic()
         while not self._closed:
-            pause_s = min(max((time.monotonic() - began) / 10, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
+            pause_s = min(max((time.monotonic() - self._began) / 10, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
             try:
                 if self._go_on():
-                    began = time.monotonic()
+                    self._began = time.monotonic()
                     continue
                 self._error = None
             except Exception as error:  # of whatever kind: a thread that ended would be silent for ever
                 self._report(error)
                 self._store, pause_s = None, _LONGEST_PAUSE_S
+                self._guard(lambda: self._also(None, self._newest_call))
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._has_news, pause_s)
+                if self._changed.wait_for(lambda: self._closed or self._has_news, pause_s):
+                    self._began = time.monotonic()
                 self._has_news = False
 
     def _go_on(self) -> bool:
         """Answer the round, decide it, or adopt a newer verdict. Return True if anything of that was to be done."""
+        verdict = self._member.verdict
+        if verdict.number > self._last_heard.number:
+            self._last_heard = verdict
+            self._guard(lambda: self._heard(verdict))
         if self._store is None:
             store = self._connect()
             if self._leader is not None:
                 for rank in range(self._ranks):
-                    store.compare_set(f"answer/{rank}", "", "")
+                    store.reserve(f"answer/{rank}")
                 store.set("verdict", json.dumps(self._member.verdict.to_fields()))
             self._store, self._published = store, None
+        self._also(self._store, self._newest_call)
         answered = self._answer(self._store)
         newer = self._look(self._store) if self._leader is None else self._lead(self._store, self._leader)
         return answered or newer
 
-    def _answer(self, store: Store) -> bool:
+    @property
+    def _newest_call(self) -> SaveId:
+        calls = self._member.calls
+        return calls[-1] if calls else NOTHING
+
+    def _guard(self, call: Callable[[], None]) -> None:
+        """Call what must not be mistaken for a failure of the store."""
+        try:
+            call()
+        except Exception:
+            _log.exception("rank %d: the board goes on", self._rank)
+
+    def _answer(self, store: SignedStore) -> bool:
         """Push the round's part if it is committed, and publish the answer if there is one."""
         with self._changed:
             save, verdict, answer = self._member.target, self._member.verdict, self._member.answer
             committed = save is not None and self._member.parts.get(save, False)
+        if verdict.number > self._last_heard.number:
+            return True
         if answer is None and save is not None and committed:
             copied = self._push(save, verdict)
             with self._changed:
-                if self._member.verdict == verdict:
-                    self._member.end_push(save, copied=copied)
+                if self._member.verdict != verdict:
+                    return True
+                self._member.end_push(save, copied=copied)
                 answer = self._member.answer
         if answer is None or answer == self._published:
             return False
         store.set(f"answer/{self._rank}", json.dumps(answer.to_fields()))
-        store.add(f"count/{answer.number}", 1 if answer.copied else self._ranks)
-        self._published = answer
+        store.add(f"count/{answer.number}", 1 if answer.outcome is Outcome.COPIED else self._ranks)
+        self._published, self._answered = answer, time.monotonic()
         return True
 
     def _push(self, save: SaveId, verdict: Verdict) -> bool:
@@ -194,39 +225,53 @@ class Board:
             return False
         return True
 
-    def _look(self, store: Store) -> bool:
+    def _look(self, store: SignedStore) -> bool:
         """Adopt the newest verdict."""
         if not store.check(["verdict"]):  # rank 0 has not come yet
             return False
         blob = store.get("verdict")
-        if blob == self._seen:
-            return False
-        self._adopt(Verdict.from_fields(_parsed(blob)))
-        self._seen = blob
-        return True
+        return bool(blob) and self._adopt(Verdict.from_fields(_parsed(blob)))
 
-    def _lead(self, store: Store, leader: Leader) -> bool:
+    def _lead(self, store: SignedStore, leader: Leader) -> bool:
         """Decide the round, if that can be done."""
-        number = self._member.verdict.number
+        number, now = self._member.verdict.number, time.monotonic()
+        has_answered = self._published is not None and self._published.number == number
+        is_late = has_answered and now - self._answered > self._late_s
         answers: list[Answer] = []
-        if store.add(f"count/{number}", 0) >= self._ranks:
+        if store.add(f"count/{number}", 0) >= self._ranks or is_late:
             blobs = store.multi_get([f"answer/{rank}" for rank in range(self._ranks)])
-            answers = [Answer.from_fields(_parsed(blob)) for blob in blobs if blob]
+            found = [Answer.from_fields(_parsed(blob)) if blob else None for blob in blobs]
+            answers = [answer for answer in found if answer is not None]
+            if is_late:
+                self._report_missing([rank for rank, each in enumerate(found) if not each or each.number != number])
+        is_busy = self._persister_is_busy()
         with self._changed:
-            verdict = leader.decide(answers)
+            verdict = leader.decide(
+                answers,
+                may_repeat=now - self._decided >= leader.pause_s,
+                is_idle=now - self._called >= _IDLE_S,
+                persister_is_busy=is_busy,
+            )
         if verdict is None:
             return False
         store.set("verdict", json.dumps(verdict.to_fields()))
         store.delete_key(f"count/{number - 1}")
-        self._adopt(verdict)
-        return True
+        self._decided, self._late_s = now, late_s()
+        return self._adopt(verdict)
 
-    def _adopt(self, verdict: Verdict) -> None:
+    def _report_missing(self, missing: Sequence[int]) -> None:
+        """Tell which ranks have not answered a round, less and less often."""
+        seconds, save = self._late_s, self._member.target
+        self._late_s *= 2
+        if missing:
+            step = None if save is None else save.step
+            named = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+            _log.warning("step %s is not verified: for %.0f s, nothing was heard of rank %s", step, seconds, named)
+            self._emit(events.RanksMissing, step=step, ranks=tuple(missing), seconds=seconds)
+
+    def _adopt(self, verdict: Verdict) -> bool:
         with self._changed:
-            newer = self._member.adopt(verdict)
-            self._tell()
-        if newer:
-            self._heard(verdict)
+            return self._member.adopt(verdict)
 
     def _tell(self) -> None:
         self._has_news = True
@@ -236,6 +281,7 @@ class Board:
         text = f"{type(error).__name__}: {error}"
         if self._error is None and not self._closed:
             _log.warning("rank %d cannot use the board, and nothing new is verified until it can: %s", self._rank, text)
+            self._emit(events.AgreementFailed, step=None, error=text)
         self._error = text
 
 

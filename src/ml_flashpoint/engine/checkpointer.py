@@ -1,21 +1,73 @@
-"""`Checkpointer`: a base container that is open on all ranks of a job, with everything that serves it."""
+"""`Checkpointer`: a base container that is open on all ranks of a job, with everything that serves it.
+
+One save passes three threads. The program's thread takes a slot, copies the state into it and names the copies. The
+committing thread writes the header, completes the digests and commits the part. The board's thread has the holders copy
+it, and learns which save is verified. `Save` has a future for each of the three.
+"""
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
+import logging
 import os
-from collections.abc import Mapping, Sequence
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from ml_flashpoint import events
 from ml_flashpoint.config import Config
+from ml_flashpoint.engine import save as saves
+from ml_flashpoint.engine.board import Board
+from ml_flashpoint.engine.committing import BytesItem, Filled, PartWriter, Staged, TensorItem
+from ml_flashpoint.engine.copying import Copies
+from ml_flashpoint.engine.persist import Persister, PersistHealth
 from ml_flashpoint.engine.reader import RecoveryReport, VersionReader
-from ml_flashpoint.engine.recovery import KeptVersion
-from ml_flashpoint.engine.save import Save, SaveStats
+from ml_flashpoint.engine.recovery import Found, KeptVersion, Recovery
+from ml_flashpoint.engine.replicas import Replicas
+from ml_flashpoint.engine.rounds import Member, Verdict
+from ml_flashpoint.engine.save import Save, SaveStats, Terms
+from ml_flashpoint.engine.store import open_store
+from ml_flashpoint.format.arguments import checked_base, checked_bool, checked_integer
+from ml_flashpoint.format.at_exit import at_exit
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import (
+    DeadlineError,
+    FlashpointError,
+    InvalidArgumentError,
+    JobInUseError,
+    LoadError,
+    SaveError,
+    SkippedError,
+    SupersededError,
+    UnaskedVersionsError,
+    UnreadableError,
+)
+from ml_flashpoint.format.failure_kinds import is_shortage, retrying
+from ml_flashpoint.format.knobs import (
+    copy_threads,
+    exit_deadline_s,
+    lock_deadline_s,
+    recovery_deadline_s,
+    seal_deadline_s,
+)
+from ml_flashpoint.format.manifest import Manifest, object_name
+from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.format.status import RankStatus
-from ml_flashpoint.memory.container import BaseContainer
-from ml_flashpoint.ranks.rank_group import RankGroup
-from ml_flashpoint.ranks.strategies import ReplicationStrategy
+from ml_flashpoint.memory.container import BaseContainer, Owner
+from ml_flashpoint.memory.lock import JobLock
+from ml_flashpoint.memory.pool import Pool, SlotRequest
+from ml_flashpoint.memory.slot import Slot
+from ml_flashpoint.ranks.rank_group import boot_id, rank_group
+from ml_flashpoint.ranks.strategies import NoReplicationStrategy, PairwiseReplicationStrategy
+from ml_flashpoint.state.archive import warn_of_old_torch
 
 if TYPE_CHECKING:
     import torch
@@ -23,8 +75,78 @@ if TYPE_CHECKING:
 
     from ml_flashpoint.copy.late import LateCopy
 
-TensorItem = tuple[str, "torch.Tensor"]
-BytesItem = tuple[str, bytes]
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+Items = Callable[[], tuple[Sequence[TensorItem], Sequence[BytesItem]]]
+"""Returns the tensors and the byte items of an object, under their names."""
+
+_TABLE = "table"
+_POLL_S = 0.25
+"""Seconds after which the committing thread looks for saves past their deadlines, and a waiting save for a slot."""
+_LINGER_S = 1.0
+_UNNAMED = 1 << 60
+"""Stands for the step of a save that has none yet: the highest."""
+
+
+class CommittingThread:
+    """The committing executor: one thread that does what it is given, in turn.
+
+    Args:
+        idle: called when there is nothing to do. True if it is to be called again at once.
+
+    Raises:
+        SaveError: no thread can be started.
+    """
+
+    def __init__(self, idle: Callable[[], bool]) -> None:
+        self._given: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._idle = idle
+        self._thread = threading.Thread(target=self._run, name="flashpoint-commit", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise SaveError(f"cannot start the thread that commits: {error}", hint="look at ulimit -u") from error
+
+    @property
+    def is_current(self) -> bool:
+        """True if the caller runs on this thread."""
+        return threading.current_thread() is self._thread
+
+    def submit(self, work: Callable[[], object]) -> None:
+        """Have something done, after everything that was given before."""
+        self._given.put(work)
+
+    def drain(self, deadline_s: float) -> bool:
+        """Wait until everything that was given is done. Return True if it was in time."""
+        done = threading.Event()
+        self.submit(done.set)
+        return done.wait(deadline_s)
+
+    def close(self) -> None:
+        """End the thread after what it was given. Does not wait for that."""
+        self._given.put(None)
+
+    def _run(self) -> None:
+        more = False
+        while True:
+            try:
+                work = self._given.get(timeout=0 if more else _POLL_S)
+            except queue.Empty:
+                more = self._guarded(self._idle) is True
+                continue
+            if work is None:
+                return
+            more = True
+            self._guarded(work)
+            del work  # it holds thousands of entries
+
+    def _guarded(self, work: Callable[[], object]) -> object:
+        try:
+            return work()
+        except Exception:  # of whatever kind: a thread that ended would commit nothing any more
+            _log.exception("the committing thread goes on after an error")
+            return False
 
 
 class Checkpointer:
@@ -39,7 +161,7 @@ class Checkpointer:
         base: base container. ranks: the ranks that use it together. strategy: who holds copies of whose parts.
         container: the store of versions on this node.
         stats: counters of what became of the saves of this rank.
-        last_recovery: report of the last `newest`, `bring` or `latest`; None before.
+        replicas: who writes what of the state that several ranks have alike.
 
     Raises:
         InvalidArgumentError: an argument is unusable, or differs between ranks.
@@ -47,26 +169,144 @@ class Checkpointer:
         FlashpointError: this rank, or another one, cannot use it. Raised on all ranks.
     """
 
-    base: CheckpointContainerId
-    ranks: RankGroup
-    config: Config
-    strategy: ReplicationStrategy
-    container: BaseContainer
-    stats: SaveStats
-    last_recovery: RecoveryReport | None
-
     def __init__(
         self, base: str | os.PathLike[str], config: Config | None = None, *, discard_existing: bool = False
     ) -> None:
-        raise NotImplementedError
+        self.base = checked_base(base)
+        self.config = config or Config()
+        checked_bool("discard_existing", discard_existing)
+        copy_threads()  # a value that is none is refused now, and not by each save
+        warn_of_old_torch()
+        self.ranks = rank_group()
+        self.stats = SaveStats()
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition()  # a slot may be free
+        self._saves: set[Save] = set()
+        self._run = 0
+        self._board: Board | None = None
+        self._found: Found | None = None
+        self._excluded: set[SaveId] = set()
+        self._writer = PartWriter()
+        self._wanted: int | None = None  # size of slots to be made ahead
+        self._is_skipping = self._closed = False
+        with contextlib.ExitStack() as stack:
+            self._open(stack, discard_existing=discard_existing)
+            self._stack = stack.pop_all()
+        _live.add(self)
+
+    # ---- opening -------------------------------------------------------------------------------------------
+
+    def _open(self, stack: contextlib.ExitStack, *, discard_existing: bool) -> None:
+        ranks, rule = self.ranks, self.config.rule
+        self.container = self._together(partial(self._locked_container, stack))
+        ranks.check_nodes(_place_of(Path(self.base)), "a base container")
+        strategy = self.config.replication
+        assert not isinstance(strategy, str)
+        several = len(ranks.topology.node_order) > 1
+        self.strategy = strategy or (PairwiseReplicationStrategy() if several else NoReplicationStrategy())
+        ranks.agree_on(
+            discard_existing=discard_existing,
+            replication=repr(self.strategy),
+            keep=repr(rule),
+            persist=repr(self.config.persist),
+        )
+        self._together(partial(self._clean, discard_existing=discard_existing))
+        here = ranks.topology.ranks_of(ranks.node)
+        owners = [Owner(ranks.world_size, each) for rank in here for each in (rank, *self._held_by(rank))]
+        make = partial(Pool, self.container, keep=rule.versions, owners=owners)
+        self._held: dict[int, Pool] = {}
+        self._pool = self._together(partial(self._pools, stack, make))
+        self._copies = Copies(ranks, self.strategy, self.container, self._held)
+        stack.callback(self._copies.close)
+        self._store = open_store(ranks)
+        stack.callback(self._store.close)
+        self.replicas = Replicas(ranks.rank, ranks.world_size, self._store)
+        persist = self.config.persist
+        self._recovery = Recovery(
+            ranks,
+            self.container,
+            self._pool,
+            self._copies,
+            self.strategy,
+            rule,
+            durable=None if persist is None else persist.url,
+        )
+        self._persister: Persister | None = None
+        if persist is not None:
+            connect = partial(self._store.connect, "persist")
+            self._persister = self._together(lambda: Persister(persist, ranks, self._pool, self.base, connect=connect))
+            stack.callback(self._persister.close)
+        self._executor = self._together(lambda: CommittingThread(self._idle))
+        stack.callback(self._executor.close)
+        if discard_existing or not self._recovery.any_versions():
+            self.go_on_from(None)
+
+    def _together(self, action: Callable[[], _T]) -> _T:
+        another = LoadError(
+            "another rank cannot use its base container; its log says why",
+            rank=self.ranks.rank,
+            node=self.ranks.node,
+            path=self.base,
+        )
+        until = time.monotonic() + recovery_deadline_s()
+        return self.ranks.together(
+            lambda: retrying(partial(self._typed, action), until, f"opening {self.base}"), another
+        )
+
+    def _typed(self, action: Callable[[], _T]) -> _T:
+        try:
+            return action()
+        except FlashpointError:
+            raise
+        except Exception as error:
+            kind = UnreadableError if is_shortage(error) else LoadError
+            text = f"cannot use the base container: {type(error).__name__}: {error}"
+            raise kind(text, rank=self.ranks.rank, node=self.ranks.node, path=self.base) from error
+
+    def _locked_container(self, stack: contextlib.ExitStack) -> BaseContainer:
+        # A base container belongs to one job. A whole filesystem, such as /dev/shm, belongs to all of the machine.
+        if os.path.ismount(self.base):
+            raise InvalidArgumentError(
+                "is the mount point of a filesystem",
+                argument="base",
+                value=os.fspath(self.base),
+                hint=f"name a folder in it that belongs to this job alone, such as {self.base}/mlf-jobs/job-145",
+            )
+        lock = JobLock(Path(self.base), self.ranks.job, lock_deadline_s())
+        stack.callback(lock.release)
+        return BaseContainer(Path(self.base), lock)
+
+    def _clean(self, *, discard_existing: bool) -> None:
+        if self.ranks.is_node_leader:
+            self.container.clean()
+            if discard_existing and (found := self.container.list_versions()):
+                _log.warning("discarding %s, as asked", ", ".join(str(save) for save in sorted(found)))
+                for save in found:
+                    self.container.remove(save)
+
+    def _pools(self, stack: contextlib.ExitStack, make: Callable[..., Pool]) -> Pool:
+        for rank in self._held_by(self.ranks.rank):
+            self._held[rank] = make(Owner(self.ranks.world_size, rank))
+            stack.callback(self._held[rank].close)
+        extra = 2 if self.config.persist is None else 3
+        own = make(Owner(self.ranks.world_size, self.ranks.rank), extra=extra)
+        stack.callback(own.close)
+        return own
+
+    def _held_by(self, rank: int) -> tuple[int, ...]:
+        return self.strategy.held_by(rank, self.ranks.topology)
+
+    # ---- names ---------------------------------------------------------------------------------------------
 
     def version(self, step: int) -> CheckpointContainerId:
         """Return the name of the version of a step, whether there is one or not."""
-        raise NotImplementedError
+        return CheckpointContainerId.create_child(self.base, CheckpointContainerId.format_version_container(step))
 
     def holds(self, path: object) -> bool:
         """Return True if a path is that of a version in the base container. Whole paths are compared."""
-        raise NotImplementedError
+        version = CheckpointContainerId.of_version(path)
+        return version is not None and version.parent == self.base
 
     # ---- one save ------------------------------------------------------------------------------------------
 
@@ -85,11 +325,36 @@ class Checkpointer:
             UnaskedVersionsError: there are versions that nobody has asked about.
             SaveError: the checkpointer is closed, or this process is a forked child.
         """
-        raise NotImplementedError
+        self._check_usable()
+        now = time.monotonic()
+        save = Save(Terms(self.base, explicit, table, now, now + seal_deadline_s()))
+        if step is not None:
+            save.id = self._call(step, save.terms)
+        with self._lock:
+            self._saves.add(save)
+        save.verified.add_done_callback(lambda _: self._forget(save))
+        return save
+
+    def _call(self, step: int, terms: Terms) -> SaveId:
+        board = self._board
+        if board is None:
+            raise self._unasked()
+        found = SaveId(self._run, checked_integer("step", step, 0))
+        board.call(found, explicit=terms.explicit, table=terms.table)
+        return found
+
+    def _forget(self, save: Save) -> None:
+        with self._lock:
+            self._saves.discard(save)
 
     def name(self, save: Save, step: int) -> None:
         """Give a save that was begun without a step its step. Raises as `begin` does; the save has failed then."""
-        raise NotImplementedError
+        with self._working(save):
+            if save.id is not None:
+                raise SaveError("the save has a step already", step=save.id.step, rank=self.ranks.rank)
+            save.id = self._call(step, save.terms)
+            if save.slot is not None:
+                self._pool.name(save.slot, save.id)
 
     def stage(
         self,
@@ -115,12 +380,22 @@ class Checkpointer:
         Raises:
             SkippedError: there is no free slot. `SaveError`, `CapacityError`: no room, or the save has ended.
         """
-        raise NotImplementedError
+        with self._working(save):
+            staged = self._writer.stage(partial(self._take, save), tensors, byte_keys, kind=kind, late=late)
+            save.content = staged
+        if staged.late is None:
+            saves.end(save.staged, None)
+        return staged.views
 
     def place_of(self, save: Save, tensor: torch.Tensor) -> tuple[str, int] | None:
         """Return where a staged tensor lies, so that another process can map it: the file of the save's slot, and the
         offset in it. None if the tensor is not one of the copies in the slot, or no contiguous view of one."""
-        raise NotImplementedError
+        content = save.content
+        if not isinstance(content, Staged) or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
+            return None
+        offset = tensor.data_ptr() - content.slot.address
+        inside = content.begin <= offset and offset + tensor.nbytes <= content.end
+        return (os.fspath(content.slot.path), offset) if inside else None
 
     def tensor_at(self, save: Save, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """Return the staged bytes at an offset of the save's slot as a tensor, without a copy: for `fill`, which takes
@@ -129,7 +404,12 @@ class Checkpointer:
         Raises:
             SaveError: the save has no slot, or nothing was staged there.
         """
-        raise NotImplementedError
+        content, nbytes = save.content, dtype.itemsize
+        for size in shape:
+            nbytes *= size
+        if not isinstance(content, Staged) or not content.begin <= offset <= offset + nbytes <= content.end:
+            raise SaveError(f"nothing is staged at bytes {offset} to {offset + nbytes}", rank=self.ranks.rank)
+        return content.slot.view(offset, offset + nbytes, dtype, shape)
 
     def fill(
         self,
@@ -144,26 +424,267 @@ class Checkpointer:
         Raises:
             SkippedError, CapacityError, SaveError: see `stage`.
         """
-        raise NotImplementedError
+        with self._working(save):
+            staged = save.content
+            if isinstance(staged, Filled):
+                raise SaveError("the save was filled before", rank=self.ranks.rank)
+            save.content = filled = self._writer.fill(
+                partial(self._take, save),
+                tensors,
+                byte_items,
+                staged=staged,
+                metadata=metadata,
+                deadline_s=save.terms.left_s,
+            )
+        if filled.staged.late is None:
+            saves.end(save.staged, None)
 
-    def commit(self, save: Save, *, extra: Sequence[BytesItem] = (), labels: Mapping[str, str] | None = None) -> None:
+    def commit(
+        self,
+        save: Save,
+        *,
+        items: Items | None = None,
+        extra: Sequence[BytesItem] = (),
+        labels: Mapping[str, str] | None = None,
+    ) -> None:
         """Have the committing executor seal and commit what was filled; `Save.committed` ends then. Does not wait.
 
         Args:
+            items: in place of `fill`: called on the committing executor, returns the tensors and byte items.
             extra: further byte items, known only now.
             labels: short strings for the manifest.
         """
-        raise NotImplementedError
+        with self._working(save):
+            if (items is None and not isinstance(save.content, Filled)) or save.id is None:
+                raise SaveError("a save must be filled and have a step before it is committed", rank=self.ranks.rank)
+        self._executor.submit(partial(self._commit, save, items, tuple(extra), dict(labels or {})))
 
     def fail(self, save: Save, error: BaseException) -> None:
         """Give a save up that is not committed: its futures end with the error, its slot is free. Safe to repeat."""
-        raise NotImplementedError
+        if not saves.fail(save.committed, error):
+            return
+        saves.fail(save.staged, error)
+        saves.fail(save.verified, error)
+        skipped = isinstance(error, SkippedError)
+        step = None if save.id is None else save.id.step
+        with self._lock:
+            self.stats.skipped += skipped
+            self.stats.failed += not skipped
+            self.stats.error = self.stats.error if skipped else str(error)
+            first, self._is_skipping = skipped and not self._is_skipping, skipped
+        if self._board is not None and save.id is not None:
+            self._board.fail(save.id, late=int(skipped))
+        if first:
+            _log.warning("%s; until one is not skipped, nothing more is said", error)
+        self._emit(events.SaveFailed, step, error=str(error))
+        self._free(save)
+
+    def _free(self, save: Save) -> None:
+        """Free the slot of a save that has failed, unless a thread is at work in it, which comes here afterwards."""
+        if save.lock.acquire(blocking=False):
+            try:
+                slot, content, save.slot, save.content = save.slot, save.content, None, None
+                if content is not None:
+                    (content.staged if isinstance(content, Filled) else content).discard()
+                if slot is not None:
+                    self._pool.free(slot)
+            finally:
+                save.lock.release()
+            self._notify()
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def _working(self, save: Save) -> Iterator[None]:
+        """Work on a save that has not ended. If that raises, the save fails."""
+        try:
+            with save.lock:
+                if save.committed.done():
+                    raise save.committed.exception() or SaveError("the save is committed", rank=self.ranks.rank)
+                yield
+        except BaseException as error:
+            self.fail(save, error)
+            raise
+        finally:
+            if save.committed.done() and save.committed.exception() is not None:
+                self._free(save)
+
+    # ---- slots ---------------------------------------------------------------------------------------------
+
+    def _take(self, save: Save, size: int, old: Slot | None) -> Slot:
+        """Return a slot for a save. Without one, an explicit save waits, and another one is skipped."""
+        if old is not None:
+            self._pool.free(old)
+            save.slot = None
+        if self._pid != os.getpid():
+            raise self._forked()
+        while (slot := self._pool.take(size, self._request(save))) is None:
+            if (shortage := self._pool.shortage(size)) is not None:
+                raise shortage
+            if save.committed.done():
+                raise save.committed.exception() or SaveError("the save has ended")
+            step = None if save.id is None else save.id.step
+            text = "no slot is free: earlier saves are still being copied, or their versions read"
+            hint = "save less often, or raise the limit of memory, so that there is room for two more slots"
+            if not save.terms.explicit or self._executor.is_current:  # nothing becomes free while that one waits
+                raise SkippedError(f"the save is skipped: {text}", step=step, rank=self.ranks.rank, hint=hint)
+            if not save.terms.left_s:
+                raise DeadlineError(text, step=step, rank=self.ranks.rank, hint=hint)
+            with self._changed:
+                self._changed.wait(min(_POLL_S, save.terms.left_s))
+        save.slot = slot
+        return slot
+
+    def _request(self, save: Save) -> SlotRequest:
+        board = self._board
+        if board is None:
+            raise self._unasked()
+        if save.id is not None:
+            return board.request(save.id)
+        request = board.request(SaveId(self._run, _UNNAMED))
+        # As long as the round's save has not come, this one may be it.
+        return replace(request, save=None, of_round=request.spare > 0 or save.terms.explicit, spare=0)
+
+    def _retained(self) -> frozenset[SaveId]:
+        board = self._board
+        if board is None:
+            return frozenset()
+        return frozenset(board.request(SaveId(self._run, _UNNAMED)).retained)
+
+    # ---- the committing thread -------------------------------------------------------------------------------
+
+    def _commit(self, save: Save, items: Items | None, extra: Sequence[BytesItem], labels: dict[str, str]) -> None:
+        with contextlib.suppress(Exception), self._working(save):
+            if items is not None:
+                self.fill(save, *items())
+            assert isinstance(save.content, Filled)
+            assert save.id is not None
+            save.content.staged.wait(save.terms.left_s)
+            saves.end(save.staged, None)
+            name = object_name(self.ranks.rank, save.id.text)
+            take = partial(self._take, save)
+            slot, record = self._writer.seal(take, save.content, extra, name, deadline_s=save.terms.left_s)
+            if save.terms.table:
+                labels[_TABLE] = save.terms.table
+            manifest = Manifest(
+                version=save.id.version,
+                rank=self.ranks.rank,
+                world_size=self.ranks.world_size,
+                save_id=save.id.text,
+                node=self.ranks.node,
+                objects=(record,),
+                labels=labels,
+            )
+            save.slot = save.content = None
+            self._pool.commit(slot, manifest)
+            board = self._board
+            if board is not None:
+                board.commit(save.id)
+            self._committed(save, manifest)
+            if board is not None:
+                self._judge(save, board.verdict)
+
+    def _committed(self, save: Save, manifest: Manifest) -> None:
+        assert save.id is not None
+        size = manifest.objects[0].size
+        with self._lock:
+            self.stats.committed += 1
+            self.stats.last_committed = save.id.step
+            self._is_skipping = False
+        self._wanted = size
+        self._emit(events.PartCommitted, save.id.step, bytes=size, seconds=time.monotonic() - save.terms.began)
+        saves.end(save.committed, manifest)
+
+    def _idle(self) -> bool:
+        """Have saves fail whose deadlines have passed, and make slots ahead. Return True if there may be more to do."""
+        with self._lock:
+            late = [save for save in self._saves if not save.terms.left_s]
+        for save in late:
+            step = None if save.id is None else save.id.step
+            text = "was not verified" if save.committed.done() else "was not committed"
+            seconds = save.terms.until - save.terms.began
+            error = DeadlineError(f"the save {text} within {seconds:.0f} s", step=step, rank=self.ranks.rank)
+            self.fail(save, error)
+            saves.fail(save.verified, error)
+        board = self._board
+        if self._wanted is None or board is None:
+            return False
+        more = self._pool.prepare(self._wanted, board.request(SaveId(self._run, _UNNAMED)))
+        self._wanted = self._wanted if more else None
+        return more
+
+    # ---- the board's thread ----------------------------------------------------------------------------------
+
+    def _push(self, save: SaveId, verdict: Verdict) -> None:
+        holders = self.strategy.copies_of(self.ranks.rank, self.ranks.topology)
+        if not holders:
+            return
+        began = time.monotonic()
+        try:
+            self._copies.push(save, verdict, self._pool)
+        except FlashpointError as error:
+            self.stats.copy_error = str(error)
+            self._emit(events.ReplicationFailed, save.step, error=str(error))
+            raise
+        seconds = time.monotonic() - began
+        size = self.container.read_manifest(save, self.ranks.rank).objects[0].size
+        self.stats.copied_bytes += size
+        self.stats.copied_s += seconds
+        self.stats.copy_error = None
+        self._emit(events.PartReplicated, save.step, bytes=size, holders=holders, seconds=seconds)
+
+    def _heard(self, verdict: Verdict) -> None:
+        """Resolve the saves that a verdict decides about."""
+        with self._lock:
+            mine = [save for save in self._saves if save.id is not None and save.id.run == self._run]
+        for save in sorted(mine, key=lambda save: save.id or SaveId(0, 0)):
+            self._judge(save, verdict)
+        self._notify()
+        self._recovery.heard(verdict)
+        if self._persister is not None:
+            self._persister.heard(verdict)
+        if verdict.total == 1:
+            self._pool.remove_left(self._retained())
+
+    def _judge(self, save: Save, verdict: Verdict) -> None:
+        """End `Save.verified` if a verdict decides about the save."""
+        assert save.id is not None
+        step, why = save.id.step, None
+        if save.id in verdict.verified:
+            if saves.end(save.verified, None):
+                with self._lock:
+                    self.stats.verified += 1
+                    self.stats.last_verified = step
+                self._emit(events.VersionVerified, step, seconds=time.monotonic() - save.terms.began)
+        elif save.id < verdict.newest:
+            why = f"step {verdict.newest.step} is verified instead"
+        elif save.id < verdict.first and not save.terms.explicit:
+            why = "the ranks go on with a later one"
+        if why is not None:
+            error = SupersededError(f"the save is not verified: {why}", step=step, rank=self.ranks.rank)
+            saves.fail(save.verified, error)
+
+    def _emit(self, kind: type[events.Event], step: int | None, **fields: Any) -> None:
+        events.emit(kind, self.ranks, self.base, step, **fields)
 
     def wait(self, deadline_s: float | None = None) -> bool:
         """Wait until all futures of all saves that were begun have ended. Return True if that was so in time."""
-        raise NotImplementedError
+        self._check_usable()
+        return self._wait(seal_deadline_s() if deadline_s is None else deadline_s)
+
+    def _wait(self, deadline_s: float) -> bool:
+        with self._lock:
+            futures = [save.verified for save in self._saves]
+        return not concurrent.futures.wait(futures, deadline_s).not_done
 
     # ---- loading -------------------------------------------------------------------------------------------
+
+    @property
+    def last_recovery(self) -> RecoveryReport | None:
+        """Report of the last `newest`, `bring` or `latest`; None before."""
+        return self._recovery.report
 
     def newest(self) -> CheckpointContainerId | None:
         """Find the newest version that every rank can load, and bring here what this node lacks of it, checked.
@@ -175,7 +696,7 @@ class Checkpointer:
         Raises:
             NothingLoadableError: there are versions, and none can be loaded. On all ranks.
         """
-        raise NotImplementedError
+        return self._find(None)
 
     def bring(self, step: int) -> CheckpointContainerId:
         """Do the same with the version of a step. Collective.
@@ -183,7 +704,14 @@ class Checkpointer:
         Raises:
             LoadError: there is no such version, or it cannot be loaded. On all ranks.
         """
-        raise NotImplementedError
+        found = self._find(checked_integer("step", step, 0))
+        assert found is not None
+        return found
+
+    def _find(self, wanted: int | None) -> CheckpointContainerId | None:
+        self._check_usable()
+        self._found = self._recovery.find(wanted, excluded=self._excluded, retained=self._retained())
+        return None if self._found is None else self.version(self._found.save.step)
 
     def go_on_from(self, version: CheckpointContainerId | None) -> None:
         """Begin a new run, which goes on from a version that `newest` or `bring` has returned, or from none of those
@@ -192,39 +720,90 @@ class Checkpointer:
         Raises:
             SaveError, CapacityError: the run cannot be recorded on some node. On all ranks.
         """
-        raise NotImplementedError
+        self._check_usable()
+        chosen, persist = None if version is None else self._found, self.config.persist
+        if version is not None and (chosen is None or self.version(chosen.save.step) != version):
+            raise InvalidArgumentError("is not the version that was found last", argument="version", value=version)
+        self._end_run(seal_deadline_s())
+        run, verdict = self._recovery.record(chosen)
+        self._run = run
+        self._pool.remove_left(verdict.retained)
+        self._board = Board(
+            Member(verdict, self.config.rule),
+            rank=self.ranks.rank,
+            ranks=self.ranks.world_size,
+            connect=lambda: self._store.connect(f"run-{run}"),
+            push=self._push,
+            heard=self._heard,
+            also=lambda store, newest: None if store is None else self.replicas.answer(),
+            emit=self._emit,
+            persist_every=0 if persist is None else persist.every,
+            persister_is_busy=lambda: self._persister is not None and self._persister.is_busy,
+        )
+        self._copies.serve(run, self._board.hear, self._retained)
+        self.stats.last_verified = None
+        if self._persister is not None:
+            self._persister.heard(verdict)
+
+    def _end_run(self, deadline_s: float) -> None:
+        """End the board. Saves that are not verified yet never will be."""
+        give_up = time.monotonic() + deadline_s
+        self._executor.drain(deadline_s)
+        board, self._board, self._run = self._board, None, 0
+        if board is not None:
+            board.close(max(give_up - time.monotonic(), 0.0))
+        with self._lock:
+            mine = [(save, save.id.step) for save in self._saves if save.id is not None]  # others get the new run's
+        for save, step in mine:
+            error = SupersededError("the save was not verified before its run ended", step=step, rank=self.ranks.rank)
+            self.fail(save, error)
+            saves.fail(save.verified, error)
 
     def latest(self) -> CheckpointContainerId | None:
         """Find and bring the newest version (`newest`) and go on from it (`go_on_from`). Collective."""
-        raise NotImplementedError
+        self.reconsider()
+        found = self.newest()
+        self.go_on_from(found)
+        return found
 
     def go_back(self, step: int) -> CheckpointContainerId:
         """Bring the version of a step (`bring`) and go on from it (`go_on_from`). Collective."""
-        raise NotImplementedError
+        self.reconsider()
+        found = self.bring(step)
+        self.go_on_from(found)
+        return found
 
     def discard(self, version: CheckpointContainerId) -> None:
         """Do not find a version again until `reconsider`: it could not be loaded. The same on all ranks."""
-        raise NotImplementedError
+        if self._found is not None and self.version(self._found.save.step) == version:
+            self._excluded.add(self._found.save)
 
     def reconsider(self) -> None:
         """Forget what was discarded."""
-        raise NotImplementedError
+        self._excluded.clear()
 
     def versions(self) -> list[KeptVersion]:
         """Return what can be gone back to, newest first. Collective."""
-        raise NotImplementedError
+        self._check_usable()
+        return self._recovery.versions()
 
     def reader(self, version: CheckpointContainerId | str | os.PathLike[str]) -> VersionReader:
         """Return a reader of a version: the one that was found last, or another one that is in memory here or at the
         holders of this job's ranks."""
-        raise NotImplementedError
+        return self._recovery.reader(version)
 
     # ---- life ----------------------------------------------------------------------------------------------
 
     @property
     def run(self) -> int:
         """Number of the run; 0 while versions are there that nobody has asked about."""
-        raise NotImplementedError
+        return self._run
+
+    @property
+    def board_error(self) -> str | None:
+        """The reason why nothing new can be verified now; None while the board works."""
+        board = self._board
+        return None if board is None else board.error
 
     def check_asked(self, call: str, *, hint: str | None = None) -> None:
         """Raise, on all ranks, if there are versions that nobody has asked about.
@@ -235,7 +814,32 @@ class Checkpointer:
         Raises:
             UnaskedVersionsError: there are.
         """
-        raise NotImplementedError
+        if not self._run:
+            raise self._unasked(call, hint)
+
+    def _unasked(self, call: str = "latest()", hint: str | None = None) -> UnaskedVersionsError:
+        # What to do is in the message: of what DCP passes on, users see no hints.
+        return UnaskedVersionsError(
+            "there are checkpoints of an earlier run here that nobody has asked about, and saving would overwrite them:"
+            f" call {call} before the first save, to go on from them or to give them up, or use another folder",
+            rank=self.ranks.rank,
+            node=self.ranks.node,
+            path=self.base,
+            hint=hint,
+        )
+
+    def _forked(self) -> JobInUseError:
+        return JobInUseError(
+            f"this belongs to process {self._pid}, which process {os.getpid()} was forked from",
+            rank=self.ranks.rank,
+            hint="save, load and wait in the process that it was constructed in",
+        )
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise self._forked()
+        if self._closed:
+            raise SaveError("the checkpointer is closed", rank=self.ranks.rank, path=self.base)
 
     @property
     def status(self) -> RankStatus:
@@ -248,15 +852,69 @@ class Checkpointer:
         Returns:
             True if all was done in time.
         """
-        raise NotImplementedError
+        give_up = time.monotonic() + deadline_s
+        if self._persister is not None:
+            self._persister.hurry()  # at once: a save that other ranks have not begun may take all the time there is
+        if not (done := self._wait(deadline_s)):
+            _log.warning("the save in flight was not verified within %.0f s", deadline_s)
+        if self._persister is not None and not self._persister.finish(max(give_up - time.monotonic(), 0.0)):
+            _log.warning("the newest version was not persisted within %.0f s", deadline_s)
+            return False
+        return done
+
+    @property
+    def persist_health(self) -> PersistHealth:
+        """State of persisting on this rank; all None where nothing is to be persisted."""
+        return PersistHealth(None, None, None, 0) if self._persister is None else self._persister.health
 
     def remove_versions(self) -> None:
         """Remove every version from memory, on all nodes, at a planned end; a failure is logged. Collective."""
-        raise NotImplementedError
+        try:
+            if not self.ranks.all_ok(self.finish(seal_deadline_s())):
+                _log.error("versions stay in memory: a rank has not ended its saves, or not persisted the newest one")
+                return
+            self._end_run(seal_deadline_s())
+            self.ranks.together(self._remove_all, SaveError("another rank cannot remove its versions"))
+            self.go_on_from(None)
+        except FlashpointError as error:
+            _log.error("versions stay in memory: %s", error)
+
+    def _remove_all(self) -> None:
+        for pool in (self._pool, *self._held.values()):
+            pool.clear()
+        self._pool.remove_left(())
 
     def close(self, persist_deadline_s: float | None = None) -> None:
         """End everything, saves in flight within ``FLASHPOINT_EXIT_DEADLINE_S``. Versions stay. Safe to call twice."""
-        raise NotImplementedError
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        give_up = time.monotonic() + exit_deadline_s()
+        self._executor.drain(exit_deadline_s())
+        with self._lock:
+            left = [save for save in self._saves if not save.committed.done()]
+        for save in left:
+            self.fail(save, SaveError("the checkpointer was closed before the save was committed"))
+        if not self._wait(max(give_up - time.monotonic(), 0.0)):
+            _log.info("closed before the last saves were verified; they are committed on this node")
+        if self._persister is not None:
+            self._persister.finish(seal_deadline_s() if persist_deadline_s is None else persist_deadline_s)
+        self._end_run(max(give_up - time.monotonic(), 0.1))
+        self._leave_store()
+        self._stack.close()
+
+    def _leave_store(self) -> None:
+        """Have rank 0, which hosts the store, stay for a moment: other ranks read the last verdict."""
+        give_up = time.monotonic() + _LINGER_S
+        with contextlib.suppress(RuntimeError):
+            store = self._store.connect("open")
+            left = store.add("closed", 1)
+            while self.ranks.rank == 0 and left < self.ranks.world_size and time.monotonic() < give_up:
+                time.sleep(_LINGER_S / 100)
+                left = store.add("closed", 0)
 
     def __enter__(self) -> Self:
         return self
@@ -264,4 +922,23 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        # After an error the peers may be dead. They are not waited for as long.
+        self.close(None if error is None else exit_deadline_s())
+
+
+def _place_of(base: Path) -> str:
+    with contextlib.suppress(OSError):
+        found = os.stat(base)
+        return f"{boot_id()}-{found.st_dev:x}-{found.st_ino:x}"
+    return ""
+
+
+_live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for checkpointer in list(_live):
+        checkpointer.close()
+
+
+at_exit(_close_all)

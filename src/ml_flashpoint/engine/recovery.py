@@ -163,12 +163,13 @@ class DurableTier:
         problems = tuple(f"{each.folder} ({each.problem})" for each in found if each.problem)
         return Listing(tuple(each for each in found if each.counts), problems)
 
-    def list(self, deadline_s: float) -> Listing:
+    def list(self, most_s: float | None = None) -> Listing:
         """Return the content of the store. Collective. A store that did not answer is not waited for as long again.
 
         Args:
-            deadline_s: seconds to wait for the store.
+            most_s: seconds to wait for the store, if ``FLASHPOINT_RECOVERY_DEADLINE_S`` is not shorter.
         """
+        deadline_s = min(recovery_deadline_s(), math.inf if most_s is None else most_s)
         if self._listing is not None and (not self._listing.unknown or deadline_s <= self._waited_s):
             return self._listing
         self._waited_s, blob = deadline_s, b""
@@ -241,7 +242,7 @@ class Recovery:
         reports = self._gather()
         if any(report.inventory.parts or report.unread for report in reports):
             return True
-        listed = self.durable.list(recovery_deadline_s())
+        listed = self.durable.list()
         return bool(listed.versions or listed.problems or listed.unknown)
 
     def _gather(self) -> list[NodeReport]:
@@ -493,7 +494,7 @@ class _Search:
         self._complete = self._recovery.existing(self._reports)
         memory = next((each for each in self._complete if self._is_wanted(each.save)), None)
         record = newest_begun(record for report in self._reports for record in report.records)
-        listed = self._recovery.durable.list(recovery_deadline_s() if memory is None else _BESIDE_MEMORY_S)
+        listed = self._recovery.durable.list(None if memory is None else _BESIDE_MEMORY_S)
         for stored in listed.versions:
             if memory is not None and stored.save <= memory.save:
                 break

@@ -2,33 +2,77 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-from dataclasses import dataclass
+import threading
+import time
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+from typing import TypeVar
 
+from ml_flashpoint.engine.committing import Filled, Staged
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.manifest import Manifest
 from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.memory.slot import Slot
+
+_T = TypeVar("_T")
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What is known of a save when it begins.
+
+    Attributes:
+        base: base container. explicit, table: see `Checkpointer.begin`.
+        began, until: when the save began, and its deadline (`time.monotonic`).
+    """
+
+    base: CheckpointContainerId
+    explicit: bool
+    table: str
+    began: float
+    until: float
+
+    @property
+    def left_s(self) -> float:
+        """Seconds to the deadline."""
+        return max(self.until - time.monotonic(), 0.0)
+
+
+def _future() -> Future[_T]:
+    future: Future[_T] = Future()
+    future.set_running_or_notify_cancel()  # nobody can cancel it
+    return future
+
+
+@dataclass(slots=True, eq=False)
 class Save:
     """One rank's part of a version on its way: staged, committed, verified. Made by `Checkpointer.begin`.
 
     Attributes:
+        terms: what is known since it began.
         id: run and step; None while a save that was staged before its step was known has no name.
-        version: path of the version; None as long as `id` is.
         staged: done once the program may change the tensors.
         committed: the manifest, once this rank's part is committed.
         verified: done once all ranks have committed their parts and have all copies of them. Fails with
             `SupersededError` when a newer save is verified instead, or the ranks pass over this one.
+        slot, content: the slot that the save writes, and what is in it. lock: of the thread that does. The engine's.
 
-    All three end by the deadline of the save (``FLASHPOINT_SEAL_DEADLINE_S``).
+    All three futures end by the deadline of the save (``FLASHPOINT_SEAL_DEADLINE_S``).
     """
 
-    id: SaveId | None
-    version: CheckpointContainerId | None
-    staged: Future[None]
-    committed: Future[Manifest]
-    verified: Future[None]
+    terms: Terms
+    id: SaveId | None = None
+    staged: Future[None] = field(default_factory=_future)
+    committed: Future[Manifest] = field(default_factory=_future)
+    verified: Future[None] = field(default_factory=_future)
+    slot: Slot | None = None
+    content: Staged | Filled | None = None
+    lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
+
+    @property
+    def version(self) -> CheckpointContainerId | None:
+        """Path of the version; None as long as `id` is."""
+        return None if self.id is None else CheckpointContainerId.create_child(self.terms.base, self.id.version)
 
 
 @dataclass(slots=True)
@@ -53,3 +97,21 @@ class SaveStats:
     copied_s: float = 0.0
     copy_error: str | None = None
     error: str | None = None
+
+
+def end(future: Future[_T], result: _T) -> bool:
+    """Give a future its result. Return False if it has ended before."""
+    try:
+        future.set_result(result)
+    except InvalidStateError:
+        return False
+    return True
+
+
+def fail(future: Future[_T], error: BaseException) -> bool:
+    """Have a future fail. Return False if it has ended before."""
+    try:
+        future.set_exception(error)
+    except InvalidStateError:
+        return False
+    return True

@@ -1,41 +1,38 @@
-"""What a façade tells about itself: plain values, made on demand, safe to keep and to send."""
+"""The health of a `Flashpoint`, and its last recovery: plain values, made on demand, safe to keep and to send."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Literal, TypeAlias
-
-if TYPE_CHECKING:
-    from ml_flashpoint.core.commit_queue import CommitStats
-    from ml_flashpoint.core.persist_options import PersistHealth
-    from ml_flashpoint.facade.save_runner import SaveRunner
+from typing import Literal, TypeAlias
 
 Source: TypeAlias = Literal["memory", "persisted", "fallback", "nothing"]
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """How saving goes on this rank, from the construction of the façade on.
+    """The way saving goes on this rank, from the construction of the `Flashpoint` on.
 
     Attributes:
-        saves: saves committed on all ranks.
+        saves: saves of which this rank has committed its part.
+        skipped: saves of the schedule that found no free slot, because earlier ones are still being copied.
         failures: saves that failed.
         last_error: text of the latest failure, kept after later saves worked; None if there was none.
-        replication_error: why copies on other nodes are missing now; None while there is nothing amiss.
-        agreement_error: why ranks do not agree on which versions may go, so that these are kept; None while they do.
-        blocked_s: seconds that the latest save kept the training loop, in steps of optimizers, too; not those in which
-            its CUDA device was still at work on what it had been given before.
+        replication_error: reason why copies on other nodes are missing now; None while nothing is amiss.
+        agreement_error: reason why ranks cannot agree on which versions are verified now; None while they can.
+        blocked_s: seconds that the latest save kept the training loop; not those in which its CUDA device was still at
+            work on what it had been given before.
         blocked_total_s: the same, of all saves.
-        committed_s: seconds from the begin of the latest successful save until it was committed on all ranks.
+        committed_s: seconds from the begin of the latest successful save until this rank's part was committed.
         bytes: bytes of this rank's part of its newest version.
-        degraded: whether something needs attention: the latest save failed or hangs, copies are missing, ranks do
-            not agree, or versions are not persisted although they should be.
+        degraded: True if something needs attention: the latest save failed, copies are missing, ranks cannot agree, or
+            versions are not persisted although they should be.
         persisted: step of the newest version that is persisted, as far as this rank has heard; None if there is none.
-        persist_error: why the latest version that was due is not persisted; None while nothing is amiss.
+        persist_error: reason why the latest version that was due is not persisted; None while nothing is amiss.
         persist_lag: steps from `persisted` to the newest verified version; None if either is not known.
     """
 
     saves: int
+    skipped: int
     failures: int
     last_error: str | None
     replication_error: str | None
@@ -50,7 +47,7 @@ class Health:
     persist_lag: int | None = None
 
     def scalars(self, prefix: str = "flashpoint/") -> dict[str, float]:
-        """All of it that is a number, by name: for TensorBoard, W&B and the like.
+        """Return all of it that is a number, by name: for TensorBoard, W&B and the like.
 
         Args:
             prefix: of the names.
@@ -61,7 +58,7 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What `Flashpoint.resume` did on this rank. Times in seconds, over all versions that were tried.
+    """A `Flashpoint.resume` on this rank. Times in seconds, over all versions that were tried.
 
     Attributes:
         step: the step to go on from.
@@ -88,7 +85,7 @@ class Recovery:
     discarded: tuple[str, ...]
 
     def in_words(self, base: str) -> str:
-        """One line about it.
+        """Return one line about it.
 
         Args:
             base: the base container.
@@ -101,18 +98,3 @@ class Recovery:
         if self.source == "fallback":
             return f"memory has no checkpoint to go on from ({base}){left}: at step {self.step}, from the fallback"
         return f"no checkpoint to go on from in {base}{left}: training starts at step {self.step}"
-
-
-def health_of(saves: SaveRunner, stats: CommitStats, persist: PersistHealth, part_bytes: int) -> Health:
-    """How saving goes, now."""
-    errors = stats.replication_error or stats.agreement_error or persist.error
-    return Health(
-        **saves.counters(),
-        replication_error=stats.replication_error,
-        agreement_error=stats.agreement_error,
-        bytes=part_bytes,
-        degraded=bool(saves.failures_in_a_row or saves.hangs or errors),
-        persisted=persist.persisted,
-        persist_error=persist.error,
-        persist_lag=persist.lag,
-    )

@@ -69,10 +69,6 @@ class _Saved(NamedTuple):
     iteration: int
     committed: Future[Any]
 
-    @property
-    def failed(self) -> bool:
-        return self.committed.done() and self.committed.exception() is not None
-
 
 class LocalCheckpointManager(OverlappingDoor):
     """Local checkpoints of a job: one part a rank, in the memory of its node, and copies as a strategy says.
@@ -132,6 +128,7 @@ class LocalCheckpointManager(OverlappingDoor):
         self._looked = False  # since the last save
         self._parts_lost = False
         self._last: _Saved | None = None
+        self._failed = False  # a save of this run, on some rank
         self._oldest_accepted = 0
         self._closed = False
         self._ranks = rank_group()
@@ -257,7 +254,7 @@ class LocalCheckpointManager(OverlappingDoor):
             version, state = self._load_newest(joint)
         self._engine.go_on_from(version)
         assert version.step is not None
-        self._version, self._looked, self._last = version, True, None
+        self._version, self._looked, self._last, self._failed = version, True, None, False
         self.latest_iteration = self._oldest_accepted = version.step
         return state, CheckpointId(version.step, self.rank, self.session_id)
 
@@ -351,10 +348,7 @@ class LocalCheckpointManager(OverlappingDoor):
         """
         self._check_open()
         began = time.perf_counter()
-        if self._engine.run == 0:
-            if not self._looked:
-                self._engine.check_asked("find_latest()")
-            self._engine.go_on_from(self._version)
+        self._go_on()
         try:
             self._check_iteration(iteration)
             _check_state(state_dict)
@@ -372,6 +366,18 @@ class LocalCheckpointManager(OverlappingDoor):
             return None
         return AsyncRequest(BackgroundSave(committed), (), [_Once(partial(self._conclude, iteration, committed))])
 
+    def _go_on(self) -> None:
+        """Begin a run if none has begun, or a save of this one has failed: a step is saved once a run. Collective."""
+        if self._failed:
+            self._looked = False
+            self.find_latest()
+        elif self._engine.run:
+            return
+        elif not self._looked:
+            self._engine.check_asked("find_latest()")
+        self._engine.go_on_from(self._version)
+        self._last, self._failed = None, False
+
     def _check_iteration(self, iteration: int) -> None:
         if type(iteration) is not int or not 0 <= iteration <= MAX_STEP:
             raise InvalidIterationError("must be an integer of at least 0", argument="iteration", value=iteration)
@@ -386,7 +392,7 @@ class LocalCheckpointManager(OverlappingDoor):
 
     def _begin(self, state_dict: TensorAwareStateDict, iteration: int, is_async: bool) -> Future[Any]:
         """Copy a state, and have it committed. The future tells every failure."""
-        if self._last is not None and self._last.iteration == iteration and not self._last.failed:
+        if self._last is not None and self._last.iteration == iteration:
             return self._last.committed
         self._looked = False
         self._oldest_accepted = iteration
@@ -395,7 +401,6 @@ class LocalCheckpointManager(OverlappingDoor):
         except FlashpointError as error:
             return _failed(error)
         self._last = _Saved(iteration, save.committed)
-        save.committed.add_done_callback(self._log_saved)
         try:
             with collection_paused():
                 encoded = encode(state_dict, self._allowed, self._meshes)
@@ -414,6 +419,10 @@ class LocalCheckpointManager(OverlappingDoor):
         """Wait until a save has ended here, and raise if it failed on any rank. Collective."""
         began = time.perf_counter()
         error = committed.exception()
+        if error is None:
+            manifest: Manifest = committed.result()
+            path = self.local_ckpt_dir / manifest.version / manifest.objects[0].name
+            _log.info("rank %d saved iteration %s to %s", self.rank, iteration, path)
         reasons = {self.rank: str(error)} if error is not None else {}
         iterations: set[object] = set()
         try:
@@ -429,6 +438,7 @@ class LocalCheckpointManager(OverlappingDoor):
         if not reasons and len(iterations) == 1:
             self.latest_iteration = max(self.latest_iteration, iteration)
             return
+        self._failed, self._looked = True, False
         listed = "; ".join(f"rank {rank}: {text}" for rank, text in reasons.items())
         raise CheckpointingException(
             f"the save failed: {listed or 'ranks saved different iterations'}",
@@ -436,12 +446,6 @@ class LocalCheckpointManager(OverlappingDoor):
             rank=self.rank,
             hint="the newest complete checkpoint can be loaded, and the save can be repeated",
         ) from error
-
-    def _log_saved(self, committed: Future[Manifest]) -> None:
-        if committed.exception() is None:
-            manifest = committed.result()
-            path = self.local_ckpt_dir / manifest.version / manifest.objects[0].name
-            _log.info("rank %d saved iteration %s to %s", self.rank, manifest.step, path)
 
     def close(self) -> None:
         """Let saves in flight end, within ``FLASHPOINT_EXIT_DEADLINE_S``, have the newest one persisted, if any are to

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from ml_flashpoint.copy import cuda
 from ml_flashpoint.copy.cpu import copy_all
 from ml_flashpoint.copy.dtypes import STORABLE_DTYPES
-from ml_flashpoint.engine.checkpointer import BytesItem, TensorItem
+from ml_flashpoint.engine.committing import BytesItem, TensorItem
 from ml_flashpoint.engine.reader import ObjectReader
 from ml_flashpoint.format.errors import DamagedError, FlashpointError, InvalidArgumentError, UnsafeContentError
 from ml_flashpoint.local.base_state_dict import TensorAwareStateDict

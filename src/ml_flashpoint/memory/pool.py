@@ -17,7 +17,7 @@ import logging
 import os
 import threading
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
@@ -47,7 +47,7 @@ class SlotRequest:
     """Terms on which a save may take a slot.
 
     Attributes:
-        save: the save.
+        save: the save; None for one that `Pool.name` gives its step later.
         retained: saves whose slots must not be taken.
         of_round: True for the round's save, a copy, and a part that recovery fetches. Any other save must not take the
             newest committed part.
@@ -55,11 +55,16 @@ class SlotRequest:
         may_grow: True if the pool may have more than ``keep + 1`` slots.
     """
 
-    save: SaveId
+    save: SaveId | None
     retained: Collection[SaveId]
     of_round: bool = True
     spare: int = 0
     may_grow: bool = False
+
+    @property
+    def left_alone(self) -> frozenset[SaveId]:
+        """The saves whose slots are not taken over from ranks that are gone."""
+        return frozenset(self.retained) | ({self.save} if self.save is not None else set())
 
 
 class SlotView(Protocol):
@@ -219,7 +224,7 @@ class Pool:
     def take(self, size: int, request: SlotRequest, *, exact: bool = False) -> Slot | None:
         """Return a slot to write, in `State.WRITING`, or None if there is none now. End it by `commit` or `free`.
 
-        Slow only where a slot is made: the first ``keep + 1`` times, and where saves have grown.
+        Slow only where a slot is made: the first times, unless `prepare` was faster, and where saves have grown.
 
         Args:
             size: bytes of the object.
@@ -255,18 +260,9 @@ class Pool:
     def _wanted(self, size: int, *, exact: bool) -> int:
         if exact:
             return round_up(size, PAGE)
-        if size > self._size:
-            self._size = slot_size(size)
-        return self._size
+        return slot_size(size) if size > self._size else self._size
 
     def _choose(self, request: SlotRequest, wanted: int, unfit: Sequence[Slot], *, can_make: bool) -> Slot | New | None:
-        most = slot_limit(self.keep, may_grow=request.may_grow, extra=self.extra)
-        count = len(self._slots) + self._making
-        retained = {
-            *request.retained,
-            request.save,
-        }  # of the same save, slots that are left over have other ranks' parts
-        may_make = can_make and count < most and self._may_make(wanted, retained, spare=count > self.keep)
         locked = list(unfit)
         for slot in self._slots:
             if slot.state is not State.WRITING and slot.save not in request.retained and slot not in locked:
@@ -274,7 +270,15 @@ class Pool:
                     locked.append(slot)
                 else:
                     slot.unlock()
-        return choose(self._slots, request, locked, may_make=may_make)
+        count = len(self._slots) + self._making
+        # The save waits while a slot is made. Beyond ``keep + 1`` that is for `prepare`, unless no slot is free.
+        for may_grow in sorted({False, request.may_grow}):
+            fits = count < slot_limit(self.keep, may_grow=may_grow, extra=self.extra)
+            may_make = can_make and fits and self._may_make(wanted, request.left_alone, spare=count > self.keep)
+            chosen = choose(self._slots, request, locked, may_make=may_make)
+            if chosen is not None:
+                return chosen
+        return None
 
     def commit(self, slot: Slot, manifest: Manifest) -> None:
         """Commit the part in a slot that was taken. Where that fails, the slot is free.
@@ -293,6 +297,32 @@ class Pool:
                     other.state, other.save = State.EMPTY, None
             slot.state = State.COMMITTED
 
+    def name(self, slot: Slot, save: SaveId) -> None:
+        """Say which save a slot in `State.WRITING` is for: it was taken before the save had a step."""
+        with self._lock:
+            slot.save = save
+
+    def shortage(self, size: int) -> CapacityError | None:
+        """Return the error of a save for which no slot can be made, now or once others are free; None if one can.
+
+        Args:
+            size: bytes of the object.
+        """
+        with self._lock:
+            slots = tuple(self._slots)
+        # Slots that are too small are replaced once they are free.
+        available = self._available() + sum(slot.size for slot in slots if slot.size < size)
+        if sum(slot.size >= size for slot in slots) > self.keep or available >= size:
+            return None
+        return CapacityError(
+            "no room for one more version",
+            needed_bytes=size,
+            available_bytes=max(available, 0),
+            rank=self.owner.rank,
+            path=self.container.base,
+            hint="enlarge the tmpfs (mount -o remount,size=...) or the container, free memory, or lower keep",
+        )
+
     def free(self, slot: Slot) -> None:
         """Return a slot that was taken and will not be committed. Nothing happens if it was."""
         with self._lock:
@@ -301,29 +331,30 @@ class Pool:
 
     # ---- making --------------------------------------------------------------------------------------------
 
-    def prepare(self, size: int, retained: Collection[SaveId]) -> bool:
+    def prepare(self, size: int, request: SlotRequest) -> bool:
         """Fault in one slot that an earlier process left, or make one ahead of the save that needs it.
 
-        No more than ``keep + 1`` are made. For one thread beside the training thread, again and again once the size of
-        the rank's saves is known.
+        For one thread beside the training thread, again and again once the size of the rank's saves is known.
 
         Args:
             size: bytes of the rank's objects.
-            retained: saves whose slots must not be taken over.
+            request: terms of a save to come: slots of retained saves are not taken over, and the pool may grow or not.
 
         Returns:
             True if there was something to do, and may be more.
         """
         for slot in self.slots:
-            if not slot.is_prepared:
+            if slot.is_due:
                 slot.prepare()
                 return True
         with self._lock:
             wanted = self._wanted(size, exact=False)
-            if len(self._slots) + self._making > self.keep or not self._may_make(wanted, retained, spare=False):
+            count = len(self._slots) + self._making
+            most = slot_limit(self.keep, may_grow=request.may_grow, extra=self.extra)
+            if count >= most or not self._may_make(wanted, request.left_alone, spare=count > self.keep):
                 return False
             self._making += 1
-        made = self._make(wanted, SlotRequest(SaveId(0, 0), retained))
+        made = self._make(wanted, replace(request, save=None))
         if made is not None:
             self.free(made)
         return made is not None
@@ -338,7 +369,7 @@ class Pool:
 
     def _make(self, size: int, request: SlotRequest) -> Slot | None:
         """Make a slot, or take one over, in `State.WRITING`; None if there is no room after all."""
-        slot, retained = None, {*request.retained, request.save}
+        slot, retained = None, request.left_alone
         try:
             slot = self._taken_over(size, retained)
             if slot is None:
@@ -438,6 +469,20 @@ class Pool:
         Slow: it frees memory. For the board's thread, after a verdict.
         """
         return sum(self._remove_left(left, retained) for left in self._left())
+
+    def clear(self) -> None:
+        """Remove all parts and slots that are neither written nor read. Slow: it frees memory."""
+        with self._lock:
+            gone = [
+                slot
+                for slot in self._slots
+                if slot.state is not State.WRITING
+                and not slot.readers
+                and self.container.reclaim(slot, self.owner.rank)
+            ]
+            self._slots = [slot for slot in self._slots if slot not in gone]
+        for slot in gone:
+            slot.remove()
 
     def close(self) -> None:
         """Unmap all slots. The files stay."""

@@ -103,7 +103,9 @@ class Slot:
         self._pages = self._mapping.pages = PageLock(self.address, self.size)
 
     @classmethod
-    def make(cls, path: Path, size: int, *, go_on: Callable[[int], bool] = lambda left: True) -> Slot:
+    def make(
+        cls, path: Path, size: int, *, go_on: Callable[[int], bool] = lambda left: True, prepare: bool = True
+    ) -> Slot:
         """Make a file of ``size`` bytes, rounded up to pages, and fault it in. It appears at ``path`` whole.
 
         Args:
@@ -111,6 +113,7 @@ class Slot:
             size: at least 1.
             go_on: called with the bytes that are still to be reserved, before each step of reserving them; False ends
                 it. Other processes take memory at the same time.
+            prepare: False where another process writes to the slot: this one then has no use for faulted pages yet.
 
         Raises:
             CapacityError: there is no room. Nothing is left behind.
@@ -138,7 +141,8 @@ class Slot:
                 raise _no_room(size, path) from error
             hint = "look at the limits of this process (ulimit -n, ulimit -v)"
             raise SaveError(f"cannot make a slot: {error.strerror}", path=path, hint=hint) from error
-        slot.prepare()
+        if prepare:
+            slot.prepare()
         return slot
 
     @classmethod
@@ -168,7 +172,7 @@ class Slot:
         For one thread at a time; others may use the slot meanwhile, or remove it.
         """
         mapping = self._mapping  # stays until this returns
-        for begin in range(0, self.size, _STEP):
+        for begin in range(0, 0 if self.is_prepared else self.size, _STEP):
             if _libc.madvise(self.address + begin, min(_STEP, self.size - begin), _MADV_POPULATE_WRITE) != 0:
                 # Linux before 5.14: the first copy faults the pages in.
                 _log.debug("cannot fault in %s: %s", self.path, os.strerror(ctypes.get_errno()))
@@ -177,6 +181,11 @@ class Slot:
             pass
         self.is_prepared = True
         del mapping
+
+    @property
+    def is_due(self) -> bool:
+        """True if `prepare` has something to do: also for slots that were made before this process used CUDA."""
+        return not self.is_prepared or self._pages.is_due
 
     @property
     def is_pinned(self) -> bool:

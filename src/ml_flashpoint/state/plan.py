@@ -1,18 +1,18 @@
 """The plan by which a rank writes its state: which tensors, under which names, and which of them are one and the same.
 
-`Offer` is everything that a rank has. The ranks agree on the `Share` of it that each one writes
-(`facade.plan_agreement`).
-`Plan` says how the share is taken out of a state. As long as nothing but content changes, successive saves have the
-same `Plan` object, and every cache below depends on that identity.
+`Offer` is everything that a rank has, and `Share` the part of it that the rank writes (`replicas` divides). `Plan` says
+how the share is taken out of a state. As long as nothing but content changes, successive saves have the same `Plan`
+object, and every cache below depends on that identity.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 import pickle
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ from ml_flashpoint.copy.tensors import (
 from ml_flashpoint.format.errors import NotStagedError, SaveError
 from ml_flashpoint.state.plain_modes import plain_modes
 from ml_flashpoint.state.private import ShardedTensor
+from ml_flashpoint.state.replicas import Replica
 from ml_flashpoint.state.tree import Path, Structure, Tree, elements
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -84,19 +85,21 @@ class Offer:
 
     Args:
         tree: the first of them.
-        coordinator: True on the rank that DCP's planner takes for the coordinator.
+        rank, ranks: this rank, and the number of ranks that save together.
+        own: key of what belongs to this rank alone, as the second part of a name.
 
     Attributes:
         plan: DCP's plan of all items, whichever rank writes them.
+        replicas: items that other ranks may have, too, by number: all but this rank's shards and its own state.
 
     Raises:
         SaveError: checkpoints have no place for a tensor of such a kind.
         ValueError: two values have one name.
     """
 
-    def __init__(self, tree: Tree, *, coordinator: bool) -> None:
+    def __init__(self, tree: Tree, *, rank: int = 0, ranks: int = 1, own: str = "") -> None:
         planner = DefaultSavePlanner()
-        planner.set_up_planner(dict(tree.state), is_coordinator=coordinator)
+        planner.set_up_planner(dict(tree.state), is_coordinator=rank == 0)
         for name, value in planner.state_dict.items():
             if isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor):
                 check_storable(value, name)
@@ -104,6 +107,7 @@ class Offer:
             self.plan: SavePlan = planner.create_local_plan()
         self._structure = Structure(tree)
         self.sources: list[_Source] = []
+        self.replicas: dict[int, Replica] = {}
         places = tree.places()
         for item in self.plan.items:
             path = planner.mappings[item.index.fqn]
@@ -113,6 +117,8 @@ class Offer:
                 shard = next(i for i, each in enumerate(sharded.local_shards()) if each.tensor is found)
                 source = _Source(source.leaf, source.keys, shard)
             self.sources.append(source)
+            if not _is_own(item, source.value(tree), ranks, own):
+                self.replicas[len(self.sources) - 1] = Replica(_name(item), _nbytes(item) or 1)
         # Content of a container that torch's pytree does not know is not compared.
         self._is_seen = all(
             source.leaf is not None or (item.type is WriteItemType.BYTE_IO and not _is_within(planner, item, places))
@@ -122,6 +128,51 @@ class Offer:
     def is_of(self, tree: Tree) -> bool:
         """Return True if a state has this structure."""
         return self._is_seen and self._structure.is_of(tree)
+
+    @functools.cached_property
+    def digests(self) -> tuple[str, str]:
+        """Digests of the replicated items, equal on ranks that have the same, and of the whole plan."""
+        items = self.plan.items
+        return _digest(map(_described, (items[number] for number in self.replicas))), _digest(map(_described, items))
+
+    def written(self, names: Collection[str]) -> list[int]:
+        """Return the numbers of the items that this rank writes: its own, and replicated ones of these names."""
+        of_others = {number for number, replica in self.replicas.items() if replica.name not in names}
+        return [number for number in range(len(self.plan.items)) if number not in of_others]
+
+
+def _is_own(item: WriteItem, value: Any, ranks: int, own: str) -> bool:
+    """Return True if no other rank can have an item."""
+    if isinstance(value, DTensor):  # of shards without elements, several ranks have the same one
+        shards_only = not any(each.is_replicate() or each.is_partial() for each in value.placements)
+        return shards_only and value.device_mesh.size() == ranks and _nbytes(item) > 0
+    return isinstance(value, ShardedTensor) or item.index.fqn.split(".", 2)[1:2] == [own]
+
+
+def _name(item: WriteItem) -> str:
+    """Return the name of an item that other ranks may have, too: its index as DCP has it."""
+    offset = item.index.offset
+    return item.index.fqn if not offset or not any(offset) else f"{item.index.fqn}\0{','.join(map(str, offset))}"
+
+
+def _nbytes(item: WriteItem) -> int:
+    """Return the bytes of a tensor, or of this rank's shard of it; of anything else, 0."""
+    data = item.tensor_data
+    return 0 if data is None or data.chunk is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
+
+
+def _described(item: WriteItem) -> tuple[object, ...]:
+    """Return everything that metadata has of an item."""
+    index, data = item.index, item.tensor_data
+    if data is None or data.chunk is None:
+        return index.fqn, item.type.value
+    chunk, its = data.chunk, data.properties
+    described = (str(its.dtype), str(its.layout), its.requires_grad, its.pin_memory)
+    return index.fqn, tuple(chunk.offsets), tuple(chunk.sizes), tuple(data.size), described
+
+
+def _digest(described: Iterable[object]) -> str:
+    return hashlib.blake2b(repr(list(described)).encode(), digest_size=16).hexdigest()
 
 
 def _is_within(planner: DefaultSavePlanner, item: WriteItem, places: Mapping[Path, int]) -> bool:

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
 
 from ml_flashpoint.format.errors import LoadError
 from ml_flashpoint.state.archive import SafeGlobal, load_archive
@@ -46,14 +48,27 @@ class TrackedLoadPlanner(DefaultLoadPlanner):
         self._device_of = device_of
         self.packed: dict[str, Any] = {}
         self.touched = False
+        self._plan: LoadPlan | None = None
 
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Check on the coordinator that no tensor of a tracked object stays behind."""
-        wanted = {item.dest_index.fqn for plan in global_plan for item in plan.items}
-        assert self.metadata is not None
-        if left := unplaced(self.metadata, self._structured, wanted):
-            raise LoadError(f"the checkpoint has {', '.join(left)}, for which there is no place", hint=AS_SAVED)
-        return super().create_global_plan(global_plan)
+    def plan(self, state: dict[str, Any], metadata: Metadata) -> list[str]:
+        """Plan to load into a nested state, and return the tensors of tracked objects that would stay behind."""
+        self.set_up_planner(state, metadata, is_coordinator=False)
+        self._plan = self.create_local_plan()
+        return unplaced(metadata, self._structured, {item.dest_index.fqn for item in self._plan.items})
+
+    def check_left(self, left: Collection[str]) -> None:
+        """Check that nothing stays behind on all ranks.
+
+        Raises:
+            LoadError: it does.
+        """
+        if left:
+            raise LoadError(f"the checkpoint has {', '.join(sorted(left))}, for which there is no place", hint=AS_SAVED)
+
+    def load(self, reader: StorageReader) -> None:
+        """Load what was planned."""
+        assert self._plan is not None
+        reader.read_data(self.finish_plan(self._plan), self).wait()
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Take note that reading starts."""

@@ -1,6 +1,6 @@
 """The state that ranks have of their own, on another number of ranks: who takes whose, and what is made anew.
 
-All ranks take three steps together, and vote after each (`facade.state_loader`):
+All ranks take three steps together, and vote after each (`facade.loading`):
 
 1. Each rank reads its share of what the ranks that saved had of their own, and tells a digest of each state.
 2. State that was the same on all of them is everybody's. Generators go on where their rank is still there, and are
@@ -17,10 +17,12 @@ import io
 import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import StorageReader
 
 from ml_flashpoint.copy.dtypes import octets_of
 from ml_flashpoint.copy.tensors import is_plain_strided
@@ -32,9 +34,6 @@ from ml_flashpoint.state.plain_modes import plain_modes
 from ml_flashpoint.state.planner import ArchivePlanner
 from ml_flashpoint.state.random_numbers import new_seed, seed_of, seeded_rng_state
 from ml_flashpoint.state.tracked import RNG, LoadTarget, TrackedState, rank_key
-
-if TYPE_CHECKING:
-    from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
 
 _log = logging.getLogger(__name__)
 
@@ -77,12 +76,11 @@ class Resharding:
 
     # ---- each rank by itself ------------------------------------------------------------------------------
 
-    def read(self, reader: MemoryStorageReader) -> None:
+    def read(self, reader: StorageReader, metadata: Metadata) -> None:
         """Read this rank's share, of ranks that saved: its own, and those that nobody has the number of any more."""
         tracked, target = self._tracked, self._target
         share = range(tracked.rank, target.saved_by, tracked.world_size)
         wanted = {rank: [name for name in target.packed_by[rank] if self._is_wanted(name, rank)] for rank in share}
-        metadata = reader.read_metadata()
         state = tracked.of_ranks(metadata, wanted)
         planner = ArchivePlanner()
         if share:

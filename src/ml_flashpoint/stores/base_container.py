@@ -62,8 +62,9 @@ class BaseContainer(VersionStore):
         self.path = str(self.base)
 
     def folders(self) -> list[str]:
-        """Return the names of the versions' folders."""
-        with _reading(self.base, "the versions cannot be listed"):
+        """Return the names of the versions' folders; none if there is no base container."""
+        entries: list[os.DirEntry[str]] = []
+        with _reading(self.base, "the versions cannot be listed"), contextlib.suppress(FileNotFoundError):
             entries = [entry for entry in os.scandir(self.base) if entry.is_dir(follow_symlinks=False)]
         is_version = CheckpointContainerId.parse_version_container
         return [entry.name for entry in entries if is_version(entry.name) is not None]

@@ -16,12 +16,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ml_flashpoint import Engine, events
 from ml_flashpoint.format.errors import InvalidArgumentError, UnsafeContentError
-from ml_flashpoint.ranks.rank_group import RankGroup, rank_group
+from ml_flashpoint.ranks.rank_group import RankGroup
 from tests.support.forked import Report, call_team
 
 
 def state(value: float) -> dict[str, Any]:
     return {"weight": torch.full((300, 7), value), "epoch": int(value)}
+
+
+def in_background(*args: Any, **options: Any) -> None:
+    saving: Any = dcp.async_save(*args, **options)
+    saving.result()
 
 
 def loaded(engine: Engine) -> tuple[int | None, float]:
@@ -40,7 +45,7 @@ def test_saves_and_loads(tmpfs: Path, process_group: None) -> None:
         for step in (1, 2):
             dcp.save(state(step), checkpoint_id=engine.version(step), storage_writer=engine.writer)
         assert engine.writer is engine.writer
-        assert engine.saver.wait(30)
+        assert engine.wait(30)
         assert loaded(engine) == (2, 2.0)
     engine.close()  # once more does no harm
     with Engine.open(tmpfs / "job") as engine:
@@ -59,7 +64,7 @@ def test_how_long_saves_hold_the_loop_is_told(tmpfs: Path, process_group: None) 
         )
         held_s = time.perf_counter() - began
         future.result()
-        assert engine.saver.wait(30)
+        assert engine.wait(30)
         assert events.flush()
         assert engine.status.held_s > 0
     held = [event for event in told if isinstance(event, events.LoopHeld)]
@@ -71,14 +76,20 @@ def test_how_long_saves_hold_the_loop_is_told(tmpfs: Path, process_group: None) 
 def test_refuses_to_bury_what_nobody_asked_about(tmpfs: Path, process_group: None) -> None:
     with Engine.open(tmpfs / "job") as engine:
         dcp.save(state(1), checkpoint_id=engine.version(1), storage_writer=engine.writer)
-    # What was asked counts for the life of a process, so a copy stands for the folder of an earlier run.
-    shutil.copytree(tmpfs / "job", tmpfs / "other", ignore=shutil.ignore_patterns("lock"))
-    ranks = rank_group()
-    ranks.run_id = f"9{ranks.run_id[1:]}"
-    with Engine.open(tmpfs / "other") as engine:
-        assert engine.unasked
-        with pytest.raises(CheckpointException, match="nobody has asked about"):
-            dcp.save(state(2), checkpoint_id=engine.version(2), storage_writer=engine.writer)
+    with Engine.open(tmpfs / "job") as engine:
+        for call in (dcp.save, in_background):
+            with pytest.raises(CheckpointException, match="nobody has asked about"):
+                call(state(2), checkpoint_id=engine.version(2), storage_writer=engine.writer)
+        assert loaded(engine) == (1, 1.0)
+        dcp.save(state(2), checkpoint_id=engine.version(2), storage_writer=engine.writer)
+
+
+def test_a_closed_one_says_so(tmpfs: Path, process_group: None) -> None:
+    with Engine.open(tmpfs / "job") as engine:
+        dcp.save(state(1), checkpoint_id=engine.version(1), storage_writer=engine.writer)
+    for call in (dcp.save, in_background):
+        with pytest.raises(CheckpointException, match=r"(?s)closed"):
+            call(state(2), checkpoint_id=engine.version(2), storage_writer=engine.writer)
 
 
 class Unknown:
@@ -112,8 +123,8 @@ def on_two_nodes(report: Report, rank: int, replication: str) -> tuple[list[int]
     with Engine.open(base, replication=replication) as engine:
         for step in (1, 2):
             dcp.save(state(step), checkpoint_id=engine.version(step), storage_writer=engine.writer)
-        assert engine.saver.wait(60)
-        copies = list(engine.replication.copies_of(rank))
+        assert engine.wait(60)
+        copies = list(engine.strategy.copies_of(rank, engine.ranks.topology))
     dist.barrier()
     if rank == 1 and replication != "none":
         shutil.rmtree(base)  # the node was replaced
@@ -143,7 +154,7 @@ def collectives_of_opening_and_looking(report: Report, rank: int) -> tuple[int, 
         found = engine.latest()
         if found is None:
             dcp.save(state(1), checkpoint_id=engine.version(1), storage_writer=engine.writer)
-            assert engine.saver.wait(60)
+            assert engine.wait(60)
     return len(calls), found and found.step
 
 

@@ -39,7 +39,7 @@ def state(value: float) -> dict[str, Any]:
 def save(engine: Engine, step: int, value: float | None = None) -> None:
     saved = state(step if value is None else value)
     dcp.save(saved, checkpoint_id=engine.version(step), storage_writer=engine.writer)
-    assert engine.saver.wait(30)
+    assert engine.wait(30)
 
 
 def read(engine: Engine, step: int) -> float:
@@ -54,7 +54,9 @@ def newest(engine: Engine) -> tuple[int | None, str, float]:
     latest = engine.latest()
     assert latest is not None
     assert latest.step is not None
-    return latest.step, engine.loader.tier, read(engine, latest.step)
+    report = engine.last_recovery
+    assert report is not None
+    return latest.step, report.tier, read(engine, latest.step)
 
 
 @pytest.mark.parametrize(("argument", "value"), REFUSED)
@@ -90,7 +92,7 @@ def test_latest_is_the_newer_of_memory_and_store(base: Path, store: Path) -> Non
     shutil.rmtree(base)
     with Engine.open(base, persist=str(store)) as engine:
         assert newest(engine) == (4, "persisted", 4)
-        report = engine.loader.last_recovery
+        report = engine.last_recovery
         assert report is not None
         assert (report.version, report.world_size) == ("step-4_ckpt", 1)
     shutil.rmtree(base)

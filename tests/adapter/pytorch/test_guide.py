@@ -32,7 +32,6 @@ def test_imports_initialization_a_save_and_recovery(process_group: None, tmpfs: 
     exec(runnable_recovery(), names)
     assert torch.equal(names["state_dict"]["w"], torch.arange(9.0))
     names["memory_storage_writer"].close()
-    names["replication_manager"].close()
     names["checkpoint_object_manager"].close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,8 +13,6 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from ml_flashpoint.adapter.pytorch.omission import Omission, left_to_others, tensor_names
 from ml_flashpoint.adapter.pytorch.tensor_leaves import TensorLeaves
-from ml_flashpoint.core.save import Save
-from ml_flashpoint.core.save_identity import SaveIdentity
 from tests.support.planners import CACHES_PLANS, CastingPlanner, RenamingPlanner, SwappingPlanner
 
 
@@ -22,19 +21,16 @@ def _plan(*names: str, data: tuple[str, ...] = ()) -> SavePlan:
     return SavePlan(items + [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in data])
 
 
-def _end(save: Save, error: Exception | None = None) -> None:
-    if error is not None:
-        save.fail(error)
-    else:
-        part: Any = object()  # what was committed is nothing to it
-        save.commit(part, part)
+@dataclass
+class _Staged:
+    """What is learned of a save."""
+
+    others: frozenset[str] | None = None
+    succeeded: bool | None = None
 
 
-def _saved(others: set[str] | None, error: Exception | None = None) -> Save:
-    save = Save(SaveIdentity("a", 1))
-    save.others = None if others is None else frozenset(others)
-    _end(save, error)
-    return save
+def _saved(others: set[str] | None, error: Exception | None = None) -> Any:
+    return _Staged(None if others is None else frozenset(others), error is None)
 
 
 def _state(*names: str) -> dict[str, Any]:
@@ -116,11 +112,10 @@ def test_a_save_of_an_earlier_structure_teaches_nothing() -> None:
 def test_an_outcome_that_is_not_known_yet_teaches_later() -> None:
     omission = Omission()
     _needed(omission, _state("a", "b"))
-    save = Save(SaveIdentity("a", 1))
+    save: Any = _Staged()
     omission.watch(save, whole=True)
     assert _needed(omission, _state("a", "b")) == ["a", "b"]
-    save.others = frozenset({"b"})
-    _end(save)
+    save.others, save.succeeded = frozenset({"b"}), True
     assert _needed(omission, _state("a", "b")) == ["a"]
 
 

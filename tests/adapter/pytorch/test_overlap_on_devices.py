@@ -18,11 +18,11 @@ from ml_flashpoint import Engine
 from ml_flashpoint.adapter.pytorch.memory_stager import HAS_FUTURES, MemoryStager
 from ml_flashpoint.format.errors import InvalidArgumentError
 from tests.support.dcp import RESULT_TIMEOUT_S, Door, checkpointer
-from tests.support.played_device import PlayedDevice, lock_arenas
+from tests.support.played_device import PlayedDevice
 from tests.support.tensors import assert_same, blank, clones
 
 LOCKED = 4
-"""Saves after which all memory is page-locked, so that later ones are copied late."""
+"""Saves of a job before the one that is looked at."""
 
 with_futures = pytest.mark.skipif(not HAS_FUTURES, reason="this torch knows none")
 
@@ -49,7 +49,6 @@ def job(door: Door, monkeypatch: pytest.MonkeyPatch) -> Job:
     for step in range(1, LOCKED + 1):
         made.step()
         door.async_save(made.state(), step).result(RESULT_TIMEOUT_S)
-        lock_arenas(door.objects.store)
     made.step()
     door.writer.watch(made.optimizer)
     made.step()
@@ -84,8 +83,7 @@ def test_each_version_is_the_state_at_the_call(
             saving.staging_completion.result(RESULT_TIMEOUT_S)
         job.step()
         getattr(saving, "upload_completion", saving).result(RESULT_TIMEOUT_S)
-        assert_same(door.load(blank(expected), step), expected)  # after which there are arenas, in a process, too
-        lock_arenas(door.objects.store)
+        assert_same(door.load(blank(expected), step), expected)
     assert len(job.device.late) >= 4, "the first saves go through slots, those that follow need not"
     assert all(each.over for each in job.device.late)
 
@@ -106,7 +104,6 @@ def test_where_no_optimizer_is_watched_all_that_is_there_is_copied_late(
         saving.staging_completion.result(RESULT_TIMEOUT_S)
         assert all(late.over for late in job.device.late)
         saving.upload_completion.result(RESULT_TIMEOUT_S)
-        lock_arenas(door.objects.store)
     assert job.device.late
 
 
@@ -176,7 +173,6 @@ def test_what_is_made_of_it_is_copied_late_too(door: Door, job: Job) -> None:
         job.optimizer.step()
         model.made.add_(1)  # type: ignore[operator]
         future.result(RESULT_TIMEOUT_S)
-        lock_arenas(door.objects.store)
         assert_same(door.load(blank(expected), step), expected)
     assert job.device.late
 

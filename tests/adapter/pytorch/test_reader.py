@@ -22,7 +22,6 @@ from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageRea
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidArgumentError, InvalidNameError, NothingLoadableError
-from ml_flashpoint.format.manifest import manifest_name, parse_manifest_name, read_manifest, write_manifest
 from tests.support.dcp import Door
 from tests.support.forked import Report, call_team
 from tests.support.tensors import assert_same, blank
@@ -88,42 +87,12 @@ def test_a_failed_load_lets_go_of_what_it_opened(door: Door) -> None:
         with pytest.raises(CheckpointException, match=r"(?s)shape"):
             _load(door, step, planner=_WrongShapes())
     door.settle()
-    assert len(door.arena_bytes()) == 2  # a part that is still open could not be pruned, nor its arena reused
+    assert len(door.slot_bytes()) <= 4  # that of a part which is still open could not be reused
 
 
 class _WrongShapes(dcp.DefaultLoadPlanner):
     def resolve_tensor(self, read_item: Any) -> torch.Tensor:
         return torch.zeros(3)
-
-
-def test_parts_of_different_saves_are_not_mixed(door: Door) -> None:
-    """Two ranks' parts, of which one was saved again when the job died."""
-    door.save(_state(1), 1)
-    folder = Path(door.version(1))
-    (name,) = (path.name for path in folder.glob("*.manifest"))
-    assert parse_manifest_name(name) is not None
-    ours = read_manifest(folder / name)
-    for rank, save_id in ((0, ours.save_id), (1, f"{ours.save_id}9")):
-        record = ours.objects[0]
-        other = record.name.replace("rank-00000", f"rank-{rank:05d}").replace(ours.save_id, save_id)
-        made = type(ours)(
-            version=ours.version,
-            rank=rank,
-            world_size=2,
-            save_id=save_id,
-            node=ours.node,
-            objects=(type(record)(other, record.size, record.file_size, record.digests, record.block_size),),
-            labels=ours.labels,
-        )
-        if not (folder / other).exists():
-            (folder / other).hardlink_to(folder / record.name)
-        write_manifest(folder, made)
-        assert (folder / manifest_name(rank, save_id)).exists()
-    reader = MemoryStorageReader(path=door.version(1), checkpoint_loader=door.loader)
-    reader.read_metadata()
-    reader._reader(0)
-    with pytest.raises(Exception, match="different saves"):
-        reader._reader(1)
 
 
 STEPS = ("read_metadata", "set_up_storage_reader", "prepare_local_plan", "read_data")

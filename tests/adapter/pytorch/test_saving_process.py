@@ -6,23 +6,24 @@ planner. `tests.e2e.test_dcp_ranks` has DCP's.
 
 from __future__ import annotations
 
-import gc
 import os
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
-from ml_flashpoint.core.save import Save, SaveState
+from ml_flashpoint.adapter.pytorch.saving_process import WIRE
+from ml_flashpoint.engine.save import Save
 from ml_flashpoint.format.errors import FlashpointError, SaveError
 from ml_flashpoint.net.client import Connection
 from tests.support.dcp import RESULT_TIMEOUT_S, Door
@@ -46,10 +47,26 @@ def _state(step: int) -> dict[str, Any]:
     }
 
 
-def _sent(door: Door, state: dict[str, Any], step: int, planner: Any = None) -> tuple[bytes, Save]:
-    """What DCP sends to its saving process, and the save that it leads to."""
-    request = state, door.writer, planner, door.version(step)
-    return bytes(ForkingPickler.dumps(request)), door.saver._saves[-1]
+def _sent(door: Door, state: dict[str, Any], step: int, planner: Any = None) -> bytes:
+    """What DCP sends to its saving process."""
+    return bytes(ForkingPickler.dumps((state, door.writer, planner, door.version(step))))
+
+
+def _staged(door: Door, step: int) -> tuple[bytes, Save]:
+    """The same for a state that the writer has staged, and the save that it leads to."""
+    state: Any = door.writer.stage(_state(step))
+    _kept.append(state)
+    assert state.staged.save is not None
+    return _sent(door, state, step), state.staged.save
+
+
+_kept: list[Any] = []  # as DCP's thread keeps what it has sent
+
+
+@pytest.fixture(autouse=True)
+def _dropped_in_the_end() -> Iterator[None]:
+    yield
+    _kept.clear()
 
 
 def _save(report: Any, request: bytes, stop: str = "") -> str | None:
@@ -75,45 +92,45 @@ def _save(report: Any, request: bytes, stop: str = "") -> str | None:
     return None
 
 
-def _save_by_process(door: Door, state: dict[str, Any], step: int, planner: Any = None) -> Save:
-    request, save = _sent(door, door.writer.stage(state), step, planner)
-    assert call(_save, request) is None
-    assert save.finished.wait(RESULT_TIMEOUT_S)
-    return save
+def _save_by_process(door: Door, state: dict[str, Any], step: int, planner: Any = None) -> None:
+    staged = door.writer.stage(state)
+    assert call(_save, _sent(door, staged, step, planner)) is None
+    door.settle()
+
+
+def _failed(save: Save) -> str:
+    return str(save.committed.exception(RESULT_TIMEOUT_S))
 
 
 def test_what_was_staged_is_the_object(door: Door) -> None:
     elements = 1 << 20
     for step in (1, 2, 3):
         state = {"w": torch.full((elements,), float(step))}
-        assert _save_by_process(door, state, step).state is SaveState.VERIFIED
+        _save_by_process(door, state, step)
+        assert door.saver.stats.last_verified == step
         assert_same(door.load(blank(state), step), state)
         assert door.object_path(step).stat().st_size < 4 * elements * 1.1, "it was copied once more"
-    assert len(door.arena_bytes()) <= 3
 
 
 def test_a_state_of_another_stager(door: Door) -> None:
-    """Nothing of it lies in an arena, so all of it comes as bytes."""
+    """Nothing of it lies in a slot, so all of it comes as bytes."""
     for step in (1, 2, 3):
-        request, save = _sent(door, _state(step) | {"big": torch.full((40, 1 << 20), step, dtype=torch.int16)}, step)
-        assert call(_save, request) is None
-        assert save.finished.wait(RESULT_TIMEOUT_S)
-        expected = _state(step) | {"big": torch.full((40, 1 << 20), step, dtype=torch.int16)}
-        assert_same(door.load(blank(expected), step), expected)
-
-
-def test_copies_that_lie_in_no_arena_travel_in_one_file(make_door: Callable[..., Door]) -> None:
-    """By torch, each would have one of its own, which a process may have a thousand of."""
-    door = make_door(cache_staged_state_dict=False)
-    for step in (1, 2, 3):
-        state = {f"w{i}": torch.full((i % 7, 3), float(step)) for i in range(300)}
-        before = len(os.listdir("/proc/self/fd"))
-        request, save = _sent(door, door.writer.stage(state), step)
-        assert len(os.listdir("/proc/self/fd")) < before + 20
-        assert call(_save, request) is None
-        assert save.finished.wait(RESULT_TIMEOUT_S)
+        state = _state(step) | {"big": torch.full((40, 1 << 20), step, dtype=torch.int16)}
+        assert call(_save, _sent(door, state, step)) is None
         assert_same(door.load(blank(state), step), state)
-        assert not any(b"flashpoint-staged" in os.readlink(each) for each in _descriptors()), "memory stays taken"
+
+
+def test_copies_that_lie_in_no_slot_travel_in_one_file(door: Door) -> None:
+    """By torch, each would have one of its own, which a process may have a thousand of."""
+    state = {f"w{i}": torch.full((i % 7, 3), float(i)) for i in range(300)}
+    before = len(os.listdir("/proc/self/fd"))
+    request = _sent(door, staged := door.writer.stage(state), 1)
+    assert len(os.listdir("/proc/self/fd")) < before + 20
+    assert call(_save, request) is None
+    del staged
+    assert_same(door.load(blank(state), 1), state)
+    door.save(state, 2)
+    assert not any(b"flashpoint-staged" in os.readlink(each) for each in _descriptors()), "memory stays taken"
 
 
 def _descriptors() -> list[bytes]:
@@ -165,13 +182,11 @@ def test_a_planner_that_writes_to_what_was_staged(door: Door) -> None:
 
 def test_a_planner_that_fails_costs_that_save_only(door: Door) -> None:
     _save_by_process(door, _state(1), 1)
-    request, save = _sent(door, door.writer.stage(_state(2)), 2, _Failing())
-    assert "the planner fails" in str(call(_save, request))
-    assert save.finished.wait(RESULT_TIMEOUT_S)
-    assert save.state is SaveState.FAILED
+    staged: Any = door.writer.stage(_state(2))
+    assert "the planner fails" in str(call(_save, _sent(door, staged, 2, _Failing())))
+    assert "the planner fails" in _failed(staged.staged.save)
     _save_by_process(door, _state(3), 3)
     assert_same(door.load(blank(_state(3)), 3), _state(3))
-    assert len(door.arena_bytes()) <= 3
 
 
 class _Failing(DefaultSavePlanner):
@@ -181,77 +196,74 @@ class _Failing(DefaultSavePlanner):
 
 def test_what_cannot_be_staged_is_told_where_ranks_can_tell_each_other(door: Door) -> None:
     _save_by_process(door, _state(1), 1)
-    request, _ = _sent(door, door.writer.stage({"bad": threading.Lock(), "w": torch.ones(3)}), 2)
-    assert "staging failed" in str(call(_save, request))
+    staged = door.writer.stage({"bad": threading.Lock(), "w": torch.ones(3)})
+    assert "staging failed" in str(call(_save, _sent(door, staged, 2)))
     _save_by_process(door, _state(3), 3)
     assert_same(door.load(blank(_state(3)), 3), _state(3))
 
 
 def test_several_saves_in_flight_are_told_apart(door: Door) -> None:
-    _save_by_process(door, _state(1), 1)
-    requests = [_sent(door, door.writer.stage(_state(step)), step) for step in (2, 3)]
-    with Child(_save, requests[0][0], "write_data") as first, Child(_save, requests[1][0], "write_data") as second:
-        for child in (first, second):
-            child.next_report("stopped")
+    for step in (1, 2):  # from then on there may be slots for two in flight
+        _save_by_process(door, _state(step), step)
+    first = Child(_save, _staged(door, 3)[0], "write_data")
+    first.next_report("stopped")
+    second = Child(_save, _staged(door, 4)[0], "write_data")
+    with first, second:
+        second.next_report("stopped")
         second.say("go on")
         assert second.result() is None
-        assert_same(door.load(blank(_state(3)), 3), _state(3))
+        assert_same(_saved(door, 4), _state(4)["a"])
         first.say("go on")
         assert first.result() is None
     door.settle()
-    assert [save.state for _, save in requests] == [SaveState.VERIFIED] * 2
-    assert_same(door.load(blank(_state(3)), 3), _state(3))
+    assert (door.saver.stats.committed, door.saver.stats.failed) == (4, 0)
+    assert_same(door.load(blank(_state(4)), 4), _state(4))
+
+
+def _saved(door: Door, step: int) -> torch.Tensor:
+    return safetensors.torch.load_file(door.object_path(step))["a"]
 
 
 @pytest.mark.parametrize("stop", ["write_data", "finish"])
 def test_a_save_whose_process_is_killed_is_lost_at_once(door: Door, stop: str) -> None:
     _save_by_process(door, _state(1), 1)
-    request, save = _sent(door, door.writer.stage(_state(2)), 2)
+    request, save = _staged(door, 2)
     with Child(_save, request, stop) as child:
         child.next_report("stopped")
         child.kill()
-        assert save.finished.wait(RESULT_TIMEOUT_S)
-    assert "its process is gone" in str(save.error)
+        assert "its process is gone" in _failed(save)
     assert door.latest() == 1
     for step in (3, 4, 5):
         _save_by_process(door, _state(step), step)
         assert_same(door.load(blank(_state(step)), step), _state(step))
-    assert len(door.arena_bytes()) <= 3
 
 
-def test_a_save_whose_process_is_killed_before_it_comes_is_lost_with_the_thread_that_has_sent_it(door: Door) -> None:
+def test_a_save_whose_process_is_killed_before_it_comes_is_given_up_once_dcp_drops_it(door: Door) -> None:
     _save_by_process(door, _state(1), 1)
-    saves: list[Save] = []
-
-    def send() -> None:  # as DCP's thread does, which waits for an answer
-        request, save = _sent(door, door.writer.stage(_state(2)), 2)
-        saves.append(save)
-        with Child(_save, request, "arrive") as child:
-            child.next_report("stopped")
-            child.kill()
-
-    sending = threading.Thread(target=send)
-    sending.start()
-    sending.join(RESULT_TIMEOUT_S)
-    assert saves[0].finished.wait(RESULT_TIMEOUT_S)
-    assert saves[0].state is SaveState.FAILED
+    request, save = _staged(door, 2)
+    with Child(_save, request, "arrive") as child:
+        child.next_report("stopped")
+        child.kill()
+    _kept.clear()
     _save_by_process(door, _state(3), 3)
+    assert "given up" in _failed(save)
     assert_same(door.load(blank(_state(3)), 3), _state(3))
 
 
 @pytest.mark.parametrize("stop", ["arrive", "write_data", "finish"])
 def test_a_process_that_hangs_beyond_the_deadline_comes_too_late(door: Door, stop: str) -> None:
     _save_by_process(door, _state(1), 1)
-    request, save = _sent(door, door.writer.stage(_state(2)), 2)
+    request, save = _staged(door, 2)
     with Child(_save, request, stop) as child:
         child.next_report("stopped")
         child.stop()
-        door.saver.fail(save, SaveError("the save was not committed within its deadline"))  # as the queue does
-        _save_by_process(door, _state(3), 3)  # into what the other had, if need be
+        staged = _kept[-1].staged
+        staged.fail(SaveError("the deadline has passed"))
+        _save_by_process(door, _state(3), 3)  # into the slot of the other, if need be
         _save_by_process(door, _state(4), 4)
         child.go_on()
         child.say("go on")
-        assert "given up" in str(child.result())
+        assert "the deadline has passed" in str(child.result())
     door.settle()
     assert_same(door.load(blank(_state(4)), 4), _state(4))
 
@@ -259,75 +271,67 @@ def test_a_process_that_hangs_beyond_the_deadline_comes_too_late(door: Door, sto
 def test_a_save_is_given_up_at_its_deadline(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     _save_by_process(door, _state(1), 1)
     monkeypatch.setenv("FLASHPOINT_SEAL_DEADLINE_S", "0.2")
-    _, save = _sent(door, door.writer.stage(_state(2)), 2)
-    assert save.finished.wait(RESULT_TIMEOUT_S)
-    assert "was not committed within" in str(save.error)
-    assert save.arenas == set()
+    _, save = _staged(door, 2)
+    assert "was not committed within" in _failed(save)
+    assert save.slot is None
 
 
 def test_a_ticket_is_good_for_one_process(door: Door) -> None:
     _save_by_process(door, _state(1), 1)
-    request, save = _sent(door, door.writer.stage(_state(2)), 2)
+    request, _ = _staged(door, 2)
     assert call(_save, request) is None
     assert "given up before this process began" in str(call(_save, request))
-    assert save.finished.wait(RESULT_TIMEOUT_S)
     assert_same(door.load(blank(_state(2)), 2), _state(2))
 
 
 def test_the_end_of_a_trainer_is_an_error_in_its_saving_process(make_door: Callable[..., Door]) -> None:
     door = make_door()
     _save_by_process(door, _state(1), 1)
-    request, _ = _sent(door, door.writer.stage(_state(2)), 2)
+    request, _ = _staged(door, 2)
     with Child(_save, request, "write_data") as child:
         child.next_report("stopped")
-        door.saver.close(0.1)
+        door.writer.close()
         child.say("go on")
         assert "Lost" in str(child.result())
     assert_same(make_door().load(blank(_state(1)), 1), _state(1))
 
 
-def test_staged_tensors_whose_arena_is_gone_fail_their_save_and_not_the_saving_process(door: Door) -> None:
+def test_staged_tensors_whose_slot_is_gone_fail_their_save_and_not_the_saving_process(door: Door) -> None:
     """What cannot be unpickled would end torch's saving process, and with it all later saves."""
     _save_by_process(door, _state(1), 1)
-    request, save = _sent(door, door.writer.stage(_state(2)), 2)
-    assert save.staged is not None
-    save.staged.arena_path.unlink()
+    request, save = _staged(door, 2)
+    assert save.slot is not None
+    save.slot.path.unlink()
     assert "has no data" in str(call(_save, request))
-    door.saver.fail(save, SaveError("given up"))
 
 
 def test_nobody_without_the_secret_gets_in(door: Door) -> None:
     """And nothing is left of the socket that could be found."""
-    _, save = _sent(door, door.writer.stage(_state(1)), 1)
-    ticket = door.saver.ticket(save)
-    assert str(ticket.secret) not in repr(ticket)
-    assert Path(ticket.address).parent == Path(f"/proc/{os.getpid()}/fd")
+    _save_by_process(door, _state(1), 1)
+    request, save = _staged(door, 2)
+    _, writer, _, _ = pickle.loads(request)
+    address, secret = writer.__getstate__()[0].__reduce__()[1][:2]
+    assert Path(address).parent == Path(f"/proc/{os.getpid()}/fd")
     with pytest.raises(FlashpointError, match="secret"):
-        Connection(("unix", ticket.address), b"another secret of 16", _wire(), connect_timeout_s=RESULT_TIMEOUT_S)
-    with ticket.connect() as connection:
+        Connection(("unix", address), b"another secret of 16", WIRE, connect_timeout_s=RESULT_TIMEOUT_S)
+    version = door.version(2)
+    key = next(iter(door.saver.saves.server._staged))
+    with Connection(("unix", address), secret, WIRE, connect_timeout_s=RESULT_TIMEOUT_S) as connection:
         for op, fields in [
-            ("write", {}),
-            ("take", {"key": "of no save"}),
-            ("take", {"key": 3}),
-            ("take", {"key": save.key}),
+            ("fill", {}),
+            ("begin", {"version": version, "key": "of no save"}),
+            ("begin", {"version": "/etc/passwd", "key": None}),
+            ("begin", {"key": key}),
+            ("begin", {"version": version, "key": key}),
             ("no such thing", {}),
-            ("write", {"version": door.version(1), "tensors": [["w", "float32", [1 << 40], 0]], "byte_items": []}),
-            ("write", {"version": door.version(1), "tensors": [["w", "float32", [4], None]], "byte_items": []}),
-            ("write", {"version": "/etc/passwd", "tensors": [], "byte_items": []}),
-            ("adopt", {"run_id": "x", "sequence": "many"}),
+            ("fill", {"tensors": [["w", "float32", [1 << 40], 0]], "byte_items": []}),
+            ("fill", {"tensors": [["w", "float32", [4], None]], "byte_items": []}),
+            ("fill", {"tensors": [], "byte_items": [["b", -1]]}),
             ("commit", {"labels": {}, "extra": ["a"]}),
         ]:
-            if op == "take" and fields["key"] == save.key:
+            if op == "begin" and fields.keys() == {"version", "key"} and fields["key"] == key:
                 connection.request(op, fields, timeout_s=RESULT_TIMEOUT_S)
                 continue
             with pytest.raises(FlashpointError):
                 connection.request(op, fields, timeout_s=RESULT_TIMEOUT_S)
-    assert save.finished.wait(RESULT_TIMEOUT_S)
-    assert "its process is gone" in str(save.error)
-    gc.collect()
-
-
-def _wire() -> Any:
-    from ml_flashpoint.core import saving_process
-
-    return saving_process._WIRE
+    assert "its process is gone" in _failed(save)

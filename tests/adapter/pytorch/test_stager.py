@@ -87,11 +87,9 @@ def test_the_stager_can_be_waited_for(door: Door, wait: str) -> None:
     assert_same(door.load(blank(expected), 2), expected)
 
 
-@pytest.mark.parametrize("cached", [True, False])
-def test_staging_is_complete_at_once_on_the_cpu(make_door: Callable[..., Door], cached: bool) -> None:
+def test_staging_is_complete_at_once_on_the_cpu(door: Door) -> None:
     job = Job()
     job.step()
-    door = make_door(cache_staged_state_dict=cached)
     for step in (1, 2):
         expected = clones(job.state())
         response = _async_save(door, job.state(), step)

@@ -149,10 +149,9 @@ def _crafted(
     index = MetadataIndex("x", torch.Size([0]) if as_tensor else None)
     made = Metadata({"x": kind}, planner_data={"x": ("x",)}, storage_data={index: ItemPlace(0, "x")})
     version = CheckpointContainerId(door.version(1))
-    save = door.saver.begin()
-    door.saver.write(save, version, [("other", torch.ones(2))], [("x", data)])
-    extra = [(METADATA_KEY, encode_metadata(metadata(made)) if encoded is None else encoded)]
-    door.saver.commit(save, extra=extra, labels={METADATA_SCOPE: "global"})
+    described = encode_metadata(metadata(made)) if encoded is None else encoded
+    items = [("x", data), (METADATA_KEY, described)]
+    door.saver.save(version, [("other", torch.ones(2))], items, labels={METADATA_SCOPE: "global"})
     return str(version)
 
 

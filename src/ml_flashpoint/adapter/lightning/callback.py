@@ -1,7 +1,6 @@
-"""`FlashpointCallback`: when a trainer's state is saved into memory, and its way back.
+"""`FlashpointCallback`: the schedule by which a trainer's state is saved into memory, and its way back.
 
-Owns the schedule, the life of the engine within that of a trainer, and the choice of points in the training loop from
-which Lightning goes on exactly.
+Saves are made at points of the training loop from which Lightning goes on exactly.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from ml_flashpoint.adapter.lightning.checkpoint_io import FlashpointCheckpointIO
 from ml_flashpoint.adapter.lightning.engine import TrainerFlashpoint
 from ml_flashpoint.adapter.lightning.strategies import check_callbacks, is_sharded, join_processes
 from ml_flashpoint.adapter.trainer_loops import ends_something, updates_by_step
-from ml_flashpoint.core.persist_options import persist_options
+from ml_flashpoint.config import Config, Persist
 from ml_flashpoint.engine.schedule import checked_every, checked_skip, passes_multiple
-from ml_flashpoint.facade.kept_versions import checked_wanted
+from ml_flashpoint.facade.loading import checked_wanted
 from ml_flashpoint.facade.notices import tell
 from ml_flashpoint.format.arguments import (
     checked_base,
@@ -33,8 +32,8 @@ from ml_flashpoint.format.arguments import (
     checked_seconds,
 )
 from ml_flashpoint.format.errors import InvalidArgumentError, NothingLoadableError
-from ml_flashpoint.ranks.retention import Keep, checked_keep
-from ml_flashpoint.ranks.strategies import ReplicationStrategy, checked_strategy
+from ml_flashpoint.ranks.retention import Keep
+from ml_flashpoint.ranks.strategies import ReplicationStrategy
 from ml_flashpoint.state.archive import SafeGlobal
 
 _log = logging.getLogger(__name__)
@@ -101,20 +100,21 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         self.skip_every_n_steps = checked_skip(skip_every_n_steps)
         self.enabled = checked_bool("enabled", enabled)
         self._grace_s = checked_seconds("grace_s", grace_s)
-        persist_options(persist, persist_every, persist_keep, persist_bytes_per_s)
+        durable = Persist.of(persist, persist_every, persist_keep, persist_bytes_per_s)
+        config = Config(replication=replication, keep=keep, persist=durable)
         self._options: dict[str, Any] = {
             "every_n_steps": every_n_steps,
             "persist": persist,
             "persist_every": persist_every,
             "persist_keep": persist_keep,
             "persist_bytes_per_s": persist_bytes_per_s,
-            "replication": checked_strategy(replication),
+            "replication": config.replication,
             "strict": checked_bool("strict", strict),
             "safe_globals": checked_globals(safe_globals),
             "discard_existing": checked_bool("discard_existing", discard_existing),
             "on_world_size_change": checked_choice("on_world_size_change", on_world_size_change, "raise", "keep"),
             "overlap": checked_bool("overlap", overlap),
-            "keep": checked_keep(keep),
+            "keep": config.keep,
             "deadline_s": None if deadline_s is None else checked_seconds("deadline_s", deadline_s),
         }
         self._flashpoint: TrainerFlashpoint | None = None
@@ -124,13 +124,14 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
 
     @property
     def flashpoint(self) -> TrainerFlashpoint | None:
-        """The engine: its health, the last recovery. None before the trainer's processes are set up."""
+        """The `Flashpoint`: its health, the last recovery. None before the trainer's processes are set up."""
         return self._flashpoint
 
     # ---- life ---------------------------------------------------------------------------------------------
 
     def open(self, trainer: Trainer) -> TrainerFlashpoint:
-        """The engine, with its way back built into the trainer. Collective at first; processes must be set up.
+        """Return the `Flashpoint`, whose way back is built into the trainer. Collective at first; processes must be
+        set up.
 
         Raises:
             InvalidArgumentError: the strategy or a callback is not supported; says why.
@@ -171,7 +172,7 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
             return
         self._flashpoint.attach(trainer)
         self._flashpoint.watch(trainer)
-        self._flashpoint.check_asked()
+        self._flashpoint.begin_run()
         self._flashpoint.check_capacity()
         self._flashpoint.go_on(trainer)
         self._step, self._put_off = trainer.global_step, 0
@@ -220,7 +221,7 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
             self._put_off += 1
             return
         self._put_off = 0
-        self.save(trainer)
+        self._flashpoint.save_due(step)
         if not updates_by_step(trainer):
             self._flashpoint.before_update()
 
@@ -241,7 +242,8 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
             self._flashpoint.before_update()
 
     def save(self, trainer: Trainer) -> None:
-        """Save now, whatever the schedule says. Collective; in the middle of training, after a step.
+        """Save now, whatever the schedule says. Collective; in the middle of training, after a step. Without free
+        memory, wait for some.
 
         Raises:
             FlashpointError: a save has failed, and failures are to be raised (``strict``).
@@ -255,7 +257,7 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
 def resume_path(
     trainer: Trainer, fallback: str | os.PathLike[str] | None = None, *, step: int | None = None
 ) -> str | os.PathLike[str] | None:
-    """What to go on from, for ``trainer.fit(model, ckpt_path=...)``. Collective, before `fit`.
+    """Return what to go on from, for ``trainer.fit(model, ckpt_path=...)``. Collective, before `fit`.
 
     Args:
         trainer: has a `FlashpointCallback`.
@@ -305,7 +307,7 @@ def resume_path(
 
 
 def _goes_on_from_the_end(trainer: Trainer) -> bool:
-    """Whether a trainer that is given what this one has now, after its last epoch, begins the next one as this one
+    """Return True if a trainer that is given what this one has now, after its last epoch, begins the next one as this
     would. Not so if that epoch was ended before its last batch; if steps are limited, since Lightning then takes the
     epoch for one to be finished, and ends it again; nor with loaders that have a state, which it leaves out. With
     averages, those have taken the place of the parameters."""

@@ -1,6 +1,6 @@
 """`FlashpointCheckpointIO`: Lightning's way to versions in memory, for strategies that are not sharded.
 
-Owns telling our paths from others, which go on to the `CheckpointIO` that was there before.
+Paths elsewhere go on to the `CheckpointIO` that was there before.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The façade, tracking the state of a trainer instead of objects one by one.
-
-Owns what is saved of a trainer, in which form, and where what was loaded waits for Lightning to take it.
-"""
+"""`TrainerFlashpoint`: a `Flashpoint` that tracks the state of a trainer instead of objects one by one."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ class TrainerFlashpoint(Flashpoint):
     """A `Flashpoint` for one trainer, from the set-up of its processes to its teardown. See there for the arguments.
 
     Args:
-        sharded: whether the strategy shards model and optimizers, see `strategies.is_sharded`.
+        sharded: True if the strategy shards model and optimizers, see `strategies.is_sharded`.
     """
 
     _watches_optimizers = False
@@ -52,6 +49,8 @@ class TrainerFlashpoint(Flashpoint):
         self._besides: dict[str, Any] = {}
         self._trainer: Trainer | None = None
         self._wanted: int | None = None
+        self._asked = False
+        self._version: CheckpointContainerId | None = None  # found last
         self._hparams_left_out = False
         super().__init__(base, handle_sigterm=False, **options)
 
@@ -122,7 +121,7 @@ class TrainerFlashpoint(Flashpoint):
             _log.warning("hyperparameters are left out of checkpoints in memory: %s", why)
 
     def save_dictionary(self, checkpoint: Checkpoint, step: int) -> None:
-        """Save a dictionary that is already made, of unsharded state. Collective.
+        """Save a dictionary that is already made, of unsharded state. Collective. Without free memory, wait for some.
 
         Raises:
             FlashpointError: a save has failed, and failures are to be raised (``strict``).
@@ -132,42 +131,58 @@ class TrainerFlashpoint(Flashpoint):
         with _replaced(tracked, lambda: checkpoint):
             self.save(step)
 
+    def save_due(self, step: int) -> None:
+        """Save by the schedule. Collective. Without free memory, the save is skipped.
+
+        Raises:
+            FlashpointError: a save has failed, and failures are to be raised (``strict``).
+        """
+        self._prepare()
+        self._saves.save(step, explicit=False)
+        self._raise_failure()
+
     # ---- loading ------------------------------------------------------------------------------------------
 
     def newest(self) -> CheckpointContainerId | None:
-        """The newest version that all ranks can load, fetched and verified. Collective.
+        """Find the newest version that all ranks can load, and bring it here. Collective.
 
         Raises:
             NothingLoadableError: there are versions, and none can be loaded.
         """
-        self._wanted = None
-        return self._engine.latest()
+        self._checkpointer.reconsider()
+        self._version = self._checkpointer.newest()
+        self._wanted, self._asked = None, True
+        return self._version
 
     def bring(self, wanted: int) -> CheckpointContainerId:
-        """The version of a step, fetched and verified, for :meth:`load`. Collective.
+        """Bring the version of a step here, for :meth:`load`. Collective.
 
         Raises:
             LoadError: there is no such version, or it cannot be loaded.
         """
-        version = self._engine.bring(wanted)
-        self._wanted = wanted
-        return version
+        self._version = self._checkpointer.bring(wanted)
+        self._wanted, self._asked = wanted, True
+        return self._version
 
     def overwrite(self) -> None:
-        """The program goes on from elsewhere, and knows of the versions here. Collective."""
-        self._engine.unasked = False
+        """Note that the program goes on from elsewhere, and knows of the versions here. Collective."""
+        self._version, self._asked = None, True
 
-    def check_asked(self) -> None:
-        """Raise on all ranks if training would overwrite versions that nobody has asked about.
+    def begin_run(self) -> None:
+        """Begin the run of saves that training is about to make, unless :meth:`load` has. Collective.
 
         Raises:
-            UnaskedVersionsError: so it is.
+            UnaskedVersionsError: there are versions that nobody has asked about. On all ranks.
         """
-        self._engine.check_asked("resume_path(trainer)", hint="or construct the callback with discard_existing=True")
+        if self._checkpointer.run == 0:
+            if not self._asked:
+                hint = "or construct the callback with discard_existing=True"
+                self._checkpointer.check_asked("resume_path(trainer)", hint=hint)
+            self._checkpointer.go_on_from(self._version)
 
     def holds(self, path: object) -> bool:
-        """Whether a path is that of a version in the base container."""
-        return self._engine.holds(path)
+        """Return True if a path is that of a version in the base container."""
+        return self._checkpointer.holds(path)
 
     def load(self, path: str | os.PathLike[str]) -> Checkpoint:
         """Load a version. Collective. With a sharded strategy, model and optimizers are loaded on return.
@@ -197,7 +212,7 @@ class TrainerFlashpoint(Flashpoint):
         return checkpoint
 
     def go_on(self, trainer: Trainer) -> None:
-        """Called when the training loop is about to start: the last that Lightning does not restore.
+        """Restore what Lightning does not, when the training loop is about to start.
 
         In the middle of an epoch, these are the batches that were fetched and not used, the metrics that schedulers
         may be waiting for, and the random number generators, from which the set-up has drawn since. At the start of
@@ -217,9 +232,9 @@ class TrainerFlashpoint(Flashpoint):
         restore_rng_state(generators)
 
     def end_within(self, deadline_s: float) -> None:
-        """Close in a trainer that ends after SIGTERM: see `CheckpointEngine.finish`."""
+        """Close in a trainer that ends after SIGTERM: see `Checkpointer.finish`."""
         give_up = time.monotonic() + deadline_s
-        self._engine.finish(deadline_s, self._saves.settle)
+        self._checkpointer.finish(deadline_s)
         self._close(max(give_up - time.monotonic(), 0.0))
 
     def check_capacity(self) -> None:
@@ -228,7 +243,7 @@ class TrainerFlashpoint(Flashpoint):
         Raises:
             CapacityError: the filesystem is too small.
         """
-        self._check_capacity()
+        self._check_room()
 
 
 @contextlib.contextmanager

@@ -1,13 +1,13 @@
 """`MLFlashpointMegatronLoadStrategy`: megatron-core's way out of the engine.
 
-Owns driving DCP's load planning for one rank, and the vote by which all ranks load a version or none does. Which
-version is complete, its bytes and the files beside it are the loader's.
+Each rank drives DCP's load planning by itself. By a vote, all ranks load a version or none does.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -18,10 +18,10 @@ from ml_flashpoint.adapter.megatron.releases import metadata_types, object_types
 from ml_flashpoint.adapter.megatron.save_strategies import version_of
 from ml_flashpoint.adapter.megatron.translation import LoadTranslation
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
-from ml_flashpoint.core.checkpoint_loader import MLFlashpointCheckpointLoader
-from ml_flashpoint.format.errors import InvalidArgumentError, LoadError
+from ml_flashpoint.adapter.pytorch.seed import DefaultMLFlashpointCheckpointLoader
+from ml_flashpoint.engine.checkpointer import Checkpointer
+from ml_flashpoint.format.errors import LoadError
 from ml_flashpoint.ranks.rank_group import rank_group
-from ml_flashpoint.replication.replication_manager import ReplicationManager
 from ml_flashpoint.state.archive import SafeGlobal
 
 
@@ -29,31 +29,24 @@ class MLFlashpointMegatronLoadStrategy(TorchDistLoadShardedStrategy):  # type: i
     """Loads versions that `MLFlashpointMegatronAsyncSaveStrategy` saved, on any number of ranks.
 
     Args:
-        replication_manager: the job's; the loader reaches other nodes through it.
-        checkpoint_loader: the engine's loader.
+        replication_manager: accepted for callers that pass it, and not needed.
+        checkpoint_loader: a `Checkpointer`, or a `DefaultMLFlashpointCheckpointLoader`.
         safe_globals: further types that sharded objects may be made of, as for ``torch.serialization.safe_globals``.
             Those that megatron-core allows are allowed; anything else is refused before it is unpickled.
 
     Raises:
-        InvalidArgumentError: ``replication_manager`` or ``checkpoint_loader`` is none.
+        InvalidArgumentError: ``checkpoint_loader`` is neither.
     """
 
     def __init__(
         self,
-        replication_manager: ReplicationManager,
-        checkpoint_loader: MLFlashpointCheckpointLoader,
+        replication_manager: object = None,
+        checkpoint_loader: Checkpointer | DefaultMLFlashpointCheckpointLoader | None = None,
         *,
         safe_globals: Sequence[SafeGlobal] = (),
     ) -> None:
         super().__init__()
-        if not isinstance(replication_manager, ReplicationManager):
-            raise InvalidArgumentError(
-                "must be a ReplicationManager", argument="replication_manager", value=replication_manager
-            )
-        if not isinstance(checkpoint_loader, MLFlashpointCheckpointLoader):
-            raise InvalidArgumentError(
-                "must be an MLFlashpointCheckpointLoader", argument="checkpoint_loader", value=checkpoint_loader
-            )
+        MemoryStorageReader(None, checkpoint_loader)  # refuses any other loader now
         self._loader = checkpoint_loader
         self._safe_globals = (*object_types(), *metadata_types(), *safe_globals)
 
@@ -86,7 +79,10 @@ class MLFlashpointMegatronLoadStrategy(TorchDistLoadShardedStrategy):  # type: i
         return rank_group().together(lambda: self._load(sharded_state_dict, checkpoint_dir), another)
 
     def _load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
-        reader = self._reader(checkpoint_dir)
+        with self._reading(checkpoint_dir) as reader:
+            return self._read(sharded_state_dict, reader)
+
+    def _read(self, sharded_state_dict: dict[str, Any], reader: MemoryStorageReader) -> dict[str, Any]:
         metadata = reader.read_metadata()
         translation = LoadTranslation(sharded_state_dict, metadata)
         planner = translation.planner
@@ -102,15 +98,15 @@ class MLFlashpointMegatronLoadStrategy(TorchDistLoadShardedStrategy):  # type: i
     def load_tensors_metadata(
         self, checkpoint_dir: str | os.PathLike[str], metadata: Metadata | None = None
     ) -> dict[str, Any]:
-        """Shapes and types of the checkpoint's tensors, as sharded tensors without data, by key."""
+        """Return shapes and types of the checkpoint's tensors, as sharded tensors without data, by key."""
         if metadata is None:
-            metadata = self._reader(checkpoint_dir).read_metadata()
+            metadata = self._metadata(checkpoint_dir)
         found: dict[str, Any] = super().load_tensors_metadata(checkpoint_dir, metadata)
         return found
 
     def load_sharded_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
-        """The same, with the checkpoint's sharded objects, by unique key."""
-        metadata = self._reader(checkpoint_dir).read_metadata()
+        """Return the same, with the checkpoint's sharded objects, by unique key."""
+        metadata = self._metadata(checkpoint_dir)
         objects = {
             key: ShardedObject.empty_from_unique_key(key)
             for key, stored in metadata.state_dict_metadata.items()
@@ -118,7 +114,16 @@ class MLFlashpointMegatronLoadStrategy(TorchDistLoadShardedStrategy):  # type: i
         }
         return objects | self.load_tensors_metadata(checkpoint_dir, metadata)
 
-    def _reader(self, checkpoint_dir: str | os.PathLike[str]) -> MemoryStorageReader:
-        return MemoryStorageReader(
+    def _metadata(self, checkpoint_dir: str | os.PathLike[str]) -> Metadata:
+        with self._reading(checkpoint_dir) as reader:
+            return reader.read_metadata()
+
+    @contextmanager
+    def _reading(self, checkpoint_dir: str | os.PathLike[str]) -> Iterator[MemoryStorageReader]:
+        reader = MemoryStorageReader(
             path=version_of(checkpoint_dir), checkpoint_loader=self._loader, safe_globals=self._safe_globals
         )
+        try:
+            yield reader
+        finally:
+            reader.reset()  # unlocks what it has opened

@@ -1,7 +1,4 @@
-"""`save_local_aware_megatron_checkpoint`: `dist_checkpointing.save`, with the common state on every node.
-
-Owns the order of megatron-core's steps up to the strategy, which does the rest.
-"""
+"""`save_local_aware_megatron_checkpoint`: `dist_checkpointing.save`, with the common state on every node."""
 
 from __future__ import annotations
 
@@ -28,6 +25,7 @@ def save_local_aware_megatron_checkpoint(
     preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = None,
     content_metadata: dict[str, Any] | None = None,
     files: Callable[[], Mapping[str, bytes]] = dict,
+    explicit: bool = True,
 ) -> AsyncRequest | None:
     """Collective: save a sharded state dict, and the common state of every node as its local rank 0 has it.
 
@@ -42,6 +40,7 @@ def save_local_aware_megatron_checkpoint(
         validate_access_integrity, preprocess_common_before_consistancy_check, content_metadata: as for
             `dist_checkpointing.save`. Checking, which gathers the keys of all ranks, may be left to one save of many.
         files: makes further files for the version's folder, on one rank of each node. Their names have no directories.
+        explicit: wait for memory; False: skip the save if earlier ones still take all of it.
 
     Returns:
         For an asynchronous save what is to be scheduled on all ranks, else None.
@@ -55,7 +54,7 @@ def save_local_aware_megatron_checkpoint(
     if content_metadata is not None:
         checkpoint[_CONTENT_METADATA_KEY] = content_metadata
     sharded, common = save_preprocess(checkpoint, validate_access_integrity, preprocess_common_before_consistancy_check)
-    with ours.carrying(common, files):
+    with ours.carrying(common, files, explicit=explicit):
         if async_save:
             request: AsyncRequest = save_strategy.async_save(sharded, version)
             return request

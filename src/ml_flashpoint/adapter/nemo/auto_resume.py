@@ -70,7 +70,7 @@ class MLFlashpointAutoResume(AutoResume):  # type: ignore[misc]
             if self.default is None or self.default.get_trainer_ckpt_path(model) is None:
                 raise
             _log.error("going on from elsewhere, and what is in memory will be overwritten: %s", error)
-            self.parts.engine.unasked = False
+            self.parts.overwrite()
             return None
 
     def get_trainer_ckpt_path(self, model: Any = None) -> Path | None:

@@ -1,4 +1,4 @@
-"""`MLFlashpointCheckpointCallback`: when a NeMo trainer saves into memory. Owns the schedule."""
+"""`MLFlashpointCheckpointCallback`: the schedule by which a NeMo trainer saves into memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ml_flashpoint.adapter.megatron.save_strategies import MLFlashpointMegatronAsyncSaveStrategy
 from ml_flashpoint.adapter.nemo.checkpoint_io import (
+    EXPLICIT,
     MLFlashpointAsyncFinalizableCheckpointIO,
     MLFlashpointCheckpointIO,
 )
@@ -86,7 +87,7 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
                 value=str(self.base),
                 hint="pass it to wrap_trainer_and_auto_resume_with_mlflashpoint first",
             )
-        io.parts.check_asked()
+        io.parts.go_on()
         self._strategy = io.parts.save_strategy
         io.parts.engine.ranks.agree_on(every_n_steps=self.every_n_steps)
         self._step = trainer.global_step
@@ -102,7 +103,7 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
         self._step = step
         due, left_out = (passes_multiple(each, before, step) for each in (self.every_n_steps, self.skip_every_n_steps))
         if due and not left_out:
-            self.save(trainer)
+            self._save(trainer, explicit=False)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Called by Lightning at the planned end: has the newest version persisted, if any are to be."""
@@ -121,11 +122,14 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
 
     def save(self, trainer: Any) -> None:
         """Save now, whatever the schedule says. Collective; in the middle of training, after a step."""
+        self._save(trainer, explicit=True)
+
+    def _save(self, trainer: Any, *, explicit: bool) -> None:
         name = CheckpointContainerId.format_version_container(trainer.global_step)
         path = CheckpointContainerId.create_child(self.base, name)
         # As `Trainer.save_checkpoint`, without its barrier of all ranks.
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        trainer.strategy.save_checkpoint(checkpoint, str(path))
+        trainer.strategy.save_checkpoint(checkpoint, str(path), storage_options={EXPLICIT: explicit})
         if self._watches and not updates_by_step(trainer):
             self.before_update()
 

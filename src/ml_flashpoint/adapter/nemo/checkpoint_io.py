@@ -1,7 +1,6 @@
 """NeMo's way to versions in memory: a `CheckpointIO`, and its companion for asynchronous saves.
 
-Owns telling our paths from others, which go on to the `CheckpointIO` that was there before, and the queue of our saves.
-Saving and loading are the Megatron-LM adapter's.
+Paths elsewhere go on to the `CheckpointIO` that was there before. Saving and loading are the Megatron-LM adapter's.
 """
 
 from __future__ import annotations
@@ -34,6 +33,9 @@ _log = logging.getLogger(__name__)
 
 CONTEXT_FILE = "context.zip"
 """File of a version that holds NeMo's context folder."""
+
+EXPLICIT = "flashpoint_explicit"
+"""Storage option of a save: True if somebody waits for it; False: a schedule's, skipped while there is no memory."""
 
 
 class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[misc]
@@ -84,7 +86,7 @@ class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[mis
             request: AsyncRequest | None = self.alternate.save_checkpoint(checkpoint, path, storage_options)
             return request
         checks, self._checked = not self._checked, True
-
+        explicit = (storage_options or {}).pop(EXPLICIT, True)
         refused: SaveError | None = None
         try:
             check_copies(checkpoint.get("callbacks"), "callbacks")
@@ -104,6 +106,7 @@ class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[mis
             # Collective and slow: the first save shows whether the ranks' shards make up the whole.
             validate_access_integrity=checks,
             files=files,
+            explicit=explicit,
         )
 
     def _context_files(self) -> Mapping[str, bytes]:

@@ -1,4 +1,4 @@
-"""`wrap_trainer_and_auto_resume_with_mlflashpoint`: the one call of a recipe. Owns checking what it is given."""
+"""`wrap_trainer_and_auto_resume_with_mlflashpoint`: the one call of a recipe."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ml_flashpoint.adapter.nemo.checkpoint_io import (
     MLFlashpointCheckpointIO,
 )
 from ml_flashpoint.adapter.nemo.parts import EngineParts
-from ml_flashpoint.core.persist_options import persist_options
+from ml_flashpoint.config import Config, Persist
 from ml_flashpoint.format.arguments import checked_base, checked_bool, checked_integer, checked_seconds, ignored
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidArgumentError
-from ml_flashpoint.ranks.retention import Keep, checked_keep
+from ml_flashpoint.ranks.retention import Keep
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def wrap_trainer_and_auto_resume_with_mlflashpoint(
         always_save_context: save NeMo's context with each version, too.
         write_thread_count: accepted for recipes that pass it. Staging is one copy, which one thread does at the speed
             of memory.
-        initial_write_buffer_size_bytes: accepted, and not needed: arenas are as large as what is saved.
+        initial_write_buffer_size_bytes: accepted, and not needed: slots are as large as the state.
         keep, persist, persist_every, persist_keep, persist_bytes_per_s: see `ml_flashpoint.Flashpoint`.
         grace_s: seconds at most that a trainer which ends after SIGTERM waits for the save under way, and for the
             newest version to be persisted.
@@ -83,11 +83,9 @@ def wrap_trainer_and_auto_resume_with_mlflashpoint(
     base = checked_base(flashpoint_base_container, "flashpoint_base_container")
     checked_bool("async_save", async_save)
     checked_bool("always_save_context", always_save_context)
-    options: dict[str, Any] = {
-        "keep": checked_keep(keep),
-        "persist": persist_options(persist, persist_every, persist_keep, persist_bytes_per_s),
-        "grace_s": checked_seconds("grace_s", grace_s),
-    }
+    durable = Persist.of(persist, persist_every, persist_keep, persist_bytes_per_s)
+    config = Config(keep=keep, persist=durable)
+    checked_seconds("grace_s", grace_s)
     checked_integer("write_thread_count", write_thread_count, 1)
     checked_integer("initial_write_buffer_size_bytes", initial_write_buffer_size_bytes, 1)
     if default_auto_resume is not None and not isinstance(default_auto_resume, AutoResume):
@@ -101,7 +99,7 @@ def wrap_trainer_and_auto_resume_with_mlflashpoint(
         default_auto_resume = default_auto_resume.default
     parts = _parts_before(trainer, base)
     if parts is None:
-        parts = EngineParts.make(base, **options)
+        parts = EngineParts(base, config, grace_s=grace_s)
         _wrap(trainer, parts, async_save=async_save, always_save_context=always_save_context)
     return MLFlashpointAutoResume(parts, default_auto_resume)
 
@@ -121,7 +119,7 @@ def _parts_before(trainer: Any, base: CheckpointContainerId) -> EngineParts | No
 
 
 def _is_enabled(trainer: Any, base: CheckpointContainerId) -> bool:
-    """Whether the trainer's callbacks are; their base container has to be this one then."""
+    """Return True if the trainer's callbacks are; their base container has to be this one then."""
     callbacks = [each for each in trainer.callbacks if isinstance(each, MLFlashpointCheckpointCallback)]
     if any(not each.enabled for each in callbacks):
         _log.info("the callback is not enabled: the trainer is left as it is")

@@ -1,7 +1,4 @@
-"""`Engine`: the engine for those who call ``dcp.save`` and ``dcp.load`` themselves, in one object.
-
-Owns only what DCP needs beside `core.engine`: the writer that all saves share, and a reader for each version.
-"""
+"""`Engine`: the checkpointer for those who call ``dcp.save`` and ``dcp.load`` themselves, in one object."""
 
 from __future__ import annotations
 
@@ -13,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from ml_flashpoint.adapter.pytorch.memory_stager import MemoryStager
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
-from ml_flashpoint.core.engine import CheckpointEngine
-from ml_flashpoint.core.persist_options import persist_options
+from ml_flashpoint.config import Config, Persist
+from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.format.arguments import checked_globals, checked_grace
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.ranks.retention import Keep
@@ -25,7 +22,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Engine(CheckpointEngine):
+class Engine(Checkpointer):
     """A base container for ``dcp.save``, ``dcp.async_save`` and ``dcp.load``. Collective to open; a context manager.
 
     ::
@@ -38,12 +35,12 @@ class Engine(CheckpointEngine):
     Args:
         safe_globals: further types that items which are no tensors may be made of, as for
             ``torch.serialization.safe_globals``.
-        persist, persist_every, persist_keep, persist_bytes_per_s: see `ml_flashpoint.Flashpoint`.
+        replication, keep: see `Config`.
+        persist, persist_every, persist_keep, persist_bytes_per_s: see `Persist`.
         handle_sigterm, grace_s: with ``persist``, SIGTERM is held up for so many seconds at most until saves under way
             are committed and copied and the newest version is persisted; then comes the handler that was there before.
             Only where this is constructed in the main thread.
-        base, replication, discard_existing, keep: see
-            `core.engine.CheckpointEngine`, which also says what is raised.
+        base, discard_existing: see `Checkpointer`, which also says what is raised.
     """
 
     def __init__(
@@ -63,36 +60,42 @@ class Engine(CheckpointEngine):
     ) -> None:
         grace = checked_grace(handle_sigterm, grace_s)
         self._safe_globals = checked_globals(safe_globals)
-        super().__init__(
-            base,
-            replication=replication,
-            discard_existing=discard_existing,
-            keep=keep,
-            persist=persist_options(persist, persist_every, persist_keep, persist_bytes_per_s),
-            sigterm_grace_s=grace,
-        )
+        durable = Persist.of(persist, persist_every, persist_keep, persist_bytes_per_s)
+        config = Config(replication=replication, keep=keep, persist=durable, sigterm_grace_s=grace)
+        super().__init__(base, config, discard_existing=discard_existing)
 
     @classmethod
     def open(cls, base: str | os.PathLike[str], **options: Any) -> Self:
-        """The same as calling the class, whose arguments it takes."""
+        """Call the class, whose arguments it takes."""
         return cls(base, **options)
 
     @cached_property
     def writer(self) -> MemoryStorageWriter:
-        """For all saves of the job: it holds the arenas."""
-        return MemoryStorageWriter(self.saver, safe_globals=self._safe_globals)
+        """Return the writer for all saves of the job."""
+        return MemoryStorageWriter(self, safe_globals=self._safe_globals)
 
     @cached_property
     def stager(self) -> MemoryStager:
-        """For ``dcp.async_save(..., async_stager=engine.stager)``, by those who wait for ``staging_completion``."""
+        """Return the stager for ``dcp.async_save(..., async_stager=engine.stager)``, by those who wait for
+        ``staging_completion``."""
         return MemoryStager(self.writer)
 
-    def stop(self, persist_deadline_s: float | None = None) -> None:
-        """As `CheckpointEngine.stop`. Optimizers are not watched from then on."""
-        if "writer" in self.__dict__ and not self.saver.owner.forked:
-            self.writer.stop_watching()
-        super().stop(persist_deadline_s)
+    def reader(self, version: CheckpointContainerId | str | os.PathLike[str]) -> MemoryStorageReader:  # type: ignore[override]
+        """Return a storage reader for loading one version."""
+        return MemoryStorageReader(version, self, safe_globals=self._safe_globals)
 
-    def reader(self, version: CheckpointContainerId | str | os.PathLike[str]) -> MemoryStorageReader:
-        """For loading one version."""
-        return MemoryStorageReader(version, self.loader, safe_globals=self._safe_globals)
+    def wait(self, deadline_s: float | None = None) -> bool:
+        """Wait until all futures of all saves that were begun have ended; one that ``dcp.save`` could not finish, for
+        it failed on another rank, is given up. Return True if that was so in time."""
+        self.writer.give_up()
+        return super().wait(deadline_s)
+
+    def close(self, persist_deadline_s: float | None = None) -> None:
+        """Do as `Checkpointer.close`. Optimizers are not watched from then on."""
+        writer = self.__dict__.get("writer")
+        if writer is not None:
+            writer.stop_watching()
+            writer.give_up()
+        super().close(persist_deadline_s)
+        if writer is not None:
+            writer.close()

@@ -1,7 +1,6 @@
 """`MemoryStorageReader`: torch DCP's way out of the engine.
 
-Owns the translation of DCP's reads into reads of objects, of this node or of peers. Which version is complete,
-and its verification, are the loader's.
+Translates DCP's reads into reads of objects, on this node or on peers.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import io
 import logging
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,10 +19,11 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ml_flashpoint.adapter.pytorch.metadata_format import decode_metadata
+from ml_flashpoint.adapter.pytorch.seed import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE, ItemPlace
 from ml_flashpoint.copy.cpu import copy_all
-from ml_flashpoint.core.checkpoint_loader import MLFlashpointCheckpointLoader
-from ml_flashpoint.core.part_reader import ObjectReader
+from ml_flashpoint.engine.checkpointer import Checkpointer
+from ml_flashpoint.engine.reader import ObjectReader, VersionReader
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import (
     DamagedError,
@@ -48,38 +48,32 @@ class MemoryStorageReader(StorageReader):
 
     Args:
         path: a checkpoint's id, used until ``dcp.load`` is given another one.
-        checkpoint_loader: the engine's loader.
+        checkpoint_loader: a `Checkpointer`, or a `DefaultMLFlashpointCheckpointLoader`.
         safe_globals: further types that non-tensor items may be made of, as for
             ``torch.serialization.safe_globals``. Anything not allowed is refused before it is unpickled.
         trust_bytes: pass non-tensor items to the planner unchecked. Only for planners that do not unpickle.
 
     Raises:
-        InvalidArgumentError: ``checkpoint_loader`` is none.
+        InvalidArgumentError: ``checkpoint_loader`` is neither.
         InvalidNameError: ``path`` is no absolute path.
     """
 
     def __init__(
         self,
         path: str | os.PathLike[str] | None = None,
-        checkpoint_loader: MLFlashpointCheckpointLoader | None = None,
+        checkpoint_loader: Checkpointer | DefaultMLFlashpointCheckpointLoader | None = None,
         *,
         safe_globals: Sequence[SafeGlobal] = (),
         trust_bytes: bool = False,
     ) -> None:
         super().__init__()
-        if not isinstance(checkpoint_loader, MLFlashpointCheckpointLoader):
-            raise InvalidArgumentError(
-                "must be an MLFlashpointCheckpointLoader",
-                argument="checkpoint_loader",
-                value=checkpoint_loader,
-            )
-        self._loader = checkpoint_loader
+        self._open = _opener_of(checkpoint_loader)
         self._version = None if path is None else CheckpointContainerId(path)
         self._safe_globals = tuple(safe_globals)
         self._trust_bytes = trust_bytes
         self._places: dict[Any, ItemPlace] = {}
+        self._parts: VersionReader | None = None
         self._readers: dict[int, ObjectReader] = {}
-        self._save_id: str | None = None
         self._unread: Exception | None = None  # why this load could not read metadata
         self._load_id = str(uuid.uuid4())
 
@@ -93,17 +87,22 @@ class MemoryStorageReader(StorageReader):
         if checkpoint_id is not None:
             self._version = CheckpointContainerId(checkpoint_id)
         self._load_id = str(uuid.uuid4())
+        self._release()  # of a load that failed while it was planned
+        self._unread = None
+
+    def _release(self) -> None:
         self._readers.clear()
-        self._loader.release()  # of a load that failed while it was planned
-        self._save_id = self._unread = None
+        parts, self._parts = self._parts, None
+        if parts is not None:
+            parts.release()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether an id names a version of a base container."""
+        """Return True if an id names a version of a base container."""
         return CheckpointContainerId.of_version(checkpoint_id) is not None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """DCP's metadata of the checkpoint.
+        """Return DCP's metadata of the checkpoint.
 
         torch asks without a rank first. Where that raises, it asks with one, and does the rest of the load without
         collectives if that does not raise. So the second call must succeed on all ranks or on none, whatever kept one
@@ -133,23 +132,24 @@ class MemoryStorageReader(StorageReader):
             raise
 
     def _read_metadata(self, rank: int | None) -> Metadata:
-        source = self._metadata_source(self._checked_version(), rank)
+        source = self._metadata_source(rank)
         reader = self._reader(source)
         metadata = decode_metadata(bytes(reader.bytes_of(METADATA_KEY)), path=reader.path, allowed=self._safe_globals)
         save_id = getattr(metadata.storage_meta, "save_id", None)
         metadata.storage_meta = StorageMeta(self.checkpoint_id, save_id=save_id, load_id=self._load_id)
         return metadata
 
-    def _metadata_source(self, version: CheckpointContainerId, rank: int | None) -> int:
-        """The rank whose object has the metadata to use: ``rank``'s own where every rank was its own coordinator.
+    def _metadata_source(self, rank: int | None) -> int:
+        """Return the rank whose object has the metadata: ``rank``'s own where every rank was its own coordinator.
 
         Raises:
             ObjectNotFoundError: a part that may have it is missing, or the metadata is of the other scope.
             LoadError: there is none.
         """
+        version, parts = self._checked_version(), self._opened()
         for source in dict.fromkeys((rank if rank is not None else rank_group().rank, 0)):
             try:
-                scope = self._loader.read_manifest(version, source).labels.get(METADATA_SCOPE)
+                scope = parts.manifest(source).labels.get(METADATA_SCOPE)
             except ObjectNotFoundError:
                 if source == 0:
                     raise
@@ -211,20 +211,17 @@ class MemoryStorageReader(StorageReader):
                 sources.append(source)
                 committed.append((item, target))
             copy_all(targets, sources)
-            for reader in self._readers.values():
-                reader.check_kept()
             for item, target in committed:
                 planner.commit_tensor(item, target)
         finally:
-            self._readers.clear()
             sources.clear()
-            self._loader.release()
+            self._release()
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
     def _whole_tensor(self, reader: ObjectReader, key: str, item: ReadItem) -> torch.Tensor:
-        """A tensor that is more than its memory (sparse, quantized, of a class of its own), saved by torch.save."""
+        """Return a tensor that is more than its memory (sparse, quantized, of its own class), saved by torch.save."""
         value = load_archive(reader.bytes_of(key), key, path=reader.path, allowed=self._safe_globals)
         if not isinstance(value, torch.Tensor) or value.shape != torch.Size(item.lengths):
             raise LoadError(f"item {item.dest_index.fqn!r} can only be loaded as a whole", path=reader.path)
@@ -243,22 +240,15 @@ class MemoryStorageReader(StorageReader):
         return self._reader(place.rank), place.key
 
     def _reader(self, rank: int) -> ObjectReader:
-        """A reader of a rank's object, kept until the load is done."""
-        reader = self._readers.get(rank)
-        if reader is None:
-            version = self._checked_version()
-            manifest = self._loader.read_manifest(version, rank)
-            self._save_id = self._save_id or manifest.save_id
-            if manifest.save_id != self._save_id:
-                raise LoadError(
-                    "the parts of this version are of different saves",
-                    step=version.step,
-                    rank=rank,
-                    path=str(version),
-                    hint="call get_latest_complete_checkpoint() first: it finds those that belong together",
-                )
-            reader = self._readers[rank] = self._loader.open_object(version, manifest, manifest.objects[0])
-        return reader
+        """Return a reader of a rank's object, kept until the load is done."""
+        if rank not in self._readers:
+            self._readers[rank] = self._opened().open(rank)
+        return self._readers[rank]
+
+    def _opened(self) -> VersionReader:
+        if self._parts is None:
+            self._parts = self._open(self._checked_version())
+        return self._parts
 
     def _checked_version(self) -> CheckpointContainerId:
         if self._version is None or self._version.step is None:
@@ -271,8 +261,19 @@ class MemoryStorageReader(StorageReader):
         return self._version
 
 
+def _opener_of(loader: object) -> Callable[[CheckpointContainerId], VersionReader]:
+    if isinstance(loader, Checkpointer):
+        checkpointer = loader
+        return lambda version: Checkpointer.reader(checkpointer, version)  # an `Engine` has one of its own
+    if isinstance(loader, DefaultMLFlashpointCheckpointLoader):
+        return loader.open_version
+    raise InvalidArgumentError(
+        "must be a Checkpointer or a DefaultMLFlashpointCheckpointLoader", argument="checkpoint_loader", value=loader
+    )
+
+
 def _assign(target: torch.Tensor, value: torch.Tensor, *, path: str) -> None:
-    """``target`` becomes ``value``, structure and all; it stays the same object."""
+    """Make ``target`` equal to ``value``, structure and all; it stays the same object."""
     if (target.layout, target.dtype, target.shape) != (value.layout, value.dtype, value.shape):
         raise LoadError(
             f"a tensor {value.layout}, {value.dtype} of shape {tuple(value.shape)} cannot be loaded into one that is "

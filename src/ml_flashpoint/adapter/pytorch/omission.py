@@ -1,9 +1,8 @@
-"""Which tensors of a state need not be staged, because other ranks write them.
+"""Tensors of a state that need not be staged, because other ranks write them.
 
-Owns what is learned of that from one save for the next. DCP leaves out replicated tensors only when it plans,
-which in asynchronous saves is after they were staged; but as long as structure and planner stay, so does the
-plan. A wrong guess costs a save and never a byte: what was not staged has no data to write. Doors that know which ranks
-save together need none of this: they plan before they stage.
+DCP leaves out replicated tensors only when it plans, which in asynchronous saves is after they were staged; but as long
+as structure and planner stay, so does the plan. So one save teaches the next. A wrong guess costs a save and never a
+byte: what was not staged has no data to write. Adapters that plan before they stage need none of this.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from ml_flashpoint.adapter.pytorch.tensor_leaves import TensorLeaves
 
 if TYPE_CHECKING:
-    from ml_flashpoint.core.save import Save
+    from ml_flashpoint.adapter.pytorch.saves import Staged
 
 _log = logging.getLogger(__name__)
 
@@ -32,10 +31,10 @@ class Omission:
         self._structure: object = None
         self._others: frozenset[str] = frozenset()
         self._failures = 0
-        self._open: list[tuple[Save, object, frozenset[str]]] = []
+        self._open: list[tuple[Staged, object, frozenset[str]]] = []
 
     def needed(self, leaves: TensorLeaves) -> list[int]:
-        """Indices of the tensors to stage."""
+        """Return the indices of the tensors to stage."""
         self._learn()
         structure = leaves.structure
         if structure != self._structure:
@@ -45,25 +44,25 @@ class Omission:
         others = self._others
         return sorted({i for path, i in zip(leaves.paths, leaves.indices, strict=True) if path not in others})
 
-    def watch(self, save: Save, *, whole: bool) -> None:
+    def watch(self, staged: Staged, *, whole: bool) -> None:
         """Learn from a save of the state given last, once its outcome is known.
 
         Args:
             whole: everything was staged.
         """
-        self._open.append((save, self._structure, frozenset() if whole else self._others))
+        self._open.append((staged, self._structure, frozenset() if whole else self._others))
 
     def _learn(self) -> None:
         left = []
-        for save, structure, omitted in self._open:
-            if not save.decided.is_set():
-                left.append((save, structure, omitted))
+        for staged, structure, omitted in self._open:
+            succeeded = staged.succeeded
+            if succeeded is None:
+                left.append((staged, structure, omitted))
             elif structure is self._structure:
-                self._learn_from(save, failed=save.error is not None, omitted=omitted)
+                self._learn_from(staged.others, failed=not succeeded, omitted=omitted)
         self._open = left
 
-    def _learn_from(self, save: Save, *, failed: bool, omitted: frozenset[str]) -> None:
-        others = save.others
+    def _learn_from(self, others: frozenset[str] | None, *, failed: bool, omitted: frozenset[str]) -> None:
         if failed and omitted and (others is None or not omitted <= others):
             # The plan has changed on another rank, so this is learned anew. The second time, plans of several
             # kinds take turns: from then on only what all of them leave to others is.
@@ -75,14 +74,14 @@ class Omission:
 
 
 def tensor_names(plan: SavePlan) -> frozenset[str] | None:
-    """Names of the tensors in a rank's own plan; None if it is the empty plan that stands for a cached one."""
+    """Return the names of the tensors in a rank's own plan; None if the plan is empty, and stands for a cached one."""
     if not getattr(plan, "usable", True):
         return None
     return frozenset(item.index.fqn for item in plan.items if item.type is not WriteItemType.BYTE_IO)
 
 
 def left_to_others(planner: SavePlanner, own: frozenset[str] | None, final: SavePlan) -> frozenset[str] | None:
-    """Names of this rank's tensors that its final plan does not have.
+    """Return the names of this rank's tensors that its final plan does not have.
 
     Args:
         own: :func:`tensor_names` of the rank's own plan, or None to take the one that the planner has cached.
@@ -106,7 +105,7 @@ def left_to_others(planner: SavePlanner, own: frozenset[str] | None, final: Save
 
 
 def _ambiguous(leaves: TensorLeaves) -> bool:
-    """Whether a name stands for two places: ``a.b`` and b in a. A planner that does not flatten tells them apart."""
+    """Return True if a name stands for two places, ``a.b`` and b in a: planners that do not flatten tell them apart."""
     return len({*leaves.paths, *leaves.others}) != len(leaves.paths) + len(leaves.others)
 
 

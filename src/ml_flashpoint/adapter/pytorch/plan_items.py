@@ -1,6 +1,6 @@
-"""The items of a DCP plan as items of an object: their data, and what DCP is told of them.
+"""The items of a DCP plan as items of an object: their data, and the results that DCP is given.
 
-Owns which tensors an object stores as such and which as archives of torch.
+Plain strided tensors are stored as such, others as archives of torch.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace
 from ml_flashpoint.copy.tensors import is_plain_strided, materialized
-from ml_flashpoint.core.object_stages import BytesItem, TensorItem
+from ml_flashpoint.engine.committing import BytesItem, TensorItem
 from ml_flashpoint.format.errors import NotStagedError, UnsafeContentError
 from ml_flashpoint.state.archive import SafeGlobal, refuse_unloadable, save_archive
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenPlan:
-    """What a plan came to. Its parts do not change any more.
+    """The items of a plan as they were written. Its parts do not change any more.
 
     Attributes:
         keys: names of the items in the object, as the plan's items.
         sizes: bytes of each.
-        results: what DCP was told.
+        results: given to DCP.
     """
 
     plan: SavePlan
@@ -40,7 +40,7 @@ class WrittenPlan:
 def resolve_items(
     plan: SavePlan, planner: SavePlanner, keys: list[str], *, allowed: Iterable[SafeGlobal], trust_bytes: bool
 ) -> tuple[list[TensorItem], list[BytesItem]]:
-    """The data of a plan's items: tensors to be stored as such, and bytes.
+    """Return the data of a plan's items: tensors to be stored as such, and bytes.
 
     Args:
         keys: names of the items, as the plan's.
@@ -76,7 +76,7 @@ def resolve_items(
 
 
 def _loadable(content: bytes, item: WriteItem, planner: SavePlanner, allowed: tuple[SafeGlobal, ...]) -> bytes:
-    """What a planner pickled, or the same value as an archive of ours if it is of kinds that only these can hold."""
+    """Return what a planner pickled, or an archive of the same value if it is of kinds that only archives can hold."""
     try:
         refuse_unloadable(content, f"item {item.index.fqn!r}", allowed=allowed)
     except UnsafeContentError:
@@ -100,8 +100,8 @@ def written_plan(
     byte_items: list[BytesItem],
     rank: int,
 ) -> WrittenPlan:
-    """What a plan came to on a rank. Planners that cache plans give the same one again: so are its results, if
-    ``known`` is of that one and no item has changed its size."""
+    """Return the items of a plan as a rank wrote them: ``known`` if it is of the same plan, which planners that cache
+    plans give again, and no item has changed its size."""
     sizes = {key: tensor.nbytes for key, tensor in tensors}
     sizes.update((key, len(data)) for key, data in byte_items)
     if known is not None and known.plan is plan and known.sizes == sizes:

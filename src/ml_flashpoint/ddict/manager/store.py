@@ -152,8 +152,9 @@ class PartStore:
             CapacityError: there is none, and no room for one, not even in place of the free ones.
             SaveError: the system refuses to make one.
         """
-        slot = self._reused(size, exact=exact)
+        slot, outgrown = self._reused(size, exact=exact)
         if slot is None:
+            _remove(outgrown)
             if limit_bytes is not None:
                 in_use, _ = self.resident_bytes()
                 self.remove_free(max(0, limit_bytes - in_use - size))
@@ -167,22 +168,26 @@ class PartStore:
                 self._in_use.add(slot)
         return slot
 
-    def _reused(self, size: int, *, exact: bool) -> Slot | None:
+    def _reused(self, size: int, *, exact: bool) -> tuple[Slot | None, list[Slot]]:
+        """Take a free slot; where none fits, take out one that is somewhat too small, for the new one to replace."""
         most = size if exact else _MOST_TIMES * size + _MOST_MORE
         with self._lock:
-            for slot in sorted(self._free, key=lambda each: each.size):
-                if size <= slot.size <= most and not slot.readers and slot.lock():
+            free = sorted((slot for slot in self._free if not slot.readers), key=lambda each: each.size)
+            for slot in free:
+                if size <= slot.size <= most and slot.lock():
                     slot.buffer[: len(_CLEARED)] = _CLEARED
                     slot.unlock()
                     self._free.remove(slot)
                     self._in_use.add(slot)
-                    return slot
-        return None
+                    return slot, []
+            outgrown = [slot for slot in free if slot.size < size <= _MOST_TIMES * slot.size][-1:]
+            self._free = [slot for slot in self._free if slot not in outgrown]
+        return None, outgrown
 
     def _make(self, size: int, *, exact: bool) -> Slot:
         path = self.folder / str(next(self._numbers))
         wanted = round_up(size, PAGE) if exact else slot_size(size)
-        return Slot.make(path, wanted, go_on=lambda left: available_bytes(self.folder) - _ROOM >= left)
+        return Slot.make(path, wanted, go_on=lambda left: available_bytes(self.folder) - _ROOM >= left, prepare=False)
 
     def free(self, slot: Slot) -> None:
         """Return a slot that was taken and not committed. Nothing happens if it was returned before."""
@@ -194,18 +199,20 @@ class PartStore:
             self._in_use.remove(slot)
             self._free.append(slot)
 
-    def remove_free(self, keep_bytes: int) -> int:
-        """Remove free slots, those free for longest first, until they have no more than ``keep_bytes`` together.
+    def remove_free(self, keep_bytes: int, keep: int = 0) -> int:
+        """Remove free slots, those free for longest first, until they have ``keep_bytes`` together, or are ``keep``.
 
         Returns:
             The bytes of those that were removed.
         """
+        gone = []
         with self._lock:
-            left, count = sum(slot.size for slot in self._free), 0
-            while left > keep_bytes:
-                left -= self._free[count].size
-                count += 1
-            gone, self._free = self._free[:count], self._free[count:]
+            left = sum(slot.size for slot in self._free)
+            for slot in [each for each in self._free if not each.readers]:
+                if left > keep_bytes and len(self._free) > keep:
+                    left -= slot.size
+                    self._free.remove(slot)
+                    gone.append(slot)
         return _remove(gone)
 
     def resident_bytes(self) -> tuple[int, int]:
@@ -286,9 +293,8 @@ class PartStore:
                     self.container.remove_part(*key)
                     self._release(part.slot)
             self._dropped.append(len(parts))
-            surplus = max(0, len(self._free) - max(_SPARE, 2 * max(self._dropped)))
-            gone, self._free = self._free[:surplus], self._free[surplus:]
-        _remove(gone)
+            keep = max(_SPARE, 2 * max(self._dropped))
+        self.remove_free(0, keep)
 
     def close(self) -> None:
         """Unmap all slots, and let another process have them. The files stay. Safe to call twice."""
@@ -305,7 +311,7 @@ class PartStore:
 
 def _remove(slots: Sequence[Slot]) -> int:
     for slot in slots:
-        if not slot.readers and slot.lock():
+        if slot.lock():
             slot.remove()
         else:  # its memory goes with whoever reads it
             slot.path.unlink(missing_ok=True)

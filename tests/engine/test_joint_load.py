@@ -1,14 +1,13 @@
-"""What is tried next where a version cannot be loaded, whatever the door. Real ranks vote in the tests of the doors."""
+"""What is tried next where a version cannot be loaded. Real ranks vote in the tests of the adapters."""
 
 from __future__ import annotations
 
-import os
-from typing import Any, NoReturn
+from typing import Any, cast
 
 import pytest
 
-from ml_flashpoint.core.joint_load import JointLoad
-from ml_flashpoint.core.loader import MLFlashpointCheckpointLoader
+from ml_flashpoint.engine.checkpointer import Checkpointer
+from ml_flashpoint.engine.joint_load import JointLoad
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import (
     DeadlineError,
@@ -29,16 +28,14 @@ BASE = CheckpointContainerId("/dev/shm/none")
 VERSIONS = [CheckpointContainerId.create_child(BASE, f"step-{step}_ckpt") for step in (3, 2, 1)]
 
 
-class Loader(MLFlashpointCheckpointLoader):
-    """Has three versions that nothing reads."""
+class Finder:
+    """The side of a checkpointer that finds versions: three, that nothing reads."""
 
     def __init__(self) -> None:
+        self.ranks = rank_group()
         self.discarded: list[CheckpointContainerId] = []
-        self.released = 0
 
-    def get_latest_complete_checkpoint(
-        self, checkpoint_base_container: str | os.PathLike[str]
-    ) -> CheckpointContainerId | None:
+    def newest(self) -> CheckpointContainerId | None:
         return next((each for each in VERSIONS if each not in self.discarded), None)
 
     def discard(self, version: CheckpointContainerId) -> None:
@@ -47,31 +44,18 @@ class Loader(MLFlashpointCheckpointLoader):
     def reconsider(self) -> None:
         self.discarded.clear()
 
-    def read_manifest(self, version: CheckpointContainerId, rank: int) -> NoReturn:
-        raise NotImplementedError
 
-    def open_object(self, version: CheckpointContainerId, manifest: Any, record: Any) -> NoReturn:
-        raise NotImplementedError
-
-    def release(self) -> None:
-        self.released += 1
-
-
-def load(*errors: BaseException | None) -> tuple[Any, JointLoad, Loader]:
+def load(*errors: BaseException | None) -> tuple[Any, JointLoad, Finder]:
     """Load where each try, in turn, fails with one of these; those after them succeed."""
-    loader, left = Loader(), list(errors)
-    joint = JointLoad(loader, rank_group())
+    finder, left = Finder(), list(errors)
+    joint = JointLoad(cast(Checkpointer, finder))
 
     def work() -> str:
         if left and (error := left.pop(0)) is not None:
             raise error
         return "state"
 
-    loaded = joint.newest(
-        lambda: loader.get_latest_complete_checkpoint(BASE), lambda version: joint.step(version, work)
-    )
-    assert loader.released == len(errors) - len(left) + (loaded is not None)
-    return loaded, joint, loader
+    return joint.newest(finder.newest, lambda version: joint.step(version, work)), joint, finder
 
 
 @pytest.mark.parametrize(
@@ -88,9 +72,9 @@ def load(*errors: BaseException | None) -> tuple[Any, JointLoad, Loader]:
     ids=lambda error: type(error).__name__,
 )
 def test_an_older_version_may_be_loadable(error: Exception) -> None:
-    loaded, joint, loader = load(error)
+    loaded, joint, finder = load(error)
     assert loaded == (VERSIONS[1], "state")
-    assert loader.discarded == VERSIONS[:1]
+    assert finder.discarded == VERSIONS[:1]
     assert [each.version for each in joint.failures] == ["step-3_ckpt"]
     assert joint.failures[0].is_misfit == isinstance(error, ValueError)
 
@@ -101,10 +85,10 @@ def test_an_older_version_may_be_loadable(error: Exception) -> None:
     ids=lambda error: type(error).__name__,
 )
 def test_no_other_version_would_help(error: Exception) -> None:
-    loaded, joint, loader = load(error)
+    loaded, joint, finder = load(error)
     assert loaded is None
     assert joint.cause is error
-    assert not loader.discarded
+    assert not finder.discarded
     assert joint.failures[0].blame is (Blame.CHOICE if isinstance(error, ReshardError) else Blame.PROGRAM)
 
 

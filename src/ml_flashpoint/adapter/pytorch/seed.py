@@ -1,0 +1,276 @@
+"""The classes of the user guide: thin, and constructed before any base container is known.
+
+All of a process share one `Checkpointer` a base container, which the first call that names it opens. That call is
+collective: a save's, or `DefaultMLFlashpointCheckpointLoader.get_latest_complete_checkpoint`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ml_flashpoint.adapter.pytorch.saves import LocalSaves
+from ml_flashpoint.config import Config
+from ml_flashpoint.engine.checkpointer import Checkpointer
+from ml_flashpoint.engine.committing import BytesItem, TensorItem
+from ml_flashpoint.engine.reader import RecoveryReport, VersionReader
+from ml_flashpoint.engine.save import SaveStats
+from ml_flashpoint.format.arguments import checked_integer, ignored
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import InvalidArgumentError, ReplicationError
+from ml_flashpoint.format.manifest import Manifest
+from ml_flashpoint.ranks.rank_group import rank_group
+from ml_flashpoint.ranks.strategies import ReplicationStrategy, checked_strategy
+
+
+@dataclass
+class _Shared:
+    """A checkpointer, the strategy that was asked for, and the managers that use it."""
+
+    checkpointer: Checkpointer
+    strategy: str
+    users: set[CheckpointObjectManager] = field(default_factory=set)
+
+
+_shared: dict[CheckpointContainerId, _Shared] = {}
+_lock = threading.Lock()
+
+
+def _forget() -> None:
+    # What a forked child finds is its parent's.
+    global _lock
+    _lock = threading.Lock()
+    _shared.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+class CheckpointObjectManager:
+    """Says which base container this process uses. One serves one base container, the first that it is asked for."""
+
+    def __init__(self) -> None:
+        self._opened: _Shared | None = None
+
+    def checkpointer(
+        self, base: str | os.PathLike[str], replication_manager: ReplicationManager | None = None
+    ) -> Checkpointer:
+        """Return the checkpointer of a base container. Collective the first time.
+
+        Raises:
+            InvalidArgumentError: this manager serves another base container, or it is open with another strategy.
+            FlashpointError: the base container cannot be opened.
+        """
+        path = CheckpointContainerId(base)
+        asked = None if replication_manager is None else replication_manager.checked
+        with _lock:
+            if (shared := self._opened) is None:
+                shared = _shared.get(path)
+            if shared is None:
+                strategy = "none" if replication_manager is None else asked
+                shared = _shared[path] = _Shared(Checkpointer(path, Config(replication=strategy)), repr(asked))
+            elif shared.checkpointer.base != path:
+                raise InvalidArgumentError(
+                    f"one CheckpointObjectManager serves one base container, {shared.checkpointer.base} here",
+                    argument="base",
+                    value=str(path),
+                    hint="use one base container a job, or a second manager",
+                )
+            elif replication_manager is not None and repr(asked) != shared.strategy:
+                raise InvalidArgumentError(
+                    "the base container is open with another replication strategy, or with none",
+                    argument="replication_manager",
+                    value=asked,
+                    hint="give saver and loader the same ReplicationManager",
+                )
+            shared.users.add(self)
+            self._opened = shared
+            return shared.checkpointer
+
+    @property
+    def opened(self) -> Checkpointer | None:
+        """Return the checkpointer; None before it is opened."""
+        return None if self._opened is None else self._opened.checkpointer
+
+    def close(self) -> None:
+        """Close the base container, if no other manager of this process uses it. Versions stay. Safe to call twice."""
+        with _lock:
+            shared, self._opened = self._opened, None
+            if shared is None:
+                return
+            shared.users.discard(self)
+            if not shared.users:
+                _shared.pop(shared.checkpointer.base, None)
+                shared.checkpointer.close()
+
+
+class ReplicationManager:
+    """Says who holds copies of whose parts.
+
+    Args:
+        strategy: a strategy, or its name; by default pairs of nodes, or nothing on a single node.
+    """
+
+    def __init__(self, strategy: ReplicationStrategy | str | None = None) -> None:
+        self._strategy = checked_strategy(strategy, "strategy")
+        self._initialized = False
+
+    def initialize(self, checkpoint_object_manager: CheckpointObjectManager) -> None:
+        """Learn who the ranks are. Collective; a second call does nothing. Copies begin as a base container is opened.
+
+        Raises:
+            InvalidArgumentError: ``checkpoint_object_manager`` is none.
+        """
+        if not isinstance(checkpoint_object_manager, CheckpointObjectManager):
+            raise InvalidArgumentError(
+                "must be a CheckpointObjectManager",
+                argument="checkpoint_object_manager",
+                value=checkpoint_object_manager,
+            )
+        rank_group()
+        self._initialized = True
+
+    @property
+    def checked(self) -> ReplicationStrategy | None:
+        """Return the strategy; None for the default. Raises `ReplicationError` before `initialize`."""
+        if not self._initialized:
+            raise ReplicationError("the replication manager is not initialized", hint="call initialize() first")
+        return self._strategy
+
+
+class DefaultMLFlashpointCheckpointSaver:
+    """Saves into memory. Collective to construct.
+
+    Args:
+        ckpt_obj_manager: says which base container; one of its own by default.
+        replication_manager: who holds copies; nobody by default.
+        global_rank_getter, local_rank_getter, global_barrier_func, initial_buffer_size_bytes, use_optimized_save,
+            cache_staged_state_dict: accepted for callers that pass them, and ignored: the ranks are those of
+            ``torch.distributed``, and slots are as large as what is saved.
+
+    Attributes:
+        saves: for a `MemoryStorageWriter`.
+
+    Raises:
+        InvalidArgumentError: ``initial_buffer_size_bytes`` is not positive.
+    """
+
+    def __init__(
+        self,
+        global_rank_getter: Callable[[], int] | None = None,
+        local_rank_getter: Callable[[], int] | None = None,
+        global_barrier_func: Callable[[], object] | None = None,
+        ckpt_obj_manager: CheckpointObjectManager | None = None,
+        replication_manager: ReplicationManager | None = None,
+        initial_buffer_size_bytes: int = 16 << 30,
+        *,
+        use_optimized_save: bool | None = None,
+        cache_staged_state_dict: bool | None = None,
+    ) -> None:
+        ignored(
+            "DefaultMLFlashpointCheckpointSaver",
+            local_rank_getter=local_rank_getter,
+            global_barrier_func=global_barrier_func,
+            use_optimized_save=use_optimized_save,
+            cache_staged_state_dict=cache_staged_state_dict,
+        )
+        checked_integer("initial_buffer_size_bytes", initial_buffer_size_bytes, 1)
+        self._objects = objects = ckpt_obj_manager or CheckpointObjectManager()
+        self.saves = LocalSaves(
+            rank_group(), lambda base: objects.checkpointer(base, replication_manager), lambda: objects.opened
+        )
+
+    @property
+    def stats(self) -> SaveStats:
+        """Return counters of what became of the saves of this rank."""
+        return SaveStats() if self._objects.opened is None else self._objects.opened.stats
+
+    def save(
+        self,
+        version: CheckpointContainerId,
+        tensors: Sequence[TensorItem],
+        byte_items: Sequence[BytesItem] = (),
+        *,
+        labels: Mapping[str, str] | None = None,
+    ) -> Manifest:
+        """Save this rank's part of a version, which is committed on return. All ranks must save the same versions.
+
+        Args:
+            tensors: names and plain strided tensors on any device. byte_items: names and contents of what is no tensor.
+            labels: short strings for the manifest.
+
+        Raises:
+            FlashpointError: the save failed; older versions are as before.
+        """
+        self.saves.enter(version)
+        save = self.saves.begin(version, None, self)
+        try:
+            self.saves.fill(save, tensors, byte_items)
+            self.saves.commit(save, labels=labels or {})
+        except BaseException as error:
+            self.saves.fail(save, error)
+            raise
+        return save.committed.result()
+
+    def wait(self, deadline_s: float | None = None) -> bool:
+        """Wait until all saves that were begun are verified, or have failed. Return True if that was so in time."""
+        self.saves.give_up_abandoned()
+        return self._objects.opened is None or self._objects.opened.wait(deadline_s)
+
+
+class DefaultMLFlashpointCheckpointLoader:
+    """Finds versions in this node's memory and its peers', and reads them.
+
+    Args:
+        checkpoint_object_manager: says which base container; one of its own by default.
+        replication_manager: the saver's.
+        global_rank_getter, local_rank_getter, broadcast_object_list_func, all_gather_object_func, world_size_getter:
+            accepted for callers that pass them, and ignored: the ranks are those of ``torch.distributed``.
+    """
+
+    def __init__(
+        self,
+        checkpoint_object_manager: CheckpointObjectManager | None = None,
+        replication_manager: ReplicationManager | None = None,
+        global_rank_getter: Callable[[], int] | None = None,
+        *,
+        local_rank_getter: Callable[[], int] | None = None,
+        broadcast_object_list_func: Callable[..., object] | None = None,
+        all_gather_object_func: Callable[..., object] | None = None,
+        world_size_getter: Callable[[], int] | None = None,
+    ) -> None:
+        ignored(
+            "DefaultMLFlashpointCheckpointLoader",
+            local_rank_getter=local_rank_getter,
+            broadcast_object_list_func=broadcast_object_list_func,
+            all_gather_object_func=all_gather_object_func,
+            world_size_getter=world_size_getter,
+        )
+        self._objects = checkpoint_object_manager or CheckpointObjectManager()
+        self._replication = replication_manager
+
+    def get_latest_complete_checkpoint(
+        self, checkpoint_base_container: str | os.PathLike[str]
+    ) -> CheckpointContainerId | None:
+        """Find the newest version that every rank can load, bring here what this node lacks, and go on from it.
+        Collective.
+
+        Returns:
+            The version, under this node's base container; None if there never was one.
+
+        Raises:
+            NothingLoadableError: there are versions, and none can be loaded. On all ranks.
+            FlashpointError: this rank cannot take part.
+        """
+        return self._objects.checkpointer(checkpoint_base_container, self._replication).latest()
+
+    def open_version(self, version: CheckpointContainerId) -> VersionReader:
+        """Return a reader of a version. Collective the first time."""
+        return self._objects.checkpointer(version.parent, self._replication).reader(version)
+
+    @property
+    def last_recovery(self) -> RecoveryReport | None:
+        """Return the report of the last recovery; None before."""
+        return None if self._objects.opened is None else self._objects.opened.last_recovery

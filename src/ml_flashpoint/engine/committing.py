@@ -1,0 +1,477 @@
+"""Turns tensors and bytes into the object of a part, in a slot: layout, one copy, names, header, digests.
+
+There are two ways: all at once (`PartWriter.fill`), or copied first and named later (`PartWriter.stage`, then `fill`).
+What depends on names, dtypes and shapes alone is kept between saves: layouts, the views of each slot, the text of the
+header. Where only content changes, no step of Python is made for each tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter, itemgetter
+from typing import Any
+
+import torch
+
+from ml_flashpoint.copy.cpu import Piece, copy_all, cpu_clones, cut, threads_for, view_identity
+from ml_flashpoint.copy.dtypes import described, dtype_name, torch_dtype
+from ml_flashpoint.copy.late import LateCopy
+from ml_flashpoint.format import knobs
+from ml_flashpoint.format.digest import BlockDigester, block_count, digest_workers
+from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError
+from ml_flashpoint.format.manifest import ObjectRecord
+from ml_flashpoint.format.object_format import (
+    Entry,
+    HeaderTemplate,
+    Layout,
+    layout_from_entries,
+    plan_layout,
+    with_byte_items,
+)
+from ml_flashpoint.memory.slot import Slot, round_up
+from ml_flashpoint.state.tree import elements
+
+TensorItem = tuple[str, torch.Tensor]
+BytesItem = tuple[str, bytes]
+Take = Callable[[int, Slot | None], Slot]
+"""Gives a slot of at least so many bytes, in place of another one, whose bytes are of no use any more."""
+
+_APPEND_ALIGNMENT = 64
+_CALLER_S = 1e-3
+"""Seconds in which the caller of `stage` returns to its loop. Digests wait so long: they would take its core."""
+
+_first, _second = itemgetter(0), itemgetter(1)
+_dtype, _shape = attrgetter("dtype"), attrgetter("shape")
+
+
+@dataclass(slots=True, eq=False)
+class Staged:
+    """Bytes ``begin:end`` of a slot that stay as they are until they are committed. They are digested meanwhile.
+
+    Attributes:
+        slot: the slot. begin, end: before is room for the header, and behind for what is added later.
+        views: the copies, in the caller's order.
+        late: what CUDA devices still copy; None if nothing is.
+    """
+
+    slot: Slot
+    begin: int
+    end: int
+    views: Sequence[torch.Tensor] = field(default=(), repr=False)
+    late: LateCopy | None = None
+    block_size: int = field(default_factory=knobs.block_bytes)
+    _digester: BlockDigester | None = None
+
+    @property
+    def _blocks(self) -> range:
+        """The blocks that lie wholly within."""
+        first = block_count(self.begin, self.block_size)
+        return range(first, max(first, self.end // self.block_size))
+
+    def digester(self) -> BlockDigester:
+        """Return what digests the blocks; the first of them begins at `digests_begin`."""
+        if self._digester is None:
+            begin, end = self.digests_begin, self._blocks.stop * self.block_size
+            buffer = self.slot.buffer[begin:end]
+            self._digester = BlockDigester(buffer, end - begin, digest_workers(), block_size=self.block_size)
+        return self._digester
+
+    @property
+    def digests_begin(self) -> int:
+        """Offset of the first block that is digested."""
+        return self._blocks.start * self.block_size
+
+    def wait(self, deadline_s: float) -> None:
+        """Wait until all is copied, and begin to digest. Nothing happens where all is.
+
+        Raises:
+            SaveError: a source has changed, or the copy was not over in time. The bytes are of no use.
+        """
+        if self.late is not None:
+            self.late.wait(deadline_s)
+            self.late = None
+            self.digester().advance(0, self.digester().size)
+
+    def digests(self, size: int) -> tuple[str, ...]:
+        """Return the digests of all blocks of an object of ``size`` bytes, whose header and rest are written now."""
+        known = self.digester().finish()
+        self._digester = None
+        # What was staged and is not named may reach beyond the object, whose last block then ends earlier.
+        known = known[: max(0, size // self.block_size - self._blocks.start)]
+        begin, end = (
+            min(block * self.block_size, size) for block in (self._blocks.start, self._blocks.start + len(known))
+        )
+        around = []
+        for part in (self.slot.buffer[:begin], self.slot.buffer[end:size]):
+            with BlockDigester(part, part.nbytes, block_size=self.block_size) as digester:
+                around.append(digester.finish())
+        return (*around[0], *known, *around[1])
+
+    def discard(self) -> None:
+        """Wait until nothing is copied or digested any more: the bytes are of no use. Safe to repeat."""
+        if self.late is not None:
+            self.late.settle()
+        if self._digester is not None:
+            self._digester.abort()
+            self._digester = None
+
+
+@dataclass(slots=True, eq=False)
+class Filled:
+    """An object whose items are in place. Header and digests wait for the byte items that may still be added."""
+
+    staged: Staged
+    layout: Layout
+    byte_items: list[BytesItem]
+    metadata: Mapping[str, str] | None
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """A layout, and the tensors that it was made for.
+
+    Attributes:
+        kind: see `PartWriter.stage`.
+        signature: names, dtypes and shapes of the tensors, keys of the byte items, aliases.
+        to_file, to_caller: bring the caller's tensors in the order of the entries, and views of entries back.
+    """
+
+    kind: object
+    signature: tuple[object, ...]
+    layout: Layout
+    pieces: Sequence[Piece]
+    to_file: Callable[[Sequence[Any]], Sequence[Any]]
+    to_caller: Callable[[Sequence[Any]], Sequence[Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Named:
+    """The layout of staged tensors with their final names, and which tensors lie behind what was staged."""
+
+    signature: tuple[object, ...]
+    layout: Layout
+    appended: Sequence[int]
+
+
+class PartWriter:
+    """Writes the objects of one rank. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._staged: _Plan | None = None
+        self._filled: _Plan | None = None
+        self._named: _Named | None = None
+        self._behind = self._extra = 0  # bytes that followed what was staged, and filled, the last time
+        self._views: weakref.WeakKeyDictionary[Slot, tuple[Layout, Sequence[torch.Tensor]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._template = HeaderTemplate()
+        self._lock = threading.Lock()
+
+    # ---- staging -------------------------------------------------------------------------------------------
+
+    def stage(
+        self,
+        take: Take,
+        tensors: Sequence[TensorItem],
+        byte_keys: Sequence[str] = (),
+        *,
+        kind: object = None,
+        late: LateCopy | None = None,
+    ) -> Staged:
+        """Copy tensors into a slot, to be named by `fill`.
+
+        Args:
+            take: gives the slot. If the copy fails the slot is still the caller's.
+            tensors: plain strided tensors on any device. Names only size the header, and must differ.
+            byte_keys: names of byte items, if they are many: the header gets room for them.
+            kind: the same object as before only if keys, dtypes and shapes are the same, in the same order; None: they
+                are compared.
+            late: is started for those of the tensors that it takes: see `Staged.late`.
+        """
+        values = list(map(_second, tensors))
+        plan = self._staged
+        if plan is None or kind is None or plan.kind is not kind:
+            plan = self._staged = _planned(plan, list(map(_first, tensors)), values, list(byte_keys), kind=kind)
+        slot = take(plan.layout.size + self._behind, None)
+        views, sources = self._views_of(slot, plan.layout), plan.to_file(values)
+        staged = _body(slot, plan.layout)
+        try:
+            if late is not None:
+                self._start(staged, plan, views, sources, late)
+            else:
+                copy_all(views, sources, pieces=plan.pieces)
+            if staged.late is None:
+                staged.digester().advance_soon(_CALLER_S)
+        except BaseException:
+            staged.discard()
+            raise
+        staged.views = plan.to_caller(views)
+        return staged
+
+    def _start(
+        self,
+        staged: Staged,
+        plan: _Plan,
+        views: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        late: LateCopy,
+    ) -> None:
+        """Copy what cannot be copied late, and start the copy of the rest."""
+        numbers = plan.to_file(range(len(views)))
+        later = [n for n, number in enumerate(numbers) if number in late.numbers and late.takes(views[n], sources[n])]
+        now = sorted(set(range(len(views))).difference(later))
+        copy_all([views[n] for n in now], [sources[n] for n in now])
+        if later:
+            staged.late = late
+            names = [plan.layout.tensors[n].key for n in later]
+            late.start(names, [views[n] for n in later], [sources[n] for n in later])
+
+    def _views_of(self, slot: Slot, layout: Layout) -> Sequence[torch.Tensor]:
+        """Return the tensors of a layout in a slot, in the order of its entries."""
+        with self._lock:
+            known = self._views.get(slot)
+        if known is not None and known[0] is layout:
+            return known[1]
+        views = [_view(slot, entry) for entry in layout.tensors]
+        with self._lock:
+            self._views[slot] = layout, views
+        return views
+
+    # ---- filling -------------------------------------------------------------------------------------------
+
+    def fill(
+        self,
+        take: Take,
+        tensors: Sequence[TensorItem],
+        byte_items: Sequence[BytesItem] = (),
+        *,
+        staged: Staged | None = None,
+        metadata: Mapping[str, str] | None = None,
+        deadline_s: float,
+    ) -> Filled:
+        """Bring items into one object.
+
+        Args:
+            take: gives a slot.
+            tensors: plain strided tensors on any device, with names that differ.
+            byte_items: keys and contents.
+            staged: tensors that lie in it are taken as they are, others are copied in behind them.
+            metadata: goes into the header.
+            deadline_s: seconds at most to wait for a late copy, where what was staged must be copied once more.
+        """
+        filled = None if staged is None else self._name(staged, tensors, byte_items, metadata)
+        return filled or self._place(take, tensors, byte_items, metadata, staged, deadline_s)
+
+    def _name(
+        self,
+        staged: Staged,
+        tensors: Sequence[TensorItem],
+        byte_items: Sequence[BytesItem],
+        metadata: Mapping[str, str] | None,
+    ) -> Filled | None:
+        """Name what was staged; None if an object cannot hold it as it lies: views overlap, or there is no room."""
+        slot, begin, end = staged.slot, staged.begin, staged.end
+        values = list(map(_second, tensors))
+        offsets = [at if begin <= at < end else -1 for at in map((-slot.address).__add__, map(_data_ptr, values))]
+        if not (all(map(_is_contiguous, values)) and not any(map(_is_neg, values)) and not any(map(_is_conj, values))):
+            offsets = [at if _is_its_memory(value) else -1 for at, value in zip(offsets, values, strict=True)]
+        names, dtypes, shapes = list(map(_first, tensors)), list(map(_dtype, values)), list(map(_shape, values))
+        signature = begin, end, offsets, names, dtypes, shapes
+        named = self._named
+        if named is None or named.signature != signature:
+            named = _named(signature, zip(names, offsets, dtypes, shapes, strict=True), begin, end)
+            if named is None:
+                return None
+            self._named = named
+        layout = with_byte_items(named.layout, _sizes(byte_items), end)
+        if layout.size > slot.size:
+            return None
+        if named.appended:
+            targets = [_view(slot, layout.by_key[names[n]]) for n in named.appended]
+            copy_all(targets, [values[n] for n in named.appended])
+        return Filled(staged, layout, list(byte_items), metadata)
+
+    def _place(
+        self,
+        take: Take,
+        tensors: Sequence[TensorItem],
+        byte_items: Sequence[BytesItem],
+        metadata: Mapping[str, str] | None,
+        old: Staged | None,
+        deadline_s: float,
+    ) -> Filled:
+        """Copy all tensors into a slot, under a header that fits."""
+        tensors, aliases = _without_aliases(tensors)
+        names, values = list(map(_first, tensors)), list(map(_second, tensors))
+        if old is not None:  # some of them lie in the slot, which may be taken again
+            old.wait(deadline_s)
+            values = cpu_clones(values)
+            old.discard()
+        plan = self._filled = _planned(self._filled, names, values, list(map(_first, byte_items)), aliases)
+        layout = with_byte_items(plan.layout, _sizes(byte_items))
+        slot = take(layout.size + self._extra, None if old is None else old.slot)
+        staged = _body(slot, plan.layout)
+        digester, begin = staged.digester(), staged.begin - staged.digests_begin
+        helps = threads_for(staged.end - staged.begin) > 1
+
+        def on_copied(first: int, last: int) -> None:
+            first, last = max(begin + first, 0), min(begin + last, digester.size)
+            if first < last:
+                digester.advance(first, last)
+                if helps:
+                    digester.help()
+
+        try:
+            copy_all(self._views_of(slot, plan.layout), plan.to_file(values), on_copied, plan.pieces)
+        except BaseException:
+            staged.discard()
+            raise
+        return Filled(staged, layout, list(byte_items), metadata)
+
+    # ---- sealing -------------------------------------------------------------------------------------------
+
+    def seal(
+        self, take: Take, filled: Filled, extra: Sequence[BytesItem], name: str, *, deadline_s: float
+    ) -> tuple[Slot, ObjectRecord]:
+        """Add further byte items, write the header and complete the digests.
+
+        Args:
+            take: gives another slot if these items do not fit.
+            filled: the object. extra: the items. name: of the object.
+            deadline_s: as for `fill`.
+
+        Returns:
+            The slot that the object lies in, and its entry for the manifest.
+        """
+        size = filled.layout.size
+        header = self._header(filled, extra)
+        if header is None:
+            layout, slot = filled.layout, filled.staged.slot
+            lying = [(entry.key, _view(slot, entry)) for entry in layout.tensors]
+            lying += [(alias, _view(slot, layout.by_key[kept])) for alias, kept in layout.aliases.items()]
+            items = [*filled.byte_items, *extra]
+            filled = self._place(take, lying, items, filled.metadata, filled.staged, deadline_s)
+            header = self._header(filled, ())
+            if header is None:
+                raise CapacityError(
+                    "the header of the object has no room for its metadata", path=filled.staged.slot.path
+                )
+        layout, slot, staged = filled.layout, filled.staged.slot, filled.staged
+        for entry, (_, data) in zip(layout.byte_items, filled.byte_items, strict=True):
+            slot.buffer[entry.begin : entry.end] = data
+        slot.buffer[: layout.data_start] = header
+        digests = staged.digests(layout.size)
+        # What is added is about as long the next time.
+        self._behind, self._extra = max(0, layout.size - staged.end), max(0, layout.size - size)
+        return slot, ObjectRecord(name, layout.size, slot.size, digests, staged.block_size)
+
+    def _header(self, filled: Filled, extra: Sequence[BytesItem]) -> bytes | None:
+        """Return the header with further byte items; None, with nothing changed, if there is no room."""
+        items = [*filled.byte_items, *extra]
+        layout = with_byte_items(filled.layout, _sizes(items), filled.staged.end) if extra else filled.layout
+        size = filled.staged.slot.size
+        if layout.size > size:
+            return None
+        try:
+            with self._lock:
+                header = self._template.encode(layout, size, filled.metadata)
+        except CapacityError:
+            return None
+        filled.layout, filled.byte_items = layout, items
+        return header
+
+
+_data_ptr, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
+_is_neg, _is_conj = torch.Tensor.is_neg, torch.Tensor.is_conj
+
+
+def _is_its_memory(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
+def _sizes(byte_items: Iterable[BytesItem]) -> list[tuple[str, int]]:
+    return [(key, len(data)) for key, data in byte_items]
+
+
+def _view(slot: Slot, entry: Entry) -> torch.Tensor:
+    return slot.view(entry.begin, entry.end, torch_dtype(entry.dtype), entry.shape)
+
+
+def _body(slot: Slot, layout: Layout) -> Staged:
+    end = layout.tensors[-1].end if layout.tensors else layout.data_start
+    return Staged(slot, layout.data_start, end)
+
+
+def _planned(
+    known: _Plan | None,
+    names: list[str],
+    values: Sequence[torch.Tensor],
+    byte_keys: list[str],
+    aliases: Mapping[str, str] | None = None,
+    *,
+    kind: object = None,
+) -> _Plan:
+    """Return the plan for these tensors: the known one, or a new one."""
+    signature = names, list(map(_dtype, values)), list(map(_shape, values)), byte_keys, aliases
+    if known is not None and known.signature == signature:
+        if known.kind is kind:
+            return known
+        return _Plan(kind, signature, known.layout, known.pieces, known.to_file, known.to_caller)
+    tensors = list(zip(names, values, strict=True))
+    layout = plan_layout(described(tensors), [(key, 0) for key in byte_keys], aliases)
+    place = {name: number for number, name in enumerate(names)}
+    order = [place[entry.key] for entry in layout.tensors]
+    back = sorted(range(len(order)), key=order.__getitem__)
+    pieces = tuple(cut(entry.nbytes for entry in layout.tensors))
+    return _Plan(kind, signature, layout, pieces, elements(order), elements(back))
+
+
+def _named(
+    signature: tuple[object, ...],
+    places: Iterable[tuple[str, int, torch.dtype, torch.Size]],
+    begin: int,
+    end: int,
+) -> _Named | None:
+    """Return the layout of tensors that have their places, with the others behind; None if two of them overlap."""
+    kept: dict[tuple[int, torch.dtype, torch.Size], str] = {}
+    entries: list[Entry] = []
+    aliases: dict[str, str] = {}
+    appended: list[int] = []
+    for number, (name, offset, dtype, shape) in enumerate(places):
+        nbytes = shape.numel() * dtype.itemsize
+        if offset < 0:
+            appended.append(number)
+            offset = round_up(end, _APPEND_ALIGNMENT)
+            end = offset + nbytes
+        first = kept.setdefault((offset, dtype, shape), name) if nbytes else name
+        if first == name:
+            entries.append(Entry(name, dtype_name(dtype), tuple(shape), offset, offset + nbytes))
+        else:
+            aliases[name] = first
+    entries.sort(key=lambda entry: (entry.begin, entry.end))
+    if any(one.end > other.begin for one, other in itertools.pairwise(entries)):
+        return None
+    try:
+        return _Named(signature, layout_from_entries(entries, begin, aliases), appended)
+    except InvalidArgumentError:  # a view is not aligned to its elements
+        return None
+
+
+def _without_aliases(tensors: Sequence[TensorItem]) -> tuple[Sequence[TensorItem], dict[str, str]]:
+    """Return the tensors without those that are the same memory as another one, and the name of that other one."""
+    if len(set(map(_data_ptr, map(_second, tensors)))) == len(tensors):
+        return tensors, {}
+    kept: dict[tuple[object, ...], str] = {}
+    unique: list[TensorItem] = []
+    aliases: dict[str, str] = {}
+    for name, tensor in tensors:
+        first = kept.setdefault(view_identity(tensor), name) if tensor.numel() else name
+        if first == name:
+            unique.append((name, tensor))
+        else:
+            aliases[name] = first
+    return unique, aliases

@@ -1,0 +1,481 @@
+"""Writes verified versions to a durable store, in the background, while training and saves go on.
+
+The leader of the board chooses which (`rounds.Verdict.persist`). Each rank then writes its own part, from its slot,
+which is not reused meanwhile. Rank 0 waits for the manifests of the others in the store, writes the marker, and removes
+what is too old. How versions lie there is for `stores.durable`. At a planned end, and at SIGTERM, the newest verified
+version is persisted.
+
+A rank that cannot write its part publishes that in the job's store, so that rank 0 waits for that part no longer.
+Nothing here can delay or fail a save: a durable store that hangs keeps this thread, and one slot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from ml_flashpoint import events
+from ml_flashpoint.config import Persist
+from ml_flashpoint.engine.rounds import Verdict
+from ml_flashpoint.engine.store import SignedStore
+from ml_flashpoint.format.errors import DeadlineError, FlashpointError, JobInUseError, PrunedError, SaveError
+from ml_flashpoint.format.failure_kinds import text_of
+from ml_flashpoint.format.knobs import collective_deadline_s, transfer_deadline_s
+from ml_flashpoint.format.manifest import ObjectRecord
+from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.memory.pool import Pool
+from ml_flashpoint.memory.slot import Slot
+from ml_flashpoint.ranks.rank_group import RankGroup
+from ml_flashpoint.stores.durable import DurableVersions
+from ml_flashpoint.stores.location import open_durable
+from ml_flashpoint.stores.ownership import PERIOD_S, Ownership
+from ml_flashpoint.stores.part import check_blocks
+
+_log = logging.getLogger(__name__)
+
+_FIRST_POLL_S, _LAST_POLL_S, _IDLE_POLL_S = 0.05, 1.0, 30.0
+_SLICE_BYTES: Final = 4 << 20
+_ZEROS: Final = bytes(1 << 20)
+_MOST_OF_AN_ERROR: Final = 2000
+_TRIES_AT_END: Final = 4.0
+"""At the end, a second apart; ten times as many where another process has the store, which may have been killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PersistHealth:
+    """State of persisting on this rank.
+
+    Attributes:
+        persisted: step of the newest version that is complete in the store, as this rank has heard; None for none.
+        error: reason why the latest version is not persisted, or no next one can be; None while nothing is amiss.
+        lag: steps from there to the newest verified version; None if either is not known.
+        failures: versions whose part could not be written here, or that could not be completed here.
+    """
+
+    persisted: int | None
+    error: str | None
+    lag: int | None
+    failures: int
+
+
+class _SupersededError(FlashpointError):
+    """A newer version is to be persisted instead, or none any more."""
+
+
+@dataclass(eq=False, slots=True)
+class _Task:
+    """A part to write. Its slot, None if the part has none any more, is not reused before `hold` is closed."""
+
+    save: SaveId
+    slot: Slot | None = None
+    hold: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    superseded: threading.Event = field(default_factory=threading.Event)
+
+
+class Persister:
+    """The thread that persists this rank's parts, and on rank 0 completes versions. Thread-safe.
+
+    Args:
+        options: where to, and which.
+        ranks: this rank, and how many there are.
+        pool: the slots of this rank's parts. It is closed after this.
+        base: the base container, for events.
+        connect: returns a client of the job's store for this object alone.
+        open_store: opens the durable store behind a URL.
+        period_s: see `stores.ownership`.
+
+    Raises:
+        SaveError: no thread can be started.
+    """
+
+    def __init__(
+        self,
+        options: Persist,
+        ranks: RankGroup,
+        pool: Pool,
+        base: object,
+        *,
+        connect: Callable[[], SignedStore],
+        open_store: Callable[[str], DurableVersions] = open_durable,
+        period_s: float = PERIOD_S,
+    ) -> None:
+        self.options = options
+        self._ranks, self._rank, self._world_size = ranks, ranks.rank, ranks.world_size
+        self._pool, self._base, self._process = pool, base, os.getpid()
+        self._news = _News(connect, ranks.rank, ranks.world_size)
+        self._open_store, self._period_s = open_store, period_s
+        self._opened: DurableVersions | None = None
+        self._ownership: Ownership | None = None
+        self._changed = threading.Condition()
+        self._next: _Task | None = None
+        self._task: _Task | None = None
+        self._is_asked = False
+        """True once the store has said whether this process may persist there."""
+        self._hurrying = self._closing = False
+        self._newest: SaveId | None = None
+        self._due: SaveId | None = None
+        self._written: SaveId | None = None
+        self._completed: SaveId | None = None
+        self._gone: SaveId | None = None
+        self._persisted: int | None = None
+        self._error: str | None = None
+        self._failures, self._tries_left = 0, _TRIES_AT_END
+        self._progress = self._pace = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="flashpoint-persist", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise SaveError(f"no thread for persisting can be started: {error}", rank=ranks.rank) from error
+
+    # ---- the board's thread ---------------------------------------------------------------------------------
+
+    def heard(self, verdict: Verdict) -> None:
+        """Take note of a verdict; also of the first one of each run, which ends what the job has gone back from."""
+        with self._changed:
+            self._newest = verdict.newest if verdict.total else None
+            is_due = verdict.persist is not None and verdict.persist != self._due
+            self._due = verdict.persist
+        if is_due and verdict.persist is not None:
+            self._give(verdict.persist)
+        if self._hurrying:
+            self.hurry()
+
+    @property
+    def is_busy(self) -> bool:
+        """True while no other version should become due: asked on rank 0."""
+        with self._changed:
+            # A store that is slow to open has its first version, too: there may be no other one for long.
+            ready = self.owns_store or not self._is_asked
+            return not ready or self._next is not None or self._task is not None
+
+    def _give(self, save: SaveId) -> None:
+        """Have the thread write a part next, in place of the present one."""
+        task = _Task(save)
+        with contextlib.suppress(PrunedError):
+            task.slot = task.hold.enter_context(self._pool.reading(save))
+        unused: _Task | None = task
+        with self._changed:
+            if not self._closing:
+                self._next, unused = task, self._next
+                if self._task is not None:
+                    self._task.superseded.set()
+            self._changed.notify_all()
+        if unused is not None:
+            unused.hold.close()
+
+    # ---- the thread -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poll_s: float | None = 0.0
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._next is not None or self._closing, poll_s)
+                task, self._next = self._next, None
+                self._task, self._progress = task, time.monotonic()
+                if self._closing:
+                    break
+            try:
+                self._own()
+                if task is not None:
+                    self._persist(task)
+            except _SupersededError:
+                _log.debug("%s is not persisted: a newer version is, or none any more", task and task.save)
+            except Exception as error:  # whatever a filesystem's client raises
+                self._fail(None if task is None else task.save, error)
+                may_be_dead = self._ownership is not None and self._ownership.owner_may_be_dead
+                self._tries_left -= 0.1 if isinstance(error, JobInUseError) and may_be_dead else 1
+            finally:
+                self._is_asked = True
+                self._end(task)
+            poll_s = self._after(task, poll_s)
+        self._end(task)
+        if self._ownership is not None:
+            with contextlib.suppress(Exception):
+                self._ownership.release()
+
+    def _end(self, task: _Task | None) -> None:
+        if task is not None:
+            task.hold.close()
+        with self._changed:
+            self._task = None
+            self._changed.notify_all()
+
+    def _after(self, task: _Task | None, waited_s: float | None) -> float | None:
+        """Return the seconds after which the thread looks again, also if nothing is to be persisted by then."""
+        with self._changed:
+            newest = self._newest
+            tries_again = self._hurrying and newest is not None and not self._has_ended(newest)
+            if tries_again:  # there is no next version with which to try again what failed
+                self._changed.wait_for(lambda: self._next is not None or self._closing, _LAST_POLL_S)
+                tries_again = self._next is None and not self._closing
+        if tries_again and newest is not None:
+            self._give(newest)
+        if not self.owns_store:
+            return min(self._period_s / 4, _LAST_POLL_S)
+        if self._rank == 0 or self._written is None:
+            return None
+        step = self._news.persisted()
+        with self._changed:
+            self._persisted = self._persisted if step is None else step
+            is_there = self._persisted is not None and self._persisted >= self._written.step
+        if is_there:
+            return None
+        return _FIRST_POLL_S if task is not None else min(2 * (waited_s or _FIRST_POLL_S), _IDLE_POLL_S)
+
+    @property
+    def owns_store(self) -> bool:
+        """True once this process may persist there: on rank 0, no other job does."""
+        return self._rank != 0 or (self._ownership is not None and self._ownership.taken)
+
+    def _store(self) -> DurableVersions:
+        if self._opened is None:
+            self._opened = self._open_store(self.options.url)
+        return self._opened
+
+    def _own(self) -> None:
+        """Be the process that completes versions at this URL, and look which there are."""
+        if self.owns_store:
+            return
+        store = self._store()
+        if self._ownership is None:
+            self._ownership = Ownership(store.files, period_s=self._period_s)
+        self._ownership.take()
+        try:
+            newest = next((version for version in store.versions() if version.counts), None)
+        except BaseException:
+            self._ownership.release()
+            self._ownership = None
+            raise
+        with self._changed:
+            self._persisted = None if newest is None else newest.step
+            if self._task is None:
+                self._error = None
+        if newest is not None:
+            self._news.publish_persisted(newest.step)
+
+    def _persist(self, task: _Task) -> None:
+        store, save, slot = self._store(), task.save, task.slot
+        if slot is None:
+            self._gone = save
+            raise PrunedError("the part has no slot any more", step=save.step, rank=self._rank)
+        manifest = self._pool.container.read_manifest(save, self._rank)
+        if self._rank == 0:
+            self._remove(store, save)
+        self._pace = began = time.monotonic()
+        store.write_part(manifest, lambda record: self._content(task, slot, record))
+        task.hold.close()
+        seconds, size = time.monotonic() - began, manifest.total_size
+        events.emit(events.PartPersisted, self._ranks, self._base, save.step, bytes=size, seconds=seconds)
+        with self._changed:
+            self._written = save
+        if self._rank == 0:
+            self._collect(store, task)
+        self._worked(save)
+
+    def _content(self, task: _Task, slot: Slot, record: ObjectRecord) -> Iterator[memoryview]:
+        """Yield the bytes of an object, compared with their digests, and zeros for the unused room in its file."""
+        piece = max(_SLICE_BYTES // record.block_size, 1) * record.block_size
+        for begin in range(0, record.size, piece):
+            content = slot.buffer[begin : min(begin + piece, record.size)]
+            check_blocks(record, begin, content, str(slot.path))
+            for at in range(0, len(content), _SLICE_BYTES):
+                self._pause(task, len(content[at : at + _SLICE_BYTES]))
+                yield content[at : at + _SLICE_BYTES]
+        for begin in range(record.size, record.file_size, len(_ZEROS)):
+            self._go_on(task)
+            yield memoryview(_ZEROS)[: record.file_size - begin]
+        self._pause(task, 0)
+
+    def _pause(self, task: _Task, count: int) -> None:
+        """Wait as long as the limit on bytes a second asks for, before so many bytes more."""
+        self._go_on(task)
+        rate = self.options.bytes_per_s
+        if rate is not None:
+            while (left := self._pace - time.monotonic()) > 0 and not self._hurrying:
+                task.superseded.wait(min(left, _LAST_POLL_S))
+                self._go_on(task)
+            self._pace += count / rate
+
+    def _go_on(self, task: _Task) -> None:
+        self._progress = time.monotonic()
+        if task.superseded.is_set() or self._closing:
+            raise _SupersededError("a newer version is persisted instead, or none any more")
+
+    def _collect(self, store: DurableVersions, task: _Task) -> None:
+        """Complete a version on rank 0, once the parts of all ranks are there."""
+        save, give_up, poll_s = task.save, time.monotonic() + collective_deadline_s(), _FIRST_POLL_S
+        while len(there := store.ranks_there(save.version, save.text)) < self._world_size:
+            if time.monotonic() > give_up:
+                missing = sorted(set(range(self._world_size)) - there)[:8]
+                raise DeadlineError(f"the parts of ranks {missing} were not written in time", step=save.step)
+            if not self._hurrying and (failed := self._news.failed(save)):
+                rank, why = failed
+                raise SaveError(f"rank {rank} could not write its part: {why}", step=save.step)
+            self._go_on(task)
+            task.superseded.wait(poll_s)
+            poll_s = min(2 * poll_s, _LAST_POLL_S)
+        assert self._ownership is not None
+        self._ownership.check()
+        newest = max((each.save for each in store.versions() if each.counts), default=save)
+        if newest > save:
+            raise JobInUseError(
+                f"there is a version that counts as newer, step {newest.step} of run {newest.run}",
+                path=store.path,
+                hint="give each job a URL of its own",
+            )
+        store.complete(save.version, save.text, self._world_size)
+        events.emit(events.VersionPersisted, self._ranks, self._base, save.step, url=self.options.url)
+        with self._changed:
+            self._persisted, self._completed, self._task = save.step, save, None
+            self._changed.notify_all()
+        self._news.publish_persisted(save.step)
+        self._remove(store, save)
+
+    def _remove(self, store: DurableVersions, save: SaveId) -> None:
+        assert self._ownership is not None
+        try:
+            self._ownership.check()
+            store.keep_newest(self.options.keep, save.version, save.text)
+        except FlashpointError as error:
+            _log.warning("older versions are not removed yet: %s", error)
+
+    # ---- results --------------------------------------------------------------------------------------------
+
+    def _worked(self, save: SaveId) -> None:
+        with self._changed:
+            if self._error is not None:
+                _log.warning("persisting works again from step %d on", save.step)
+            self._error = None
+            self._changed.notify_all()
+
+    def _fail(self, save: SaveId | None, error: Exception) -> None:
+        text = text_of(error)
+        with self._changed:
+            loud = self._error is None or (save is not None and self._failures.bit_count() == 1)
+            self._error = text
+            self._failures += save is not None
+        step = None if save is None else save.step
+        events.emit(events.PersistFailed, self._ranks, self._base, step, error=text)
+        what = "nothing can be persisted yet" if save is None else f"step {step} is not persisted"
+        _log.log(logging.ERROR if loud else logging.DEBUG, "%s, training goes on: %s", what, text)
+        if save is not None:
+            self._news.publish_failure(save, text)
+
+    @property
+    def health(self) -> PersistHealth:
+        """State of persisting, now."""
+        with self._changed:  # a version that is persisted and the error that it ends are seen at once
+            newest, persisted, error = self._newest, self._persisted, self._error
+            quiet_s = time.monotonic() - self._progress
+            is_at_work = self._task is not None or self._next is not None
+        if is_at_work and quiet_s > transfer_deadline_s():
+            error = f"{self.options.url} has not answered for {quiet_s:.0f} s"
+        lag = None if newest is None or persisted is None else newest.step - persisted
+        return PersistHealth(persisted, error, lag, self._failures)
+
+    # ---- the end --------------------------------------------------------------------------------------------
+
+    def _is_done(self, save: SaveId) -> bool:
+        return save == (self._completed if self._rank == 0 else self._written)
+
+    def _has_ended(self, save: SaveId) -> bool:
+        has_given_up = self._hurrying and self._tries_left <= 0
+        return self._is_done(save) or self._closing or has_given_up or save == self._gone
+
+    def hurry(self) -> None:
+        """Persist the newest verified version now, and each one that is verified yet, without the limit on bytes a
+        second: the job is about to end. Does not wait."""
+        with self._changed:
+            newest, current = self._newest, self._next or self._task
+            if not self._hurrying:
+                self._hurrying, self._tries_left = True, _TRIES_AT_END
+            is_known = current is not None and current.save == newest
+        if newest is not None and not is_known and not self._is_done(newest):
+            self._give(newest)
+
+    def finish(self, deadline_s: float) -> bool:
+        """`hurry`, and wait until the newest verified version is persisted. Call `close` then.
+
+        Returns:
+            True if it is; on other ranks than 0, if this rank's part is written.
+        """
+        if os.getpid() != self._process:
+            return False
+        self.hurry()
+        with self._changed:
+            newest = self._newest
+            if newest is not None:
+                self._changed.wait_for(lambda: self._has_ended(newest), deadline_s)
+            return newest is None or self._is_done(newest)
+
+    def close(self) -> None:
+        """Stop at once: a version that is not complete stays incomplete. A thread that the durable store keeps is left
+        to it. Safe to call twice."""
+        if os.getpid() != self._process:
+            return
+        with self._changed:
+            self._closing = True
+            if self._task is not None:
+                self._task.superseded.set()
+            unused, self._next = self._next, None
+            self._changed.notify_all()
+        if unused is not None:
+            unused.hold.close()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_LAST_POLL_S)
+
+
+class _News:
+    """What ranks tell each other about persisting, in the job's store. Without that store nobody hears anything."""
+
+    def __init__(self, connect: Callable[[], SignedStore], rank: int, world_size: int) -> None:
+        self._connect, self._rank, self._world_size = connect, rank, world_size
+        self._client: SignedStore | None = None
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def _store(self) -> Iterator[SignedStore]:
+        with self._lock:
+            try:
+                if self._client is None:
+                    self._client = self._connect()
+                    for rank in range(self._world_size if self._rank == 0 else 0):
+                        self._client.reserve(f"failed/{rank}")
+                yield self._client
+            except (RuntimeError, ValueError, TypeError) as error:
+                _log.debug("the job's store failed: %s", error)
+                self._client = None
+
+    def publish_failure(self, save: SaveId, text: str) -> None:
+        """Publish that this rank cannot write its part of a save."""
+        with self._store() as store:
+            store.set(f"failed/{self._rank}", json.dumps([*save, text[:_MOST_OF_AN_ERROR]]))
+
+    def failed(self, save: SaveId) -> tuple[int, str] | None:
+        """Return a rank that cannot write its part of a save, and the reason."""
+        with self._store() as store:
+            for rank, blob in enumerate(store.multi_get([f"failed/{rank}" for rank in range(self._world_size)])):
+                if blob:
+                    run, step, text = json.loads(blob)
+                    if (run, step) == save:
+                        return rank, str(text)
+        return None
+
+    def publish_persisted(self, step: int) -> None:
+        """Publish the newest persisted step."""
+        with self._store() as store:
+            store.set("persisted", str(step))
+
+    def persisted(self) -> int | None:
+        """Return the newest persisted step that rank 0 has published; None if it has not."""
+        with self._store() as store:
+            if store.check(["persisted"]):
+                return int(store.get("persisted") or 0)
+        return None

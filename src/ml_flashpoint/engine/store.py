@@ -1,0 +1,164 @@
+"""The job's store: keys and values that all ranks share, signed with the job's secret.
+
+Rank 0 hosts a ``TCPStore`` of torch (https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.TCPStore);
+a job of one process has a ``HashStore``. A ``TCPStore`` serves whoever connects, so each value carries a keyed hash of
+its key and its content. A value without the right hash is as good as none. Counts are not signed: they tell ranks no
+more than when to look.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+from collections.abc import Sequence
+from datetime import timedelta
+from hashlib import blake2b
+
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined, unused-ignore]
+
+from ml_flashpoint.format.errors import FlashpointError
+from ml_flashpoint.net.reachable import reachable_host
+from ml_flashpoint.ranks.rank_group import RankGroup
+
+_log = logging.getLogger(__name__)
+
+_SIGNATURE_BYTES = 16
+_CLIENT_S = 5.0
+
+
+class SignedStore(Store):  # type: ignore[misc, unused-ignore]
+    """A client of a store whose values are signed. Not thread-safe: a call waits behind another thread's.
+
+    Args:
+        store: of torch; keys get ``prefix/`` before them.
+        prefix: part of the signatures, too.
+        secret: of the job.
+    """
+
+    def __init__(self, store: Store, prefix: str, secret: bytes) -> None:
+        super().__init__()
+        self._store = PrefixStore(prefix, store)
+        self._prefix, self._secret = prefix, secret
+        self._has_reported = False
+
+    def _signature(self, key: str, value: bytes) -> bytes:
+        signed = b"%d %s/%s %s" % (len(key), self._prefix.encode(), key.encode(), value)
+        return blake2b(signed, key=self._secret, digest_size=_SIGNATURE_BYTES).digest()
+
+    def _checked(self, key: str, blob: bytes) -> bytes:
+        value = blob[_SIGNATURE_BYTES:]
+        if hmac.compare_digest(blob[:_SIGNATURE_BYTES], self._signature(key, value)):
+            return value
+        if blob and not self._has_reported:
+            self._has_reported = True
+            _log.warning(
+                "the job's store has a value at %s/%s that no rank of this job has written: values that are not signed"
+                " are ignored",
+                self._prefix,
+                key,
+            )
+        return b""
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write a value."""
+        content = value.encode() if isinstance(value, str) else value
+        self._store.set(key, self._signature(key, content) + content)  # type: ignore[arg-type, unused-ignore]
+
+    def get(self, key: str) -> bytes:
+        """Return a value; empty if it is not signed. Waits up to the client's timeout for a key that is missing."""
+        return self._checked(key, self._store.get(key))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:  # type: ignore[override, unused-ignore]
+        """Return several values, as `get` does."""
+        return [self._checked(key, blob) for key, blob in zip(keys, self._store.multi_get(list(keys)), strict=True)]
+
+    def check(self, keys: Sequence[str]) -> bool:  # type: ignore[override, unused-ignore]
+        """Return True if all keys are there."""
+        return bool(self._store.check(list(keys)))
+
+    def reserve(self, key: str) -> None:
+        """Have a key there, with an empty value until one is written, so that `multi_get` never waits for this key."""
+        self._store.compare_set(key, "", "")
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a count, which is 0 before, and return it."""
+        return int(self._store.add(key, amount))
+
+    def delete_key(self, key: str) -> bool:
+        """Remove a key. Return False if it was not there."""
+        return bool(self._store.delete_key(key))
+
+
+class JobStore:
+    """The store of a job, as one rank has it. Thread-safe. Made by `open_store`.
+
+    Args:
+        address: host and port of rank 0's ``TCPStore``; None for a job of one process.
+        server: what rank 0 hosts.
+        secret: of the job.
+    """
+
+    def __init__(self, address: tuple[str, int] | None, server: Store | None, secret: bytes) -> None:
+        self.address = address
+        self._server, self._secret = server, secret
+
+    def connect(self, prefix: str) -> SignedStore:
+        """Return a new client, whose keys are apart from those of other prefixes.
+
+        Raises:
+            RuntimeError: rank 0 cannot be reached within a few seconds, or the store is closed. The client's calls
+                raise the same.
+        """
+        if self.address is not None:
+            client: Store | None = TCPStore(*self.address, None, False, timedelta(seconds=_CLIENT_S))
+        else:
+            client = self._server
+        if client is None:
+            raise RuntimeError("the job's store is closed")
+        return SignedStore(client, prefix, self._secret)
+
+    def close(self) -> None:
+        """End the store on rank 0, once no rank needs it any more. Safe to call twice."""
+        self._server = None
+
+
+def open_store(ranks: RankGroup) -> JobStore:
+    """Open the store of a job. Collective.
+
+    Raises:
+        FlashpointError: rank 0 cannot host it, or a rank cannot reach it. Raised on all ranks.
+    """
+    if ranks.world_size == 1:
+        return JobStore(None, HashStore(), ranks.secret)
+
+    def host() -> TCPStore | None:
+        if ranks.rank != 0:
+            return None
+        try:
+            return TCPStore("localhost", 0, None, True, timedelta(seconds=_CLIENT_S), wait_for_workers=False)
+        except RuntimeError as error:
+            raise _unusable(ranks, f"rank 0 cannot host it: {error}") from error
+
+    server = ranks.together(host, _unusable(ranks, "rank 0 cannot host it, and its log says why"))
+    mine = json.dumps(["", 0] if server is None else [reachable_host(), server.port])
+    name, port = json.loads(ranks.broadcast(mine.encode()))
+    store = JobStore((name, port), server, ranks.secret)
+
+    def reach() -> None:
+        try:
+            store.connect("open").add("ranks", 1)
+        except RuntimeError as error:
+            raise _unusable(ranks, f"rank 0 cannot be reached at {name}:{port}: {error}") from error
+
+    ranks.together(reach, _unusable(ranks, f"another rank cannot reach rank 0 at {name}:{port}, and its log says why"))
+    return store
+
+
+def _unusable(ranks: RankGroup, text: str) -> FlashpointError:
+    return FlashpointError(
+        f"the job's store cannot be used: {text}",
+        rank=ranks.rank,
+        node=ranks.node,
+        hint="let the ranks' hosts connect to each other; FLASHPOINT_HOST names an address of rank 0's that they reach",
+    )

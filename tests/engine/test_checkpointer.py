@@ -1,0 +1,212 @@
+"""Saves of one rank and of several, from `begin` to the verdict, with real processes and tmpfs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from ml_flashpoint.engine.checkpointer import Checkpointer
+from ml_flashpoint.format.errors import (
+    CapacityError,
+    DeadlineError,
+    InvalidArgumentError,
+    SaveError,
+    SkippedError,
+    UnaskedVersionsError,
+)
+from ml_flashpoint.format.save_id import SaveId
+from tests.support.forked import call, call_team, preload
+from tests.support.tmpfs import SMALL_TMPFS_BYTES
+from tests.workers import checkpointer_jobs as jobs
+
+preload("tests.workers.checkpointer_jobs")
+
+
+@pytest.fixture
+def checkpointer(tmpfs: Path) -> Iterator[Checkpointer]:
+    with Checkpointer(tmpfs / "job") as opened:
+        yield opened
+
+
+# ---- one rank ------------------------------------------------------------------------------------------------
+
+
+def test_a_save_is_staged_committed_and_verified(checkpointer: Checkpointer) -> None:
+    save = jobs.begin_and_commit(checkpointer, 5, table="t1")
+    manifest = save.committed.result(30)
+    save.verified.result(30)
+    assert save.staged.done()
+    assert save.id == SaveId(1, 5)
+    assert str(save.version) == str(checkpointer.version(5)) == f"{checkpointer.base}/step-5_ckpt"
+    assert dict(manifest.labels) == {"door": "test", "table": "t1"}
+    found = safetensors.torch.load_file(Path(save.version) / manifest.objects[0].name)
+    assert found["model.w"].tolist() == [500.0] * jobs.SIZE
+    assert bytes(found["note"]) == b"nnnnn"
+    assert (checkpointer.stats.committed, checkpointer.stats.last_verified) == (1, 5)
+    with pytest.raises(InvalidArgumentError, match="not above step 5"):
+        checkpointer.begin(5)
+
+
+def test_versions_that_nobody_has_asked_about_are_not_overwritten(tmpfs: Path) -> None:
+    with Checkpointer(tmpfs / "job") as first:
+        jobs.begin_and_commit(first, 5).verified.result(30)
+        assert call(jobs.open_elsewhere, str(tmpfs / "job")) == "JobInUseError"
+    with Checkpointer(tmpfs / "job") as second:
+        assert second.run == 0
+        for call_it in (lambda: second.begin(6), lambda: second.check_asked("resume()")):
+            with pytest.raises(UnaskedVersionsError, match="nobody has asked about"):
+                call_it()
+        assert second.latest() == second.version(5)
+        assert second.run == 2
+        jobs.begin_and_commit(second, 3).verified.result(30)
+    with Checkpointer(tmpfs / "job", discard_existing=True) as third:
+        assert third.run == 3
+        assert jobs.versions_in(tmpfs / "job") == []
+        jobs.begin_and_commit(third, 1).verified.result(30)
+        third.remove_versions()
+        assert jobs.versions_in(tmpfs / "job") == []
+        jobs.begin_and_commit(third, 1).verified.result(30)
+
+
+def test_a_save_that_fails_leaves_no_trace(checkpointer: Checkpointer) -> None:
+    for step in (1, 2, 3):
+        save = checkpointer.begin(step)
+        checkpointer.stage(save, jobs.state_of(0, step))
+        checkpointer.fail(save, SaveError("out of luck"))
+        for future in (save.staged, save.committed, save.verified):
+            assert future is save.staged or isinstance(future.exception(0), SaveError)
+        with pytest.raises(SaveError, match="out of luck"):
+            checkpointer.fill(save, [])
+    save = checkpointer.begin(4, explicit=True)
+    with pytest.raises(InvalidArgumentError, match="twice"):
+        checkpointer.fill(save, [("a", torch.ones(1)), ("a", torch.ones(1))])
+    assert isinstance(save.verified.exception(0), InvalidArgumentError)
+    jobs.begin_and_commit(checkpointer, 5).verified.result(30)
+    assert (checkpointer.stats.failed, checkpointer.stats.committed) == (4, 1)
+    assert list(checkpointer.container.list_versions()) == [(1, 5)]
+
+
+def test_without_a_slot_a_loop_skips_and_somebody_who_waits_gets_one(checkpointer: Checkpointer) -> None:
+    jobs.begin_and_commit(checkpointer, 1).verified.result(30)
+    busy = checkpointer.begin(2)
+    checkpointer.stage(busy, jobs.state_of(0, 2))
+    skipped = checkpointer.begin(3)
+    with pytest.raises(SkippedError, match="no slot is free"):
+        checkpointer.stage(skipped, jobs.state_of(0, 3))
+    assert (checkpointer.stats.skipped, checkpointer.stats.failed) == (1, 0)
+    explicit = checkpointer.begin(4, explicit=True)
+    staged = threading.Thread(target=lambda: checkpointer.stage(explicit, jobs.state_of(0, 4)))
+    staged.start()
+    checkpointer.fail(busy, SaveError("out of luck"))
+    staged.join(30)
+    checkpointer.commit(explicit, items=lambda: (jobs.state_of(0, 4), []))
+    explicit.verified.result(30)
+
+
+def test_a_save_that_nobody_goes_on_with_ends_at_its_deadline(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHPOINT_SEAL_DEADLINE_S", "0.2")
+    with Checkpointer(tmpfs / "job") as checkpointer:
+        save, unnamed = checkpointer.begin(1), checkpointer.begin()
+        checkpointer.stage(save, jobs.state_of(0, 1))
+        checkpointer.stage(unnamed, jobs.state_of(0, 1))
+        for future in (save.committed, save.verified, unnamed.verified):
+            assert isinstance(future.exception(30), DeadlineError)
+        assert checkpointer.wait(30)
+        monkeypatch.delenv("FLASHPOINT_SEAL_DEADLINE_S")
+        jobs.begin_and_commit(checkpointer, 2).verified.result(30)
+
+
+def test_a_step_that_is_known_late_and_tensors_that_another_process_reads(checkpointer: Checkpointer) -> None:
+    save = checkpointer.begin(explicit=True)
+    (copy, other) = checkpointer.stage(save, jobs.state_of(0, 7))
+    assert save.version is None
+    place = checkpointer.place_of(save, copy[10:20])
+    assert place is not None
+    assert call(jobs.read_at, *place, 10) == 7000.0
+    assert checkpointer.place_of(save, copy[::2]) is None
+    assert checkpointer.place_of(save, torch.ones(3)) is None
+    again = checkpointer.tensor_at(save, place[1], torch.float32, (2, 5))
+    assert again.data_ptr() == copy[10:].data_ptr()
+    with pytest.raises(SaveError, match="nothing is staged"):
+        checkpointer.tensor_at(save, 0, torch.float32, (5,))
+    checkpointer.name(save, 7)
+    with pytest.raises(SaveError, match="before it is committed"):
+        checkpointer.commit(save)
+    assert isinstance(save.verified.exception(0), SaveError)
+    save = checkpointer.begin(explicit=True)
+    (copy, other) = checkpointer.stage(save, jobs.state_of(0, 8))
+    checkpointer.name(save, 8)
+    checkpointer.fill(save, [("part", copy[10:20]), ("b", other), ("more", torch.ones(9))])
+    checkpointer.commit(save)
+    save.verified.result(30)
+    found = safetensors.torch.load_file(Path(str(save.version)) / save.committed.result().objects[0].name)
+    assert [found[key].tolist() for key in ("part", "more")] == [[800.0] * 10, [1.0] * 9]
+
+
+def test_a_state_that_has_no_room_says_so(small_tmpfs: Path) -> None:
+    with Checkpointer(small_tmpfs / "job") as checkpointer:
+        save = checkpointer.begin(1, explicit=True)
+        with pytest.raises(CapacityError, match="no room for one more version"):
+            checkpointer.fill(save, [("w", torch.zeros(SMALL_TMPFS_BYTES, dtype=torch.uint8))])
+        jobs.begin_and_commit(checkpointer, 2).verified.result(30)
+
+
+def test_readers_keep_a_slot_from_being_reused(checkpointer: Checkpointer) -> None:
+    with ExitStack() as stack:
+        for step in range(1, 9):
+            with suppress(SkippedError):
+                jobs.begin_and_commit(checkpointer, step, explicit=False).verified.result(30)
+                stack.enter_context(checkpointer.container.open_part(SaveId(1, step), 0))
+        assert 2 <= checkpointer.stats.committed <= 4
+        assert checkpointer.stats.committed + checkpointer.stats.skipped == 8
+    jobs.begin_and_commit(checkpointer, 20).verified.result(30)
+
+
+def test_a_forked_child_does_nothing(tmpfs: Path) -> None:
+    assert call(jobs.fork_beside_a_save, str(tmpfs / "job")) == ["JobInUseError", [(1, 1)]]
+
+
+def test_a_process_that_ends_commits_what_it_has_begun(tmpfs: Path) -> None:
+    script = """
+import sys
+from ml_flashpoint.engine.checkpointer import Checkpointer
+from tests.workers.checkpointer_jobs import begin_and_commit
+begin_and_commit(Checkpointer(sys.argv[1]), 1)
+"""
+    subprocess.run([sys.executable, "-c", script, str(tmpfs / "job")], check=True, timeout=60)
+    with Checkpointer(tmpfs / "job") as checkpointer:
+        assert checkpointer.latest() == checkpointer.version(1)
+
+
+# ---- several ranks -------------------------------------------------------------------------------------------
+
+
+def test_copies_are_made_before_a_version_is_verified(tmpfs: Path) -> None:
+    found = call_team(jobs.save_steps, tmpfs, 3, 5)
+    for rank, (parts, values) in enumerate(found):
+        assert sorted(parts)[-2:] == [4, 5]
+        assert len(parts[5]) == 2
+        assert rank in parts[5]
+        assert values == [500.0 + each for each in parts[5]]
+
+
+def test_a_save_that_one_rank_lacks_is_passed_over(tmpfs: Path) -> None:
+    outcomes = call_team(jobs.lose_a_save, tmpfs, 2)
+    assert outcomes == [["NoneType", "SupersededError", "NoneType"], ["NoneType", "SaveError", "NoneType"]]
+
+
+def test_a_save_by_two_tables_is_no_version(tmpfs: Path) -> None:
+    assert call_team(jobs.save_by_two_tables, tmpfs, 2) == [["SupersededError"]] * 2
+
+
+def test_a_loop_that_saves_faster_than_it_copies_goes_on_and_ends(tmpfs: Path) -> None:
+    for verified, _, ended in call_team(jobs.save_in_a_loop, tmpfs, 2, 60):
+        assert (verified, ended) == (60, True)

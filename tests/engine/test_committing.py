@@ -1,0 +1,271 @@
+"""Objects as the writer leaves them: whatever was staged, and whatever of that is named, digests are of the bytes that
+are committed, and `safetensors` opens the file."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ml_flashpoint.copy import pinned, transfers
+from ml_flashpoint.copy.late import LateCopy
+from ml_flashpoint.engine.committing import BytesItem, Filled, PartWriter, TensorItem
+from ml_flashpoint.format.digest import BLOCK_SIZE, digest_block
+from ml_flashpoint.format.errors import SaveError
+from ml_flashpoint.format.knobs import BLOCK_BYTES_VARIABLE
+from ml_flashpoint.format.object_format import parse_header
+from ml_flashpoint.memory.slot import Slot, round_up
+from tests.support.played_streams import PlayedStreams
+from tests.support.tmpfs import make_folder, remove_folder
+
+NAME = "rank-00000-00000001.safetensors"
+DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float64)
+# Around the boundaries of blocks, and far from them.
+SIZES = st.one_of(
+    st.sampled_from([0, 1, 4095, 4096, 4097, 8192, 65535, 65536, 65537]), st.integers(0, 20_000), st.just(300_000)
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One save: the tensors staged, which of them are named, and what is added."""
+
+    staged: tuple[tuple[torch.dtype, int], ...]
+    named: tuple[int, ...]
+    added: tuple[tuple[torch.dtype, int], ...]
+    byte_items: tuple[int, ...]
+    extra: tuple[int, ...]
+    block_size: int = 4096
+    prefix: str = ""
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    tensors = st.lists(st.tuples(st.sampled_from(DTYPES), SIZES), max_size=6).map(tuple)
+    staged = draw(tensors)
+    named = draw(st.sets(st.integers(0, len(staged) - 1)).map(sorted)) if staged else []
+    lengths = st.lists(SIZES, max_size=3).map(tuple)
+    return Case(
+        staged,
+        tuple(named),
+        draw(st.just(()) | tensors),
+        draw(lengths),
+        draw(lengths),
+        draw(st.sampled_from([4096, 4096, 8192, 65536])),
+        draw(st.sampled_from(["", "", "long" * 6000])),
+    )
+
+
+class Slots:
+    """Slots in a folder, used again when they are large enough, so that old bytes lie about."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._count = folder, itertools.count()
+        self.free: list[Slot] = []
+
+    def take(self, size: int, old: Slot | None) -> Slot:
+        """Give a slot that is just large enough."""
+        self.free += [] if old is None else [old]
+        for slot in self.free:
+            if size <= slot.size:
+                self.free.remove(slot)
+                return slot
+        return Slot.make(self._folder / str(next(self._count)), round_up(size, 4096))
+
+
+@contextlib.contextmanager
+def slots() -> Iterator[Slots]:
+    folder = make_folder()
+    try:
+        yield Slots(folder)
+    finally:
+        remove_folder(folder)
+
+
+def noise(nbytes: int, seed: int) -> torch.Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def made(shapes: Sequence[tuple[torch.dtype, int]], prefix: str) -> list[TensorItem]:
+    return [(f"{prefix}{i}", noise(size * dtype.itemsize, i).view(dtype)) for i, (dtype, size) in enumerate(shapes)]
+
+
+def octets(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def seal_and_check(
+    writer: PartWriter,
+    some: Slots,
+    filled: Filled,
+    tensors: Sequence[TensorItem],
+    byte_items: Sequence[BytesItem],
+    extra: Sequence[BytesItem] = (),
+) -> None:
+    """Recompute the digests, and compare every item with what `safetensors` finds."""
+    slot, record = writer.seal(some.take, filled, extra, NAME, deadline_s=10)
+    data, size = bytes(slot.buffer), record.block_size
+    blocks = range(0, record.size, size)
+    assert record.digests == tuple(digest_block(data[at : min(at + size, record.size)]) for at in blocks)
+    found = safetensors.torch.load_file(slot.path)
+    layout = parse_header(data, len(data)).layout
+    assert record.size == layout.size
+    for key, tensor in tensors:
+        assert torch.equal(octets(found[layout.by_key[key].key]), octets(tensor))
+    for key, content in (*byte_items, *extra):
+        assert found[key].numpy().tobytes() == content
+    assert layout.by_key.keys() == {key for key, _ in (*tensors, *byte_items, *extra)}
+    some.free.append(slot)
+
+
+def run(case: Case, writer: PartWriter, some: Slots) -> None:
+    originals = made(case.staged, "staged")
+    byte_items = [(f"byte{i}", noise(n, i).numpy().tobytes()) for i, n in enumerate(case.byte_items)]
+    extra = [(f"extra{i}", noise(n, i).numpy().tobytes()) for i, n in enumerate(case.extra)]
+    with mock.patch.dict("os.environ", {BLOCK_BYTES_VARIABLE: str(case.block_size)}):
+        sources = [(key, tensor.clone()) for key, tensor in originals]
+        staged = writer.stage(some.take, sources)
+        for _, source in sources:
+            source.zero_()  # the program goes on
+        tensors = [(case.prefix + originals[i][0], staged.views[i]) for i in case.named] + made(case.added, "added")
+        filled = writer.fill(some.take, tensors, byte_items, staged=staged, deadline_s=10)
+        expected = [(case.prefix + originals[i][0], originals[i][1]) for i in case.named] + made(case.added, "added")
+        seal_and_check(writer, some, filled, expected, byte_items, extra)
+
+
+@pytest.mark.slow
+@settings(max_examples=100)
+@given(st.lists(cases(), min_size=1, max_size=3))
+def test_digests_are_of_the_bytes_that_are_committed(several: list[Case]) -> None:
+    writer = PartWriter()
+    with slots() as some:
+        for case in several:
+            run(case, writer, some)
+
+
+@pytest.mark.slow
+@settings(max_examples=60)
+@given(cases())
+def test_what_was_not_staged_is_stored_once_under_all_its_names(case: Case) -> None:
+    tensors = made(case.staged, "staged")
+    tensors += [(f"again{i}", tensors[i][1]) for i in case.named]
+    tensors += [(f"half{i}", tensors[i][1][: len(tensors[i][1]) // 2]) for i in case.named[:2]]
+    byte_items = [(f"byte{i}", bytes(n)) for i, n in enumerate(case.byte_items)]
+    extra = [(f"extra{i}", bytes(n)) for i, n in enumerate(case.extra)]
+    with mock.patch.dict("os.environ", {BLOCK_BYTES_VARIABLE: str(case.block_size)}), slots() as some:
+        writer = PartWriter()
+        for _ in range(2):
+            filled = writer.fill(some.take, tensors, byte_items, deadline_s=10)
+            seal_and_check(writer, some, filled, tensors, byte_items, extra)
+            assert len(filled.layout.tensors) == len(tensors) - sum(1 for i in case.named if tensors[i][1].numel())
+
+
+@pytest.mark.parametrize("byte_items", [(), (2_000_000,)])
+def test_blocks_of_16_mib(byte_items: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(BLOCK_BYTES_VARIABLE)
+    quarter = (torch.uint8, BLOCK_SIZE * 5 // 4)
+    with slots() as some:
+        run(
+            Case((quarter, quarter, quarter, (torch.uint8, 10)), (1, 2), (), byte_items, (300,), BLOCK_SIZE),
+            PartWriter(),
+            some,
+        )
+
+
+@pytest.mark.parametrize(
+    "change", [lambda copies: [copies[0], copies[0][5:]], lambda copies: [copies[0], copies[1].t()]]
+)
+def test_views_that_cannot_be_named_as_they_lie_are_copied_once_more(
+    change: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]],
+) -> None:
+    sources = [("a", torch.arange(3000.0)), ("b", torch.arange(6000.0).view(2, 3000))]
+    expected = list(zip("xy", change([tensor for _, tensor in sources]), strict=True))
+    with slots() as some:
+        writer = PartWriter()
+        staged = writer.stage(some.take, sources)
+        tensors = list(zip("xy", change(staged.views), strict=True))
+        filled = writer.fill(some.take, tensors, staged=staged, deadline_s=10)
+        seal_and_check(writer, some, filled, expected, [])
+
+
+def test_a_view_that_is_read_otherwise_is_another_tensor() -> None:
+    """The conjugate and negative bits belong to the view: its memory is that of the tensor that it is a view of."""
+    whole = torch.complex(torch.arange(3000.0), torch.arange(3000.0) + 1)
+    items = [("x", whole), ("conjugate", whole.conj()), ("imaginary", whole.imag), ("negative", whole.conj().imag)]
+    items += [("again", whole.conj()), ("rows", whole.expand(2, 3000)), ("columns", whole.expand(2, 3000).t())]
+    with slots() as some:
+        writer = PartWriter()
+        seal_and_check(writer, some, writer.fill(some.take, items, deadline_s=10), items, [])
+        staged = writer.stage(some.take, [("x", whole)])
+        (copy,) = staged.views
+        items = [("x", copy), ("conjugate", copy.conj()), ("imaginary", whole.imag)]
+        filled = writer.fill(some.take, items, staged=staged, deadline_s=10)
+        expected = [("x", whole), ("conjugate", whole.conj()), ("imaginary", whole.imag)]
+        seal_and_check(writer, some, filled, expected, [])
+
+
+def test_where_only_content_changes_nothing_is_planned_anew() -> None:
+    kind, sources = object(), [(f"w{i}", torch.full((1000,), 1.0 * i)) for i in range(20)]
+    views: list[Sequence[torch.Tensor]] = []
+    layouts = []
+    with slots() as some:
+        writer = PartWriter()
+        for step in range(3):
+            for _, tensor in sources:
+                tensor.add_(step)
+            staged = writer.stage(some.take, sources, kind=kind)
+            views.append(staged.views)
+            filled = writer.fill(
+                some.take, list(zip("abcdefghijklmnopqrst", staged.views, strict=True)), staged=staged, deadline_s=10
+            )
+            layouts.append(filled.layout)
+            expected = list(zip("abcdefghijklmnopqrst", (tensor for _, tensor in sources), strict=True))
+            seal_and_check(writer, some, filled, expected, [])
+    assert all(one is other for one, other in zip(*views[1:], strict=True)), "the views of a slot are made once"
+    entries = [layout.tensors for layout in layouts]
+    assert all(one is other for one, other in zip(entries[0], entries[2], strict=True)), "so are the entries"
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_late_copy_is_awaited_and_checked_before_the_object_is_sealed(
+    monkeypatch: pytest.MonkeyPatch, changes: bool
+) -> None:
+    monkeypatch.setattr(pinned, "_process", pinned._Process())
+    monkeypatch.setattr(transfers, "SMALL", 1)
+    played = PlayedStreams(0.0)
+    sources = [("late", played.on(0, torch.arange(70_000.0))), ("now", torch.arange(3000.0))]
+    expected = [(key, tensor.clone()) for key, tensor in sources]
+    with slots() as some, played.played():
+
+        def take(size: int, old: Slot | None) -> Slot:
+            slot = some.take(size, old)
+            for first, last in pinned.slices(slot.address, slot.address + slot.size):
+                pinned._process.locked.setdefault(first // pinned.SLICE, {})[first] = last
+            return slot
+
+        writer, late = PartWriter(), LateCopy([0], lambda: None)
+        staged = writer.stage(take, sources, late=late)
+        filled = writer.fill(
+            take,
+            [(key, view) for (key, _), view in zip(sources, staged.views, strict=True)],
+            staged=staged,
+            deadline_s=10,
+        )
+        assert not late.over
+        if changes:
+            sources[0][1].zero_()
+            with pytest.raises(SaveError, match="'late' was changed"):
+                staged.wait(10)
+            staged.discard()
+        else:
+            staged.wait(10)
+            seal_and_check(writer, some, filled, expected, [])

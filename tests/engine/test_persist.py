@@ -1,0 +1,264 @@
+"""Verified versions in a durable store, from the slots of two ranks in this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from ml_flashpoint import events
+from ml_flashpoint.config import Persist
+from ml_flashpoint.engine.persist import Persister
+from ml_flashpoint.engine.rounds import Verdict
+from ml_flashpoint.engine.store import JobStore
+from ml_flashpoint.format.errors import CapacityError
+from ml_flashpoint.format.manifest import Manifest
+from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.memory.container import BaseContainer, Owner
+from ml_flashpoint.memory.pool import Pool, SlotRequest
+from ml_flashpoint.stores.durable import DurableVersions
+from ml_flashpoint.stores.location import open_durable
+from ml_flashpoint.stores.part import stored_object
+from ml_flashpoint.stores.version_store import Content
+from tests.memory.support import commit, layout_of, value_of
+from tests.support.faulty_files import Faults, faulty_files
+from tests.support.forked import wait_until
+
+RANKS = 2
+
+
+class Job:
+    """Ranks that have committed what a test says is verified."""
+
+    def __init__(
+        self,
+        root: Path,
+        url: str,
+        *,
+        open_store: Callable[[str], DurableVersions] = open_durable,
+        **options: Any,
+    ) -> None:
+        self.store = open_durable(url)
+        job_store = JobStore(None, HashStore(), b"secret")
+        self.pools = [
+            Pool(BaseContainer(root / str(rank)), Owner(RANKS, rank), keep=1, owners=(), extra=2)
+            for rank in range(RANKS)
+        ]
+        self.persisters = [
+            Persister(
+                Persist(url, **options),
+                SimpleNamespace(rank=rank, world_size=RANKS, node="node-0"),  # type: ignore[arg-type]
+                self.pools[rank],
+                root,
+                connect=lambda: job_store.connect("persist"),
+                open_store=open_store,
+                period_s=0.5,
+            )
+            for rank in range(RANKS)
+        ]
+        self.number = 0
+        wait_until(lambda: all(persister.owns_store for persister in self.persisters), "the store is owned")
+
+    def commit(self, step: int, *, run: int = 1) -> list[Any]:
+        """Commit a step on all ranks; return what each rank's pool gave for it."""
+        save, slots = SaveId(run, step), []
+        for pool in self.pools:
+            slot = pool.take(layout_of().size, SlotRequest(save, [], may_grow=True))
+            assert slot is not None
+            commit(pool, slot, save)
+            slots.append(slot)
+        return slots
+
+    def verify(self, step: int, *, due: int | None = None, run: int = 1) -> None:
+        """Have all ranks hear that a step is verified, and which one was due to be persisted."""
+        self.number += 1
+        save = SaveId(run, step)
+        persist = None if due is None else SaveId(run, due)
+        for persister in self.persisters:
+            persister.heard(Verdict(self.number, (save,), SaveId(run, step + 1), self.number, persist=persist))
+
+    @property
+    def steps(self) -> list[int]:
+        return [version.step for version in self.store.versions() if version.counts]
+
+    def await_persisted(self, step: int) -> None:
+        for persister in self.persisters:
+            wait_until(lambda it=persister: it.health.persisted == step, f"{step} is persisted: {persister.health}")  # type: ignore[misc]
+        wait_until(lambda: not self.persisters[0].is_busy, "rank 0 has nothing to do")
+
+    def check(self) -> None:
+        """Check the content of all versions that count."""
+        for version in (version for version in self.store.versions() if version.counts):
+            for rank in range(RANKS):
+                manifest = self.store.manifest(version, rank)
+                data = stored_object(manifest, [self.store]).read(0, manifest.objects[0].size)
+                entry = layout_of().by_key["w"]
+                numbers = memoryview(data)[entry.begin : entry.end].cast("f")
+                assert set(numbers) == {value_of(version.save, rank)}
+
+    def close(self) -> None:
+        for persister in self.persisters:
+            persister.close()
+        for pool in self.pools:
+            pool.close()
+
+
+@pytest.fixture(params=["file", "memory"])
+def job(request: pytest.FixtureRequest, tmpfs: Path) -> Iterator[Job]:
+    url = f"file://{tmpfs}/store" if request.param == "file" else f"memory://{tmpfs.name}"
+    made = Job(tmpfs, url, keep=2)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def faults() -> Iterator[Faults]:
+    with faulty_files() as found:
+        yield found
+
+
+def test_versions_that_are_due_are_persisted_and_older_ones_go(job: Job) -> None:
+    for step in range(10, 60, 10):
+        job.commit(step)
+        job.verify(step, due=step // 20 * 20 or None)
+        if step % 20 == 0:
+            job.await_persisted(step)
+    assert job.steps == [40, 20]
+    job.commit(60)
+    job.verify(60, due=60)
+    job.await_persisted(60)
+    wait_until(lambda: job.steps == [60, 40], "an older version goes")
+    job.check()
+
+
+def test_the_newest_version_is_persisted_at_the_end_though_it_is_not_due(job: Job) -> None:
+    job.commit(10)
+    job.verify(10)
+    assert job.persisters[1].finish(30)
+    assert job.persisters[0].finish(30)
+    assert job.steps == [10]
+    job.check()
+
+
+def test_what_a_job_went_back_from_is_not_persisted_at_the_end(job: Job) -> None:
+    job.commit(10)
+    job.verify(10)
+    for persister in job.persisters:
+        persister.heard(Verdict(0, (SaveId(1, 5),), SaveId(2, 0)))
+        assert persister.finish(30)
+    assert job.steps == []
+
+
+def test_nothing_verified_is_nothing_to_wait_for(job: Job) -> None:
+    assert job.persisters[0].finish(0)
+    assert job.persisters[0].health == job.persisters[1].health
+
+
+def test_a_part_whose_slot_is_gone_is_not_waited_for(job: Job) -> None:
+    job.verify(10, due=10)
+    wait_until(lambda: job.persisters[0].health.failures > 0, "a failure")
+    wait_until(lambda: not job.persisters[0].is_busy, "rank 0 has nothing to do")
+    assert job.persisters[0].finish(30) is False
+    assert "slot" in str(job.persisters[0].health.error)
+
+
+def test_the_slot_of_a_part_is_not_reused_while_a_store_hangs(tmpfs: Path, faults: Faults) -> None:
+    faults.now, job = "hang", Job(tmpfs, faults.url)
+    slots = job.commit(10)
+    job.verify(10, due=10)
+    assert faults.met.wait(30)
+    assert job.persisters[0].is_busy
+    for step in range(20, 70, 10):
+        assert job.commit(step)[0] is not slots[0], "the slot that is read"
+    faults.now = None
+    faults.go_on.set()
+    job.await_persisted(10)
+    job.check()
+    job.close()
+
+
+def test_a_rank_that_cannot_write_is_named_and_the_next_version_is_tried(tmpfs: Path) -> None:
+    refusing, told = threading.Event(), list[events.Event]()
+
+    class Refusing(DurableVersions):
+        def write_part(self, manifest: Manifest, content: Content) -> bool:
+            if manifest.rank == 1 and refusing.is_set():
+                raise CapacityError("the quota is used up")
+            return super().write_part(manifest, content)
+
+    job = Job(tmpfs, f"file://{tmpfs}/store", open_store=lambda url: Refusing(open_durable(url).files, url))
+    refusing.set()
+    with events.subscribe(told.append, tmpfs):
+        job.commit(10)
+        job.verify(10, due=10)
+        for persister in job.persisters:
+            wait_until(lambda it=persister: it.health.error is not None, "a failure on both ranks")  # type: ignore[misc]
+        wait_until(lambda: not job.persisters[0].is_busy, "rank 0 waits no longer")
+        assert "rank 1 could not write its part: the quota is used up" in str(job.persisters[0].health.error)
+        refusing.clear()
+        job.commit(20)
+        job.verify(20, due=20)
+        job.await_persisted(20)
+        events.flush()
+    assert [job.steps, job.persisters[0].health.error, job.persisters[0].health.failures] == [[20], None, 1]
+    assert {(event.rank, event.step) for event in told if isinstance(event, events.PersistFailed)} == {(0, 10), (1, 10)}
+    assert [event.step for event in told if isinstance(event, events.VersionPersisted)] == [20]
+    job.close()
+
+
+def test_the_end_tries_again_what_failed(tmpfs: Path, faults: Faults) -> None:
+    faults.now, job = "raise", Job(tmpfs, faults.url)
+    job.commit(10)
+    job.verify(10, due=10)
+    ended = [threading.Thread(target=persister.finish, args=(30,)) for persister in job.persisters]
+    for thread in ended:
+        thread.start()
+    wait_until(lambda: all(each.health.failures for each in job.persisters), "failures")
+    faults.now = None
+    for thread in ended:
+        thread.join()
+    assert job.steps == [10]
+    job.close()
+
+
+def test_the_end_gives_up_a_store_that_is_away(tmpfs: Path, faults: Faults) -> None:
+    faults.now, job = "raise", Job(tmpfs, faults.url)
+    job.commit(10)
+    job.verify(10)
+    assert [persister.finish(60) for persister in reversed(job.persisters)] == [False, False]
+    job.close()
+
+
+def test_a_limit_on_bytes_a_second_ends_with_the_job(tmpfs: Path) -> None:
+    job = Job(tmpfs, f"file://{tmpfs}/store", bytes_per_s=1e-3)
+    job.commit(10)
+    job.verify(10, due=10)
+    wait_until(lambda: all(persister.is_busy for persister in job.persisters), "ranks that wait for their next bytes")
+    job.commit(20)
+    job.verify(20, due=10)
+    assert [persister.finish(30) for persister in reversed(job.persisters)] == [True, True]
+    assert job.steps == [20]
+    job.close()
+
+
+def test_a_second_job_at_one_url_persists_nothing_until_the_first_has_ended(tmpfs: Path) -> None:
+    first = Job(tmpfs / "first", f"file://{tmpfs}/store")
+    second: list[Job] = []
+    waiting = threading.Thread(target=lambda: second.append(Job(tmpfs / "second", f"file://{tmpfs}/store")))
+    waiting.start()
+    first.commit(10)
+    first.verify(10, due=10)
+    first.await_persisted(10)
+    assert not second
+    first.close()
+    waiting.join(60)
+    second[0].commit(20, run=2)
+    second[0].verify(20, due=20, run=2)
+    second[0].await_persisted(20)
+    assert second[0].steps == [20, 10]
+    second[0].close()

@@ -1,0 +1,129 @@
+"""Ranks agree on who writes what of replicated state: each name once, whoever changes, and without waiting for those
+who do not."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined, unused-ignore]
+
+from ml_flashpoint.engine.replicas import Replicas, Table
+from ml_flashpoint.engine.store import JobStore
+from ml_flashpoint.format.errors import DeadlineError
+from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.state.replicas import Replica
+
+_WAIT_S = 60.0
+
+
+class _Ranks:
+    """Some ranks of one process, each with a thread that answers."""
+
+    def __init__(self, count: int) -> None:
+        job = JobStore(None, HashStore(), b"secret")
+        self.each = [Replicas(rank, count, job) for rank in range(count)]
+        self._ended = threading.Event()
+        self._threads = [threading.Thread(target=self._answer, args=(each,), daemon=True) for each in self.each]
+        for thread in self._threads:
+            thread.start()
+
+    def _answer(self, replicas: Replicas) -> None:
+        while not self._ended.wait(0.001):
+            replicas.answer()
+
+    def agree(self, step: int, names: dict[int, str], deadline_s: float = _WAIT_S) -> dict[int, Table]:
+        """Have some ranks save a step at once, which have items of these names, of one letter each."""
+
+        def of(rank: int) -> Table:
+            items = [Replica(name, 1) for name in names[rank]]
+            return self.each[rank].agree(SaveId(1, step), names[rank], names[rank], lambda: items, deadline_s)
+
+        with ThreadPoolExecutor(len(names)) as pool:
+            return dict(zip(names, pool.map(of, names), strict=True))
+
+    def close(self) -> None:
+        self._ended.set()
+        for thread in self._threads:
+            thread.join()
+
+
+@pytest.fixture
+def ranks() -> Any:
+    made: list[_Ranks] = []
+
+    def make(count: int) -> _Ranks:
+        made.append(_Ranks(count))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+Make = Callable[[int], _Ranks]
+
+
+def _written(tables: dict[int, Table]) -> str:
+    assert len({table.name for table in tables.values()}) == 1
+    return "".join(sorted(name for table in tables.values() for name in table.written))
+
+
+@pytest.mark.parametrize("names", [["abcd"] * 3, ["abcd", "abx", "abcd"], ["a", "b", "c"], ["ab"]])
+def test_every_name_is_written_once(ranks: Make, names: list[str]) -> None:
+    several = ranks(len(names))
+    tables = several.agree(1, dict(enumerate(names)))
+    assert _written(tables) == "".join(sorted(set("".join(names))))
+    assert several.agree(2, dict(enumerate(names))) == tables
+
+
+def test_all_change_at_one_save(ranks: Make) -> None:
+    several = ranks(3)
+    several.agree(1, dict.fromkeys(range(3), "abc"))
+    assert _written(several.agree(2, dict.fromkeys(range(3), "abcd"))) == "abcd"
+    assert _written(several.agree(3, dict.fromkeys(range(3), "abc"))) == "abc"
+
+
+def test_a_rank_that_changes_alone_waits_until_the_others_have_come_as_far_and_they_follow(ranks: Make) -> None:
+    several = ranks(3)
+    several.agree(1, dict.fromkeys(range(3), "ab"))
+    before = several.agree(2, {0: "ab", 2: "ab"})
+    changed = several.agree(2, {1: "abc", 0: "ab"}, _WAIT_S)[1]
+    assert changed.written >= {"c"}
+    assert before[0].name != changed.name
+    step, now = 3, several.agree(3, {0: "ab", 1: "abc", 2: "ab"})
+    while len({table.name for table in now.values()}) > 1:  # saves of different tables are not verified
+        step += 1
+        now = several.agree(step, {0: "ab", 1: "abc", 2: "ab"})
+    assert _written(now) == "abc"
+
+
+def test_a_rank_that_does_not_come_is_named_and_not_waited_for_again(ranks: Make) -> None:
+    several = ranks(2)
+    with pytest.raises(DeadlineError, match="rank 1 has not saved"):
+        several.agree(1, {0: "ab"}, 0.1)
+    with pytest.raises(DeadlineError, match="rank 1 has not saved"):
+        several.agree(2, {0: "ab"})
+    with ThreadPoolExecutor(1) as pool:
+        came = pool.submit(several.agree, 3, {1: "ab"})
+        with contextlib.suppress(DeadlineError):  # it may come a moment later
+            several.agree(3, {0: "ab"})
+        came.result()
+    assert _written(several.agree(4, {0: "ab", 1: "ab"})) == "ab"
+
+
+def test_rank_0_collects_what_all_write_by_a_table(ranks: Make) -> None:
+    several = ranks(2)
+    name = several.agree(1, {0: "ab", 1: "ab"})[0].name
+    large = bytes(range(256)) * 100_000
+    several.each[0].publish(name, lambda: large)
+    with pytest.raises(DeadlineError) as caught:
+        several.each[0].collect(name, 0.05)
+    assert caught.value.rank == 1
+    several.each[1].publish(name, lambda: b"one")
+    several.each[1].publish(name, lambda: pytest.fail("it is published"))
+    assert several.each[0].collect(name, _WAIT_S) == [large, b"one"]

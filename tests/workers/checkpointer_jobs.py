@@ -1,0 +1,140 @@
+"""Ranks that save with a bare `Checkpointer`, in processes of their own."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+
+from ml_flashpoint.config import Config
+from ml_flashpoint.engine.checkpointer import Checkpointer
+from ml_flashpoint.engine.save import Save
+from ml_flashpoint.format.errors import JobInUseError, SaveError, SupersededError
+from tests.support.forked import Report
+
+SIZE = 20_000
+
+
+def state_of(rank: int, step: int) -> list[tuple[str, torch.Tensor]]:
+    return [("w", torch.full((SIZE,), 100.0 * step + rank)), ("b", torch.arange(float(step + 1)))]
+
+
+def begin_and_commit(checkpointer: Checkpointer, step: int, *, explicit: bool = True, table: str = "") -> Save:
+    """Save a step in all its calls but `begin`'s wait."""
+    save = checkpointer.begin(step, explicit=explicit, table=table)
+    copies = checkpointer.stage(save, state_of(checkpointer.ranks.rank, step))
+    checkpointer.fill(save, [("model.w", copies[0]), ("model.b", copies[1])], [("note", b"n" * step)])
+    checkpointer.commit(save, labels={"door": "test"})
+    return save
+
+
+def base() -> str:
+    return os.environ["FLASHPOINT_TEST_BASE"]
+
+
+def save_steps(report: Report, rank: int, steps: int) -> tuple[dict[int, list[int]], list[float]]:
+    """Save and wait for each version; return the parts on this node by step, and values of the copies."""
+    with Checkpointer(base(), Config(replication="pairwise", keep=2)) as checkpointer:
+        for step in range(1, steps + 1):
+            begin_and_commit(checkpointer, step).verified.result(30)
+        parts = {save.step: sorted(ranks) for save, ranks in checkpointer.container.list_versions().items()}
+        newest = max(checkpointer.container.list_versions())
+        values = []
+        for each in sorted(parts[newest.step]):
+            name = checkpointer.container.read_manifest(newest, each).objects[0].name
+            found = safetensors.torch.load_file(Path(base()) / newest.version / name)
+            values.append(float(found["model.w"].max()))
+        assert checkpointer.stats.copied_bytes > 0
+        return parts, values
+
+
+def lose_a_save(report: Report, rank: int) -> list[str]:
+    """Rank 1 has no part of step 2; return the outcomes of steps 1 to 3."""
+    outcomes = []
+    with Checkpointer(base(), Config(replication="none")) as checkpointer:
+        for step in (1, 2, 3):
+            if step == 2 and rank == 1:
+                save = checkpointer.begin(step, explicit=True)
+                checkpointer.fail(save, SaveError("out of luck"))
+            else:
+                save = begin_and_commit(checkpointer, step)
+            if step != 2:
+                save.verified.result(30)
+            outcomes.append(save)
+        return [type(save.verified.exception(30)).__name__ for save in outcomes]
+
+
+def save_by_two_tables(report: Report, rank: int) -> list[str]:
+    """Save by tables that differ, then by one; return the outcomes."""
+    with Checkpointer(base(), Config(replication="none")) as checkpointer:
+        first = begin_and_commit(checkpointer, 1, table=f"table-{rank}")
+        first.committed.result(30)
+        dist.barrier()
+        begin_and_commit(checkpointer, 2, table="both").verified.result(30)
+        return [type(first.verified.exception(30)).__name__]
+
+
+def save_in_a_loop(report: Report, rank: int, steps: int) -> tuple[int, int, bool]:
+    """Save each step without waiting; return the newest verified step, saves skipped, and True at the end."""
+    with Checkpointer(base(), Config(replication="pairwise")) as checkpointer:
+        saves = []
+        for step in range(1, steps + 1):
+            save = checkpointer.begin(step, explicit=step == steps)
+            saves.append(save)
+            try:
+                copies = checkpointer.stage(save, state_of(rank, step))
+            except SaveError:
+                continue
+            names = [("w", copies[0]), ("b", copies[1])]
+            checkpointer.commit(save, items=lambda names=names: (names, []))  # type: ignore[misc]
+        saves[-1].verified.result(60)
+        ended = checkpointer.wait(60)
+        errors = {type(save.verified.exception()) for save in saves if save.committed.exception() is None}
+        assert errors <= {type(None), SupersededError}, errors
+        return checkpointer.stats.last_verified or 0, checkpointer.stats.skipped, ended
+
+
+def open_elsewhere(report: Report, folder: str) -> str:
+    """Return the error of a second job that opens a base container."""
+    try:
+        Checkpointer(folder)
+    except JobInUseError as error:
+        return type(error).__name__
+    return "opened"
+
+
+def fork_beside_a_save(report: Report, folder: str) -> list[Any]:
+    """Fork while a save is staged; return what the child meets, and whether the parent's save is verified."""
+    with Checkpointer(folder) as checkpointer:
+        save = checkpointer.begin(1, explicit=True)
+        copies = checkpointer.stage(save, state_of(0, 1))
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                checkpointer.begin(2)
+            except Exception as error:
+                os.write(write, type(error).__name__.encode())
+            checkpointer.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        checkpointer.fill(save, [("w", copies[0])])
+        checkpointer.commit(save)
+        save.verified.result(30)
+        return [os.read(read, 100).decode(), sorted(checkpointer.container.list_versions())]
+
+
+def read_at(report: Report, path: str, offset: int, count: int) -> float:
+    """Return the sum of numbers in a slot's file, as another process finds them."""
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapping:
+        data = bytearray(mapping[offset : offset + 4 * count])
+    return float(torch.frombuffer(data, dtype=torch.float32).sum())
+
+
+def versions_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("step-*"))

@@ -6,12 +6,11 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId, validate_segment
-from ml_flashpoint.format.errors import InvalidNameError, ManifestError, ProtocolError, ReplicationError
+from ml_flashpoint.format.errors import ProtocolError, ReplicationError
 from ml_flashpoint.format.manifest import decode
 from ml_flashpoint.net.blocks import BlockChecker
 from ml_flashpoint.net.channel import Channel
-from ml_flashpoint.net.messages import Fields, integer, text
+from ml_flashpoint.net.messages import Fields, integer
 from ml_flashpoint.net.server import HangUp, Peer, RequestServer
 from ml_flashpoint.net.transfers import DEADLINE_S, TRANSFERS, Address, PartName, TransferBackend, error_context
 
@@ -102,7 +101,7 @@ class _Requests:
         if op == "ping":
             return {}, ()
         if op == "manifest":
-            return {}, (self._backend.read_manifest(_part_in(fields)),)
+            return {}, (self._backend.read_manifest(PartName.from_fields(fields)),)
         if op == "fetch":
             self._give_bytes(session, fields)
             return None
@@ -111,7 +110,7 @@ class _Requests:
         raise ProtocolError(f"there is no request {op!a} of {len(blobs)} blobs")
 
     def _give_bytes(self, channel: Channel, fields: Fields) -> None:
-        part, begin = _part_in(fields), integer(fields, "offset")
+        part, begin = PartName.from_fields(fields), integer(fields, "offset")
         end = begin + integer(fields, "length")
         with self._backend.open_part(part) as view:
             if end > len(view):
@@ -122,16 +121,16 @@ class _Requests:
 
     def _take_part(self, channel: Channel, fields: Fields, encoded: bytes) -> tuple[Fields, Sequence[Buffer]]:
         rider, manifest = fields.get("rider"), decode(encoded)
-        if not isinstance(rider, dict) or len(manifest.objects) != 1:
-            raise ManifestError("a push must have a part with one object, and a rider")
-        record = manifest.objects[0]
-        with error_context(PartName.of(manifest)), contextlib.ExitStack() as receiving:
+        if not isinstance(rider, dict):
+            raise ProtocolError("a push must have a rider")
+        part, record = PartName.of(manifest), manifest.objects[0]
+        with error_context(part), contextlib.ExitStack() as receiving:
             buffer = receiving.enter_context(self._backend.receive(manifest, rider))
             if buffer is None:
                 return {"held": True}, ()
             # What is wrong is told while the peer may still be sending; it looks for this when its own send fails.
             with _out_of_step():
-                blocks = receiving.enter_context(BlockChecker(record, buffer, f"{manifest.version}/{record.name}"))
+                blocks = receiving.enter_context(BlockChecker(record, buffer, str(part)))
                 channel.send(None, {"held": False})
                 announced = channel.receive(request=True)
                 if announced.subject != "data" or announced.payload_bytes != record.size:
@@ -143,11 +142,3 @@ class _Requests:
                 blocks.finish(self._deadline_s)
                 receiving.close()  # ends the checking, then commits
         return {}, ()
-
-
-def _part_in(fields: Fields) -> PartName:
-    part = PartName(text(fields, "version"), text(fields, "save"), integer(fields, "rank"))
-    if CheckpointContainerId.parse_version_container(validate_segment(part.version)) is None:
-        raise InvalidNameError(f"not the name of a version: {part.version!a}")
-    validate_segment(part.save)
-    return part

@@ -52,9 +52,11 @@ class TransferService:
         deadline_s: float = DEADLINE_S,
         **limits: Any,
     ) -> None:
+        self._backend = backend
+        self._deadline_s = deadline_s
         options = {"tcp_host": host, "tcp_port": port, "stall_s": deadline_s, **_LIMITS, **limits}
         try:
-            self._server = RequestServer(secret, _Requests(backend, deadline_s), TRANSFERS, **options)
+            self._server = RequestServer(secret, self, TRANSFERS, **options)
         except OSError as error:
             raise ReplicationError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
         except RuntimeError as error:
@@ -71,33 +73,20 @@ class TransferService:
         """Stop listening, break off transfers, and wait for their threads for at most about 2 s. Safe to call twice."""
         self._server.close()
 
-
-@contextlib.contextmanager
-def _out_of_step() -> Iterator[None]:
-    """From here on the two sides no longer agree on what comes next, if anything goes wrong."""
-    try:
-        yield
-    except Exception as error:
-        raise HangUp from error
-
-
-class _Requests:
-    """What requests mean: see `net.server.RequestHandler`. A session is the channel."""
-
-    def __init__(self, backend: TransferBackend, deadline_s: float) -> None:
-        self._backend = backend
-        self._deadline_s = deadline_s
+    # ---- requests: see `RequestHandler`; a session is the channel ---------------------------------------------------
 
     def open(self, peer: Peer) -> Channel:
+        """Return the session of a connection."""
         assert peer.channel is not None
         return peer.channel
 
     def closed(self, session: Channel) -> None:
-        pass
+        """Do nothing."""
 
     def handle(
         self, session: Channel, op: str, fields: Fields, blobs: list[bytes]
     ) -> tuple[Fields, Sequence[Buffer]] | None:
+        """Carry out a request."""
         if op == "ping":
             return {}, ()
         if op == "manifest":
@@ -142,3 +131,12 @@ class _Requests:
                 blocks.finish(self._deadline_s)
                 receiving.close()  # ends the checking, then commits
         return {}, ()
+
+
+@contextlib.contextmanager
+def _out_of_step() -> Iterator[None]:
+    """From here on the two sides no longer agree on what comes next, if anything goes wrong."""
+    try:
+        yield
+    except Exception as error:
+        raise HangUp from error

@@ -11,12 +11,11 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from ml_flashpoint.ddict.checkpoints.index import PartRef, is_part
-from ml_flashpoint.ddict.manager.store import HeldPart, PartStore
+from ml_flashpoint.ddict.manager.store import PartStore
 from ml_flashpoint.format.errors import (
     DamagedError,
     DeadlineError,
@@ -173,19 +172,13 @@ class CopyBackend:
     @contextlib.contextmanager
     def open_part(self, part: PartName) -> Iterator[memoryview]:
         """See `TransferBackend`."""
-        with self._reading(part) as found:
+        with self._store.reading(*part) as found:
             yield found.data
 
     def read_manifest(self, part: PartName) -> bytes:
         """See `TransferBackend`."""
-        with self._reading(part) as found:
+        with self._store.reading(*part) as found:
             return encode(found.manifest)
-
-    def _reading(self, part: PartName) -> AbstractContextManager[HeldPart]:
-        save = SaveId.parse(part.version, part.save)
-        if save is None:
-            raise ObjectNotFoundError("this is the name of no part", rank=part.rank, path=str(part))
-        return self._store.reading(save, part.rank)
 
     @contextlib.contextmanager
     def receive(self, manifest: Manifest, rider: Fields) -> Iterator[memoryview | None]:

@@ -32,9 +32,10 @@ from ml_flashpoint.engine.persist import Persister, PersistHealth
 from ml_flashpoint.engine.reader import RecoveryReport, VersionReader
 from ml_flashpoint.engine.recovery import Found, KeptVersion, Recovery
 from ml_flashpoint.engine.replicas import Replicas
-from ml_flashpoint.engine.rounds import Member, Verdict
+from ml_flashpoint.engine.rounds import Fate, Member, Verdict
 from ml_flashpoint.engine.save import Save, SaveStats, Terms
 from ml_flashpoint.engine.signals import InFlight, answer_sigterm, hold_up_sigterm, let_go_of_sigterm
+from ml_flashpoint.engine.status import StatusBoard
 from ml_flashpoint.engine.store import open_store
 from ml_flashpoint.format.arguments import checked_base, checked_bool, checked_integer
 from ml_flashpoint.format.at_exit import at_exit
@@ -191,6 +192,10 @@ class Checkpointer:
         self._writer = PartWriter()
         self._wanted: int | None = None  # size of slots to be made ahead
         self._is_skipping = self._closed = False
+        for other in list(_live):
+            if other.base == self.base and not other.is_closed:
+                _log.warning("%s is opened again in this process, so the earlier Checkpointer is closed", self.base)
+                other.close(exit_deadline_s())
         with contextlib.ExitStack() as stack:
             self._open(stack, discard_existing=discard_existing)
             self._stack = stack.pop_all()
@@ -213,6 +218,8 @@ class Checkpointer:
             persist=repr(self.config.persist),
         )
         self._together(partial(self._clean, discard_existing=discard_existing))
+        self._status = StatusBoard(self.container, self._job, ranks, self.strategy)
+        stack.callback(self._status.close)
         here = ranks.topology.ranks_of(ranks.node)
         owners = [Owner(ranks.world_size, each) for rank in here for each in (rank, *self._held_by(rank))]
         make = partial(Pool, self.container, keep=rule.versions, owners=owners)
@@ -278,9 +285,9 @@ class Checkpointer:
                 value=os.fspath(self.base),
                 hint=f"name a folder in it that belongs to this job alone, such as {self.base}/mlf-jobs/job-145",
             )
-        lock = JobLock(Path(self.base), self.ranks.job, lock_deadline_s())
-        stack.callback(lock.release)
-        return BaseContainer(Path(self.base), lock)
+        self._job = JobLock(Path(self.base), self.ranks.job, lock_deadline_s())
+        stack.callback(self._job.release)
+        return BaseContainer(Path(self.base), self._job)
 
     def _clean(self, *, discard_existing: bool) -> None:
         if self.ranks.is_node_leader:
@@ -481,7 +488,10 @@ class Checkpointer:
             self._board.fail(save.id, late=int(skipped))
         if first:
             _log.warning("%s; until one is not skipped, nothing more is said", error)
-        self._emit(events.SaveFailed, step, error=str(error))
+        if skipped:
+            self._emit(events.SaveSkipped, step)
+        else:
+            self._emit(events.SaveFailed, step, error=str(error))
         self._free(save)
 
     def _free(self, save: Save) -> None:
@@ -664,18 +674,19 @@ class Checkpointer:
     def _judge(self, save: Save, verdict: Verdict) -> None:
         """End `Save.verified` if a verdict decides about the save."""
         assert save.id is not None
-        step, why = save.id.step, None
-        if save.id in verdict.verified:
+        step, fate = save.id.step, verdict.fate(save.id, explicit=save.terms.explicit)
+        if fate is Fate.VERIFIED:
             if saves.end(save.verified, None):
                 with self._lock:
                     self.stats.verified += 1
                     self.stats.last_verified = step
                 self._emit(events.VersionVerified, step, seconds=time.monotonic() - save.terms.began)
-        elif save.id < verdict.newest:
-            why = f"step {verdict.newest.step} is verified instead"
-        elif save.id < verdict.first and not save.terms.explicit:
+        elif fate is Fate.SUPERSEDED:
             why = "the ranks go on with a later one"
-        if why is not None:
+            if save.id in verdict.lost:
+                why = "some rank has no part of it"
+            elif save.id < verdict.newest:
+                why = f"step {verdict.newest.step} is verified instead"
             error = SupersededError(f"the save is not verified: {why}", step=step, rank=self.ranks.rank)
             saves.fail(save.verified, error)
 
@@ -848,6 +859,11 @@ class Checkpointer:
             hint="save, load and wait in the process that it was constructed in",
         )
 
+    @property
+    def is_closed(self) -> bool:
+        """True once it is closed, or where this process is a forked child."""
+        return self._closed or os.getpid() != self._pid
+
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
             raise self._forked()
@@ -856,8 +872,8 @@ class Checkpointer:
 
     @property
     def status(self) -> RankStatus:
-        """How saving goes on this rank."""
-        raise NotImplementedError
+        """Status of saving on this rank."""
+        return self._status.status
 
     def finish(self, deadline_s: float) -> bool:
         """Have saves in flight committed and copied, and the newest version persisted. Not collective.

@@ -535,6 +535,7 @@ class Checkpointer:
             save.slot = None
         if self._pid != os.getpid():
             raise self._forked()
+        before = self._pool.saves
         while (slot := self._pool.take(size, self._request(save))) is None:
             if (shortage := self._pool.shortage(size)) is not None:
                 raise shortage
@@ -550,6 +551,9 @@ class Checkpointer:
             with self._changed:
                 self._changed.wait(min(_POLL_S, save.terms.left_s))
         save.slot = slot
+        if (board := self._board) is not None:
+            for lost in before - self._pool.saves:  # no round can be about these any more
+                board.fail(lost)
         return slot
 
     def _request(self, save: Save) -> SlotRequest:

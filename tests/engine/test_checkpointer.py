@@ -23,7 +23,7 @@ from ml_flashpoint.format.errors import (
     UnaskedVersionsError,
 )
 from ml_flashpoint.format.save_id import SaveId
-from tests.support.forked import call, call_team, preload
+from tests.support.forked import call, call_team, preload, wait_until
 from tests.support.tmpfs import SMALL_TMPFS_BYTES
 from tests.workers import checkpointer_jobs as jobs
 
@@ -51,6 +51,7 @@ def test_a_save_is_staged_committed_and_verified(checkpointer: Checkpointer) -> 
     assert found["model.w"].tolist() == [500.0] * jobs.SIZE
     assert bytes(found["note"]) == b"nnnnn"
     assert (checkpointer.stats.committed, checkpointer.stats.last_verified) == (1, 5)
+    wait_until(lambda: checkpointer.status.verified == 5, "step 5 in the status")
     with pytest.raises(InvalidArgumentError, match="not above step 5"):
         checkpointer.begin(5)
 

@@ -31,8 +31,7 @@ from tests.support.processes import suspend
 DEADLINE_S = 60.0
 
 _PRELOADED = [
-    "ml_flashpoint.core.checkpoint_loader",
-    "ml_flashpoint.core.checkpoint_saver",
+    "ml_flashpoint.engine.checkpointer",
     "ml_flashpoint.adapter.pytorch.memory_storage_reader",
     "ml_flashpoint.adapter.pytorch.memory_storage_writer",
     "torch.distributed.checkpoint",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ml_flashpoint import Flashpoint
-from ml_flashpoint.core.persisting import Persisting
+from ml_flashpoint.engine.persist import Persister
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.stores.location import open_store
 from tests.support.forked import wait_until
@@ -39,10 +39,10 @@ def persisted_steps(store: Path) -> list[int]:
     return [version.step for version in open_store(store).versions() if version.counts]
 
 
-def await_store(persisting: Persisting | None) -> None:
+def await_store(persister: Persister | None) -> None:
     """Until this process is the one that persists there."""
-    assert persisting is not None
-    wait_until(lambda: persisting._owns, "the store is owned")
+    assert persister is not None
+    wait_until(lambda: persister.owns_store, "the store is owned")
 
 
 def lose_all_nodes(root: Path) -> None:

@@ -91,7 +91,7 @@ def save_structures_by_dcp(report: Report, rank: int, phases: list[list[int]], s
                     errors.append(None)
                 except dcp.CheckpointException as error:
                     errors.append(str(error))
-                engine.saver.wait()
+                engine.wait()
                 most = max(most, used(base().parent))
         left = used(base().parent)
         latest = engine.latest()

@@ -21,7 +21,7 @@ def save(report: Callable[..., None], rank: int, world_size: int, steps: list[in
     with Engine.open(base(), replication=replication) as engine:
         for step in steps:
             dcp.save(sharded_state(step, mesh), checkpoint_id=engine.version(step), storage_writer=engine.writer)
-        assert engine.saver.wait(60)
+        assert engine.wait(60)
 
 
 def save_large(report: Callable[..., None], rank: int, world_size: int, tensors: int, nbytes: int) -> None:
@@ -31,4 +31,4 @@ def save_large(report: Callable[..., None], rank: int, world_size: int, tensors:
     state = {name: DTensor.from_local(tensor, mesh, [Shard(0)]) for name, tensor in local.items()}
     with Engine.open(base(), replication="none") as engine:
         dcp.save(state, checkpoint_id=engine.version(1), storage_writer=engine.writer)
-        assert engine.saver.wait(60)
+        assert engine.wait(60)

@@ -127,7 +127,7 @@ def _train_by_dcp(report: Report, url: str, steps: int, options: dict[str, Any],
         set_state_dict(toy.model, toy.optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
         began, then = loaded["step"], toy.digest()
         assert began == latest.step
-    source = engine.loader.tier if latest is not None else "nothing"
+    source = engine.last_recovery.tier if engine.last_recovery is not None and latest is not None else "nothing"
     report("resumed", began, source)
     for step in range(began + 1, steps + 1):
         toy.step(step)
@@ -166,14 +166,14 @@ def _train_by_megatron(report: Report, url: str, steps: int, options: dict[str, 
 
     engine = Engine.open(base(), persist=url, **options)
     save_strategy = MLFlashpointMegatronAsyncSaveStrategy(engine.writer, child=False)
-    load_strategy = MLFlashpointMegatronLoadStrategy(engine.replication, engine.loader)
+    load_strategy = MLFlashpointMegatronLoadStrategy(checkpoint_loader=engine)
     queue = AsyncCallsQueue()
     if (latest := engine.latest()) is not None:
         loaded = load_from(str(latest), state(0), load_strategy)
         toy.take_over({name: whole(share) for name, share in loaded["state"].items()}, loaded["step"])
         began, then = loaded["step"], toy.digest()
         assert began == latest.step
-    source = engine.loader.tier if latest is not None else "nothing"
+    source = engine.last_recovery.tier if engine.last_recovery is not None and latest is not None else "nothing"
     report("resumed", began, source)
     for step in range(began + 1, steps + 1):
         toy.step(step)

@@ -1,1 +1,1 @@
-"""Where the bytes live: arenas on tmpfs, their pool, and how much room there is."""
+"""Import path of the user guide. `adapter.pytorch.seed` has its classes."""

@@ -1,1 +1,1 @@
-"""The engine: saving, committing, finding, recovering and loading versions."""
+"""Import path of the user guide. `adapter.pytorch.seed` has its classes."""

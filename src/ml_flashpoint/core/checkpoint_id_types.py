@@ -1,4 +1,4 @@
-"""Where the guide imports identifiers of checkpoints from; `format.checkpoint_id_types` owns them."""
+"""Import path of the user guide for identifiers of checkpoints. `format.checkpoint_id_types` has them."""
 
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId, CheckpointObjectId
 

@@ -35,6 +35,7 @@ from ml_flashpoint.engine.replicas import Replicas
 from ml_flashpoint.engine.rounds import Fate, Member, Verdict
 from ml_flashpoint.engine.save import Save, SaveStats, Terms
 from ml_flashpoint.engine.signals import InFlight, answer_sigterm, hold_up_sigterm, let_go_of_sigterm
+from ml_flashpoint.engine.status import StatusBoard
 from ml_flashpoint.engine.store import open_store
 from ml_flashpoint.format.arguments import checked_base, checked_bool, checked_integer
 from ml_flashpoint.format.at_exit import at_exit
@@ -217,6 +218,8 @@ class Checkpointer:
             persist=repr(self.config.persist),
         )
         self._together(partial(self._clean, discard_existing=discard_existing))
+        self._status = StatusBoard(self.container, self._job, ranks, self.strategy)
+        stack.callback(self._status.close)
         here = ranks.topology.ranks_of(ranks.node)
         owners = [Owner(ranks.world_size, each) for rank in here for each in (rank, *self._held_by(rank))]
         make = partial(Pool, self.container, keep=rule.versions, owners=owners)
@@ -282,9 +285,9 @@ class Checkpointer:
                 value=os.fspath(self.base),
                 hint=f"name a folder in it that belongs to this job alone, such as {self.base}/mlf-jobs/job-145",
             )
-        lock = JobLock(Path(self.base), self.ranks.job, lock_deadline_s())
-        stack.callback(lock.release)
-        return BaseContainer(Path(self.base), lock)
+        self._job = JobLock(Path(self.base), self.ranks.job, lock_deadline_s())
+        stack.callback(self._job.release)
+        return BaseContainer(Path(self.base), self._job)
 
     def _clean(self, *, discard_existing: bool) -> None:
         if self.ranks.is_node_leader:
@@ -485,7 +488,10 @@ class Checkpointer:
             self._board.fail(save.id, late=int(skipped))
         if first:
             _log.warning("%s; until one is not skipped, nothing more is said", error)
-        self._emit(events.SaveFailed, step, error=str(error))
+        if skipped:
+            self._emit(events.SaveSkipped, step)
+        else:
+            self._emit(events.SaveFailed, step, error=str(error))
         self._free(save)
 
     def _free(self, save: Save) -> None:
@@ -866,8 +872,8 @@ class Checkpointer:
 
     @property
     def status(self) -> RankStatus:
-        """How saving goes on this rank."""
-        raise NotImplementedError
+        """Status of saving on this rank."""
+        return self._status.status
 
     def finish(self, deadline_s: float) -> bool:
         """Have saves in flight committed and copied, and the newest version persisted. Not collective.

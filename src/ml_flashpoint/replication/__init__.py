@@ -1,1 +1,1 @@
-"""Who holds copies of whom, and how those copies travel between nodes."""
+"""Import path of the user guide. `adapter.pytorch.seed` has its classes."""

@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStager
 from torch.distributed.checkpoint.stateful import Stateful
 
-from ml_flashpoint.adapter.pytorch import saves
 from tests.support.dcp import RESULT_TIMEOUT_S, Door, checkpointer
 from tests.support.planners import FailingPlanner, GatedPlanner, RenamingPlanner
 from tests.support.tensors import assert_same, blank
@@ -302,7 +301,6 @@ def test_a_saving_process_that_cannot_be_started_holds_up_no_later_save(
         raise BlockingIOError(errno.EAGAIN, "no more processes")
 
     door.save(_state(1), 1)
-    monkeypatch.setattr(saves, "_TAKE_UP_S", 0.0)
     with monkeypatch.context() as context:
         context.setattr(executor, "_CHECKPOINT_PROCESS", None)
         context.setattr(executor._AsyncCheckpointProcess, "__init__", failing)

@@ -17,7 +17,7 @@ from ml_flashpoint.format.knobs import BLOCK_BYTES_VARIABLE
 from ml_flashpoint.stores.directory import Directory
 from tests.support.faulty_files import faulty_files
 from tests.support.forked import wait_until
-from tests.support.persisting import REFUSED, await_store, persisted_steps, refusal
+from tests.support.persisting import REFUSED, persisted_steps, refusal
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -71,7 +71,6 @@ def test_refuses_what_the_facade_refuses_in_its_words(base: Path, argument: str,
 def test_verified_versions_are_persisted_and_told_of(base: Path, store: Path) -> None:
     with Engine.open(base, persist=str(store), persist_every=2, persist_keep=2) as engine:
         assert engine.latest() is None
-        await_store(engine.persisting)
         for step in range(1, 8):
             save(engine, step)
             if step % 2 == 0:
@@ -136,20 +135,6 @@ def test_a_step_that_is_saved_again_is_not_taken_for_the_persisted_one(base: Pat
         assert read(engine, 3) == 30
 
 
-@pytest.mark.parametrize("resumes", [True, False])
-def test_what_is_gone_on_from_counts_for_the_schedule(base: Path, store: Path, resumes: bool) -> None:
-    with Engine.open(base, persist=str(store)) as engine:
-        save(engine, 61)
-    shutil.rmtree(base)
-    with Engine.open(base, persist=str(store)) as engine:
-        if resumes:
-            assert newest(engine) == (61, "persisted", 61)
-        await_store(engine.persisting)
-        save(engine, 62)
-        assert engine.persisting is not None
-        assert (engine.persisting._last == 61) == resumes, "62 is due where nobody has asked for 61"
-
-
 def test_what_was_gone_back_from_is_not_persisted_at_the_end(base: Path, store: Path) -> None:
     with Engine.open(base, persist=str(store), persist_every=1000, keep=3) as engine:
         for step in (1, 2, 3):
@@ -182,7 +167,6 @@ def test_a_planned_end_waits_longer_for_a_slow_store(base: Path, monkeypatch: py
     monkeypatch.setenv("FLASHPOINT_EXIT_DEADLINE_S", "0.05")
     with faulty_files() as faults:
         engine = Engine.open(base, persist=faults.url, persist_every=1)
-        await_store(engine.persisting)
         faults.now = "hang"
         save(engine, 1)
         assert faults.met.wait(20)

@@ -253,7 +253,7 @@ def test_a_save_whose_process_is_killed_before_it_comes_is_given_up_once_dcp_dro
 @pytest.mark.parametrize("stop", ["arrive", "write_data", "finish"])
 def test_a_process_that_hangs_beyond_the_deadline_comes_too_late(door: Door, stop: str) -> None:
     _save_by_process(door, _state(1), 1)
-    request, save = _staged(door, 2)
+    request, _ = _staged(door, 2)
     with Child(_save, request, stop) as child:
         child.next_report("stopped")
         child.stop()

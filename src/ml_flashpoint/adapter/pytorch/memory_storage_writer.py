@@ -230,6 +230,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
             leaves, needed = TensorLeaves({}), list[int]()
             copies: Sequence[torch.Tensor] = ()
             try:
+                staged.begin()
                 leaves = TensorLeaves(state_dict)
                 if leaves.error is not None:
                     raise leaves.error
@@ -267,7 +268,8 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         call = self._call
         listen(None)
         if call.save is not None:
-            self._saves.fail(call.save, SaveError("the checkpoint failed on another rank", rank=self._saves.rank))
+            error = SaveError("the checkpoint failed on another rank", rank=self._saves.rank)
+            self._saves.fail(call.save, call.staged, error)
         self._thread.call = _Call()
         if isinstance(self._saves, LocalSaves):
             self._saves.give_up_abandoned()
@@ -400,7 +402,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
 
     def _fail(self, call: _Call, error: BaseException) -> None:
         save, call.save = call.save, None
-        self._saves.fail(save, error)
+        self._saves.fail(save, call.staged, error)
 
 
 def _saves_of(saver: Checkpointer | DefaultMLFlashpointCheckpointSaver) -> LocalSaves:

@@ -35,7 +35,7 @@ GIVEN_S = 1e-3
 _ALIGNMENT = 64
 _POLL_S = 0.002
 _TAKE_UP_S = 10.0
-"""Seconds in which a thread that was there when a state was staged must have begun to save it. DCP starts a new one."""
+"""Seconds after which a single rank goes on beside a staged state that no thread has begun to save."""
 
 
 class Saves(Protocol):
@@ -63,8 +63,8 @@ class Saves(Protocol):
     def commit(self, save: Any, *, extra: Sequence[BytesItem] = (), labels: Mapping[str, str]) -> None:
         """Commit the object; return when this rank's part is committed."""
 
-    def fail(self, save: Any, error: BaseException) -> None:
-        """Give a save up; None if it could not even be begun."""
+    def fail(self, save: Any, staged: Any, error: BaseException) -> None:
+        """Give up a save, None if it could not even be begun, and what was staged for it, if anything."""
 
     def note_held(self, version: CheckpointContainerId, seconds: float) -> None:
         """Publish how long a save has held the loop."""
@@ -108,7 +108,7 @@ class Staged:
 
     def __init__(self, saves: LocalSaves, checkpointer: Checkpointer | None) -> None:
         self.save: Save | None = None
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.others: frozenset[str] | None = None
         self.held_s = 0.0
         self.worker: threading.Thread | None = None
@@ -119,14 +119,17 @@ class Staged:
         self._lock = threading.Lock()
         self._claimed = False
         self._threads = weakref.WeakSet(threading.enumerate())
-        self._take_up_by = time.monotonic() + _TAKE_UP_S
+
+    def begin(self) -> None:
+        """Begin the save, if a base container is known. Raises as `Checkpointer.begin`."""
+        if self._checkpointer is not None:
+            self.save = self._checkpointer.begin(explicit=True)
 
     def copy(self, tensors: Sequence[TensorItem], late: LateCopy | None) -> Sequence[torch.Tensor]:
         """Copy tensors away, and return the copies in order. Raises `FlashpointError` if that cannot be done."""
-        if self._checkpointer is None:
+        if self.save is None or self._checkpointer is None:
             self._clones = Clones([tensor for _, tensor in tensors])
             return self._clones.views
-        self.save = self._checkpointer.begin(explicit=True)
         self._late = late
         return self._checkpointer.stage(self.save, tensors, late=late)
 
@@ -168,7 +171,7 @@ class Staged:
             raise
         return self.save
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Give it up. Safe to repeat, and after it was committed."""
         self.error = self.error or error
         self._clones = None
@@ -221,8 +224,14 @@ class Staged:
         worker = self.worker
         if worker is not None:
             return worker is threading.current_thread() or not worker.is_alive()
+        # DCP starts a thread for each asynchronous save before that returns.
         started = set(threading.enumerate()).difference(self._threads)
-        return time.monotonic() > self._take_up_by and all(each.name.startswith("flashpoint-") for each in started)
+        return all(each.name.startswith("flashpoint-") for each in started)
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if no save has read it yet."""
+        return not self._claimed and self.worker is None
 
 
 class LocalSaves:
@@ -247,6 +256,7 @@ class LocalSaves:
         self._lock = threading.Lock()
         self._entering = threading.Lock()
         self._entered = SaveId(0, -1)
+        self._left: list[Staged] = []
         self._owned: list[tuple[weakref.ref[Any], Callable[[Exception], object]]] = []
 
     @classmethod
@@ -281,6 +291,7 @@ class LocalSaves:
 
     def stage(self, state_of: Callable[[Staged], dict[str, Any]]) -> StagedStateDict:
         """Return a staged state: what a function returns that copies its tensors. The function raises nothing."""
+        self._give_up_left()
         self.give_up_abandoned()
         staged = Staged(self, self._opened())
         state = StagedStateDict(state_of(staged), staged)
@@ -291,14 +302,23 @@ class LocalSaves:
         """Let an asynchronous save go on first. A single rank waits until that save has its step: steps rise in the
         order of the calls. Several wait until it is over: DCP's collectives of two saves on one group would be mixed
         up, and DCP's own tutorial does not wait."""
-        until = time.monotonic() + seal_deadline_s()
-        while state() is not None and not staged.is_over(alone=self.world_size == 1):
-            if time.monotonic() > until:
-                _log.error("an asynchronous save is still under way after %.0f s; going on", seal_deadline_s())
-                return
+        began, alone = time.monotonic(), self.world_size == 1
+        while state() is not None and not staged.is_over(alone=alone):
+            waited = time.monotonic() - began
+            if waited > seal_deadline_s() or (alone and staged.is_waiting and waited > _TAKE_UP_S):
+                _log.error("an asynchronous save is still in flight after %.0f s; going on", waited)
+                break
             time.sleep(_POLL_S)
-        if staged.worker is None and not staged._claimed:
-            staged.fail(SaveError("given up: no thread has saved what was staged", rank=self.rank))
+        if staged.is_waiting:
+            self._left.append(staged)
+
+    def _give_up_left(self) -> None:
+        """Give up what was staged and nobody has begun to save, as another save needs the slot: no thread or process
+        could be started, and a traceback keeps the state."""
+        left, self._left = self._left, []
+        for staged in left:
+            if staged.is_waiting:
+                staged.fail(SaveError("given up: nobody has saved what was staged", rank=self.rank))
 
     def _give_up_without(self, owner: object, fail: Callable[[Exception], object]) -> None:
         with self._lock:
@@ -330,6 +350,7 @@ class LocalSaves:
             save = staged.claim(checkpointer, step)
             self.note_held(version, staged.held_s)
             return save
+        self._give_up_left()
         save = checkpointer.begin(step, explicit=True)
         self._give_up_without(owner, partial(checkpointer.fail, save))
         return save
@@ -343,9 +364,11 @@ class LocalSaves:
         self._of(save).commit(save, extra=extra, labels=labels)
         save.committed.result()
 
-    def fail(self, save: Save | None, error: BaseException) -> None:
+    def fail(self, save: Save | None, staged: Staged | None, error: BaseException) -> None:
         """See `Saves`."""
-        if save is not None:
+        if staged is not None:
+            staged.fail(error)
+        elif save is not None:
             self._of(save).fail(save, error)
 
     def note_held(self, version: CheckpointContainerId, seconds: float) -> None:

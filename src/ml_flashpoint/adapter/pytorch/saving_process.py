@@ -173,7 +173,8 @@ class SaveServer:
         """Give up what the saving process had not committed; see `RequestHandler`."""
         if session.save is not None:
             hint = "the next save is not affected"
-            self._saves.fail(session.save, SaveError("its process is gone", rank=self._saves.rank, hint=hint))
+            error = SaveError("its process is gone", rank=self._saves.rank, hint=hint)
+            self._saves.fail(session.save, session.staged, error)
 
     def handle(
         self, session: _Session, op: str, fields: Fields, blobs: list[bytes]
@@ -189,7 +190,8 @@ class SaveServer:
             for blob in blobs:
                 session.received += blob
         elif op == "fail":
-            self._saves.fail(session.save, WIRE.rebuild(fields["error"]))
+            staged = session.staged or self._taken(fields.get("key"))
+            self._saves.fail(session.save, staged, WIRE.rebuild(fields["error"]))
         elif session.save is None:
             raise ProtocolError(f"{op} comes before a save was begun")
         elif op == "fill":
@@ -203,12 +205,14 @@ class SaveServer:
         return {}, ()
 
     def _begin(self, session: _Session, version: CheckpointContainerId, key: object) -> None:
-        if isinstance(key, str):
-            with self._lock:
-                session.staged = self._staged.pop(key, None)
-            if session.staged is None:
-                raise SaveError("the save was given up before this process began", rank=self._saves.rank)
+        session.staged = self._taken(key)
+        if session.staged is None and key is not None:
+            raise SaveError("the save was given up before this process began", rank=self._saves.rank)
         session.save = self._saves.begin(version, session.staged, session)
+
+    def _taken(self, key: object) -> Staged | None:
+        with self._lock:
+            return self._staged.pop(key, None) if isinstance(key, str) else None
 
 
 def _items(session: _Session, fields: Fields) -> tuple[list[TensorItem], list[BytesItem]]:
@@ -356,10 +360,11 @@ class RemoteSaves:
         self._request("commit", fields, [data for _, data in extra])
         self._close()
 
-    def fail(self, save: RemoteSaves | None, error: BaseException) -> None:
+    def fail(self, save: RemoteSaves | None, staged: ArrivedState | None, error: BaseException) -> None:
         """See `saves.Saves`."""
+        self._staged = staged
         with contextlib.suppress(FlashpointError):  # the trainer is gone, or has given it up before
-            self._request("fail", {"error": WIRE.describe(error)})
+            self._request("fail", {"error": WIRE.describe(error), "key": None if staged is None else staged.key})
         self._close()
 
     def note_held(self, version: CheckpointContainerId, seconds: float) -> None:

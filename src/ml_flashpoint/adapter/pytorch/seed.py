@@ -210,7 +210,7 @@ class DefaultMLFlashpointCheckpointSaver:
             self.saves.fill(save, tensors, byte_items)
             self.saves.commit(save, labels=labels or {})
         except BaseException as error:
-            self.saves.fail(save, error)
+            self.saves.fail(save, None, error)
             raise
         return save.committed.result()
 

@@ -36,7 +36,7 @@ from ml_flashpoint.engine.rounds import Fate, Member, Verdict
 from ml_flashpoint.engine.save import Save, SaveStats, Terms
 from ml_flashpoint.engine.signals import InFlight, answer_sigterm, hold_up_sigterm, let_go_of_sigterm
 from ml_flashpoint.engine.status import StatusBoard
-from ml_flashpoint.engine.store import open_store
+from ml_flashpoint.engine.store import SignedStore, open_store
 from ml_flashpoint.format.arguments import checked_base, checked_bool, checked_integer
 from ml_flashpoint.format.at_exit import at_exit
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
@@ -640,6 +640,12 @@ class Checkpointer:
 
     # ---- the board's thread ----------------------------------------------------------------------------------
 
+    def _look(self, store: SignedStore | None, newest: SaveId) -> None:
+        if store is not None:
+            self.replicas.answer()
+        if self._persister is not None:
+            self._persister.look()
+
     def _push(self, save: SaveId, verdict: Verdict) -> None:
         holders = self.strategy.copies_of(self.ranks.rank, self.ranks.topology)
         if not holders:
@@ -763,7 +769,7 @@ class Checkpointer:
             connect=lambda: self._store.connect(f"run-{run}"),
             push=self._push,
             heard=self._heard,
-            also=lambda store, newest: None if store is None else self.replicas.answer(),
+            also=self._look,
             emit=self._emit,
             persist_every=0 if persist is None else persist.every,
             persister_is_busy=lambda: self._persister is not None and self._persister.is_busy,

@@ -53,7 +53,10 @@ def base(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmpfs / "job").rename(base)
     (folder,) = (base / ".flashpoint").glob("rank-*")
     errors = {f"{kind}error": EVIL for kind in ("", "replication_", "agreement_", "persist_")}
-    write_status(folder, RankStatus(rank=0, node=EVIL, updated_s=1.0, nodes=2, copies_on=(EVIL,), verified=1, **errors))
+    write_status(
+        folder / "status.json",
+        RankStatus(rank=0, node=EVIL, updated_s=1.0, nodes=2, copies_on=(EVIL,), verified=1, **errors),
+    )
     for name in NAMES:
         Path(os.fsdecode(os.fsencode(base) + b"/" + os.fsencode(name))).write_text(name, "utf-8", "surrogateescape")
     step_1 = next(base.glob("step-1_ckpt"))

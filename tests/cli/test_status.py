@@ -74,7 +74,8 @@ def test_a_rank_that_is_degraded(tmpfs: Path) -> None:
     store = CheckpointObjectManager().open(str(tmpfs / "job"), 0)
     try:
         write_status(
-            store.directory, RankStatus(rank=0, node="n").after(ReplicationFailed(time_s=1.0, error="no [peer]"))
+            store.directory / "status.json",
+            RankStatus(rank=0, node="n").after(ReplicationFailed(time_s=1.0, error="no [peer]")),
         )
         code, (rank,) = _told(tmpfs / "job")
         assert (code, rank["state"]) == (1, "degraded")
@@ -143,7 +144,7 @@ def test_a_status_is_there_when_a_save_is_verified(tmpfs: Path) -> None:
         fp.step()
         assert fp.wait()
         assert flush()
-        told = read_status(fp._engine.store.directory)
+        told = read_status(fp._engine.store.directory / "status.json")
         assert told is not None
         assert told.verified == 1
 
@@ -164,6 +165,6 @@ def test_a_status_that_cannot_be_written_stops_nothing(
             assert flush()
         assert [record.levelname for record in caplog.records if "status of rank 0" in record.message] == ["WARNING"]
         fp.step()
-    told = read_status(tmpfs / "job" / ".flashpoint" / "rank-00000")
+    told = read_status(tmpfs / "job" / ".flashpoint" / "rank-00000" / "status.json")
     assert told is not None
     assert (told.verified, told.saves, told.failures) == (4, 4, 0)

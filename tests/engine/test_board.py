@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore, TCPStore
 from torch.distributed.distributed_c10d import Store
 
+from ml_flashpoint import events
 from ml_flashpoint.engine.board import Board
-from ml_flashpoint.engine.rounds import Member, Verdict
+from ml_flashpoint.engine.rounds import Fate, Member, Verdict
 from ml_flashpoint.engine.store import SignedStore
 from ml_flashpoint.format.errors import ReplicationError
 from ml_flashpoint.format.save_id import SaveId
@@ -28,9 +32,10 @@ _FIRST = Verdict(0, (), SaveId(1, 0))
 class _Job:
     """Ranks of a job, as threads: each commits what it saves at once, and its copies are made as the test says."""
 
-    def __init__(self, ranks: int, connect: Callable[[], SignedStore], first: Verdict = _FIRST) -> None:
+    def __init__(self, ranks: int, connect: Callable[[], SignedStore], first: Verdict = _FIRST, **options: Any) -> None:
         self.copies_fail = threading.Event()
         self.heard: list[list[Verdict]] = [[] for _ in range(ranks)]
+        self.emitted: list[tuple[type[events.Event], dict[str, Any]]] = []
         self.boards = [
             Board(
                 Member(first, Keep(1)),
@@ -39,6 +44,8 @@ class _Job:
                 connect=connect,
                 push=self._push,
                 heard=self.heard[rank].append,
+                emit=lambda kind, **fields: self.emitted.append((kind, fields)),
+                **options,
             )
             for rank in range(ranks)
         ]
@@ -47,11 +54,14 @@ class _Job:
         if self.copies_fail.is_set():
             raise ReplicationError("no holder can be reached")
 
-    def save(self, step: int, *, explicit: bool = False, ranks: range | None = None) -> None:
-        """Save a step on some ranks, all by default, and commit it."""
+    def save(self, step: int, *, explicit: bool = False, ranks: Iterable[int] = (), fails: Iterable[int] = ()) -> None:
+        """Save a step on some ranks, all by default, and commit it but on those where it fails."""
         for rank in ranks or range(len(self.boards)):
             self.boards[rank].call(SaveId(1, step), explicit=explicit)
-            self.boards[rank].commit(SaveId(1, step))
+            if rank in fails:
+                self.boards[rank].fail(SaveId(1, step))
+            else:
+                self.boards[rank].commit(SaveId(1, step))
 
     def await_verified(self, step: int) -> None:
         """Wait until all ranks know that a step is verified."""
@@ -69,8 +79,8 @@ class _Job:
 def begin() -> Iterator[Callable[..., _Job]]:
     jobs: list[_Job] = []
 
-    def make(ranks: int, connect: Callable[[], SignedStore], first: Verdict = _FIRST) -> _Job:
-        jobs.append(_Job(ranks, connect, first))
+    def make(ranks: int, connect: Callable[[], SignedStore], first: Verdict = _FIRST, **options: Any) -> _Job:
+        jobs.append(_Job(ranks, connect, first, **options))
         return jobs[-1]
 
     yield make
@@ -87,9 +97,13 @@ def _client(port: int, secret: bytes = b"secret") -> SignedStore:
 
 
 @pytest.fixture
-def in_process() -> Callable[[], SignedStore]:
-    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    return lambda: (server, _client(server.port))[1]
+def server() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+
+@pytest.fixture
+def in_process(server: TCPStore) -> Callable[[], SignedStore]:
+    return lambda: _client(server.port)
 
 
 def test_a_process_that_is_alone_verifies_what_it_commits(begin: Callable[..., _Job]) -> None:
@@ -137,6 +151,128 @@ def test_a_save_without_copies_is_not_verified(
     job.await_verified(20)
 
 
+def test_rounds_about_a_save_without_copies_come_ever_more_slowly(
+    begin: Callable[..., _Job], in_process: Callable[[], SignedStore]
+) -> None:
+    job = begin(2, in_process)
+    job.copies_fail.set()
+    began = time.monotonic()
+    job.save(10, explicit=True)
+    wait_until(lambda: job.boards[0].verdict.number >= 5, "several rounds about step 10")
+    assert time.monotonic() - began >= 0.05 + 0.1 + 0.2, "pauses between rounds about one save"
+    job.copies_fail.clear()
+    job.await_verified(10)
+
+
+def test_an_explicit_save_that_fails_on_one_rank_is_given_up_and_the_next_one_is_verified(
+    begin: Callable[..., _Job], in_process: Callable[[], SignedStore]
+) -> None:
+    job = begin(3, in_process)
+    job.save(10, explicit=True, fails=[1])
+    for board in job.boards:
+        wait_until(
+            lambda board=board: board.verdict.fate(SaveId(1, 10), explicit=True) is Fate.SUPERSEDED,  # type: ignore[misc]
+            "step 10 is given up",
+        )
+    before = job.boards[0].verdict.number
+    job.save(20, explicit=True)
+    job.await_verified(20)
+    assert job.boards[0].verdict.number <= before + 2, "no rounds about step 10"
+
+
+def test_an_explicit_save_that_fails_on_rank_0_alone_ends_for_those_who_wait(
+    begin: Callable[..., _Job], in_process: Callable[[], SignedStore]
+) -> None:
+    job = begin(2, in_process, Verdict(0, (), SaveId(1, 500)))
+    job.save(10, explicit=True, fails=[0])
+    wait_until(lambda: SaveId(1, 10) in job.boards[1].verdict.lost, "step 10 is lost")
+
+
+def test_an_explicit_save_before_the_save_of_the_round_is_verified_at_once(
+    begin: Callable[..., _Job], in_process: Callable[[], SignedStore]
+) -> None:
+    job = begin(2, in_process, Verdict(0, (), SaveId(1, 500)))
+    job.save(10, explicit=True)
+    job.await_verified(10)
+
+
+def test_ranks_that_do_not_agree_on_who_writes_what_verify_nothing(
+    begin: Callable[..., _Job], in_process: Callable[[], SignedStore]
+) -> None:
+    job = begin(2, in_process)
+    for rank, board in enumerate(job.boards):
+        board.call(SaveId(1, 10), table=f"table {rank}")
+        board.commit(SaveId(1, 10))
+    wait_until(lambda: job.boards[1].verdict.number > 0, "a round without result")
+    job.save(20, explicit=True)
+    job.await_verified(20)
+    assert all(SaveId(1, 10) not in verdict.verified for heard in job.heard for verdict in heard)
+
+
+def test_what_is_due_to_be_persisted_is_told_to_all_and_nothing_while_the_persister_is_busy(
+    begin: Callable[..., _Job], in_process: Callable[[], SignedStore]
+) -> None:
+    busy = threading.Event()
+    job = begin(2, in_process, persist_every=20, persister_is_busy=busy.is_set)
+    for step in range(10, 50, 10):
+        busy.set() if step == 40 else busy.clear()
+        job.save(step, explicit=True)
+        job.await_verified(step)
+    assert [verdict.persist for verdict in job.heard[1]] == [None, SaveId(1, 20), SaveId(1, 20), SaveId(1, 20)]
+    busy.clear()
+    job.save(50, explicit=True)
+    job.await_verified(50)
+    wait_until(lambda: job.heard[1][-1].persist == SaveId(1, 50), "step 50 is due, as step 40 was not")
+
+
+def test_values_that_are_not_signed_with_the_secret_are_like_silence(
+    begin: Callable[..., _Job],
+    in_process: Callable[[], SignedStore],
+    server: TCPStore,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stranger = _client(server.port, b"another")
+    job = begin(2, in_process)
+    job.save(10, explicit=True)
+    job.await_verified(10)
+    forged = Verdict(99, (SaveId(1, 90),), SaveId(1, 91))
+    stranger.set("verdict", json.dumps(forged.to_fields()))
+    wait_until(lambda: "not signed" in caplog.text, "a report")
+    job.save(20, explicit=True)
+    job.await_verified(20)
+    assert all(verdict.number < 99 for heard in job.heard for verdict in heard)
+    assert caplog.text.count("not signed") <= 2, "once a rank"
+
+
+def test_the_ranks_that_nothing_is_heard_of_are_named(
+    begin: Callable[..., _Job], in_process: Callable[[], SignedStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHPOINT_LATE_S", "0.05")
+    job = begin(3, in_process)
+    job.save(10, ranks=[0, 2])
+    wait_until(lambda: len(job.emitted) >= 2, "two reports")
+    (kind, first), (_, second) = job.emitted[:2]
+    assert kind is events.RanksMissing
+    assert (first["step"], first["ranks"]) == (10, (1,))
+    assert second["seconds"] > first["seconds"]
+
+
+def test_the_thread_calls_what_else_is_to_be_done_also_without_a_store(begin: Callable[..., _Job]) -> None:
+    reachable, store = threading.Event(), HashStore()
+    calls: list[tuple[bool, SaveId]] = []
+
+    def connect() -> SignedStore:
+        if not reachable.is_set():
+            raise ConnectionRefusedError("nobody listens")
+        return _signed(store)
+
+    job = begin(1, connect, also=lambda store, newest: calls.append((store is not None, newest)))
+    job.save(10)
+    wait_until(lambda: (False, SaveId(1, 10)) in calls, "a call without a store")
+    reachable.set()
+    wait_until(lambda: (True, SaveId(1, 10)) in calls, "a call with a store")
+
+
 def test_the_recovered_version_is_verified_before_anything_else(
     begin: Callable[..., _Job], in_process: Callable[[], SignedStore]
 ) -> None:
@@ -153,6 +289,7 @@ def test_a_verdict_that_comes_with_a_push_is_not_adopted_twice(
     job.save(10, explicit=True)
     job.await_verified(10)
     newest = job.boards[0].verdict
+    wait_until(lambda: job.heard[1] != [] and job.heard[1][-1].number == newest.number, "rank 1 hears the verdict")
     job.boards[1].hear(newest)
     job.boards[1].hear(_FIRST)
     assert job.boards[1].verdict == newest

@@ -23,7 +23,7 @@ from ml_flashpoint.format.errors import (
     UnaskedVersionsError,
 )
 from ml_flashpoint.format.save_id import SaveId
-from tests.support.forked import call, call_team, preload
+from tests.support.forked import call, call_team, preload, wait_until
 from tests.support.tmpfs import SMALL_TMPFS_BYTES
 from tests.workers import checkpointer_jobs as jobs
 
@@ -51,6 +51,7 @@ def test_a_save_is_staged_committed_and_verified(checkpointer: Checkpointer) -> 
     assert found["model.w"].tolist() == [500.0] * jobs.SIZE
     assert bytes(found["note"]) == b"nnnnn"
     assert (checkpointer.stats.committed, checkpointer.stats.last_verified) == (1, 5)
+    wait_until(lambda: checkpointer.status.verified == 5, "step 5 in the status")
     with pytest.raises(InvalidArgumentError, match="not above step 5"):
         checkpointer.begin(5)
 
@@ -74,6 +75,18 @@ def test_versions_that_nobody_has_asked_about_are_not_overwritten(tmpfs: Path) -
         third.remove_versions()
         assert jobs.versions_in(tmpfs / "job") == []
         jobs.begin_and_commit(third, 1).verified.result(30)
+
+
+def test_of_two_in_one_process_the_later_one_counts(tmpfs: Path) -> None:
+    with Checkpointer(tmpfs / "job") as first:
+        jobs.begin_and_commit(first, 1).verified.result(30)
+        with Checkpointer(tmpfs / "job") as second:
+            assert first.is_closed
+            with pytest.raises(SaveError, match="is closed"):
+                first.begin(2)
+            first.close()
+            assert second.latest() == second.version(1)
+            jobs.begin_and_commit(second, 2).verified.result(30)
 
 
 def test_a_save_that_fails_leaves_no_trace(checkpointer: Checkpointer) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ml_flashpoint.engine.rounds import Answer, Leader, Member, Outcome, Verdict
+from ml_flashpoint.engine.rounds import Answer, Fate, Leader, Member, Outcome, Verdict
 from ml_flashpoint.format.errors import InvalidArgumentError, ProtocolError
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.ranks.retention import Keep
@@ -116,6 +116,64 @@ def test_somebody_who_waits_for_a_save_gets_the_next_round() -> None:
     member.call(SaveId(1, 20), explicit=True)
     verdict = Leader(member, ranks=2).decide([])
     assert verdict == Verdict(5, (SaveId(1, 10),), SaveId(1, 20))
+
+
+@pytest.mark.parametrize(
+    ("save", "explicit", "fate"),
+    [
+        (SaveId(1, 10), False, Fate.VERIFIED),
+        (SaveId(1, 30), True, Fate.VERIFIED),
+        (SaveId(1, 20), True, Fate.SUPERSEDED),
+        (SaveId(1, 40), True, Fate.OPEN),
+        (SaveId(1, 40), False, Fate.SUPERSEDED),
+        (SaveId(1, 45), True, Fate.SUPERSEDED),
+        (SaveId(1, 50), False, Fate.OPEN),
+    ],
+)
+def test_a_verdict_says_what_becomes_of_a_save(save: SaveId, explicit: bool, fate: Fate) -> None:
+    verdict = Verdict(3, (SaveId(1, 10), SaveId(1, 30)), SaveId(1, 50), lost=(SaveId(1, 45),))
+    assert verdict.fate(save, explicit=explicit) is fate
+
+
+def test_a_save_that_a_rank_has_no_part_of_begins_no_round_again() -> None:
+    member = Member(Verdict(0, (), SaveId(1, 0)), keep=Keep(1))
+    member.call(SaveId(1, 10), explicit=True)
+    verdict = Leader(member, ranks=2).decide([Answer(0, SaveId(1, 10), Outcome.LOST)])
+    assert verdict == Verdict(1, (), SaveId(1, 11), lost=(SaveId(1, 10),))
+
+
+def test_a_save_without_copies_begins_a_round_again_after_a_pause_that_grows() -> None:
+    member = Member(Verdict(0, (), SaveId(1, 0)), keep=Keep(1))
+    member.call(SaveId(1, 10), explicit=True)
+    member.commit(SaveId(1, 10))
+    leader, pauses = Leader(member, ranks=2), []
+    for number in range(8):
+        answers = [Answer(number, SaveId(1, 10), Outcome.UNCOPIED)]
+        assert leader.decide(answers, may_repeat=False) is None
+        verdict = leader.decide(answers)
+        assert verdict is not None
+        assert verdict.first == SaveId(1, 10) or number == 0
+        member.adopt(verdict)
+        pauses.append(leader.pause_s)
+    assert pauses == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0]
+    member.call(SaveId(1, 20), explicit=True)
+    verdict = leader.decide([Answer(8, SaveId(1, 10), Outcome.UNCOPIED)], may_repeat=False)
+    assert verdict is not None
+    assert verdict.first == SaveId(1, 20), "its slot may be the one that is needed"
+
+
+def test_the_first_verified_save_at_or_after_each_multiple_is_due_to_be_persisted() -> None:
+    verdict, due = Verdict(0, (SaveId(1, 25),), SaveId(2, 0)), []
+    member = Member(verdict, keep=Keep(1))
+    leader = Leader(member, ranks=1, persist_every=20)
+    for number, step in enumerate(range(30, 100, 10)):
+        member.call(SaveId(2, step), explicit=True)
+        member.commit(SaveId(2, step))
+        decided = leader.decide([Answer(number, SaveId(2, step), Outcome.COPIED)], persister_is_busy=step == 60)
+        assert decided is not None
+        due.append(None if decided.persist is None else decided.persist.step)
+        member.adopt(decided)
+    assert due == [None, 40, 40, 40, 70, 80, 80]
 
 
 def test_answers_for_two_saves_verify_neither() -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.events import flush
 from ml_flashpoint.format.errors import (
-    JobInUseError,
+    FlashpointError,
     LoadError,
     UnsafeContentError,
 )
@@ -61,14 +61,14 @@ def test_strict_raises_failures(base: Path) -> None:
     with Flashpoint(base, strict=True) as fp:
         save_and_wait(fp.track(stored=stored))
         _make_unusable(base)
-        with pytest.raises(JobInUseError, match=str(base)):
+        with pytest.raises(FlashpointError, match=str(base)):
             save_and_wait(fp)
         fp.wait()  # each failure once
-        with pytest.raises(JobInUseError, match=str(base)):
+        with pytest.raises(FlashpointError, match=str(base)):
             save_and(Flashpoint.step, fp)
-        with contextlib.suppress(JobInUseError):
+        with contextlib.suppress(FlashpointError):
             fp.wait()
-        with pytest.raises(JobInUseError, match=str(base)):
+        with pytest.raises(FlashpointError, match=str(base)):
             save_and(Flashpoint.close, fp)
         fp.close()
 

@@ -49,6 +49,7 @@ def live(base: Path, seed: int, until: int, wrap: Callable[[nn.Module], nn.Modul
             optimizer.step()
             optimizer.zero_grad()
             step = fp.step()
+            fp.wait()
     whole = (each.full_tensor() if isinstance(each, DTensor) else each for each in net.parameters())
     return [each.detach().numpy().tobytes() for each in whole]
 
@@ -98,6 +99,7 @@ def frozen_before_ddp(report: Callable[..., None], rank: int) -> None:
         with Flashpoint(base, handle_sigterm=False, strict=True) as fp:
             fp.track(model=DistributedDataParallel(net)).resume()
             fp.save(1)
+            fp.wait()
         assert all(parameter.requires_grad for parameter in net.parameters())
     logging.getLogger("ml_flashpoint").removeHandler(handler)
     assert [each for each in messages if each.startswith("4 parameters are trained that were frozen when")]

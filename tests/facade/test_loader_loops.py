@@ -159,10 +159,12 @@ def live(program: str, base: Path, seed: int, crash_at: float | None = None) -> 
                     midway(fp, loader)
                 seen.append((batch.tolist(), torch.rand(()).item()))
                 step = fp.step()
+                fp.wait()
                 if step == crash_at:
                     return seen
             if crash_at == step + 0.5:
                 fp.save()
+                fp.wait()
                 return seen
     return seen
 
@@ -186,6 +188,7 @@ def outside(through: Callable[[Iterable[Any]], Iterable[Any]]) -> Callable[[Flas
     def loop(fp: Flashpoint, loader: Loader) -> None:
         for _ in through(fp.batches(loader)):
             fp.step()
+            fp.wait()
 
     return loop
 
@@ -193,6 +196,7 @@ def outside(through: Callable[[Iterable[Any]], Iterable[Any]]) -> Callable[[Flas
 def two_at_a_time(fp: Flashpoint, loader: Loader) -> None:
     for _ in zip(fp.batches(loader), fp.batches(loader), strict=True):
         fp.step()
+        fp.wait()
 
 
 def on_after_resume(fp: Flashpoint, loader: Loader) -> None:
@@ -206,16 +210,19 @@ def on_after_resume(fp: Flashpoint, loader: Loader) -> None:
 def past_the_batches(fp: Flashpoint, loader: Loader) -> None:
     for _ in loader:
         fp.step()
+        fp.wait()
 
 
 def every_other(fp: Flashpoint, loader: Loader) -> None:
     for _ in fp.batches(loader, lambda batches: (batch for n, batch in enumerate(batches) if n % 2)):
         fp.step()
+        fp.wait()
 
 
 def straight_on(fp: Flashpoint, loader: Loader) -> None:
     for _ in fp.batches(loader):
         fp.step()
+        fp.wait()
 
 
 @pytest.mark.parametrize(
@@ -247,12 +254,15 @@ def test_accumulating_gradients_and_validating_need_no_warning(tmpfs: Path, capl
         loader, validation = plain(), plain()
         fp.track(loader=loader, validation=validation).resume()
         fp.save()
+        fp.wait()
         for _ in range(2):
             for number, _ in enumerate(fp.batches(loader), 1):
                 if number % 2 == 0:
                     fp.step()
+                    fp.wait()
                     assert len(list(fp.batches(validation))) == len(fp.batches(validation)) == BATCHES
             fp.save()
+            fp.wait()
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 

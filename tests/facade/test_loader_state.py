@@ -197,6 +197,7 @@ def test_loader_with_a_state_leaves_the_generators_alone_when_it_goes_on(tmpfs: 
             for batch in fp.batches(loader):
                 seen.append((batch.tolist(), torch.rand(()).item()))
                 step = fp.step()
+                fp.wait()
                 if step == until:
                     break
         return seen

@@ -89,6 +89,7 @@ def test_what_belongs_to_an_optimizer_from_some_step_on_comes_back(base: Path, n
             model(torch.randn(3, 4)).square().sum().backward()
             optimizer.step()
             fp.step()
+            fp.wait()
     fresh = nn.Linear(4, 2)
     restored = Own(fresh.parameters(), CHANGES[name])
     assert resumed(base, model=fresh, optimizer=restored) == STEPS

@@ -127,7 +127,7 @@ def test_what_is_persisted_is_told(base: Path, store: Path) -> None:
         (2, fp._engine.persisting.options.persist),
         (4, versions[0].url),
     ]
-    status = read_status(fp._engine.store.directory)
+    status = read_status(fp._engine.store.directory / "status.json")
     assert status is not None
     assert (status.persisted, status.persist_error) == (4, None)
 

@@ -39,7 +39,7 @@ def test_the_next_step_persists_the_save_in_flight_and_ends(base: Path, how: str
     with Child(training.terminate_while_saving, str(base), how) as child:
         child.next_report("goes on")
         assert child.wait() == -signal.SIGTERM
-    assert versions(base) == [3], "no new one is begun"
+    assert versions(base)[-1] == 3, "no new one is begun"
     assert persisted_steps(store_of(base)) == [3]
 
 
@@ -160,4 +160,4 @@ def test_in_another_thread_there_is_no_handler(base: Path) -> None:
     thread.start()
     thread.join(60)
     assert not caught
-    assert versions(base) == [3]
+    assert versions(base)[-1] == 3

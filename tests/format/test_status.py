@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ml_flashpoint.format import events
 from ml_flashpoint.format.errors import UnsafePathError
-from ml_flashpoint.format.status import NAME, RankStatus, read_status, write_status
+from ml_flashpoint.format.status import RankStatus, read_status, write_status
 
 NEW = RankStatus(rank=1, node="n", pid=7)
 
@@ -73,11 +73,11 @@ def test_what_is_amiss_and_when_it_is_over() -> None:
 def test_it_comes_back_from_its_file(tmp_path: Path) -> None:
     status = _after(events.VersionVerified(step=6, seconds=0.1))
     placed = RankStatus(rank=1, node="n", nodes=3, survives=1, copies_on=("m", "o"))
-    assert read_status(tmp_path) is None
+    assert read_status(tmp_path / "0") is None
     for each in (status, NEW, placed, status):
-        write_status(tmp_path, each)
-        assert read_status(tmp_path) == each
-    assert os.listdir(tmp_path) == [NAME]
+        write_status(tmp_path / "0", each)
+        assert read_status(tmp_path / "0") == each
+    assert os.listdir(tmp_path) == ["0"]
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,8 @@ def test_it_comes_back_from_its_file(tmp_path: Path) -> None:
         ("copies_on", "m"), ("copies_on", [1]), ("copies_on", [["m"]])]],
 )  # fmt: skip
 def test_anything_else_is_none(tmp_path: Path, text: str) -> None:
-    (tmp_path / NAME).write_text(text)
-    assert read_status(tmp_path) is None
+    (tmp_path / "0").write_text(text)
+    assert read_status(tmp_path / "0") is None
 
 
 @given(st.binary(max_size=100))
@@ -103,15 +103,15 @@ def test_what_a_newer_release_adds_is_left_out() -> None:
 
 def test_nothing_planted_is_followed(tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("kept")
-    (tmp_path / "status.json.new").symlink_to(tmp_path / "kept")
+    (tmp_path / "0.new").symlink_to(tmp_path / "kept")
     with pytest.raises(UnsafePathError):
-        write_status(tmp_path, NEW)
-    (tmp_path / "status.json.new").unlink()
-    (tmp_path / NAME).symlink_to(tmp_path / "kept")
-    assert read_status(tmp_path) is None
-    write_status(tmp_path, NEW)
+        write_status(tmp_path / "0", NEW)
+    (tmp_path / "0.new").unlink()
+    (tmp_path / "0").symlink_to(tmp_path / "kept")
+    assert read_status(tmp_path / "0") is None
+    write_status(tmp_path / "0", NEW)
     assert (tmp_path / "kept").read_text() == "kept"
-    assert read_status(tmp_path) == NEW
-    (tmp_path / NAME).unlink()
-    os.mkfifo(tmp_path / NAME)
-    assert read_status(tmp_path) is None
+    assert read_status(tmp_path / "0") == NEW
+    (tmp_path / "0").unlink()
+    os.mkfifo(tmp_path / "0")
+    assert read_status(tmp_path / "0") is None

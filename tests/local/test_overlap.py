@@ -16,7 +16,7 @@ from ml_flashpoint.local import (
     CheckpointingException,
     LocalCheckpointManager,
 )
-from tests.support.played_device import PlayedDevice, lock_arenas
+from tests.support.played_device import PlayedDevice, lock_slots
 
 LOCKED = 4
 """Saves after which all memory is page-locked, so that later ones are copied late."""
@@ -60,7 +60,7 @@ class Job:
 
     def end(self) -> None:
         self.queue.maybe_finalize_async_calls(blocking=True)
-        lock_arenas(self.manager._saver._objects.store)
+        lock_slots(self.manager._engine._pool)
 
     def check(self, expected: dict[str, torch.Tensor]) -> None:
         loaded, (found, _, _) = self.manager.load()

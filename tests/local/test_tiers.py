@@ -15,7 +15,7 @@ from ml_flashpoint import events
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError
 from ml_flashpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager, NoReplicasAvailableError
 from tests.support.forked import wait_until
-from tests.support.persisting import REFUSED, await_store, persisted_steps, refusal
+from tests.support.persisting import REFUSED, persisted_steps, refusal
 
 
 @contextlib.contextmanager
@@ -35,7 +35,8 @@ def save(made: LocalCheckpointManager, *iterations: int) -> None:
 def loaded(made: LocalCheckpointManager) -> tuple[int, float, str]:
     state, checkpoint = made.load()
     values: torch.Tensor = state.state_dict["w"]  # type: ignore[attr-defined]
-    return checkpoint.iteration, float(values.mean()), made._engine.loader.tier
+    assert made._engine.last_recovery is not None
+    return checkpoint.iteration, float(values.mean()), made._engine.last_recovery.tier
 
 
 def damage(path: Path) -> None:
@@ -103,7 +104,6 @@ def test_iterations_are_persisted_and_found_where_memory_has_none(tmpfs: Path) -
     options: dict[str, Any] = {"persist": str(store), "persist_every": 2}
     with manager(tmpfs, **options) as made:
         assert made.find_latest() == -1
-        await_store(made._engine.persisting)
         save(made, 1, 2)
         wait_until(lambda: made.persist_health.persisted == 2, "it is persisted")
         save(made, 3)

@@ -42,7 +42,7 @@ def train(report: Report, rank: int, steps: int, how: str) -> int:
 
 
 def status_of(base: Path, rank: int) -> RankStatus | None:
-    return read_status(base / ".flashpoint" / f"rank-{rank:05d}")
+    return read_status(base / ".flashpoint" / f"rank-{rank:05d}" / "status.json")
 
 
 @pytest.mark.parametrize(("steps", "how"), [(0, "facade"), (1, "facade"), (0, "local")])

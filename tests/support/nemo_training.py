@@ -133,7 +133,7 @@ class KillAt(Callback):  # type: ignore[misc]
         # What is to be resumed from must be there; it is the kill that comes at any time, not the commit.
         io = flashpoint_io_of(trainer)
         assert io is not None
-        assert io.parts.engine.saver.wait(60)
+        assert io.parts.engine.wait(60)
         if trainer.strategy.async_save:
             trainer.strategy.checkpoint_io.maybe_finalize_save_checkpoint(blocking=True)
         dist.barrier()
@@ -142,10 +142,10 @@ class KillAt(Callback):  # type: ignore[misc]
     def _await_store(self, trainer: Any) -> None:
         """Has every version persisted that is due: no step is as long as that takes."""
         io = flashpoint_io_of(trainer)
-        persisting = io and io.parts.engine.persisting
-        if persisting:
-            assert io.parts.engine.saver.wait(60)
-            wait_until(lambda: persisting._owns and persisting._task is None and persisting._next is None, "it is idle")
+        persister = io and io.parts.engine._persister
+        if persister:
+            assert io.parts.engine.wait(60)
+            wait_until(lambda: not persister.is_busy, "it is idle")
 
 
 class Meddler(Callback):  # type: ignore[misc]
@@ -167,7 +167,7 @@ class Meddler(Callback):  # type: ignore[misc]
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         io = flashpoint_io_of(trainer)
         assert io is not None
-        assert io.parts.engine.saver.wait(60)
+        assert io.parts.engine.wait(60)
         if trainer.global_step > 1:
             report(checked=trainer.global_step - 1, equal=self._witness.latest_is_in(base_path()))
 
@@ -265,7 +265,7 @@ def train(
     if io is not None:
         assert io.parts.save_strategy.last_error is None
         context = resume.get_context_path()
-        assert io.parts.engine.saver.wait(60)
+        assert io.parts.engine.wait(60)
         report(persisted=io.parts.engine.persist_health.persisted)
         report(kept=[each.step for each in io.parts.engine.versions()])
         report(committed=io.parts.engine.saver.stats.committed)

@@ -18,8 +18,8 @@ from tests.support.played_streams import PlayedStreams
 
 if TYPE_CHECKING:
     import pytest
-
     from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
+
     from ml_flashpoint.memory.pool import Pool
 
 

@@ -13,9 +13,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
-from ml_flashpoint.core.object_stages import TensorItem
-from ml_flashpoint.core.save import Save
+from ml_flashpoint.engine.checkpointer import Checkpointer
+from ml_flashpoint.engine.committing import TensorItem
+from ml_flashpoint.engine.save import Save
 
 
 class Witness:
@@ -28,25 +28,25 @@ class Witness:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.late: list[bool] = []
         self._staged: list[tuple[Save, dict[str, torch.Tensor]]] = []
-        stage = DefaultMLFlashpointCheckpointSaver.stage
+        stage = Checkpointer.stage
 
         def noted(
-            saver: DefaultMLFlashpointCheckpointSaver, save: Save, tensors: Sequence[TensorItem], **how: Any
+            checkpointer: Checkpointer, save: Save, tensors: Sequence[TensorItem], *given: Any, **how: Any
         ) -> Any:
             copies = {name: tensor.detach().clone() for name, tensor in tensors}
-            views = stage(saver, save, tensors, **how)
-            self.late.append(save.staged is not None and save.staged.late is not None)
+            views = stage(checkpointer, save, tensors, *given, **how)
+            self.late.append(not save.staged.done())
             self._staged.append((save, copies))
             return views
 
-        monkeypatch.setattr(DefaultMLFlashpointCheckpointSaver, "stage", noted)
+        monkeypatch.setattr(Checkpointer, "stage", noted)
 
     def latest_is_in(self, base: Path) -> bool:
         """Whether the save that was staged last was committed, as it was staged, by this rank alone on this node."""
         save, copies = self._staged[-1]
-        if save.version is None:
+        if save.version is None or save.id is None:
             return False
-        objects = [each for each in (base / save.version.name).glob("rank-*.safetensors") if save.save_id in each.name]
+        objects = [each for each in (base / save.version.name).glob("rank-*.safetensors") if save.id.text in each.name]
         if len(objects) != 1 or not copies:
             return False
         found = safetensors.torch.load_file(objects[0])

@@ -66,9 +66,9 @@ def _make(base: Path, ranks: Sequence[int], parts: Sequence[Part]) -> JobLock:
     lock = JobLock(base, "a job", 1.0)
     container = BaseContainer(base, lock)
     for rank in ranks:
-        folder = container.private / STATUS / str(rank)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_status(folder, RankStatus(rank=rank, node="node-0", pid=os.getpid(), copies_on=("node-1",)))
+        path = container.private / STATUS / str(rank)
+        path.parent.mkdir(exist_ok=True)
+        write_status(path, RankStatus(rank=rank, node="node-0", pid=os.getpid(), copies_on=("node-1",)))
     for part in parts:
         commit(container, part)
     return lock

@@ -54,6 +54,7 @@ def train(
         while step < steps:
             job.step()
             step = fp.step()
+            fp.wait()
             report("step", step)
         assert fp.wait()
         replicated, bytes_saved = fp.last_replicated, fp.health.bytes
@@ -298,6 +299,7 @@ def leaves_a_load(report: Report, rank: int, times: int) -> dict[str, Any]:
         for step in range(1, 3):
             nn.init.constant_(model.weight, step)
             fp.save(step)
+            fp.wait()
     gather, left = dist.all_gather_object, []
 
     def leaving(*args: Any, **kwargs: Any) -> None:
@@ -331,6 +333,7 @@ def norm_of_compiled_part(report: Report, rank: int) -> tuple[float, float]:
             means.append(float(module[1]._orig_mod.running_mean[0]))  # type: ignore[union-attr,index]
             if turn == 0:
                 fp.save(1)
+                fp.wait()
     return means[0], means[1]
 
 

@@ -192,12 +192,12 @@ class KillAt(Callback):
 
     def _await(self, callback: FlashpointCallback) -> bool:
         """Has every version persisted that is due: no step is as long as that takes."""
-        persisting = callback.flashpoint and callback.flashpoint._engine.persisting
-        if not persisting:
+        persister = callback.flashpoint and callback.flashpoint._checkpointer._persister
+        if not persister:
             return False
         assert callback.flashpoint is not None
         assert callback.flashpoint.wait(60)
-        wait_until(lambda: persisting._owns and persisting._task is None and persisting._next is None, "it is idle")
+        wait_until(lambda: not persister.is_busy, "it is idle")
         return True
 
 

@@ -177,6 +177,7 @@ def train(kind: str, base: Path | None, crash_at: int | None = None, seed: int =
                 step += 1
                 if fp is not None:
                     fp.step()
+                    fp.wait()
                 if step == crash_at:
                     raise Crash
     except Crash:

@@ -111,11 +111,9 @@ def fully_parallel_load(door: Door, other: TorchDist) -> None:
 
 def _header_bytes(door: Door, step: int) -> int:
     """Bytes of tensors in this rank's object."""
-    reader = door.loader.read_manifest(_id(door, step), rank())
-    opened = door.loader.open_object(_id(door, step), reader, reader.objects[0])
-    count = sum(entry.nbytes for entry in opened.layout.tensors)
-    door.loader.release()
-    return count
+    version = _id(door, step)
+    with door.writer.checkpointer(version).reader(version) as reader:
+        return sum(entry.nbytes for entry in reader.open(rank()).layout.tensors)
 
 
 def _id(door: Door, step: int) -> Any:
@@ -211,7 +209,6 @@ def what_megatron_core_reads_by_itself(door: Door, other: TorchDist) -> None:
         # Since 0.19 `torch_dist` has the common state among its objects, and no file.
         theirs = {key: each for key, each in theirs.items() if each.key != "common_state"}
         assert ours == theirs
-    door.loader.release()
 
 
 @case
@@ -367,7 +364,7 @@ def cut_connections(door: Door, other: TorchDist) -> None:
             door.settle()
             dist.barrier()
         assert door.save_strategy.last_error is None
-        assert (door.saver.stats.last_verified, len(cuts)) == (step, 1)
+        assert (door.writer.checkpointer(_id(door, step)).stats.last_verified, len(cuts)) == (step, 1)
     door.close()
     dist.barrier()
     lost = os.environ["FLASHPOINT_NODE_ID"] == "node-1"

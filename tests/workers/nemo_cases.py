@@ -146,10 +146,10 @@ def failing(base: Path) -> None:
 
     for step in (1, 2, 3):
         if step == 2 and rank() == 1:
-            io.parts.engine.saver.commit = no_room  # type: ignore[method-assign]
+            io.parts.engine.commit = no_room  # type: ignore[method-assign]
         save(trainer, version(base, step), step)
         trainer.strategy.checkpoint_io.maybe_finalize_save_checkpoint(blocking=True)
-        vars(io.parts.engine.saver).pop("commit", None)
+        vars(io.parts.engine).pop("commit", None)
         assert (io.parts.save_strategy.last_error is not None) == (step == 2)
         settle(trainer)
         assert resume.get_trainer_ckpt_path() == version(base, 1 if step == 2 else step)

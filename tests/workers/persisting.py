@@ -28,6 +28,7 @@ def train(
         while step < steps:
             job.step()
             step = fp.step()
+            fp.wait()
             report("step", step, fp.health.persisted)
             time.sleep(pace_s)
     report("health", fp.health.persisted, fp.health.persist_error)
@@ -61,6 +62,7 @@ def train_ranks(
         while step < steps:
             job.step()
             step = fp.step()
+            fp.wait()
             report("step", step, fp.health.persisted)
     return {
         "began": began,

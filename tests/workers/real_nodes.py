@@ -67,6 +67,7 @@ def train(report: Report, rank: int, steps: int, hangs: bool) -> tuple[int, int,
         for step in range(began + 1, steps + 1):
             job.step(step)
             fp.step()
+            fp.wait()
             if not (hangs and step == steps):
                 assert fp.wait()
             report("replicated", fp.last_replicated)

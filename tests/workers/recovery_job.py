@@ -16,6 +16,8 @@ from unittest import mock
 
 import torch
 
+from ml_flashpoint.config import Config
+from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.engine.copying import Copies
 from ml_flashpoint.engine.recovery import Found, Recovery
 from ml_flashpoint.engine.sidecars import sidecar_items, sidecar_labels
@@ -32,6 +34,7 @@ from ml_flashpoint.ranks.strategies import checked_strategy
 from ml_flashpoint.stores.location import open_durable
 from tests.memory.support import NUMBERS, fill, fill_up, layout_of, value_of
 from tests.support.forked import Report
+from tests.workers.checkpointer_jobs import begin_and_commit
 
 
 @dataclass(frozen=True)
@@ -201,3 +204,16 @@ def recover_and_save(job: Job, plan: Plan) -> dict[str, Any]:
         told["error"] = (type(error).__name__, str(error))
         told["parts_lost"] = getattr(error, "parts_lost", None)
     return told
+
+
+def go_on(report: Report, rank: int, steps: Sequence[int]) -> list[tuple[int, bool, int]]:
+    """Resume by a checkpointer, save steps that are waited for, and return the two newest versions then."""
+    with Checkpointer(os.environ["FLASHPOINT_TEST_BASE"], Config(replication="pairwise", keep=2)) as checkpointer:
+        if not checkpointer.run:
+            version = checkpointer.latest()
+            assert version is not None
+            with checkpointer.reader(version) as reader:
+                assert float(reader.open(rank).tensor("model.w")[0]) == 100.0 * version.step + rank
+        for step in steps:
+            begin_and_commit(checkpointer, step).verified.result(30)
+        return [(each.step, each.verified, each.world_size) for each in checkpointer.versions()[:2]]

@@ -240,6 +240,7 @@ def epochs(
                 model(batch.float().mean().view(1, 1)).sum().backward()  # meets the other ranks
                 optimizer.step()
                 fp.step()
+                fp.wait()
                 if len(seen) == until:
                     return seen
     return seen
@@ -272,6 +273,7 @@ def other_loader(report: Report, rank: int, size: int, distributed: bool) -> str
             return f"{type(error).__name__}: {error}"
         for _ in zip(range(2), fp.batches(loader), strict=False):
             fp.step()
+            fp.wait()
         return 0
 
 

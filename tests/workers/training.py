@@ -154,6 +154,7 @@ def train(report: Report, base: str, steps: int, pace_s: float = 0.0) -> dict[st
         while step < steps:
             job.step()
             step = fp.step()
+            fp.wait()
             report("step", step)
             time.sleep(pace_s)
     return job.digests()
@@ -317,6 +318,7 @@ def main() -> None:
                     time.sleep(0.05)
                 job.step()
                 step = fp.step()
+                fp.wait()
                 report(step=step, replicated=fp.last_replicated)
                 time.sleep(options.pace)
         report(digests=job.digests())

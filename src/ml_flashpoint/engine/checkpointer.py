@@ -32,8 +32,10 @@ from ml_flashpoint.engine.persist import Persister, PersistHealth
 from ml_flashpoint.engine.reader import RecoveryReport, VersionReader
 from ml_flashpoint.engine.recovery import Found, KeptVersion, Recovery
 from ml_flashpoint.engine.replicas import Replicas
-from ml_flashpoint.engine.rounds import Member, Verdict
+from ml_flashpoint.engine.rounds import Fate, Member, Verdict
 from ml_flashpoint.engine.save import Save, SaveStats, Terms
+from ml_flashpoint.engine.signals import InFlight, answer_sigterm, hold_up_sigterm, let_go_of_sigterm
+from ml_flashpoint.engine.status import StatusBoard
 from ml_flashpoint.engine.store import open_store
 from ml_flashpoint.format.arguments import checked_base, checked_bool, checked_integer
 from ml_flashpoint.format.at_exit import at_exit
@@ -190,6 +192,10 @@ class Checkpointer:
         self._writer = PartWriter()
         self._wanted: int | None = None  # size of slots to be made ahead
         self._is_skipping = self._closed = False
+        for other in list(_live):
+            if other.base == self.base and not other.is_closed:
+                _log.warning("%s is opened again in this process, so the earlier Checkpointer is closed", self.base)
+                other.close(exit_deadline_s())
         with contextlib.ExitStack() as stack:
             self._open(stack, discard_existing=discard_existing)
             self._stack = stack.pop_all()
@@ -212,6 +218,8 @@ class Checkpointer:
             persist=repr(self.config.persist),
         )
         self._together(partial(self._clean, discard_existing=discard_existing))
+        self._status = StatusBoard(self.container, self._job, ranks, self.strategy)
+        stack.callback(self._status.close)
         here = ranks.topology.ranks_of(ranks.node)
         owners = [Owner(ranks.world_size, each) for rank in here for each in (rank, *self._held_by(rank))]
         make = partial(Pool, self.container, keep=rule.versions, owners=owners)
@@ -241,6 +249,10 @@ class Checkpointer:
         stack.callback(self._executor.close)
         if discard_existing or not self._recovery.any_versions():
             self.go_on_from(None)
+        if self._persister is not None and self.config.sigterm_grace_s is not None:
+            in_flight = InFlight(self._persister.hurry, self.finish, self.config.sigterm_grace_s)
+            hold_up_sigterm(in_flight)
+            stack.callback(let_go_of_sigterm, in_flight)
 
     def _together(self, action: Callable[[], _T]) -> _T:
         another = LoadError(
@@ -273,9 +285,9 @@ class Checkpointer:
                 value=os.fspath(self.base),
                 hint=f"name a folder in it that belongs to this job alone, such as {self.base}/mlf-jobs/job-145",
             )
-        lock = JobLock(Path(self.base), self.ranks.job, lock_deadline_s())
-        stack.callback(lock.release)
-        return BaseContainer(Path(self.base), lock)
+        self._job = JobLock(Path(self.base), self.ranks.job, lock_deadline_s())
+        stack.callback(self._job.release)
+        return BaseContainer(Path(self.base), self._job)
 
     def _clean(self, *, discard_existing: bool) -> None:
         if self.ranks.is_node_leader:
@@ -476,7 +488,10 @@ class Checkpointer:
             self._board.fail(save.id, late=int(skipped))
         if first:
             _log.warning("%s; until one is not skipped, nothing more is said", error)
-        self._emit(events.SaveFailed, step, error=str(error))
+        if skipped:
+            self._emit(events.SaveSkipped, step)
+        else:
+            self._emit(events.SaveFailed, step, error=str(error))
         self._free(save)
 
     def _free(self, save: Save) -> None:
@@ -556,46 +571,50 @@ class Checkpointer:
     # ---- the committing thread -------------------------------------------------------------------------------
 
     def _commit(self, save: Save, items: Items | None, extra: Sequence[BytesItem], labels: dict[str, str]) -> None:
-        with contextlib.suppress(Exception), self._working(save):
-            if items is not None:
-                self.fill(save, *items())
-            assert isinstance(save.content, Filled)
-            assert save.id is not None
-            save.content.staged.wait(save.terms.left_s)
-            saves.end(save.staged, None)
-            name = object_name(self.ranks.rank, save.id.text)
-            take = partial(self._take, save)
-            slot, record = self._writer.seal(take, save.content, extra, name, deadline_s=save.terms.left_s)
-            if save.terms.table:
-                labels[_TABLE] = save.terms.table
-            manifest = Manifest(
-                version=save.id.version,
-                rank=self.ranks.rank,
-                world_size=self.ranks.world_size,
-                save_id=save.id.text,
-                node=self.ranks.node,
-                objects=(record,),
-                labels=labels,
-            )
-            save.slot = save.content = None
-            self._pool.commit(slot, manifest)
-            board = self._board
-            if board is not None:
-                board.commit(save.id)
-            self._committed(save, manifest)
-            if board is not None:
-                self._judge(save, board.verdict)
-
-    def _committed(self, save: Save, manifest: Manifest) -> None:
+        try:
+            with self._working(save):
+                manifest = self._sealed(save, items, extra, labels)
+        except FlashpointError:  # which is that of the futures
+            return
         assert save.id is not None
-        size = manifest.objects[0].size
+        board, size = self._board, manifest.objects[0].size
         with self._lock:
             self.stats.committed += 1
             self.stats.last_committed = save.id.step
             self._is_skipping = False
         self._wanted = size
         self._emit(events.PartCommitted, save.id.step, bytes=size, seconds=time.monotonic() - save.terms.began)
+        if board is not None:
+            board.commit(save.id)
         saves.end(save.committed, manifest)
+        if board is not None:
+            self._judge(save, board.verdict)
+
+    def _sealed(self, save: Save, items: Items | None, extra: Sequence[BytesItem], labels: dict[str, str]) -> Manifest:
+        """Complete the object of a save, and commit it. Return its manifest."""
+        if items is not None:
+            self.fill(save, *items())
+        assert isinstance(save.content, Filled)
+        assert save.id is not None
+        save.content.staged.wait(save.terms.left_s)
+        saves.end(save.staged, None)
+        rank, take = self.ranks.rank, partial(self._take, save)
+        name = object_name(rank, save.id.text)
+        slot, record = self._writer.seal(take, save.content, extra, name, deadline_s=save.terms.left_s)
+        if save.terms.table:
+            labels[_TABLE] = save.terms.table
+        manifest = Manifest(
+            version=save.id.version,
+            rank=rank,
+            world_size=self.ranks.world_size,
+            save_id=save.id.text,
+            node=self.ranks.node,
+            objects=(record,),
+            labels=labels,
+        )
+        save.slot = save.content = None
+        self._pool.commit(slot, manifest)
+        return manifest
 
     def _idle(self) -> bool:
         """Have saves fail whose deadlines have passed, and make slots ahead. Return True if there may be more to do."""
@@ -625,6 +644,8 @@ class Checkpointer:
         try:
             self._copies.push(save, verdict, self._pool)
         except FlashpointError as error:
+            if self.stats.copy_error is None:  # once, until copies are made again
+                _log.error("replication fails, older versions stay: %s", error)
             self.stats.copy_error = str(error)
             self._emit(events.ReplicationFailed, save.step, error=str(error))
             raise
@@ -632,6 +653,8 @@ class Checkpointer:
         size = self.container.read_manifest(save, self.ranks.rank).objects[0].size
         self.stats.copied_bytes += size
         self.stats.copied_s += seconds
+        if self.stats.copy_error is not None:
+            _log.warning("replication works again from step %d on", save.step)
         self.stats.copy_error = None
         self._emit(events.PartReplicated, save.step, bytes=size, holders=holders, seconds=seconds)
 
@@ -651,18 +674,19 @@ class Checkpointer:
     def _judge(self, save: Save, verdict: Verdict) -> None:
         """End `Save.verified` if a verdict decides about the save."""
         assert save.id is not None
-        step, why = save.id.step, None
-        if save.id in verdict.verified:
+        step, fate = save.id.step, verdict.fate(save.id, explicit=save.terms.explicit)
+        if fate is Fate.VERIFIED:
             if saves.end(save.verified, None):
                 with self._lock:
                     self.stats.verified += 1
                     self.stats.last_verified = step
                 self._emit(events.VersionVerified, step, seconds=time.monotonic() - save.terms.began)
-        elif save.id < verdict.newest:
-            why = f"step {verdict.newest.step} is verified instead"
-        elif save.id < verdict.first and not save.terms.explicit:
+        elif fate is Fate.SUPERSEDED:
             why = "the ranks go on with a later one"
-        if why is not None:
+            if save.id in verdict.lost:
+                why = "some rank has no part of it"
+            elif save.id < verdict.newest:
+                why = f"step {verdict.newest.step} is verified instead"
             error = SupersededError(f"the save is not verified: {why}", step=step, rank=self.ranks.rank)
             saves.fail(save.verified, error)
 
@@ -835,6 +859,11 @@ class Checkpointer:
             hint="save, load and wait in the process that it was constructed in",
         )
 
+    @property
+    def is_closed(self) -> bool:
+        """True once it is closed, or where this process is a forked child."""
+        return self._closed or os.getpid() != self._pid
+
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
             raise self._forked()
@@ -843,8 +872,8 @@ class Checkpointer:
 
     @property
     def status(self) -> RankStatus:
-        """How saving goes on this rank."""
-        raise NotImplementedError
+        """Status of saving on this rank."""
+        return self._status.status
 
     def finish(self, deadline_s: float) -> bool:
         """Have saves in flight committed and copied, and the newest version persisted. Not collective.
@@ -888,6 +917,7 @@ class Checkpointer:
         """End everything, saves in flight within ``FLASHPOINT_EXIT_DEADLINE_S``. Versions stay. Safe to call twice."""
         if os.getpid() != self._pid:
             return
+        answer_sigterm()
         with self._lock:
             if self._closed:
                 return
@@ -902,8 +932,10 @@ class Checkpointer:
             _log.info("closed before the last saves were verified; they are committed on this node")
         if self._persister is not None:
             self._persister.finish(seal_deadline_s() if persist_deadline_s is None else persist_deadline_s)
+        is_reachable = self._board is None or self._board.error is None
         self._end_run(max(give_up - time.monotonic(), 0.1))
-        self._leave_store()
+        if is_reachable:
+            self._leave_store()
         self._stack.close()
 
     def _leave_store(self) -> None:

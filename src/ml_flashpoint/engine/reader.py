@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 
@@ -180,18 +180,6 @@ class ObjectReader:
         return self._buffer[entry.begin : entry.end]
 
 
-class Parts(Protocol):
-    """The parts of one version in one tier. Implemented by `MemoryParts` and `DurableParts`."""
-
-    def manifest(self, rank: int) -> Manifest:
-        """Return the manifest of a rank's part."""
-        ...
-
-    def open(self, rank: int, stack: contextlib.ExitStack) -> ObjectReader:
-        """Return a reader of a rank's object. ``stack`` unlocks it."""
-        ...
-
-
 class MemoryParts:
     """Parts in base containers: of this node where they are here, else of their holders.
 
@@ -217,7 +205,7 @@ class MemoryParts:
         self._nodes_of, self._checked = nodes_of, checked
 
     def manifest(self, rank: int) -> Manifest:
-        """See `Parts`."""
+        """Return the manifest of a rank's part."""
         try:
             return self._container.read_manifest(self._save, rank)
         except _ELSEWHERE:
@@ -226,7 +214,7 @@ class MemoryParts:
         return self._copies.read_manifest(self._save, rank, nodes, until=time.monotonic() + recovery_deadline_s())
 
     def open(self, rank: int, stack: contextlib.ExitStack) -> ObjectReader:
-        """See `Parts`."""
+        """Return a reader of a rank's object; ``stack`` unlocks it."""
         until = time.monotonic() + recovery_deadline_s()
         nodes = self._nodes_of(rank)
         try:
@@ -282,16 +270,13 @@ class DurableParts:
 
     def __init__(self, store: DurableVersions, version: Version) -> None:
         self._store, self._version = store, version
-        self._manifests: dict[int, Manifest] = {}
 
     def manifest(self, rank: int) -> Manifest:
-        """See `Parts`."""
-        if rank not in self._manifests:
-            self._manifests[rank] = waited_for(lambda: self._store.manifest(self._version, rank), self._store.path)
-        return self._manifests[rank]
+        """See `MemoryParts.manifest`."""
+        return waited_for(lambda: self._store.manifest(self._version, rank), self._store.path)
 
     def open(self, rank: int, stack: contextlib.ExitStack) -> ObjectReader:
-        """See `Parts`."""
+        """See `MemoryParts.open`."""
         manifest = self.manifest(rank)
         record = manifest.objects[0]
         path = self._store.path_of(manifest, record)
@@ -317,13 +302,15 @@ class VersionReader:
         version: CheckpointContainerId,
         save: SaveId,
         world_size: int,
-        parts: Parts,
+        parts: MemoryParts | DurableParts,
         tier: Literal["memory", "persisted"] = "memory",
     ) -> None:
         self.version, self.save, self.world_size = version, save, world_size
         self.tier: Literal["memory", "persisted"] = tier
         self._parts = parts
         self._open = contextlib.ExitStack()
+        self._manifests: dict[int, Manifest] = {}
+        self._readers: dict[int, ObjectReader] = {}
 
     def _checked(self, rank: int) -> int:
         if not 0 <= rank < self.world_size:
@@ -333,14 +320,19 @@ class VersionReader:
 
     def manifest(self, rank: int) -> Manifest:
         """Return the manifest of one rank's part. Raises `ObjectNotFoundError`."""
-        return self._parts.manifest(self._checked(rank))
+        if rank not in self._manifests:
+            self._manifests[rank] = self._parts.manifest(self._checked(rank))
+        return self._manifests[rank]
 
     def open(self, rank: int) -> ObjectReader:
         """Return a reader of the object of one rank's part; it stays valid until `release`."""
-        return self._parts.open(self._checked(rank), self._open)
+        if rank not in self._readers:
+            self._readers[rank] = self._parts.open(self._checked(rank), self._open)
+        return self._readers[rank]
 
     def release(self) -> None:
         """Unlock everything that was opened."""
+        self._readers.clear()
         self._open.close()
 
     def __enter__(self) -> Self:

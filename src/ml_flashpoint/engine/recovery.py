@@ -16,14 +16,14 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 from ml_flashpoint import events
 from ml_flashpoint.engine.copying import Copies
 from ml_flashpoint.engine.inventory import NodeReport, gather_reports
-from ml_flashpoint.engine.reader import DurableParts, MemoryParts, Parts, RecoveryReport, VersionReader, waited_for
+from ml_flashpoint.engine.reader import DurableParts, MemoryParts, RecoveryReport, VersionReader, waited_for
 from ml_flashpoint.engine.rounds import Verdict
 from ml_flashpoint.engine.sidecars import carrier_of, sidecar_files
 from ml_flashpoint.engine.unloadable import why_nothing
@@ -267,9 +267,11 @@ class Recovery:
         """
         self.damaged.clear()
         self.durable.start(anew=True)
-        search = _Search(self, wanted, excluded, retained)
-        self.found = search.run()
-        self.report = search.report(self.found)
+        self.found, search = None, _Search(self, wanted, excluded, retained)
+        try:
+            self.found = search.run()
+        finally:
+            self.report = search.report(self.found)
         return self.found
 
     # ---- runs ----------------------------------------------------------------------------------------------
@@ -291,6 +293,9 @@ class Recovery:
         if listed.unknown and not records:
             raise SaveError(f"no number can be chosen for the run: {listed.unknown}", rank=self.ranks.rank)
         save = None if chosen is None else chosen.save
+        there = {each.save for each in self.existing(reports)}
+        if chosen is not None and chosen.tier == "memory" and chosen.save not in there:
+            raise SaveError("the version is not whole any more: find one anew", step=chosen.save.step)
         found = [part.save for report in reports for part in report.inventory.parts]
         found += [version.save for version in listed.versions]
         record = next_run(records, found if save is None else [*found, save], save)
@@ -395,7 +400,7 @@ class Recovery:
     def reader_of(self, found: Found) -> VersionReader:
         """Return a reader of a version that was found."""
         version = CheckpointContainerId.create_child(CheckpointContainerId(self.container.base), found.save.version)
-        parts: Parts
+        parts: MemoryParts | DurableParts
         if found.stored is not None:
             parts = DurableParts(self.durable.store, found.stored)
         else:
@@ -409,22 +414,6 @@ class Recovery:
             return [node for node in holders[rank] if node != self.ranks.node]
 
         return MemoryParts(save, self.container, self.pool, self.copies, nodes_of, self.checked)
-
-
-@dataclass(slots=True)
-class _Outcome:
-    """One rank's part in trying a version.
-
-    Attributes:
-        error: why this rank votes no.
-        damage: parts found damaged. mended: parts that are sound again.
-        fetched: bytes.
-    """
-
-    error: FlashpointError | None = None
-    damage: list[Damage] = field(default_factory=list)
-    mended: list[Damage] = field(default_factory=list)
-    fetched: int = 0
 
 
 class _Search:
@@ -443,6 +432,9 @@ class _Search:
         self._complete: list[CompleteVersion] = []
         self._detect_s = self._plan_s = self._fetch_s = 0.0
         self._fetched = self._tries = 0
+        # Of one try, on this rank: parts found damaged, and parts that are sound again.
+        self._damage: list[Damage] = []
+        self._mended: list[Damage] = []
 
     def run(self) -> Found | None:
         """Try one version after the other, until all ranks have one or there is none. Collective."""
@@ -533,21 +525,22 @@ class _Search:
 
     # ---- trying --------------------------------------------------------------------------------------------
 
-    def _take(self, found: Found) -> _Outcome:
-        """Do this rank's part for a version. Nothing is raised: the other ranks wait for the vote."""
-        outcome = _Outcome()
+    def _take(self, found: Found) -> FlashpointError | None:
+        """Do this rank's part for a version. Return its error, for the other ranks wait for the vote."""
+        self._damage, self._mended = [], []
         try:
             if found.stored is not None:
                 self._check_stored(found.stored)
             else:
-                self._bring(found, outcome)
+                self._bring(found)
             if self._ranks.is_node_leader:
                 retrying(lambda: self._restore_sidecars(found), self._until, "restoring the files beside the parts")
         except Exception as caught:
-            outcome.error = as_ours(caught)
+            error = as_ours(caught)
             unexpected = None if isinstance(caught, (FlashpointError, OSError, MemoryError)) else caught
-            _log.warning("%s cannot be recovered here: %s", found.save.version, outcome.error, exc_info=unexpected)
-        return outcome
+            _log.warning("%s cannot be recovered here: %s", found.save.version, error, exc_info=unexpected)
+            return error
+        return None
 
     def _check_stored(self, version: Version) -> None:
         """Check that this rank's share of the parts is there, with the right sizes."""
@@ -555,26 +548,26 @@ class _Search:
         for part in range(self._ranks.rank, version.world_size, self._ranks.world_size):
             waited_for(partial(_check_size, store, version, part), store.path)
 
-    def _bring(self, found: Found, outcome: _Outcome) -> None:
+    def _bring(self, found: Found) -> None:
         """Fetch this rank's own part if it is not here, and check what this rank has to check."""
         rank, version = self._ranks.rank, next(each for each in self._complete if each.save == found.save)
         for fetch in plan_fetches(version, self._ranks.topology):
             if fetch.rank == rank:
-                self._fetch(version, fetch.source, outcome)
+                self._fetch(version, fetch.source)
         parts = self._recovery.parts_of(found.save, found.holders)
         for part in parts_to_check(version, self._ranks.topology, rank):
-            self._check(parts, found.save, part, outcome)
+            self._check(parts, found.save, part)
 
-    def _check(self, parts: MemoryParts, save: SaveId, rank: int, outcome: _Outcome) -> None:
+    def _check(self, parts: MemoryParts, save: SaveId, rank: int) -> None:
         with contextlib.ExitStack() as stack:
             try:
                 retrying(lambda: parts.open_here(rank, stack), self._until, f"checking the part of rank {rank}")
             except FlashpointError as error:
                 if is_damage(error):
-                    outcome.damage.append((self._ranks.node, save, rank))
+                    self._damage.append((self._ranks.node, save, rank))
                 raise
 
-    def _fetch(self, version: CompleteVersion, source: str, outcome: _Outcome) -> None:
+    def _fetch(self, version: CompleteVersion, source: str) -> None:
         recovery, save, rank = self._recovery, version.save, self._ranks.rank
         nodes = sorted(version.holders[rank], key=lambda node: node != source)
         retained = {save, *(self._retained or recovery.lasting(self._complete, save))}
@@ -585,9 +578,9 @@ class _Search:
                 save, rank, nodes, recovery.pool, retained, until=self._until, failures=failures
             )
         finally:
-            outcome.damage += [(node, save, rank) for node, error in failures if is_damage(error)]
-        outcome.mended.append((self._ranks.node, save, rank))
-        outcome.fetched += manifest.total_size
+            self._damage += [(node, save, rank) for node, error in failures if is_damage(error)]
+        self._mended.append((self._ranks.node, save, rank))
+        self._fetched += manifest.total_size
         recovery.checked.add((save, rank))
         seconds = time.monotonic() - began
         self._tell(events.PartFetched, save, part_rank=rank, bytes=manifest.total_size, seconds=seconds)
@@ -599,16 +592,15 @@ class _Search:
             if carrier is not None:
                 self._recovery.container.write_sidecars(found.save, sidecar_files(reader.open(carrier)))
 
-    def _vote(self, found: Found, outcome: _Outcome) -> bool:
+    def _vote(self, found: Found, error: FlashpointError | None) -> bool:
         """Return True if all ranks have the version. If not, the next choice is another one: something was found
         damaged, or the version is given up. Collective."""
         recovery, ranks = self._recovery, self._ranks
-        self._fetched += outcome.fetched
-        error, before, blob = outcome.error, len(recovery.damaged), b""
-        if error is not None or outcome.damage or outcome.mended:
+        before, blob = len(recovery.damaged), b""
+        if error is not None or self._damage or self._mended:
             why = None if error is None else f"rank {ranks.rank} on {ranks.node}: {error}"
             passes = error is not None and is_transient(error)
-            blob = json.dumps([why, passes, outcome.damage, outcome.mended]).encode()
+            blob = json.dumps([why, passes, self._damage, self._mended]).encode()
         reasons: list[tuple[str, bool]] = []
         mended: set[Damage] = set()
         for reported in filter(None, ranks.gather(blob)):

@@ -25,7 +25,6 @@ from ml_flashpoint.format.failure_kinds import Blame
 from ml_flashpoint.ranks.rank_group import RankGroup
 from ml_flashpoint.state.archive import SafeGlobal
 from ml_flashpoint.state.packed_state import PACKED
-from ml_flashpoint.state.plain_modes import plain_modes
 from ml_flashpoint.state.planner import TrackedLoadPlanner
 from ml_flashpoint.state.random_numbers import capture_rng_state, restore_rng_state
 from ml_flashpoint.state.resharding import Resharding
@@ -234,8 +233,7 @@ class Loads:
 
         def load_and_apply() -> None:
             reader.set_up_storage_reader(metadata, self._ranks.rank == 0)
-            with plain_modes():
-                planner.load(reader)
+            planner.load(reader)
             own = {f"{PACKED}.{rank_key(target.source_rank)}.{name}": state for name, state in resharded.items()}
             self._tracked.apply(target, {**planner.packed, **own})
 

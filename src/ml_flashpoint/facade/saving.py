@@ -43,6 +43,10 @@ _log = logging.getLogger(__name__)
 _DIGITS = re.compile(r"\d+")
 
 
+class _InterruptedError(SaveError):
+    """The program was interrupted in the midst of a save."""
+
+
 class Saves:
     """The saves of one rank. Begun by the training thread; everything else may be called from any.
 
@@ -112,8 +116,12 @@ class Saves:
 
     def _save(self, step: int, began: float, *, explicit: bool) -> None:
         checkpointer, name = self._checkpointer, SaveId(self._checkpointer.run, step)
-        if self._last is not None and self._last.id == name and not _has_failed(self._last):
-            return  # it is that version
+        if self._last is not None and self._last.id == name:  # a step is saved once in a run
+            if _has_failed(self._last):
+                text = "the save of this step was skipped, or failed, and a step is saved once"
+                hint = "save the next step"
+                self._fail(step, SaveError(text, step=step, rank=self._ranks.rank, hint=hint))
+            return
         tree: Tree | None = None
         error: Exception | None = None
         try:
@@ -133,10 +141,11 @@ class Saves:
             if error is not None or tree is None:
                 raise error or SaveError("nothing was saved")
             self._stage(save, tree)
-        except BaseException as caught:
+        except Exception as caught:
             checkpointer.fail(save, caught)
-            if not isinstance(caught, Exception):  # the program is being interrupted
-                raise
+        except BaseException:  # the program is being interrupted
+            checkpointer.fail(save, _InterruptedError("interrupted", step=step, rank=self._ranks.rank))
+            raise
 
     def _look(self, save: SaveId) -> Tree:
         """Flatten the state. Afterwards there is a share of it, which this rank writes."""
@@ -190,7 +199,7 @@ class Saves:
     def _ended(self, step: int, began: float, committed: Future[Manifest]) -> None:
         error = committed.exception()
         if error is not None:
-            if isinstance(error, Exception) and not isinstance(error, SkippedError):  # else the program says so itself
+            if not isinstance(error, (SkippedError, _InterruptedError)):  # of which the program knows
                 self._fail(step, error)
             return
         with self._lock:

@@ -66,6 +66,11 @@ class PartCommitted(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SaveSkipped(Event):
+    """A save found no free slot, since earlier ones are still being copied: this rank has no part of this version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SaveFailed(Event):
     """This rank has no part of a version, or another rank has none.
 
@@ -115,10 +120,10 @@ class VersionVerified(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgreementFailed(Event):
-    """Ranks could not agree on whether a version is verified; older ones are kept.
+    """This rank cannot use the board: nothing new is verified until it can, and older versions stay.
 
     Attributes:
-        error: why.
+        error: the reason.
     """
 
     error: str
@@ -126,11 +131,11 @@ class AgreementFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksMissing(Event):
-    """Ranks have not come to a save, and this rank waits for them. Nothing has failed yet.
+    """Rank 0 has heard nothing of some ranks about a save, which is not verified therefore. Nothing has failed yet.
 
     Attributes:
-        ranks: those that have not come.
-        seconds: for which this rank has waited.
+        ranks: these ranks.
+        seconds: time since rank 0 has its part and the copies of it.
     """
 
     ranks: tuple[int, ...]
@@ -138,7 +143,7 @@ class RanksMissing(Event):
 
     @property
     def text(self) -> str:
-        """What to show."""
+        """The event in words."""
         named = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
         plural = len(self.ranks) > 1
         step = "" if self.step is None else f" of step {self.step}"
@@ -243,6 +248,7 @@ KINDS: dict[str, type[Event]] = {
     for kind in (
         LoopHeld,
         PartCommitted,
+        SaveSkipped,
         SaveFailed,
         PartReplicated,
         ReplicationFailed,

@@ -1,6 +1,6 @@
-"""How saving goes on one rank, as far as its events tell, and the file in which it says so.
+"""Status of saving on one rank: what its events amount to, and the file that shows it to other processes.
 
-Owns what follows from an event, and the format: one JSON object with ``schema`` and the attributes of `RankStatus`.
+A file is one JSON object with ``schema`` and the attributes of `RankStatus`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ml_flashpoint.format.events import (
     ReplicationFailed,
     Resumed,
     SaveFailed,
+    SaveSkipped,
     SteppedBack,
     VersionVerified,
     has_types_of,
@@ -30,7 +31,6 @@ from ml_flashpoint.format.events import (
 from ml_flashpoint.format.private_folders import open_own
 
 SCHEMA = 1
-NAME = "status.json"
 
 _MOST_BYTES = 1 << 16
 _MOST_OF_AN_ERROR = 2000
@@ -38,31 +38,32 @@ _MOST_OF_AN_ERROR = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStatus:
-    """See the module. Steps are None as long as there is none.
+    """Status of saving on one rank. Steps are None while there is none.
 
     Attributes:
-        rank, node: who tells.
+        rank, node: the rank, and its node.
         pid: its process.
-        since_s: when a process first saved here, or looked for what there is, as ``updated_s``.
+        since_s: time at which a process first opened the base container here, as ``updated_s``.
         starts: number of processes that did, this one included.
         updated_s: time of the newest event, in seconds since the epoch by the node's clock.
-        nodes: of the job.
-        survives: how many of them may be lost at once, whichever they are, and what is verified is there still.
+        nodes: number of nodes of the job.
+        survives: number of nodes that may be lost at once, whichever they are, without a verified version.
         copies_on: nodes that hold copies of this rank's parts.
         resumed: the step that this process went on from.
         committed: newest step of which this rank's part is on its node.
         replicated: newest step whose copies were acknowledged; None also where nobody holds copies.
-        verified: newest step that all ranks have, with all copies: nothing up to it is lost with a node.
-        verified_s: when it was verified, as ``updated_s``.
+        verified: newest step that all ranks have, with all copies.
+        verified_s: time at which it was verified, as ``updated_s``.
         held_s: seconds that the newest save has held the loop; 0.0 where that is not measured.
         committed_after_s, verified_after_s: seconds from the begin of the newest such save on.
         part_bytes: size of the newest part.
         copied_bytes, copied_in_s: size of the newest part of which copies were made, and seconds that they took.
         persisted: newest step whose part of this rank is in the durable store.
         saves, failures: parts committed, saves failed.
+        skipped: saves that found no free slot.
         stepped_back: versions that could not be recovered or loaded.
         error: of the newest failed save; it stays.
-        replication_error, agreement_error, persist_error: what is amiss now.
+        replication_error, agreement_error, persist_error: what is wrong now.
     """
 
     rank: int
@@ -88,6 +89,7 @@ class RankStatus:
     persisted: int | None = None
     saves: int = 0
     failures: int = 0
+    skipped: int = 0
     stepped_back: int = 0
     error: str | None = None
     replication_error: str | None = None
@@ -95,7 +97,7 @@ class RankStatus:
     persist_error: str | None = None
 
     def after(self, event: Event) -> RankStatus:
-        """What follows from one more event of this rank."""
+        """Return the status after one more event of this rank."""
         change: dict[str, object] = {}
         match event:
             case LoopHeld():
@@ -111,6 +113,8 @@ class RankStatus:
                 change["agreement_error"] = None
             case SaveFailed():
                 change = {"failures": self.failures + 1, "error": event.error[:_MOST_OF_AN_ERROR]}
+            case SaveSkipped():
+                change = {"skipped": self.skipped + 1}
             case ReplicationFailed():
                 change = {"replication_error": event.error[:_MOST_OF_AN_ERROR]}
             case AgreementFailed():
@@ -129,16 +133,16 @@ class RankStatus:
 
     @property
     def degraded(self) -> bool:
-        """Whether something is amiss now."""
+        """True if something is wrong now."""
         return any((self.replication_error, self.agreement_error, self.persist_error))
 
     def to_json(self) -> str:
-        """For :meth:`from_json`."""
+        """Return this status as `from_json` takes it."""
         return json.dumps({"schema": SCHEMA, **dataclasses.asdict(self)})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> RankStatus | None:
-        """What was written; None if it is nothing of the kind. What a newer release adds is left out."""
+        """Return the status of `to_json`; None if the text is no such thing. Fields of newer releases are left out."""
         try:
             found = json.loads(text)
         except (ValueError, RecursionError):
@@ -154,26 +158,27 @@ class RankStatus:
         return status if has_types_of(status) else None
 
 
-def write_status(directory: Path, status: RankStatus) -> None:
+def write_status(path: Path, status: RankStatus) -> None:
     """Replace a rank's file, at once or not at all.
 
     Args:
-        directory: the rank's own, in the base container.
+        path: of the file, in a folder that exists.
+        status: its new content.
 
     Raises:
         OSError, UnsafePathError: it cannot be written.
     """
-    new = directory / f"{NAME}.new"
+    new = path.with_name(f"{path.name}.new")
     with open(open_own(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w", encoding="utf-8") as file:
         file.write(status.to_json())
-    os.replace(new, directory / NAME)
+    os.replace(new, path)
 
 
-def read_status(directory: Path) -> RankStatus | None:
-    """What a rank has written into its directory; None if there is nothing that can be read."""
+def read_status(path: Path) -> RankStatus | None:
+    """Return the status in a rank's file; None if there is nothing that can be read."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        with open(os.open(directory / NAME, flags), "rb") as file:
+        with open(os.open(path, flags), "rb") as file:
             return RankStatus.from_json(file.read(_MOST_BYTES))
     except OSError:
         return None

@@ -160,6 +160,7 @@ class Pool:
         self._owners = frozenset({owner, *owners})
         self._folder = container.slot_folder(owner)
         self._lock = threading.Lock()
+        self._made = threading.Condition(self._lock)
         self._making = 0  # slots that threads make just now
         self._slots = self._inherited()
         self._size = max((slot.size for slot in self._slots), default=0)
@@ -240,6 +241,9 @@ class Pool:
             with self._lock:
                 wanted = self._wanted(size, exact=exact)
                 chosen = self._choose(request, wanted, unfit, can_make=can_make)
+                if chosen is None and self._making:  # another thread makes one, which takes as long as to make one here
+                    self._made.wait()
+                    continue
                 if chosen is None:
                     return None
                 if isinstance(chosen, New):
@@ -354,10 +358,7 @@ class Pool:
             if count >= most or not self._may_make(wanted, request.left_alone, spare=count > self.keep):
                 return False
             self._making += 1
-        made = self._make(wanted, replace(request, save=None))
-        if made is not None:
-            self.free(made)
-        return made is not None
+        return self._make(wanted, replace(request, save=None), State.EMPTY) is not None
 
     def _may_make(self, size: int, retained: Collection[SaveId], *, spare: bool) -> bool:
         """Return True if there is room for one slot more. A spare one must leave as much for the program."""
@@ -367,8 +368,8 @@ class Pool:
     def _available(self) -> int:
         return available_bytes(self._folder) - _ROOM
 
-    def _make(self, size: int, request: SlotRequest) -> Slot | None:
-        """Make a slot, or take one over, in `State.WRITING`; None if there is no room after all."""
+    def _make(self, size: int, request: SlotRequest, state: State = State.WRITING) -> Slot | None:
+        """Make a slot, or take one over, in a state; None if there is no room after all."""
         slot, retained = None, request.left_alone
         try:
             slot = self._taken_over(size, retained)
@@ -384,8 +385,9 @@ class Pool:
         finally:
             with self._lock:
                 self._making -= 1
+                self._made.notify_all()
                 if slot is not None:
-                    slot.state, slot.save, slot.used = State.WRITING, request.save, next(self._used)
+                    slot.state, slot.save, slot.used = state, request.save, next(self._used)
                     self._slots.append(slot)
                     self._size = max(self._size, slot.size)
         return slot
@@ -488,4 +490,5 @@ class Pool:
         """Unmap all slots. The files stay."""
         with self._lock:
             for slot in self._slots:
-                slot.close()
+                with contextlib.suppress(BufferError):  # a thread that hangs still uses it
+                    slot.close()

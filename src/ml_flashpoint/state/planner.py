@@ -16,6 +16,7 @@ from ml_flashpoint.format.errors import LoadError
 from ml_flashpoint.state.archive import SafeGlobal, load_archive
 from ml_flashpoint.state.fit import AS_SAVED, unplaced
 from ml_flashpoint.state.packed_state import PACKED
+from ml_flashpoint.state.plain_modes import plain_modes
 from ml_flashpoint.state.private import set_element
 
 
@@ -52,8 +53,9 @@ class TrackedLoadPlanner(DefaultLoadPlanner):
 
     def plan(self, state: dict[str, Any], metadata: Metadata) -> list[str]:
         """Plan to load into a nested state, and return the tensors of tracked objects that would stay behind."""
-        self.set_up_planner(state, metadata, is_coordinator=False)
-        self._plan = self.create_local_plan()
+        with plain_modes():
+            self.set_up_planner(state, metadata, is_coordinator=False)
+            self._plan = self.create_local_plan()
         return unplaced(metadata, self._structured, {item.dest_index.fqn for item in self._plan.items})
 
     def check_left(self, left: Collection[str]) -> None:
@@ -68,7 +70,8 @@ class TrackedLoadPlanner(DefaultLoadPlanner):
     def load(self, reader: StorageReader) -> None:
         """Load what was planned."""
         assert self._plan is not None
-        reader.read_data(self.finish_plan(self._plan), self).wait()
+        with plain_modes():
+            reader.read_data(self.finish_plan(self._plan), self).wait()
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Take note that reading starts."""

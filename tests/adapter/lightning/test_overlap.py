@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch.utils.data import DataLoader
 
 from ml_flashpoint.adapter.lightning import FlashpointCallback
-from tests.support.played_device import PlayedDevice, lock_arenas
+from tests.support.played_device import PlayedDevice, lock_slots
 from tests.support.witness import Witness
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -82,7 +82,7 @@ class Checks(Callback):
         ours = self.ours.flashpoint
         assert ours is not None
         assert ours.wait(60)
-        lock_arenas(ours._engine.saver._objects.store)
+        lock_slots(ours._checkpointer._pool)
         if trainer.global_step > 1:
             self.same[trainer.global_step - 1] = self.witness.latest_is_in(self.base)
 

@@ -99,7 +99,7 @@ def test_sigterm_waits_no_longer_than_its_grace_for_a_store(tmpfs: Path, tmp_pat
     class Hangs(Callback):
         def on_train_start(self, *args: Any) -> None:
             assert ours.flashpoint is not None
-            await_store(ours.flashpoint._engine.persisting)
+            await_store(ours.flashpoint._checkpointer._persister)
             faults.now = "hang"
 
     terminates = Terminates(3)

@@ -19,10 +19,9 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
 from ml_flashpoint.adapter.megatron import local_plan, save_plan
-from ml_flashpoint.adapter.megatron.save_plan import PlanExchange, PlannedSave
+from ml_flashpoint.adapter.megatron.save_plan import PlannedSave, Plans
 from ml_flashpoint.copy.cpu import view_identity
 from ml_flashpoint.format.errors import SaveError
-from ml_flashpoint.ranks.rank_group import rank_group
 from tests.support.megatron import without_cuda
 from tests.support.megatron_states import Layout, sharded_state
 
@@ -124,10 +123,10 @@ CHANGES: dict[str, Change] = {
 }
 
 
-def _outcome(exchange: PlanExchange, state: State) -> PlannedSave | str:
+def _outcome(exchange: Plans, state: State) -> PlannedSave | str:
     sharded, _ = save_preprocess(state.described(), validate_access_integrity=False)
     try:
-        return exchange.plan(sharded, None)
+        return exchange.plan(sharded)
     except SaveError as error:
         return str(error)  # of whatever it is refused for
 
@@ -140,20 +139,20 @@ def _is_same(one: Any, other: Any) -> bool:
     return view_identity(one) == view_identity(other)
 
 
-def _check(exchange: PlanExchange, state: State) -> None:
-    found, fresh = _outcome(exchange, state), _outcome(PlanExchange(rank_group()), state)
+def _check(exchange: Plans, state: State) -> None:
+    found, fresh = _outcome(exchange, state), _outcome(Plans(0), state)
     if isinstance(fresh, str):
         assert found == fresh
         return
     assert isinstance(found, PlannedSave), found
     assert found.plan.items == fresh.plan.items
-    assert (found.keys, found.metadata) == (fresh.keys, fresh.metadata)
+    assert (found.keys, found.digest) == (fresh.keys, fresh.digest)
     assert len(found.data) == len(fresh.data)
     assert all(map(_is_same, found.data, fresh.data))
 
 
 def _compare(begins: Sequence[str], changes: Sequence[str]) -> None:
-    state, exchange = State(), PlanExchange(rank_group())
+    state, exchange = State(), Plans(0)
     for number, change in enumerate([*begins, "nothing", *changes]):
         with contextlib.suppress(RuntimeError), torch.no_grad():  # what torch refuses of some tensors is no change
             CHANGES[change](state)
@@ -186,8 +185,8 @@ def test_a_view_of_a_parameter_that_is_changed_without_gradients() -> None:
 def test_what_is_described_as_before_is_not_planned_anew(
     monkeypatch: pytest.MonkeyPatch, make: Callable[[], dict[str, Any]]
 ) -> None:
-    exchange = PlanExchange(rank_group())
-    first = exchange.plan(save_preprocess(make(), validate_access_integrity=False)[0], None)
+    exchange = Plans(0)
+    first = exchange.plan(save_preprocess(make(), validate_access_integrity=False)[0])
 
     def planned(*args: object, **more: object) -> Any:
         raise AssertionError("it was planned anew")
@@ -195,14 +194,14 @@ def test_what_is_described_as_before_is_not_planned_anew(
     monkeypatch.setattr(local_plan, "state_to_save", planned)
     monkeypatch.setattr(save_plan, "LocalPlan", planned)
     for _ in range(2):
-        again = exchange.plan(save_preprocess(make(), validate_access_integrity=False)[0], None)
+        again = exchange.plan(save_preprocess(make(), validate_access_integrity=False)[0])
         assert again.plan is first.plan
 
 
 def test_of_what_was_planned_nothing_is_kept() -> None:
-    state, exchange = State(), PlanExchange(rank_group())
+    state, exchange = State(), Plans(0)
     sharded, _ = save_preprocess(state.described(), validate_access_integrity=False)
-    planned = exchange.plan(sharded, None)
+    planned = exchange.plan(sharded)
     assert planned.data
     kept = vars(exchange._local)
     assert kept["_first"] is None

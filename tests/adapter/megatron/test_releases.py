@@ -90,7 +90,6 @@ def test_the_common_state_is_a_file_whatever_saved_it(door: Door) -> None:
         assert dist_checkpointing.load_common_state_dict(folder)["step"] == step
         objects = door.load_strategy.load_sharded_metadata(folder)
         assert "common_state" not in {each.key for each in objects.values()}
-    door.loader.release()
 
 
 def test_a_request_goes_into_other_queues(door: Door) -> None:

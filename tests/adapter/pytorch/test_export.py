@@ -154,6 +154,7 @@ def trained(tmpfs: Path) -> tuple[Path, Net, torch.optim.Optimizer]:
             model.last(model.first(torch.randn(2, 40))).sum().backward()
             optimizer.step()
             fp.step()
+            fp.wait()
     return tmpfs / "job", model, optimizer
 
 

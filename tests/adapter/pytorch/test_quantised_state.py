@@ -104,6 +104,7 @@ def test_the_facade_saves_what_it_is_at_the_step(tmpfs: Path) -> None:
         for _ in range(3):
             optimizer.step()
             fp.step()
+            fp.wait()
         optimizer.step()
         fp.wait()
     model, optimizer = _training()

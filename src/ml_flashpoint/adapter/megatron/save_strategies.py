@@ -42,7 +42,7 @@ from ml_flashpoint.engine.save import Save
 from ml_flashpoint.engine.sidecars import sidecar_items, sidecar_labels
 from ml_flashpoint.format.arguments import ignored
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, SaveError
+from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, SaveError, UnaskedVersionsError
 from ml_flashpoint.format.knobs import seal_deadline_s
 from ml_flashpoint.format.private_folders import make_tree
 from ml_flashpoint.format.save_id import SaveId
@@ -96,7 +96,7 @@ class _Writing:
     """
 
     version: CheckpointContainerId
-    checkpointer: Checkpointer
+    checkpointer: Checkpointer | None = None
     save: Save | None = None
     files: dict[str, bytes] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class _Writing:
 
     def fail(self, error: BaseException) -> None:
         """Give the save up. Nothing of it is left, unless it was committed."""
-        if self.save is not None:
+        if self.checkpointer is not None and self.save is not None:
             self.checkpointer.fail(self.save, error)
         else:
             self.over.set_exception(error)
@@ -116,7 +116,7 @@ class _Writing:
             self.over.set_exception(error)
             return
         try:
-            if self.files and self.save is not None and self.save.id is not None:
+            if self.files and self.checkpointer is not None and self.save is not None and self.save.id is not None:
                 self.checkpointer.container.write_sidecars(self.save.id, self.files)
         except Exception as refused:
             text = "the files beside step %s cannot be written; a recovery writes what its objects keep of them: %s"
@@ -263,17 +263,16 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
             if failed != version:
                 _remove_files(failed)
         self._failed.clear()
-        checkpointer = self._writer.enter(version)
-        try:
-            checkpointer.check_asked("get_latest_complete_checkpoint(base)")
-        except FlashpointError:
-            _remove_files(version)
-            raise
-        writing = _Writing(version, checkpointer)
+        writing = _Writing(version)
         sharded_state_dict, common_state = split_common_state(sharded_state_dict)
         try:
+            writing.checkpointer = checkpointer = self._writer.enter(version)
+            checkpointer.check_asked("get_latest_complete_checkpoint(base)")
             with collection_paused():
-                self._stage(writing, sharded_state_dict, common_state)
+                self._stage(writing, checkpointer, sharded_state_dict, common_state)
+        except UnaskedVersionsError:  # on all ranks, and no fault that will pass
+            _remove_files(version)
+            raise
         except Exception as error:
             writing.fail(error)
         except BaseException as error:
@@ -283,9 +282,15 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         events.emit(events.LoopHeld, self._group, version.parent, version.step, seconds=seconds)
         return writing
 
-    def _stage(self, writing: _Writing, sharded_state_dict: dict[str, Any], common_state: ShardedObject | None) -> None:
+    def _stage(
+        self,
+        writing: _Writing,
+        checkpointer: Checkpointer,
+        sharded_state_dict: dict[str, Any],
+        common_state: ShardedObject | None,
+    ) -> None:
         """Plan what this rank writes, copy that, and leave the rest to the committing executor."""
-        checkpointer, step = writing.checkpointer, writing.version.step or 0
+        step = writing.version.step or 0
         planned, failure = NOTHING, None
         try:
             planned = self._plans.plan(sharded_state_dict)

@@ -360,7 +360,13 @@ class Checkpointer:
             self._saves.discard(save)
 
     def name(self, save: Save, step: int) -> None:
-        """Give a save that was begun without a step its step. Raises as `begin` does; the save has failed then."""
+        """Give a save that was begun without a step its step. Raises as `begin` does; the save has failed then.
+
+        One that has failed before is called, too: other ranks may have a part of it, and learn that this one has none.
+        """
+        if save.committed.done() and save.id is None and (board := self._board) is not None:
+            save.id = self._call(step, save.terms)
+            board.fail(save.id)
         with self._working(save):
             if save.id is not None:
                 raise SaveError("the save has a step already", step=save.id.step, rank=self.ranks.rank)

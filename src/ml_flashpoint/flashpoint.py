@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -51,6 +52,20 @@ from ml_flashpoint.state.tracked import Reshard, TrackedState, checked_reshard
 _log = logging.getLogger(__name__)
 
 _IF_UNASKED = "call resume() before the first step, or construct with discard_existing=True"
+
+
+_live: weakref.WeakKeyDictionary[Flashpoint, str] = weakref.WeakKeyDictionary()
+
+
+def _check_free(base: str) -> None:
+    """Raise if another live `Flashpoint` of this process uses a base container."""
+    if any(place == base and not each.is_closed for each, place in list(_live.items())):
+        raise JobInUseError(
+            "another Flashpoint of this process uses this base container",
+            rank=rank_group().rank,
+            path=base,
+            hint="close it first, or give each job a base container of its own",
+        )
 
 
 class Flashpoint:
@@ -154,8 +169,12 @@ class Flashpoint:
         checked_bool("discard_existing", discard_existing)
         self._world, self._pid = default_group(), os.getpid()
         self._ranks = rank_group()
+        self._closed = False
+        place = os.path.realpath(self._base)
+        _check_free(place)
         self._ranks.agree_on(every_n_steps=self._every, on_world_size_change=change)
         self._checkpointer = Checkpointer(self._base, config, discard_existing=discard_existing)
+        _live[self] = place
         self._loaders = Loaders()
         self._tracked = self._tracked_type(self._ranks.rank, self._ranks.world_size)
         self._saves = Saves(
@@ -169,7 +188,6 @@ class Flashpoint:
         self._steps = 0
         self._tracking_ended = False
         self._told = False  # that saving works
-        self._closed = False
         self._resumed_from: int | None = None
         self._last_recovery: Recovery | None = None
         self._unsubscribe = on_event and events.add_subscriber(on_event, self._base, argument="on_event")
@@ -459,6 +477,11 @@ class Flashpoint:
 
     # ---- life ---------------------------------------------------------------------------------------------
 
+    @property
+    def is_closed(self) -> bool:
+        """True once it is closed, or where this process is a forked child."""
+        return self._closed or os.getpid() != self._pid
+
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise JobInUseError(
@@ -494,7 +517,7 @@ class Flashpoint:
         self._raise_failure()
 
     def _close(self, deadline_s: float) -> None:
-        if self._closed or os.getpid() != self._pid:
+        if self.is_closed:
             return
         self._closed = True
         self._saves.overlap.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.container import BaseContainer
 from ml_flashpoint.memory.lineage import read_records, write_record
 from tests.support.forked import Team, call_team
+from tests.support.part_checker import problems_in
 from tests.workers.recovery_job import Plan, go_on, play
 
 pytestmark = pytest.mark.damages_on_purpose
@@ -96,6 +98,20 @@ def test_a_damaged_part_is_replaced_from_its_other_holder(tmpfs: Path) -> None:
     assert all_tell(told, "tries") == 2
     assert all_tell(told, "verified") == (SaveId(1, 20),), "it has all its copies again"
     assert all_tell(run(tmpfs, Plan()), "tries") == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [("safetensors", 333), ("safetensors", 0), ("safetensors", None), ("manifest", 100), ("manifest", None)],
+)
+def test_a_part_with_a_file_cut_off_or_gone_is_replaced(tmpfs: Path, kind: str, how: int | None) -> None:
+    run(tmpfs, Plan(steps=[10, 20]))
+    path = tmpfs / "node-0" / "job" / "step-20_ckpt" / f"rank-00000-00000001.{kind}"
+    path.unlink() if how is None else os.truncate(path, how)
+    told = run(tmpfs, Plan())
+    assert (all_tell(told, "found"), all_tell(told, "values")) == ((1, 20), [200.0, 201.0])
+    assert all_tell(told, "verified") == (SaveId(1, 20),)
+    assert problems_in(tmpfs) == []
 
 
 def test_a_damaged_copy_is_found_when_it_is_needed_and_does_not_count_any_more(tmpfs: Path) -> None:

@@ -285,15 +285,6 @@ class Checkpointer:
                 value=os.fspath(self.base),
                 hint=f"name a folder in it that belongs to this job alone, such as {self.base}/mlf-jobs/job-145",
             )
-        place = os.path.realpath(self.base)
-        mine = (each for each in _live if each._pid == self._pid and not each._closed)
-        if any(os.path.realpath(each.base) == place for each in mine):
-            raise JobInUseError(
-                "this process has the base container open already",
-                rank=self.ranks.rank,
-                path=self.base,
-                hint="close it first, or give each job a base container of its own",
-            )
         self._job = JobLock(Path(self.base), self.ranks.job, lock_deadline_s())
         stack.callback(self._job.release)
         return BaseContainer(Path(self.base), self._job)

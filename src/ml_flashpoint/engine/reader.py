@@ -270,13 +270,10 @@ class DurableParts:
 
     def __init__(self, store: DurableVersions, version: Version) -> None:
         self._store, self._version = store, version
-        self._manifests: dict[int, Manifest] = {}
 
     def manifest(self, rank: int) -> Manifest:
         """See `MemoryParts.manifest`."""
-        if rank not in self._manifests:
-            self._manifests[rank] = waited_for(lambda: self._store.manifest(self._version, rank), self._store.path)
-        return self._manifests[rank]
+        return waited_for(lambda: self._store.manifest(self._version, rank), self._store.path)
 
     def open(self, rank: int, stack: contextlib.ExitStack) -> ObjectReader:
         """See `MemoryParts.open`."""
@@ -312,6 +309,8 @@ class VersionReader:
         self.tier: Literal["memory", "persisted"] = tier
         self._parts = parts
         self._open = contextlib.ExitStack()
+        self._manifests: dict[int, Manifest] = {}
+        self._readers: dict[int, ObjectReader] = {}
 
     def _checked(self, rank: int) -> int:
         if not 0 <= rank < self.world_size:
@@ -321,14 +320,19 @@ class VersionReader:
 
     def manifest(self, rank: int) -> Manifest:
         """Return the manifest of one rank's part. Raises `ObjectNotFoundError`."""
-        return self._parts.manifest(self._checked(rank))
+        if rank not in self._manifests:
+            self._manifests[rank] = self._parts.manifest(self._checked(rank))
+        return self._manifests[rank]
 
     def open(self, rank: int) -> ObjectReader:
         """Return a reader of the object of one rank's part; it stays valid until `release`."""
-        return self._parts.open(self._checked(rank), self._open)
+        if rank not in self._readers:
+            self._readers[rank] = self._parts.open(self._checked(rank), self._open)
+        return self._readers[rank]
 
     def release(self) -> None:
         """Unlock everything that was opened."""
+        self._readers.clear()
         self._open.close()
 
     def __enter__(self) -> Self:

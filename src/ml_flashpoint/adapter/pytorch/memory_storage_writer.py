@@ -39,6 +39,7 @@ from ml_flashpoint.engine.save import Save
 from ml_flashpoint.format.arguments import ignored
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidArgumentError, SaveError
+from ml_flashpoint.format.knobs import exit_deadline_s
 from ml_flashpoint.state.archive import SafeGlobal, by_name
 from ml_flashpoint.state.plan import item_keys
 
@@ -275,12 +276,13 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
             self._saves.give_up_abandoned()
 
     def close(self) -> None:
-        """Watch no optimizers any more, and break off what saving processes are writing. The checkpointer stays open.
-        Safe to call twice."""
+        """Watch no optimizers any more, have saves in flight committed within ``FLASHPOINT_EXIT_DEADLINE_S``, and break
+        off what saving processes write then. The checkpointer stays open. Safe to call twice."""
         self.stop_watching()
         self.give_up()
         if isinstance(self._saves, LocalSaves):
-            self._saves.close()
+            self._saves.wait(exit_deadline_s())
+            self._saves.server.close()
 
     # ---- StorageWriter ------------------------------------------------------------------------------------
 

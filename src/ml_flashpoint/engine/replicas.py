@@ -136,7 +136,7 @@ class Replicas:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def forget(self) -> None:
-        """Have the next `agree` wait for the entries of all ranks. On all ranks, after a save that has failed on one."""
+        """Have the next `agree` wait for all ranks. To be called on all of them, after a save that one has failed."""
         with self._lock:
             self._own = self._table = None
 

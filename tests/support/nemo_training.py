@@ -256,7 +256,8 @@ def train(
     def told(trainer: Any, *args: Any) -> None:
         setup(trainer, *args)
         if (io := flashpoint_io_of(trainer)) is not None:
-            report(tier=io.parts.engine.loader.tier)
+            recovery = io.parts.engine.last_recovery
+            report(tier="memory" if recovery is None else recovery.tier)
         report(resumes=None if trainer.ckpt_path is None else str(trainer.ckpt_path))
 
     resume.setup = told

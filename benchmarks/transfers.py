@@ -15,6 +15,7 @@ from benchmarks.timing import Result, measure
 from ml_flashpoint.format.digest import BLOCK_SIZE, BlockDigester
 from ml_flashpoint.format.errors import ObjectNotFoundError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
+from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.net.blocks import BlockChecker
 from ml_flashpoint.net.messages import Fields
 from ml_flashpoint.net.peer import PeerConnection
@@ -23,7 +24,7 @@ from ml_flashpoint.net.transfers import PartName
 
 SIZE = 1 << 30
 SECRET = b"only for this benchmark, 32 byte"
-PART = PartName("step-1_ckpt", "run-1", 0)
+PART = PartName(SaveId(1, 1), 0)
 _CHUNK = 4 << 20
 
 

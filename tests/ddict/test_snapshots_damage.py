@@ -245,7 +245,6 @@ def push(member: Member, manifest: Manifest, data: bytes) -> None:
     [
         (1, 2, "00000001", PAGE),  # its own
         (0, 3, "00000001", PAGE),  # of another dictionary
-        (0, 2, "v-1", PAGE),
         (0, 2, "00000001", PAGE - 1),
     ],
 )

@@ -125,11 +125,11 @@ def test_a_damaged_block_is_refused_and_a_damaged_copy_is_no_copy(pair: _Job) ->
     [
         ({"run": RUN - 1}, "is of run 6"),
         ({"run": RUN + 1}, "is of run 8"),
-        ({"rank": 1, "name": "rank-00001-00000007.safetensors"}, "holds no copies of rank 1"),
+        ({"rank": 1, "name": "rank-00001-00000007.safetensors"}, "holds no copies of rank 1 of 2"),
         ({"world_size": 3}, "holds no copies of rank 0 of 3"),
         ({"name": "rank-00001-00000007.safetensors"}, "no part of a save"),
         ({"save_id": "attempt-1", "name": "rank-00000-attempt-1.safetensors"}, "no part of a save"),
-        ({"file_size": 5000}, "no part of a save"),
+        ({"file_size": 5000}, "no slot has 5000 bytes"),
         ({"file_size": 1 << 60}, "larger than the filesystem"),
     ],
 )

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from ml_flashpoint.core.persisted_loader import PersistedLoader
+from ml_flashpoint.engine.recovery import Recovery
 from ml_flashpoint.format.digest import verify_blocks
 from ml_flashpoint.stores.location import open_store
 from ml_flashpoint.tools.export import export_version
 from tests.support.forked import Child, Team
 from tests.workers import persisting, training
 
-assert PersistedLoader  # the fork server has it imported
+assert Recovery  # the fork server has it imported
 
 
 def verify(store: Path) -> int:

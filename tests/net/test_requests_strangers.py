@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import struct
-import threading
 import time
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from ml_flashpoint.format.errors import (
 from ml_flashpoint.net import handshake
 from ml_flashpoint.net.channel import Channel, ConnectionLostError
 from ml_flashpoint.net.client import Address, Connection
-from ml_flashpoint.net.server import MAX_HANDSHAKES, RequestServer
+from ml_flashpoint.net.server import RequestServer
 from ml_flashpoint.net.transfers import TRANSFERS
 from tests.net.requests_support import (
     DEADLINE_S,
@@ -34,34 +33,6 @@ from tests.net.requests_support import (
 from tests.support import forked
 
 forked.preload("tests.net.requests_support")
-
-
-def test_both_sides_must_know_the_secret(address: Address, echo: Echo) -> None:
-    with pytest.raises(AuthenticationError, match="secret"):
-        connect(address, b"another secret of the test")
-    assert echo.opened == []
-
-
-@pytest.mark.parametrize("answer", [b"\1" * handshake.MAC_BYTES, b"\0" * handshake.MAC_BYTES])
-def test_a_server_that_does_not_know_the_secret_is_refused(tmpfs: Path, answer: bytes) -> None:
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(tmpfs / "s"))
-    listener.listen()
-    listener.settimeout(DEADLINE_S)
-
-    def pretend() -> None:
-        sock, _ = listener.accept()
-        sock.recv(handshake.GREETING_BYTES, socket.MSG_WAITALL)
-        sock.sendall(impostor_greeting())
-        sock.recv(handshake.MAC_BYTES, socket.MSG_WAITALL)
-        sock.sendall(answer)
-
-    thread = threading.Thread(target=pretend)
-    thread.start()
-    with pytest.raises(AuthenticationError):
-        connect(("unix", str(tmpfs / "s")))
-    thread.join(DEADLINE_S)
-    listener.close()
 
 
 def test_a_transfer_services_proof_is_no_proof_here(address: Address, echo: Echo) -> None:
@@ -142,15 +113,6 @@ def test_a_request_that_breaks_off_is_not_carried_out(address: Address, echo: Ec
     sock.close()
     assert echo.wait_for(lambda: echo.closed_sessions == [0])
     assert echo.handled == []
-
-
-def test_strangers_who_fill_the_hall_do_not_lock_others_out(echo: Echo) -> None:
-    with RequestServer(SECRET, echo, REQUESTS, tcp_host="127.0.0.1", handshake_deadline_s=DEADLINE_S) as server:
-        strangers = [raw(server.addresses[0]) for _ in range(MAX_HANDSHAKES + 10)]
-        assert connect(server.addresses[0]).request("echo", {}, [b"x"], timeout_s=DEADLINE_S).blobs == [b"x"]
-        assert all(is_hung_up(sock) for sock in strangers[:5])
-        for sock in strangers:
-            sock.close()
 
 
 def test_a_forked_child_does_not_serve_and_takes_nothing_along(server: RequestServer, tmpfs: Path) -> None:

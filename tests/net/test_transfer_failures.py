@@ -282,17 +282,6 @@ def test_a_vanished_machine_is_noticed_within_the_deadline(role: str) -> None:
 # --- Beginning and end --------------------------------------------------------------------------------------
 
 
-def test_a_closed_service_stays_closed() -> None:
-    with serving() as service, PeerConnection(service.address, SECRET) as peer:
-        peer.ping()
-        service.close()
-        service.close()
-        with pytest.raises(ConnectionLostError):
-            peer.ping()
-    with serving(port=service.address[1]) as next_one:  # the port is free at once
-        assert next_one.address == service.address
-
-
 def test_closing_breaks_transfers_off_and_leaves_no_thread() -> None:
     before = set(threading.enumerate())
     store = MemoryStore()
@@ -322,21 +311,6 @@ def test_short_secrets_and_unfit_buffers_are_refused() -> None:
     for into in (memoryview(b"four"), memoryview(bytearray(5)), memoryview(bytearray(8))[::2]):
         with pytest.raises(InvalidArgumentError):
             BlockChecker(record, into, NAME)
-
-
-def test_a_forked_child_keeps_neither_port_nor_connection() -> None:
-    with PeerProcess("fork", "127.0.0.1", "0", "60") as process:
-        address = ("127.0.0.1", process.tell()["port"])
-        with PeerConnection(address, SECRET, deadline_s=60) as peer:
-            peer.ping()
-            process.go_on()  # now it forks, with a connection open
-            assert process.tell() == {"child": "closed"}
-            peer.ping()
-            process.kill()  # while its child lives on
-            with ends_within(SLACK_S), pytest.raises(ConnectionLostError, match="refused"):
-                peer.ping()
-            with pytest.raises(ConnectionLostError, match="refused"):
-                PeerConnection(address, SECRET, connect_timeout_s=SLACK_S).ping()
 
 
 def test_a_process_exits_cleanly_in_the_middle_of_transfers() -> None:

@@ -21,7 +21,8 @@ from typing import Any
 
 from ml_flashpoint.format.digest import digest_block
 from ml_flashpoint.format.errors import FlashpointError, ObjectNotFoundError
-from ml_flashpoint.format.manifest import Manifest, ObjectRecord, encode
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord, encode, object_name
+from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.net import handshake
 from ml_flashpoint.net.blocks import BlockChecker
 from ml_flashpoint.net.channel import Channel
@@ -33,10 +34,10 @@ from ml_flashpoint.net.transfers import TRANSFERS, PartName
 from tests.support.processes import suspend
 
 SECRET = b"the secret of the job that tests"
-VERSION = "step-5_ckpt"
-ATTEMPT = "run-0001"
-PART = PartName(VERSION, ATTEMPT, 3)
-NAME = "rank-00003-run-0001.safetensors"
+SAVE = SaveId(7, 5)
+VERSION = SAVE.version
+PART = PartName(SAVE, 3)
+NAME = object_name(3, SAVE.text)
 BLOCK = 512 << 10
 """Small enough for quick tests, large enough to be verified by a thread of its own."""
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -54,7 +55,7 @@ def record_of(data: bytes | mmap.mmap, name: str = NAME, block_size: int = BLOCK
 
 
 def manifest_of(*records: ObjectRecord, rank: int = 3) -> Manifest:
-    return Manifest(VERSION, rank, 4, ATTEMPT, "n1", records)
+    return Manifest(VERSION, rank, 4, SAVE.text, "n1", records)
 
 
 def pattern(size: int, seed: int = 0) -> bytes:
@@ -337,9 +338,6 @@ def _main(role: str, host: str, port: str, deadline_s: str) -> None:
             _say(committed=len(store.committed), aborted=len(store.aborted))
             sys.stdin.readline()
         return
-    if role == "fork":
-        _fork_amid_connections(store, host)
-        return
     if role == "exit":
         _exit_amid_transfers(store, record)
         return
@@ -363,16 +361,6 @@ def _main(role: str, host: str, port: str, deadline_s: str) -> None:
         _say(error=None)
     except FlashpointError as exc:
         _say(error=type(exc).__name__, text=str(exc), step=exc.step, rank=exc.rank, node=exc.node)
-
-
-def _fork_amid_connections(store: MemoryStore, host: str) -> None:
-    service = TransferService(SECRET, store, host=host)
-    _say(port=service.address[1])
-    sys.stdin.readline()
-    if os.fork() == 0:
-        service.close()  # must neither hang nor touch the parent's connections
-        _say(child="closed")
-    sys.stdin.read()  # the child gets here too, and outlives its parent until the test is over
 
 
 def _exit_amid_transfers(store: MemoryStore, record: ObjectRecord) -> None:

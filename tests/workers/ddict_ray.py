@@ -35,7 +35,7 @@ def look(d: DDict, keys: list[Any]) -> tuple[list[int], list[Any], dict[Any, flo
 
 
 def _mappings() -> int:
-    return sum("/slot-" in line or ".safetensors" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    return sum("/slots/" in line or ".safetensors" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
 def put_from(d: DDict, rank: int) -> None:

@@ -27,6 +27,7 @@ from ml_flashpoint.engine.save import Save
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.digest import digest_block
 from ml_flashpoint.format.errors import FlashpointError, NothingLoadableError
+from ml_flashpoint.ranks.strategies import ReplicationStrategy
 from tests.support.forked import Report
 
 SIZES = {"tiny": (0, 1, 7, 300), "small": (5, 4096, 70_000), "mid": (3 << 20, 17 << 20, 40_000, 12 << 20)}
@@ -56,9 +57,11 @@ def note(step: int, life: int) -> bytes:
 class Rank:
     """The engine as one rank uses it."""
 
-    def __init__(self, base: Path | str, *, replicate: bool = False) -> None:
+    def __init__(
+        self, base: Path | str, *, replicate: bool = False, strategy: ReplicationStrategy | None = None
+    ) -> None:
         self.base = CheckpointContainerId(base)
-        self.checkpointer = Checkpointer(base, Config(replication="pairwise" if replicate else "none"))
+        self.checkpointer = Checkpointer(base, Config(replication=strategy or ("pairwise" if replicate else "none")))
         self.rank = self.checkpointer.ranks.rank
 
     def version(self, step: int) -> CheckpointContainerId:
@@ -208,17 +211,6 @@ def try_load(report: Report, base: str, size: str) -> tuple[int, int] | str | No
         return load(report, base, size)
     except FlashpointError as error:
         return f"{type(error).__name__}: {error}"
-
-
-def save_two_and_keep_both(report: Report, base: str, size: str, life: int) -> None:
-    """Save steps 1 and 2, and be killed when the files of step 1 are about to be pruned."""
-
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "os.remove" and "step-1_ckpt" in str(arguments[0]):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(hook)
-    save_steps(report, base, size, [1, 2], life)
 
 
 def digests(data: bytes, block_size: int) -> tuple[str, ...]:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
-import sys
 import threading
 import time
 from dataclasses import asdict
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,17 +70,6 @@ def team_save_for_ever(report: Report, rank: int, size: str, first: int, life: i
 def _train() -> None:
     """What keeps ranks at the same step, as training does; fails when a rank is gone."""
     dist.all_reduce(torch.zeros(1))
-
-
-def team_save_two_and_keep_both(report: Report, rank: int, size: str, life: int) -> None:
-    """Save steps 1 and 2 with copies, and be killed when the files of step 1 are about to be pruned."""
-
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "os.remove" and "step-1_ckpt" in str(arguments[0]):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(hook)
-    team_save(report, rank, size, [1, 2], life)
 
 
 # ---- bad peers ----------------------------------------------------------------------------------------------

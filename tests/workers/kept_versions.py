@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from ml_flashpoint import Flashpoint, Keep
-from ml_flashpoint.core.engine import CheckpointEngine
+from ml_flashpoint.config import Config
+from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.format.errors import FlashpointError
 from tests.support.forked import Report
 
@@ -97,22 +98,23 @@ def play_engine(report: Report, rank: int, steps: Sequence[int], back: int) -> l
     """The same for whoever uses the engine itself: saves, goes back, restarts, and looks."""
     said: list[Any] = []
     for life in range(2):
-        with CheckpointEngine(os.environ["FLASHPOINT_TEST_BASE"], keep=Keep(newest=2, every_n_steps=4)) as engine:
+        config = Config(keep=Keep(newest=2, every_n_steps=4))
+        with Checkpointer(os.environ["FLASHPOINT_TEST_BASE"], config) as checkpointer:
             if life == 0:
                 for step in steps:
-                    tensors = [("values", content(rank, step, 0, 5000))]
-                    engine.saver.save(engine.version(step), tensors)
-                    assert engine.saver.wait(30)
-                said.append(shown(engine.versions()))
-                version = engine.go_back(back)
+                    save = checkpointer.begin(step, explicit=True)
+                    checkpointer.fill(save, [("values", content(rank, step, 0, 5000))])
+                    checkpointer.commit(save)
+                    assert checkpointer.wait(30)
+                said.append(shown(checkpointer.versions()))
+                version = checkpointer.go_back(back)
             else:
-                version = engine.latest()
+                version = checkpointer.latest()
             assert version is not None
             said.append(version.step)
-            manifest = engine.loader.read_manifest(version, rank)
-            reader = engine.loader.open_object(version, manifest, manifest.objects[0])
-            assert torch.equal(reader.tensor("values"), content(rank, version.step, 0, 5000))
-            engine.loader.release()
+            with checkpointer.reader(version) as reader:
+                values = reader.open(rank).tensor("values")
+                assert torch.equal(values, content(rank, version.step, 0, 5000))
             if dist.is_initialized():
                 dist.barrier()
     return said

@@ -13,12 +13,11 @@ from typing import Any
 import torch.distributed as dist
 
 from ml_flashpoint import Flashpoint, events
-from ml_flashpoint.core import inventory
+from ml_flashpoint.engine import inventory
 from ml_flashpoint.format.errors import FlashpointError, UnaskedVersionsError
 from ml_flashpoint.net import client as net_client
 from ml_flashpoint.net import peer
 from ml_flashpoint.ranks.strategies import NoReplicationStrategy, ReplicationStrategy, RingReplicationStrategy
-from ml_flashpoint.replication.replication_manager import ReplicationManager
 from tests.support.descriptors import NoDescriptors
 from tests.support.forked import Report
 from tests.workers.fault_engine import Rank, base_here
@@ -32,11 +31,7 @@ STRATEGIES: dict[str, Callable[[], ReplicationStrategy]] = {
 
 def rank_with(strategy: str) -> Rank:
     """The engine, with a strategy by name."""
-    engine = Rank(base_here())
-    engine.replication = ReplicationManager(STRATEGIES[strategy]())
-    engine.replication.initialize(engine.objects)
-    engine.loader._source._replication = engine.replication
-    return engine
+    return Rank(base_here(), strategy=STRATEGIES[strategy]())
 
 
 def save_as(report: Report, rank: int, strategy: str, steps: list[int]) -> None:
@@ -44,7 +39,7 @@ def save_as(report: Report, rank: int, strategy: str, steps: list[int]) -> None:
     engine = rank_with(strategy)
     for step in steps:
         engine.save("small", step, 0)
-        assert engine.saver.wait(30)
+        assert engine.checkpointer.wait(30)
     dist.barrier()
     engine.close()
 
@@ -56,18 +51,6 @@ def load_as(report: Report, rank: int, strategy: str) -> Any:
     dist.barrier()
     engine.close()
     return found
-
-
-def save_ids_of(report: Report, rank: int, strategy: str) -> list[str]:
-    """The save ids of all parts of what is loaded, as a reader on this rank finds them."""
-    engine = rank_with(strategy)
-    found = engine.loader.get_latest_complete_checkpoint(engine.base)
-    assert found is not None
-    count = engine.loader.read_manifest(found, 0).world_size
-    save_ids = [engine.loader.read_manifest(found, part).save_id for part in range(count)]
-    dist.barrier()
-    engine.close()
-    return save_ids
 
 
 def said(engine: Rank) -> Any:
@@ -147,7 +130,6 @@ SHORTAGES = {"descriptors": NoDescriptors, "manifests": NoManifests}
 def short_of_descriptors(report: Report, rank: int, kind: str, until_first_pause: bool) -> list[Any]:
     """Rank 0 cannot read what it has: until it tries again, or for the whole of its first recovery."""
     engine = Rank(base_here(), replicate=True)
-    engine.objects.open(base_here(), rank)
     found = []
     if rank == 0:
         shortage = SHORTAGES[kind]()

@@ -26,7 +26,7 @@ from ml_flashpoint.format.errors import (
 )
 from ml_flashpoint.format.failure_kinds import as_ours, is_transient, pauses, retrying
 from ml_flashpoint.format.knobs import recovery_deadline_s, transfer_deadline_s
-from ml_flashpoint.format.manifest import Manifest, encode, object_name
+from ml_flashpoint.format.manifest import Manifest, encode
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.capacity import most_bytes
 from ml_flashpoint.memory.container import BaseContainer
@@ -234,7 +234,7 @@ class Copies:
         Raises:
             FlashpointError: no node gives the manifest.
         """
-        part = PartName(save.version, save.text, rank)
+        part = PartName(save, rank)
         return self._ask(nodes, part, lambda peer: peer.read_manifest(part), until, failures)
 
     def read_blocks(
@@ -251,7 +251,7 @@ class Copies:
         Raises:
             FlashpointError: no node gives the blocks.
         """
-        part = PartName(save.version, save.text, manifest.rank)
+        part = PartName(save, manifest.rank)
         with BlockChecker(manifest.objects[0], buffer, str(part), first_block) as blocks:
             self._ask(nodes, part, lambda peer: peer.fetch(part, blocks), None, None)
 
@@ -317,11 +317,11 @@ class _HeldCopies:
 
     @contextlib.contextmanager
     def open_part(self, part: PartName) -> Iterator[memoryview]:
-        with self._container.open_part(_save_of(part), part.rank) as opened:
+        with self._container.open_part(*part) as opened:
             yield opened.buffer
 
     def read_manifest(self, part: PartName) -> bytes:
-        return encode(self._container.read_manifest(_save_of(part), part.rank))
+        return encode(self._container.read_manifest(*part))
 
     @contextlib.contextmanager
     def receive(self, manifest: Manifest, rider: Fields) -> Iterator[memoryview | None]:
@@ -354,13 +354,12 @@ class _HeldCopies:
 
     def _checked(self, manifest: Manifest) -> tuple[SaveId, Pool]:
         """Return the save of a part that is pushed, and the pool for it; refuse what cannot be right."""
-        rank, (record,) = manifest.rank, manifest.objects
-        save, pool = SaveId.of(manifest), self._pools.get(rank)
+        (save, rank), record = PartName.of(manifest), manifest.objects[0]
+        pool = self._pools.get(rank)
         if pool is None or pool.owner.world_size != manifest.world_size:
             raise ReplicationError(f"this rank holds no copies of rank {rank} of {manifest.world_size}", rank=rank)
-        is_slot = record.file_size > 0 and record.file_size % PAGE == 0
-        if save is None or record.name != object_name(rank, save.text) or not is_slot:
-            raise ManifestError(f"this is no part of a save: {record.name!a} of {record.file_size} bytes", rank=rank)
+        if record.file_size <= 0 or record.file_size % PAGE:
+            raise ManifestError(f"no slot has {record.file_size} bytes", rank=rank)
         most = most_bytes(self._container.base)
         if record.file_size > most:
             raise CapacityError(
@@ -394,13 +393,6 @@ class _HeldCopies:
             return self._container.read_manifest(save, manifest.rank) == manifest
         except (ObjectNotFoundError, DamagedError):
             return False
-
-
-def _save_of(part: PartName) -> SaveId:
-    save = SaveId.parse(part.version, part.save)
-    if save is None:
-        raise ObjectNotFoundError(f"no save is called {part.version} {part.save!a}", rank=part.rank)
-    return save
 
 
 def _taken(pool: Pool, manifest: Manifest, request: SlotRequest) -> Slot:

@@ -278,35 +278,25 @@ class Channel:
 
     def _some(self, most: int, flags: int, wait: _Wait) -> bytes:
         """Return what there is, at least one byte."""
-        while True:
-            self._limit(socket.SO_RCVTIMEO, wait.slice_s())
-            try:
-                data = self._sock.recv(most, flags)
-            except BlockingIOError:
-                wait.note(0)
-                continue
-            except OSError as error:
-                raise self._lost(error) from error
-            if not data:
-                raise ConnectionLostError(f"{self.peer} closed the connection")
-            if not wait.is_plain:
-                wait.note(len(data))
-            return data
+        while not (data := self._try(socket.SO_RCVTIMEO, wait, self._sock.recv, most, flags)):
+            pass
+        return data  # type: ignore[no-any-return]
 
-    def _try(self, option: int, wait: _Wait, call: Callable[..., int], *args: Any) -> int:
-        """Return how many bytes one call moved; 0 if it could move none for a while."""
+    def _try(self, option: int, wait: _Wait, call: Callable[..., Any], *args: Any) -> Any:
+        """Return what one call moved, bytes or their number; 0 if it could move none for a while."""
         self._limit(option, wait.slice_s())
         try:
-            count = call(*args)
+            moved = call(*args)
         except BlockingIOError:
-            count = 0
+            moved = 0
         except OSError as error:
             raise self._lost(error) from error
         else:
-            if not count and option == socket.SO_RCVTIMEO:
+            if not moved and option == socket.SO_RCVTIMEO:
                 raise ConnectionLostError(f"{self.peer} closed the connection")
-        wait.note(count)
-        return count
+        if not wait.is_plain:
+            wait.note(bool(moved))
+        return moved
 
     def _limit(self, option: int, seconds: float) -> None:
         """Have the kernel wait no longer. Setting it anew for some ms less is not worth the calls."""
@@ -360,11 +350,11 @@ class _Wait:
             )
         return min(left, _IDLE_SLICE_S if self._cancelled is None else self._channel._slice_s)
 
-    def note(self, count: int) -> None:
-        """Take note that a call has moved so many bytes."""
+    def note(self, moved: bool) -> None:
+        """Take note that a call has moved something, or nothing for a while."""
         if self._until is None:
             now, slice_s, stall_s = time.monotonic(), self._channel._slice_s, self._stall_s
-            self._silent_s = 0.0 if count else self._silent_s + min(now - self._looked_at, 2 * slice_s)
+            self._silent_s = 0.0 if moved else self._silent_s + min(now - self._looked_at, 2 * slice_s)
             self._looked_at = now
             # One slice early, because bytes that came early in a slice were only counted at its end.
             if self._silent_s >= stall_s - slice_s:

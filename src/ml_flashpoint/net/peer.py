@@ -14,7 +14,7 @@ from ml_flashpoint.format.errors import (
     ProtocolError,
     ReplicationError,
 )
-from ml_flashpoint.format.manifest import Manifest, decode, encode, object_name
+from ml_flashpoint.format.manifest import Manifest, decode, encode
 from ml_flashpoint.net.blocks import BlockChecker
 from ml_flashpoint.net.channel import Cancelled, Channel, ConnectionLostError
 from ml_flashpoint.net.client import connect
@@ -108,15 +108,13 @@ class PeerConnection:
         Raises:
             ManifestError: the peer gives something else.
         """
-        with self._asked("manifest", part._asdict(), part=part) as (_, reply):
+        with self._asked("manifest", part.to_fields(), part=part) as (_, reply):
             if len(reply.blobs) != 1:
                 raise ProtocolError("the peer answered out of turn")
             manifest = decode(reply.blobs[0])
         with error_context(part, self._node):
-            if PartName.of(manifest) != part:
-                raise ManifestError(f"asked for {part}, got {PartName.of(manifest)}")
-            if [record.name for record in manifest.objects] != [object_name(part.rank, part.save)]:
-                raise ManifestError("the manifest names objects of another part")
+            if (given := PartName.of(manifest)) != part:
+                raise ManifestError(f"asked for {part}, got {given}")
         return manifest
 
     def fetch(self, part: PartName, blocks: BlockChecker, *, cancelled: Cancelled | None = None) -> None:
@@ -129,7 +127,7 @@ class PeerConnection:
             try:
                 for run in blocks.missing():
                     begin, end = blocks.span(run)
-                    fields = {**part._asdict(), "offset": begin, "length": end - begin}
+                    fields = {**part.to_fields(), "offset": begin, "length": end - begin}
                     with self._asked("fetch", fields, payload_bytes=end - begin, cancelled=cancelled) as (channel, _):
                         for block in run:
                             blocks.receive(channel, block, cancelled)
@@ -142,7 +140,7 @@ class PeerConnection:
         """Give the peer a copy of a part, and return once it is checked and committed there.
 
         Args:
-            manifest: of a part with one object. The peer stores the same bytes.
+            manifest: of the part. The peer stores the same bytes.
             buffer: the object, `size` bytes, which stay as they are until the return.
             rider: for the peer's backend.
 
@@ -152,9 +150,9 @@ class PeerConnection:
         Raises:
             DigestMismatchError: the bytes that arrived are not those of the manifest.
         """
-        if [buffer.nbytes] != [record.size for record in manifest.objects]:
-            raise InvalidArgumentError("the buffer must have the size of the one object of the manifest")
         part = PartName.of(manifest)
+        if buffer.nbytes != manifest.total_size:
+            raise InvalidArgumentError("the buffer must have the size of the manifest's object")
         work_s = self._deadline_s + buffer.nbytes / _WORK_BYTES_S
         fields, encoded = {"rider": rider or {}}, encode(manifest)
         with self._asked("push", fields, encoded, part=part, work_s=work_s, cancelled=cancelled) as (channel, reply):

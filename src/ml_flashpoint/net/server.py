@@ -29,7 +29,8 @@ _log = logging.getLogger(__name__)
 MAX_CONNECTIONS: Final = 1024
 """Default for the authenticated connections served at once."""
 MAX_HANDSHAKES: Final = 128
-"""Connections in the handshake at once; the oldest is dropped for a newcomer."""
+"""Connections in the handshake at once. More wait until one is done, or has had `PATIENCE_S` and is dropped."""
+PATIENCE_S: Final = 1.0
 HANDSHAKE_DEADLINE_S: Final = 5.0
 """Default time for the whole handshake."""
 
@@ -122,9 +123,9 @@ class RequestServer:
         self._idle_s = idle_s
         self._stall_s = stall_s
         self._process = os.getpid()
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._closed = threading.Event()
-        self._strangers: dict[socket.socket, None] = {}  # in the handshake, oldest first
+        self._strangers: dict[socket.socket, float] = {}  # in the handshake since when, oldest first
         self._connections: dict[socket.socket, threading.Thread] = {}  # with those
         self._quiet_until: dict[str, float] = {}
         self._unix: tuple[str, int] | None = None
@@ -181,8 +182,9 @@ class RequestServer:
         """
         if self._process != os.getpid():  # threads do not exist in a forked child, and the lock may be held
             return
-        with self._lock:
+        with self._changed:
             self._closed.set()
+            self._changed.notify_all()
             threads = [*self._acceptors, *self._connections.values()]
             for sock in self._connections:
                 _hang_up(sock)  # under the lock, so that none is closed and its descriptor reused
@@ -215,21 +217,29 @@ class RequestServer:
             close_in_children(sock)
             name = f"{address[0]} port {address[1]}" if address else "a process"
             thread = threading.Thread(target=self._run, args=(sock, name), name=f"flashpoint-net {name}", daemon=True)
-            with self._lock:
+            with self._changed:
+                self._make_way()
                 if self._closed.is_set():
                     sock.close()
                     return
-                if len(self._strangers) >= MAX_HANDSHAKES:
-                    oldest = next(iter(self._strangers))
-                    del self._strangers[oldest]
-                    _hang_up(oldest)
                 try:
                     thread.start()  # under the lock, so that close() only joins threads that were started
-                    self._strangers[sock] = None
+                    self._strangers[sock] = time.monotonic()
                     self._connections[sock] = thread
                 except RuntimeError as error:
                     self._warn("cannot serve a connection from %s: %s", name, error)
                     sock.close()
+
+    def _make_way(self) -> None:
+        """Wait while there are as many handshakes as there may be. Drop the oldest if it takes longer than it needs."""
+        while len(self._strangers) >= MAX_HANDSHAKES and not self._closed.is_set():
+            oldest, since = next(iter(self._strangers.items()))
+            left_s = since + PATIENCE_S - time.monotonic()
+            if left_s > 0:
+                self._changed.wait(left_s)
+            else:
+                del self._strangers[oldest]
+                _hang_up(oldest)
 
     def _run(self, sock: socket.socket, name: str) -> None:
         try:
@@ -237,8 +247,9 @@ class RequestServer:
             peer = name if pid is None else f"process {pid}"
             channel = Channel(sock, self._dialect, peer=peer, stall_s=self._stall_s)
             channel.handshake_as_server(self._secret, time.monotonic() + self._handshake_deadline_s)
-            with self._lock:
+            with self._changed:
                 self._strangers.pop(sock, None)
+                self._changed.notify_all()
                 is_one_too_many = len(self._connections) - len(self._strangers) > self._max_connections
             if is_one_too_many:
                 channel.receive(request=True, idle_s=self._handshake_deadline_s)
@@ -258,9 +269,10 @@ class RequestServer:
         except Exception as error:
             self._warn("connection from %s failed", name, exc_info=error)
         finally:
-            with self._lock:
+            with self._changed:
                 self._strangers.pop(sock, None)
                 self._connections.pop(sock, None)
+                self._changed.notify_all()
             sock.close()
 
     def _serve(self, channel: Channel, session: Any) -> None:

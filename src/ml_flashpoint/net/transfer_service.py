@@ -6,12 +6,11 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId, validate_segment
-from ml_flashpoint.format.errors import InvalidNameError, ManifestError, ProtocolError, ReplicationError
+from ml_flashpoint.format.errors import ProtocolError, ReplicationError
 from ml_flashpoint.format.manifest import decode
 from ml_flashpoint.net.blocks import BlockChecker
 from ml_flashpoint.net.channel import Channel
-from ml_flashpoint.net.messages import Fields, integer, text
+from ml_flashpoint.net.messages import Fields, integer
 from ml_flashpoint.net.server import HangUp, Peer, RequestServer
 from ml_flashpoint.net.transfers import DEADLINE_S, TRANSFERS, Address, PartName, TransferBackend, error_context
 
@@ -53,9 +52,11 @@ class TransferService:
         deadline_s: float = DEADLINE_S,
         **limits: Any,
     ) -> None:
+        self._backend = backend
+        self._deadline_s = deadline_s
         options = {"tcp_host": host, "tcp_port": port, "stall_s": deadline_s, **_LIMITS, **limits}
         try:
-            self._server = RequestServer(secret, _Requests(backend, deadline_s), TRANSFERS, **options)
+            self._server = RequestServer(secret, self, TRANSFERS, **options)
         except OSError as error:
             raise ReplicationError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
         except RuntimeError as error:
@@ -72,37 +73,24 @@ class TransferService:
         """Stop listening, break off transfers, and wait for their threads for at most about 2 s. Safe to call twice."""
         self._server.close()
 
-
-@contextlib.contextmanager
-def _out_of_step() -> Iterator[None]:
-    """From here on the two sides no longer agree on what comes next, if anything goes wrong."""
-    try:
-        yield
-    except Exception as error:
-        raise HangUp from error
-
-
-class _Requests:
-    """What requests mean: see `net.server.RequestHandler`. A session is the channel."""
-
-    def __init__(self, backend: TransferBackend, deadline_s: float) -> None:
-        self._backend = backend
-        self._deadline_s = deadline_s
+    # ---- requests: see `RequestHandler`; a session is the channel ---------------------------------------------------
 
     def open(self, peer: Peer) -> Channel:
+        """Return the session of a connection."""
         assert peer.channel is not None
         return peer.channel
 
     def closed(self, session: Channel) -> None:
-        pass
+        """Do nothing."""
 
     def handle(
         self, session: Channel, op: str, fields: Fields, blobs: list[bytes]
     ) -> tuple[Fields, Sequence[Buffer]] | None:
+        """Carry out a request."""
         if op == "ping":
             return {}, ()
         if op == "manifest":
-            return {}, (self._backend.read_manifest(_part_in(fields)),)
+            return {}, (self._backend.read_manifest(PartName.from_fields(fields)),)
         if op == "fetch":
             self._give_bytes(session, fields)
             return None
@@ -111,7 +99,7 @@ class _Requests:
         raise ProtocolError(f"there is no request {op!a} of {len(blobs)} blobs")
 
     def _give_bytes(self, channel: Channel, fields: Fields) -> None:
-        part, begin = _part_in(fields), integer(fields, "offset")
+        part, begin = PartName.from_fields(fields), integer(fields, "offset")
         end = begin + integer(fields, "length")
         with self._backend.open_part(part) as view:
             if end > len(view):
@@ -122,16 +110,16 @@ class _Requests:
 
     def _take_part(self, channel: Channel, fields: Fields, encoded: bytes) -> tuple[Fields, Sequence[Buffer]]:
         rider, manifest = fields.get("rider"), decode(encoded)
-        if not isinstance(rider, dict) or len(manifest.objects) != 1:
-            raise ManifestError("a push must have a part with one object, and a rider")
-        record = manifest.objects[0]
-        with error_context(PartName.of(manifest)), contextlib.ExitStack() as receiving:
+        if not isinstance(rider, dict):
+            raise ProtocolError("a push must have a rider")
+        part, record = PartName.of(manifest), manifest.objects[0]
+        with error_context(part), contextlib.ExitStack() as receiving:
             buffer = receiving.enter_context(self._backend.receive(manifest, rider))
             if buffer is None:
                 return {"held": True}, ()
             # What is wrong is told while the peer may still be sending; it looks for this when its own send fails.
             with _out_of_step():
-                blocks = receiving.enter_context(BlockChecker(record, buffer, f"{manifest.version}/{record.name}"))
+                blocks = receiving.enter_context(BlockChecker(record, buffer, str(part)))
                 channel.send(None, {"held": False})
                 announced = channel.receive(request=True)
                 if announced.subject != "data" or announced.payload_bytes != record.size:
@@ -145,9 +133,10 @@ class _Requests:
         return {}, ()
 
 
-def _part_in(fields: Fields) -> PartName:
-    part = PartName(text(fields, "version"), text(fields, "save"), integer(fields, "rank"))
-    if CheckpointContainerId.parse_version_container(validate_segment(part.version)) is None:
-        raise InvalidNameError(f"not the name of a version: {part.version!a}")
-    validate_segment(part.save)
-    return part
+@contextlib.contextmanager
+def _out_of_step() -> Iterator[None]:
+    """From here on the two sides no longer agree on what comes next, if anything goes wrong."""
+    try:
+        yield
+    except Exception as error:
+        raise HangUp from error

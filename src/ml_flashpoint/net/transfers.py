@@ -6,7 +6,7 @@
 * ``push`` a part, whose manifest is a blob, with a rider. Unless the reply is that the part is ``held`` already,
   ``data`` follows, with all bytes of the object as payload, and is answered once they are checked and committed.
 
-A part has one object. A rider is JSON that the backend understands and this package does not.
+A part has one object, named after it. A rider is JSON that the backend understands and this package does not.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from contextlib import AbstractContextManager
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from ml_flashpoint.format import errors
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.manifest import MAX_MANIFEST_BYTES, Manifest
-from ml_flashpoint.net.messages import Dialect, Fields
+from ml_flashpoint.format.manifest import MAX_MANIFEST_BYTES, Manifest, object_name
+from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.net.messages import Dialect, Fields, integer, text
 
 Address: TypeAlias = tuple[str, int]
 """Host and port."""
@@ -54,24 +54,39 @@ TRANSFERS: Final = Dialect(
 
 
 class PartName(NamedTuple):
-    """Name of a part: the version's directory, the save as manifests spell it, the rank."""
+    """Name of a part: its save and its rank."""
 
-    version: str
-    save: str
+    save: SaveId
     rank: int
 
     @staticmethod
     def of(manifest: Manifest) -> PartName:
-        """Return the name of the part that a manifest is of."""
-        return PartName(manifest.version, manifest.save_id, manifest.rank)
+        """Return the name of the part that a manifest is of.
 
-    @property
-    def step(self) -> int | None:
-        """Step of the version."""
-        return CheckpointContainerId.parse_version_container(self.version)
+        Raises:
+            ManifestError: it is of no save, or does not have one object that is named after the part.
+        """
+        save, rank = SaveId.of(manifest), manifest.rank
+        names = [record.name for record in manifest.objects]
+        if save is None or names != [object_name(rank, save.text)]:
+            message = f"no part of a save: it is of {manifest.save_id!a} and has the objects {names}"
+            raise errors.ManifestError(message, step=manifest.step, rank=rank)
+        return PartName(save, rank)
+
+    def to_fields(self) -> Fields:
+        """Return the name as fields of a request."""
+        return {"version": self.save.version, "save": self.save.text, "rank": self.rank}
+
+    @staticmethod
+    def from_fields(fields: Fields) -> PartName:
+        """Return the name in the fields of a request. Raise `ProtocolError` if there is none."""
+        save = SaveId.parse(text(fields, "version"), text(fields, "save"))
+        if save is None:
+            raise errors.ProtocolError(f"not a save: {fields['version']!a}, {fields['save']!a}")
+        return PartName(save, integer(fields, "rank"))
 
     def __str__(self) -> str:
-        return f"rank {self.rank} of {self.version} ({self.save})"
+        return f"rank {self.rank} of {self.save.version} (run {self.save.run})"
 
 
 class TransferBackend(Protocol):
@@ -103,7 +118,7 @@ class TransferBackend(Protocol):
         context is left by an error, they have not, and the room is free.
 
         Args:
-            manifest: of a part with one object.
+            manifest: of the part.
             rider: sent along by the peer.
 
         Raises:
@@ -119,7 +134,7 @@ def error_context(part: PartName | None, node: str | None = None) -> Iterator[No
         yield
     except errors.FlashpointError as error:
         if part is not None:
-            error.step = part.step if error.step is None else error.step
+            error.step = part.save.step if error.step is None else error.step
             error.rank = part.rank if error.rank is None else error.rank
         error.node = node if error.node is None else error.node
         raise

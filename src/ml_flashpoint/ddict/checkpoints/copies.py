@@ -11,12 +11,11 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from ml_flashpoint.ddict.checkpoints.index import PartRef, is_part
-from ml_flashpoint.ddict.manager.store import HeldPart, PartStore
+from ml_flashpoint.ddict.manager.store import PartStore
 from ml_flashpoint.format.errors import (
     DamagedError,
     DeadlineError,
@@ -82,7 +81,7 @@ class Copies:
         return Holder(node, (str(address[0]), int(address[1])))
 
     def connect(self, holder: Holder, within_s: float = _MAX_CONNECT_S) -> PeerConnection:
-        """A connection to a service."""
+        """Return a connection to a service."""
         timeout_s = min(_MAX_CONNECT_S, max(within_s, 0.001))
         deadline_s = transfer_deadline_s()
         return PeerConnection(
@@ -157,8 +156,13 @@ class Copies:
 
 
 class CopyBackend:
-    """Serves the parts of a store, and takes in copies: a `TransferBackend`. Thread-safe. ``held``: managers whose
-    copies are taken in. ``managers``: how many there are."""
+    """A `TransferBackend` that serves the parts of a store, and takes copies in. Thread-safe.
+
+    Args:
+        store: of this manager.
+        held: managers whose copies are taken in.
+        managers: number of all managers.
+    """
 
     def __init__(self, store: PartStore, held: Collection[int], managers: int) -> None:
         self._store = store
@@ -168,19 +172,13 @@ class CopyBackend:
     @contextlib.contextmanager
     def open_part(self, part: PartName) -> Iterator[memoryview]:
         """See `TransferBackend`."""
-        with self._reading(part) as found:
+        with self._store.reading(*part) as found:
             yield found.data
 
     def read_manifest(self, part: PartName) -> bytes:
         """See `TransferBackend`."""
-        with self._reading(part) as found:
+        with self._store.reading(*part) as found:
             return encode(found.manifest)
-
-    def _reading(self, part: PartName) -> AbstractContextManager[HeldPart]:
-        save = SaveId.parse(part.version, part.save)
-        if save is None:
-            raise ObjectNotFoundError("this is the name of no part", rank=part.rank, path=str(part))
-        return self._store.reading(save, part.rank)
 
     @contextlib.contextmanager
     def receive(self, manifest: Manifest, rider: Fields) -> Iterator[memoryview | None]:

@@ -20,7 +20,6 @@ from typing import Any, Final, NamedTuple
 
 from ml_flashpoint.ddict.manager.shard import Entry, InlineValue, StoredValue, Value
 from ml_flashpoint.ddict.persistence.persister import check_checkpoint_id
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import DamagedError, FlashpointError, InvalidArgumentError
 from ml_flashpoint.format.manifest import Manifest, object_name
 from ml_flashpoint.format.object_format import parse_header
@@ -49,8 +48,8 @@ class PartRef(NamedTuple):
     @property
     def save(self) -> SaveId:
         """What it is called in a base container. Raises `InvalidArgumentError`: this is no part in one."""
-        save = SaveId.parse(CheckpointContainerId.format_version_container(self.step), self.name)
-        if save is None:
+        save = SaveId(int(self.name) if self.name.isascii() and self.name.isdecimal() else 0, self.step)
+        if save.text != self.name:
             raise InvalidArgumentError("not the name of a part", argument="name", value=self.name)
         return save
 

@@ -162,7 +162,7 @@ class Recoverer:
             return _once(self._found, (number, again), lambda: self._copies.find(number))
 
     def _fetch_from(self, holder: Holder, ref: PartRef) -> HeldPart:
-        name = PartName(ref.save.version, ref.name, self._rank)
+        name = PartName(ref.save, self._rank)
         with self._copies.connect(holder) as peer:
             manifest = peer.read_manifest(name)
             if manifest.world_size != len(self._copies.nodes) or not is_part(manifest):

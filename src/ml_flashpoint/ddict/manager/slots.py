@@ -44,8 +44,6 @@ _NO_LENGTH: Final = bytes(8)
 _MAX_KEPT: Final = 16 << 10
 _MAX_INT_BITS: Final = 4096
 _FLOAT: Final = struct.Struct(">d")
-
-
 _INCARNATION: Final = re.compile(r"[0-9a-f]{16}")
 _TOKEN_AT: Final = 8
 
@@ -77,8 +75,8 @@ def check_header(buffer: Buffer, value_id: str, file_size: int | None = None) ->
 
 
 def value_id_of(buffer: Buffer, file_size: int) -> str:
-    """The id of the value in an object. ``buffer``: the object, up to its used size. ``file_size``: bytes of its whole
-    file. Raises `ObjectFormatError`: it holds no value."""
+    """Return the id of the value in an object. ``buffer``: the object, up to its used size. ``file_size``: bytes of its
+    whole file. Raises `ObjectFormatError`: it holds no value."""
     with memoryview(buffer) as view:
         found = parse_header(view, file_size).metadata.get("value")
     if found is None:
@@ -196,7 +194,7 @@ class ValueSlots:
         return self.hold(StoredValue(value_id, slot, layout.size, self._unused))
 
     def room(self, value_id: str) -> memoryview:
-        """The slot that is promised to a value. Raises `StaleValueError`: nothing is."""
+        """Return the bytes of the slot that is promised to a value. Raises `StaleValueError`: none is."""
         return self._checked(value_id, self._promised.get(value_id)).buffer
 
     @staticmethod
@@ -210,7 +208,7 @@ class ValueSlots:
         return self._values.setdefault(value.value_id, value)
 
     def needed_parts(self) -> set[PartRef]:
-        """The parts that values are which anything refers to; once nothing does, nothing will."""
+        """Return the parts of the values that anything refers to. A value that nothing refers to stays so."""
         return {value.part for value in list(self._values.values()) if value.part is not None}
 
     def collect(self) -> None:

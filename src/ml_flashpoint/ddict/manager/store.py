@@ -39,6 +39,7 @@ from ml_flashpoint.format.manifest import Manifest, ObjectRecord, parse_object_n
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.capacity import available_bytes
 from ml_flashpoint.memory.container import BaseContainer, Owner
+from ml_flashpoint.memory.lock import JobLock
 from ml_flashpoint.memory.pool import slot_size
 from ml_flashpoint.memory.slot import PAGE, Slot, round_up
 
@@ -81,12 +82,13 @@ class PartStore:
         lock_deadline_s: seconds to wait for an earlier process of this manager that is ending.
 
     Raises:
-        JobInUseError: another process has the slots of this manager.
+        JobInUseError: another process has the slots of this manager, or a training job the base container.
         UnsafePathError: others could have planted the folder, or may write to it.
     """
 
     def __init__(self, base: Path, number: int, managers: int, *, lock_deadline_s: float = 30.0) -> None:
-        self.container = BaseContainer(base)
+        self._job = JobLock(base, str(base), lock_deadline_s)
+        self.container = BaseContainer(base, self._job)
         self.number = number
         self.folder = self.container.slot_folder(Owner(managers, number))
         self._lock = threading.Lock()
@@ -94,8 +96,9 @@ class PartStore:
         self._free: list[Slot] = []  # free for longest first
         self._in_use: set[Slot] = set()
         self._dropped: deque[int] = deque(maxlen=_DROPS)
-        self._descriptor = _locked(self.folder, number, lock_deadline_s)
+        self._descriptor = -1
         try:
+            self._descriptor = _locked(self.folder, number, lock_deadline_s)
             self._numbers = itertools.count(self._inherit())
         except BaseException:
             self.close()
@@ -304,6 +307,7 @@ class PartStore:
             self._parts.clear()
             self._in_use.clear()
             self._free.clear()
+            self._job.release()
             if self._descriptor >= 0:
                 os.close(self._descriptor)
                 self._descriptor = -1

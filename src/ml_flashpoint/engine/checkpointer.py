@@ -238,6 +238,7 @@ class Checkpointer:
             self._copies,
             self.strategy,
             rule,
+            held=self._held,
             durable=None if persist is None else persist.url,
         )
         self._persister: Persister | None = None

@@ -129,6 +129,7 @@ class Job:
             if step in plan.tables:
                 manifest = replace(manifest, labels={"table": plan.tables[step][rank]})
             pool.commit(slot, manifest)
+        self.ranks.all_ok(True)
         if step in plan.persisted:
             self.persist(save)
 

@@ -65,7 +65,7 @@ class CheckpointId(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """The save that was begun last in this run."""
+    """A save, the last that was begun in this run."""
 
     iteration: int
     committed: Future[Any]
@@ -161,7 +161,7 @@ class LocalCheckpointManager(OverlappingDoor):
 
     @property
     def local_ckpt_dir(self) -> Path:
-        """The folder with this node's parts."""
+        """Folder with this node's parts."""
         return Path(self._base.path)
 
     @property

@@ -46,7 +46,7 @@ def _parts_of(optimizer: Any) -> Iterator[Any]:
 
 
 class _Updates:
-    """Tensors that one optimizer of megatron-core's updates now. Loading a checkpoint may put others in their places."""
+    """Tensors that one optimizer of megatron-core's updates. Loading a checkpoint may put others in their places."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer

@@ -85,6 +85,7 @@ class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[mis
         if not self.parts.engine.holds(path):
             request: AsyncRequest | None = self.alternate.save_checkpoint(checkpoint, path, storage_options)
             return request
+        self.parts.go_on()
         checks, self._checked = not self._checked, True
         explicit = (storage_options or {}).pop(EXPLICIT, True)
         refused: SaveError | None = None

@@ -36,7 +36,7 @@ from ml_flashpoint.engine.rounds import Fate, Member, Verdict
 from ml_flashpoint.engine.save import Save, SaveStats, Terms
 from ml_flashpoint.engine.signals import InFlight, answer_sigterm, hold_up_sigterm, let_go_of_sigterm
 from ml_flashpoint.engine.status import StatusBoard
-from ml_flashpoint.engine.store import open_store
+from ml_flashpoint.engine.store import SignedStore, open_store
 from ml_flashpoint.format.arguments import checked_base, checked_bool, checked_integer
 from ml_flashpoint.format.at_exit import at_exit
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
@@ -238,6 +238,7 @@ class Checkpointer:
             self._copies,
             self.strategy,
             rule,
+            held=self._held,
             durable=None if persist is None else persist.url,
         )
         self._persister: Persister | None = None
@@ -360,7 +361,13 @@ class Checkpointer:
             self._saves.discard(save)
 
     def name(self, save: Save, step: int) -> None:
-        """Give a save that was begun without a step its step. Raises as `begin` does; the save has failed then."""
+        """Give a save that was begun without a step its step. Raises as `begin` does; the save has failed then.
+
+        One that has failed before is called, too: other ranks may have a part of it, and learn that this one has none.
+        """
+        if save.committed.done() and save.id is None and (board := self._board) is not None:
+            save.id = self._call(step, save.terms)
+            board.fail(save.id)
         with self._working(save):
             if save.id is not None:
                 raise SaveError("the save has a step already", step=save.id.step, rank=self.ranks.rank)
@@ -535,6 +542,7 @@ class Checkpointer:
             save.slot = None
         if self._pid != os.getpid():
             raise self._forked()
+        before = self._pool.saves
         while (slot := self._pool.take(size, self._request(save))) is None:
             if (shortage := self._pool.shortage(size)) is not None:
                 raise shortage
@@ -550,6 +558,9 @@ class Checkpointer:
             with self._changed:
                 self._changed.wait(min(_POLL_S, save.terms.left_s))
         save.slot = slot
+        if (board := self._board) is not None:
+            for lost in before - self._pool.saves:  # no round can be about these any more
+                board.fail(lost)
         return slot
 
     def _request(self, save: Save) -> SlotRequest:
@@ -635,6 +646,12 @@ class Checkpointer:
         return more
 
     # ---- the board's thread ----------------------------------------------------------------------------------
+
+    def _look(self, store: SignedStore | None, newest: SaveId) -> None:
+        if store is not None:
+            self.replicas.answer()
+        if self._persister is not None:
+            self._persister.look()
 
     def _push(self, save: SaveId, verdict: Verdict) -> None:
         holders = self.strategy.copies_of(self.ranks.rank, self.ranks.topology)
@@ -770,7 +787,7 @@ class Checkpointer:
             connect=lambda: self._store.connect(f"run-{run}"),
             push=self._push,
             heard=self._heard,
-            also=lambda store, newest: None if store is None else self.replicas.answer(),
+            also=self._look,
             emit=self._emit,
             persist_every=0 if persist is None else persist.every,
             persister_is_busy=lambda: self._persister is not None and self._persister.is_busy,

@@ -158,15 +158,18 @@ class Staged:
         if claimed:
             raise SaveError("what was staged was saved or given up before, and is not kept")
         self.await_copies()
+        failure, self._checkpointer = self.error, checkpointer
         try:
-            if self.error is not None:
-                raise SaveError(f"staging failed: {self.error}", step=step) from self.error
             if self.save is None:
                 self.save = checkpointer.begin(step, explicit=True)
             else:
                 checkpointer.name(self.save, step)
+            if failure is not None:
+                raise failure
         except Exception as error:
             self.fail(error)
+            if failure is not None:
+                raise SaveError(f"staging failed: {failure}", step=step) from failure
             raise
         return self.save
 

@@ -196,7 +196,7 @@ class FacadeDoor(Door):
     @property
     def agreed(self) -> int | None:
         assert self.fp is not None
-        return self.fp._engine.saver.stats.last_verified
+        return self.fp._checkpointer.stats.last_verified
 
     def close(self) -> None:
         if self.fp is not None:
@@ -283,7 +283,7 @@ class DcpDoor(Door):
 
     @property
     def verified(self) -> int | None:
-        return self.door.saver.stats.last_verified
+        return self.door.checkpointer.stats.last_verified
 
     def close(self) -> None:
         self.door.close()
@@ -344,11 +344,11 @@ class LocalDoor(Door):
 
     def settle(self) -> bool:
         self._end()
-        return True
+        return self.manager._engine.wait(DEADLINE_S)
 
     @property
     def verified(self) -> int | None:
-        return self.committed
+        return self.manager._engine.stats.last_verified
 
     def close(self) -> None:
         self.manager.close()

@@ -196,7 +196,9 @@ def _train_locally(report: Report, url: str, steps: int, options: dict[str, Any]
         state, checkpoint = manager.load()
         toy.take_over(state.state_dict["tensors"], checkpoint.iteration)  # type: ignore[attr-defined]
         assert state.state_dict["rank"] == dist.get_rank()  # type: ignore[attr-defined]
-        began, then, source = checkpoint.iteration, toy.digest(), manager._engine.loader.tier
+        began, then = checkpoint.iteration, toy.digest()
+        assert manager._engine.last_recovery is not None
+        source = manager._engine.last_recovery.tier
     report("resumed", began, source)
     for step in range(began + 1, steps + 1):
         toy.step(step)
@@ -226,7 +228,7 @@ def refuse_another_number_of_ranks(report: Report, rank: int, url: str) -> str:
     return "nothing"
 
 
-def _end(engine: CheckpointEngine, leaves: bool) -> None:
+def _end(engine: Engine, leaves: bool) -> None:
     if leaves:
         atexit._run_exitfuncs()  # which a child of multiprocessing does not
     else:

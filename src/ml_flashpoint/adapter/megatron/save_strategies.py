@@ -53,7 +53,7 @@ _MOST_SHOWN = 500
 
 
 def version_of(checkpoint_dir: str | os.PathLike[str]) -> CheckpointContainerId:
-    """The version that a checkpoint folder is.
+    """Return the version that a checkpoint folder is.
 
     Raises:
         InvalidArgumentError: it is none. InvalidNameError: it is no absolute path.
@@ -71,7 +71,7 @@ def version_of(checkpoint_dir: str | os.PathLike[str]) -> CheckpointContainerId:
 
 @dataclass(frozen=True, slots=True)
 class _Carried:
-    """The files that belong beside the parts of a version on this node.
+    """Files that belong beside the parts of a version on this node.
 
     Attributes:
         carrier: the rank whose object keeps them.
@@ -242,7 +242,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         *,
         explicit: bool = True,
     ) -> Iterator[None]:
-        """The save made in here keeps ``common_state`` of every node, as its lowest rank has it, and further files
+        """Have the save made in here keep ``common_state`` of every node, as its lowest rank has it, and further files
         for the version's folder, which are made on that rank only. Their names have no directories.
 
         Args:

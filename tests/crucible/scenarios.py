@@ -25,9 +25,10 @@ _MEGATRON = 0.4  # of the DCP door's rounds: they are megatron-core's instead, w
 _IN_PROCESSES = 0.03  # of the DCP door's rounds: each saving process takes seconds to start
 _MODES_WITH_PROCESSES = ("sync", "thread", "process", "process")
 _POINTS_OF_SAVES = (
-    "staging", "staged", "committing", "linked", "committed", "copying", "copied", "receiving", "received", "agreeing",
-    "agreed", "advancing", "pruning",
+    "staging", "staged", "reusing", "committing", "linked", "committed", "copying", "copied", "receiving", "received",
+    "answering", "answered", "deciding", "adopting",
 )  # fmt: skip
+_POINTS_OF_RECOVERIES = ("loading", "voting", "open", "file", "beginning", "begun")
 _ERRORS = (
     ("open", "emfile"), ("open", "emfile"), ("file", "emfile"), ("link", "enospc"), ("rename", "enospc"),
     ("mkdir", "enospc"), ("allocate", "enospc"), ("file", "enospc"), ("connect", "refused"), ("connect", "refused"),
@@ -170,7 +171,7 @@ def _life(rng: random.Random, door: str, placement: tuple[int, ...], *, last: bo
         action = rng.choice(("kill", "kill", "kill-node"))
         faults.append(Fault(rng.choice(ranks), step, point, action, rng.randrange(1, 4)))
     elif what < 0.4:
-        faults.append(Fault(rng.choice(ranks), 0, rng.choice(("loading", "voting", "open", "file")), "kill"))
+        faults.append(Fault(rng.choice(ranks), 0, rng.choice(_POINTS_OF_RECOVERIES), "kill"))
     elif what < 0.55:
         strike = (rng.choice(ranks), rng.randrange(1, count + 1), rng.choice((0.0, 0.002, 0.01, 0.03)))
     elif what < 0.85:

@@ -154,23 +154,19 @@ def test_replicated_state_is_shared_out(tmpfs: Path) -> None:
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_rank_that_cannot_save_fails_the_save_on_all(tmpfs: Path, strict: bool) -> None:
-    results = call_team(worker.count, tmpfs, 2, 5, {1: 3}, strict)
-    for result in results:
-        assert (result["failures"], result["saves"]) == (1, 4)
-        assert "RuntimeError: cannot be saved now" in result["error"]
-        assert [(step, kind) for step, kind, _ in result["raised"]] == ([(3, "SaveError")] if strict else [])
+def test_a_rank_that_cannot_save_holds_no_other_up(tmpfs: Path, strict: bool) -> None:
+    other, failing = call_team(worker.count, tmpfs, 2, 5, {1: 3}, strict)
+    assert (other["failures"], other["saves"], other["raised"]) == (0, 5, [])
+    assert (failing["failures"], failing["saves"]) == (1, 4)
+    assert "RuntimeError: cannot be saved now" in failing["error"]
+    assert [(step, kind) for step, kind, _ in failing["raised"]] == ([(3, "SaveError")] if strict else [])
     assert call_team(worker.recount, tmpfs, 2, {}) == [(5, 5, ())] * 2
 
 
 def test_rank_that_cannot_load_makes_all_step_back(tmpfs: Path) -> None:
     call_team(worker.count, tmpfs, 2, 1, {}, True)
-    for node in ("node-0", "node-1"):
-        shutil.copytree(tmpfs / node / "job" / "step-1_ckpt", tmpfs / node / "kept")
     for counted in call_team(worker.count, tmpfs, 2, 1, {}, True):
         assert (counted["saves"], counted["raised"]) == (1, [])
-    for node in ("node-0", "node-1"):
-        (tmpfs / node / "kept").rename(tmpfs / node / "job" / "step-1_ckpt")
     assert call_team(worker.recount, tmpfs, 2, {1: 2}) == [(1, 1, ("step-2_ckpt",))] * 2
 
 
@@ -244,14 +240,6 @@ def test_a_rank_that_cannot_connect_once_holds_nobody_up(tmpfs: Path) -> None:
         assert timeout == 120
 
 
-@pytest.mark.parametrize(("times", "refused"), [(1, 0), (4, 1)])
-def test_a_rank_that_leaves_a_load_holds_nobody_up(tmpfs: Path, times: int, refused: int) -> None:
-    """All try again, instead of one waiting in the load for as long as the other waits for its vote; and in the end
-    all give up, instead of going back to an older version, with which nothing would be different."""
-    found = call_team(worker.leaves_a_load, tmpfs, 2, times)
-    assert found == [{"step": 2, "weight": 2.0, "left": left, "refused": refused} for left in (0, times)]
-
-
 # ---- peers that die or hang -----------------------------------------------------------------------------------
 
 
@@ -265,12 +253,11 @@ def test_training_goes_on_without_its_peer(tmpfs: Path, how: signal.Signals) -> 
         team[0].next_report("step", 5)
         os.kill(team[1].pid, how)
         (_, before, *_) = team[0].next_report("step")
-        slowest, failures, degraded = 0.0, 0, False
-        while failures < 5:
+        slowest, step, failures, degraded = 0.0, before, 0, False
+        while not degraded or step < before + 20:
             (_, step, took, failures, degraded) = team[0].next_report("step")
             slowest = max(slowest, took)
-        assert degraded
-        assert step > before
+        assert failures == 0, "a save that is not copied is no failure"
         assert slowest < 60  # and not the ten minutes that ranks wait for each other
 
 

@@ -15,10 +15,10 @@ from unittest.mock import Mock
 import fsspec
 import pytest
 import torch
-
-from ml_flashpoint import Flashpoint, events
 from ml_flashpoint.core.persist_options import PersistOptions
 from ml_flashpoint.core.persisting import Persisting
+
+from ml_flashpoint import Flashpoint, events
 from ml_flashpoint.format.errors import CapacityError, NothingLoadableError
 from ml_flashpoint.format.manifest import manifest_name, object_name
 from ml_flashpoint.format.status import read_status

@@ -291,35 +291,6 @@ def connects_at_the_second_try(report: Report, rank: int) -> tuple[int, float, f
     return len(tries), took, timeouts[0].total_seconds()
 
 
-def leaves_a_load(report: Report, rank: int, times: int) -> dict[str, Any]:
-    """On rank 1, loading ends before it has met rank 0 for it, the first few times. What `resume` came to."""
-    model = nn.Linear(4, 4)
-    with Flashpoint(base(), deadline_s=60) as fp:
-        fp.track(model=model).resume()
-        for step in range(1, 3):
-            nn.init.constant_(model.weight, step)
-            fp.save(step)
-            fp.wait()
-    gather, left = dist.all_gather_object, []
-
-    def leaving(*args: Any, **kwargs: Any) -> None:
-        if rank == 1 and len(left) < times:
-            left.append(True)
-            raise RuntimeError("connection reset by peer")
-        gather(*args, **kwargs)
-
-    dist.all_gather_object, refused = leaving, 0
-    with Flashpoint(base(), deadline_s=60) as fp:
-        fp.track(model=model)
-        while True:
-            try:
-                step = fp.resume()
-                break
-            except TopologyError:
-                refused += 1
-    return {"step": step, "weight": float(model.weight[0, 0]), "left": len(left), "refused": refused}
-
-
 def norm_of_compiled_part(report: Report, rank: int) -> tuple[float, float]:
     """The mean of a batch normalization that is compiled by itself, in a module under DDP, saved and restored."""
     means = []

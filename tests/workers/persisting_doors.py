@@ -15,13 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from ml_flashpoint.core.engine import CheckpointEngine
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from ml_flashpoint import Engine
-from ml_flashpoint.core.engine import CheckpointEngine
 from tests.workers.distributed_training import base
 
 Report = Callable[..., None]

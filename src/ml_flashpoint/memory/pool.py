@@ -395,21 +395,25 @@ class Pool:
     def _fitting(self, slot: Slot, wanted: int, request: SlotRequest, *, size: int | None) -> Slot | None:
         """Return a slot of the wanted size in place of one that was taken; None, with that free, if there is no room.
 
+        One beyond ``keep + 1`` that is too small is removed: other pools need its room, whose parts grow as well.
+
         Args:
             size: bytes that are enough where there is no room for more; None if only the wanted size will do.
         """
         if slot.size == wanted:
             return slot
-        if self._available() + slot.size < wanted:
+        with self._lock:
+            is_extra = slot.size < (size or wanted) and len(self._slots) > self.keep + 1
+        if not is_extra and self._available() + slot.size < wanted:
             if size is not None and slot.size >= size:
                 return slot
             self.free(slot)
             return None
         with self._lock:
             self._slots.remove(slot)
-            self._making += 1
+            self._making += not is_extra
         slot.remove()  # first: the larger one may need its memory
-        return self._make(wanted, request)
+        return None if is_extra else self._make(wanted, request)
 
     # ---- slots that are left over -------------------------------------------------------------------------
 

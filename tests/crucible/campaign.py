@@ -45,6 +45,7 @@ _ENV = {
 }
 
 
+_CHANGED_ALONE = "has changed on some rank alone"
 _NOTHING_LEFT = ("NothingLoadableError", "NoReplicasAvailableError")  # as `local` calls it
 
 
@@ -382,7 +383,7 @@ class _Round:
     def _judge_end(self, number: int, life: Life) -> None:
         results = [said[1] for each in self._said for said in each if said[0] == "lived"]
         fired = [fault for result in results for fault in result["fired"]]
-        failures = sorted({text for result in results for text in result["failures"]})
+        failures = sorted({text for result in results for text in result["failures"] if _CHANGED_ALONE not in text})
         if failures and all(fault.action == "slow" for fault, _ in fired):
             raise self._finding(number, f"saves failed for no reason: {failures}")
         if not all(result["settled"] for result in results):

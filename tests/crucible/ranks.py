@@ -420,6 +420,8 @@ def live(report: Callable[..., None], order: Order) -> dict[str, Any]:
             if save.grows and door.holder.variant < len(order.spec.grown):
                 door.holder.grow()
             door.holder.fill(save.step, order.life)
+            if save.nth == len(order.saves) and any(each.grows for each in order.saves):
+                dist.barrier()  # as a training step is one: else a rank that has not grown may be done before the others
             report("begins", save.step, door.holder.variant)
             door.save(save)
             report("state", door.verified)

@@ -421,7 +421,7 @@ def live(report: Callable[..., None], order: Order) -> dict[str, Any]:
                 door.holder.grow()
             door.holder.fill(save.step, order.life)
             if save.nth == len(order.saves) and any(each.grows for each in order.saves):
-                dist.barrier()  # as a training step is one: else a rank that has not grown may be done before the others
+                dist.barrier()  # as a training step is one, or a rank that has not grown is done first
             report("begins", save.step, door.holder.variant)
             door.save(save)
             report("state", door.verified)

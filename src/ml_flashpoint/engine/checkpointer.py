@@ -660,14 +660,14 @@ class Checkpointer:
 
     def _heard(self, verdict: Verdict) -> None:
         """Resolve the saves that a verdict decides about."""
+        if self._persister is not None:  # before a save ends: whoever waits for that may go on to close
+            self._persister.heard(verdict)
         with self._lock:
             mine = [save for save in self._saves if save.id is not None and save.id.run == self._run]
         for save in sorted(mine, key=lambda save: save.id or SaveId(0, 0)):
             self._judge(save, verdict)
         self._notify()
         self._recovery.heard(verdict)
-        if self._persister is not None:
-            self._persister.heard(verdict)
         if verdict.total == 1:
             self._pool.remove_left(self._retained())
 

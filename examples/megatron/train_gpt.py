@@ -106,7 +106,7 @@ class Memory:
         self.engine = Engine.open(base, persist=persist, persist_every=persist_every)
         # The queue below is of a kind that starts a process for each save, which this need not.
         self.save_strategy = MLFlashpointMegatronAsyncSaveStrategy(self.engine.writer, child=False)
-        self.load_strategy = MLFlashpointMegatronLoadStrategy(self.engine.replication, self.engine.loader)
+        self.load_strategy = MLFlashpointMegatronLoadStrategy(checkpoint_loader=self.engine)
         self.queue = AsyncCallsQueue()
 
     def save(self, training: Training, step: int) -> None:
@@ -129,12 +129,13 @@ class Memory:
     @property
     def source(self) -> str:
         """Where what was loaded was: in ``memory``, or ``persisted``."""
-        return self.engine.loader.tier
+        recovery = self.engine.last_recovery
+        return "memory" if recovery is None else recovery.tier
 
     def close(self) -> None:
         """Wait for what is under way; the last version is persisted."""
         self.queue.maybe_finalize_async_calls(blocking=True)
-        self.engine.saver.wait(60)
+        self.engine.wait(60)
         dist.barrier()
         self.engine.close()
 

@@ -51,10 +51,9 @@ def base(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             fp.step()
             assert fp.wait()
     (tmpfs / "job").rename(base)
-    (folder,) = (base / ".flashpoint").glob("rank-*")
     errors = {f"{kind}error": EVIL for kind in ("", "replication_", "agreement_", "persist_")}
     write_status(
-        folder / "status.json",
+        base / ".flashpoint" / "status" / "0",
         RankStatus(rank=0, node=EVIL, updated_s=1.0, nodes=2, copies_on=(EVIL,), verified=1, **errors),
     )
     for name in NAMES:

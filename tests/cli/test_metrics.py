@@ -51,7 +51,7 @@ def test_what_a_scrape_gives(tmpfs: Path, job: Flashpoint) -> None:
         assert _ask(url)["flashpoint_up"] == 1.0
         for _ in range(3):
             job.step()
-        assert job.wait()
+            assert job.wait()
         part_bytes = job.health.bytes
         job.close()
         told = _ask(url)

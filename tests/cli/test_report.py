@@ -61,7 +61,7 @@ def test_a_real_job_of_two_lives(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -
             for _ in range(3):
                 job.step()
                 fp.step()
-            assert fp.wait()
+                assert fp.wait()
         assert flush()
     monkeypatch.delenv("FLASHPOINT_EVENTS")
     page = tmpfs / "page.html"

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 from ml_flashpoint import Flashpoint
-from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.cli.status import show_status
-from ml_flashpoint.core import status_board
+from ml_flashpoint.engine import status as status_board
 from ml_flashpoint.events import flush
 from ml_flashpoint.format.events import ReplicationFailed
 from ml_flashpoint.format.status import RankStatus, read_status, write_status
+from ml_flashpoint.memory.lock import JobLock
 from tests.facade.test_overlap import Job
 from tests.support.processes import child_environment
 
@@ -70,23 +70,22 @@ def test_a_job_that_runs_and_then_ends(tmpfs: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_is_degraded(tmpfs: Path) -> None:
-    """Of a process that holds the rank's lock, and writes no status of its own."""
-    store = CheckpointObjectManager().open(str(tmpfs / "job"), 0)
+    lock = JobLock(tmpfs / "job", "a job", 1.0)
+    path = tmpfs / "job" / ".flashpoint" / "status" / "0"
+    path.parent.mkdir()
     try:
-        write_status(
-            store.directory / "status.json",
-            RankStatus(rank=0, node="n").after(ReplicationFailed(time_s=1.0, error="no [peer]")),
-        )
+        status = RankStatus(rank=0, node="n", pid=os.getpid())
+        write_status(path, status.after(ReplicationFailed(time_s=1.0, error="no [peer]")))
         code, (rank,) = _told(tmpfs / "job")
         assert (code, rank["state"]) == (1, "degraded")
         code, text = _status(tmpfs / "job")
         assert code == 1
         assert 'replication_error="no [peer]"' in text
-        (store.directory / "status.json").write_text("torn")
+        path.write_text("torn")
         code, (rank,) = _told(tmpfs / "job")
-        assert (code, rank["state"]) == (0, "silent")
+        assert (code, rank["state"]) == (0, "ended")
     finally:
-        store.close()
+        lock.release()
 
 
 def test_what_is_no_base_container(tmpfs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,7 +143,7 @@ def test_a_status_is_there_when_a_save_is_verified(tmpfs: Path) -> None:
         fp.step()
         assert fp.wait()
         assert flush()
-        told = read_status(fp._engine.store.directory / "status.json")
+        told = read_status(tmpfs / "job" / ".flashpoint" / "status" / "0")
         assert told is not None
         assert told.verified == 1
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ml_flashpoint.copy import cpu
 from ml_flashpoint.copy.cpu import _Jobs, copy_all, threads_for
-from ml_flashpoint.core.engine import CheckpointEngine
+from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.format.errors import InvalidArgumentError
 
 DEADLINE_S = 60.0
@@ -205,7 +205,7 @@ def test_a_limit_that_is_none_is_refused_by_name(value: str, monkeypatch: pytest
 def test_an_engine_refuses_such_a_limit_before_anything_is_saved(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHPOINT_COPY_THREADS", "two")
     with pytest.raises(InvalidArgumentError, match="FLASHPOINT_COPY_THREADS"):
-        CheckpointEngine(tmpfs / "job")
+        Checkpointer(tmpfs / "job")
     assert not (tmpfs / "job").exists()
 
 

@@ -62,7 +62,7 @@ def test_copies_are_made_off_the_callers_thread(tmpfs: Path) -> None:
         team[1].stop()
         team[0].say("go on")
         # With its peer stopped, the caller goes on, and the save is under way.
-        assert team[0].next_report("returned") == ("returned", [])
+        assert team[0].next_report("returned") == ("returned", 1)
         team[1].go_on()
         team[1].say("go on")
         team[1].next_report("returned")

@@ -168,8 +168,8 @@ class World:
         self.skew, self.stride = rng.randint(1, 3), rng.choice([1, 10])
         every = rng.choice([None, None, 2, 3])
         self.keep = Keep(rng.randint(1, 3 if every is None else 2), every and every * self.stride, rng.randint(1, 2))
-        self.persist_every = rng.choice([0, 2, 3]) * self.stride
-        self.pace = rng.choice([0.5, 0.5, 0.05])
+        self.persist_every = rng.choice([0, 1, 3]) * self.stride
+        self.pace = rng.choice([0.5, 0.5, 0.02])
         self.extra = rng.randint(0, 3 if self.persist_every else 2)
         self.explicit_every, self.blocks = rng.choice([0, 0, 1, 3, 7]), rng.random() < 0.5
         held = Counter(self.home[holder] for holders in self.holders for holder in holders)
@@ -505,7 +505,9 @@ class World:
                 mine.persisting = None
                 return
             parts[rank] = slot.content
-        if rank != 0 or self.fails(0.1):
+        others = [other for each, other in enumerate(self.processes) if each not in parts]
+        has_failed = any(other.heard >= save and other.persisting != save for other in others)
+        if rank != 0 or self.fails(0.1) or has_failed:
             mine.persisting = None
         elif len(parts) == self.ranks:
             mine.persisting = None
@@ -713,6 +715,8 @@ class World:
             self._acts: list[tuple[Callable[..., None], tuple[int, ...]]] = [(self.lead, ()), (self.read, ())]
             self._acts += [(act, (rank,)) for act in each for rank in range(self.ranks)]
             self.weights = {n: self.random.choice([0.1, 0.3, 1.0, 1.0]) for n in range(len(self._acts))}
+            # Where memory is short, a round may wait for a slot that is read for the durable store.
+            self.weights |= {n: 1.0 for n, (act, _) in enumerate(self._acts) if act == self.persist}
         return self.random.choices(self._acts, list(self.weights.values()))[0]
 
     def play(self, *, ticks: int = 1500, quiet: int = 40_000, stop_one: bool = False) -> None:
@@ -746,7 +750,7 @@ class World:
     def _expect_progress(self, quiet: int) -> None:
         assert self.processes is not None
         rounds = self.keep.versions + 3
-        goal, to_persist = self.verdict.total + rounds, self.completed + (2 if self.persist_every else 0)
+        goal, to_persist = self.verdict.total + rounds, self.completed + (self.persist_every > 0)
         for _ in range(quiet):
             self.tick()
             if self.verdict.total >= goal and self.completed >= to_persist:

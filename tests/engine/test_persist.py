@@ -182,6 +182,27 @@ def test_the_slot_of_a_part_is_not_reused_while_a_store_hangs(tmpfs: Path, fault
     job.close()
 
 
+def test_a_store_that_hangs_for_long_does_not_keep_the_slot(
+    tmpfs: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults.now, job = "hang", Job(tmpfs, faults.url)
+    slots = job.commit(10)
+    job.verify(10, due=10)
+    assert faults.met.wait(30)
+    monkeypatch.setenv("FLASHPOINT_TRANSFER_DEADLINE_S", "0.05")
+    wait_until(lambda: "has not answered" in str(job.persisters[0].health.error), "the store hangs")
+    job.persisters[0].look()
+    assert slots[0] in [job.commit(step)[0] for step in range(20, 70, 10)]
+    monkeypatch.undo()
+    faults.now = None
+    faults.go_on.set()
+    job.verify(60, due=60)
+    job.await_persisted(60)
+    assert job.steps == [60], "step 10 was given up"
+    job.check()
+    job.close()
+
+
 def test_a_rank_that_cannot_write_is_named_and_the_next_version_is_tried(tmpfs: Path) -> None:
     refusing, told = threading.Event(), list[events.Event]()
 

@@ -89,8 +89,8 @@ def test_a_damaged_part_is_healed_from_the_peer(tmpfs: Path, job: engine.Snapsho
     assert whole(tmpfs, 2)
     # And it stays healed, also for one who has only that node.
     shutil.rmtree(tmpfs / "node-1")
-    load(tmpfs, 2)
-    assert whole(tmpfs, 2)
+    log = load(tmpfs, 2)
+    assert whole(tmpfs, 2), log
 
 
 @pytest.mark.damages_on_purpose

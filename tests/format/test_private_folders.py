@@ -7,17 +7,17 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from ml_flashpoint.checkpoint_object_manager import rank_store, version_files
-from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
-from ml_flashpoint.checkpoint_object_manager.version_files import write_sidecars
 from ml_flashpoint.format.errors import FlashpointError, SaveError, UnreadableError, UnsafePathError
 from ml_flashpoint.format.private_folders import check_unplanted, check_way, make_base, open_folder
-from tests.checkpoint_object_manager.store_support import commit
+from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.memory.container import BaseContainer, Owner
+from ml_flashpoint.memory.lock import JobLock
+from ml_flashpoint.memory.pool import Pool
 from tests.support.descriptors import NoDescriptors
+from tests.workers.cli_bases import Part, commit
 
 OTHER = 54321
 pytestmark = pytest.mark.stores_any_bytes
@@ -34,18 +34,20 @@ def victim(tmpfs: Path) -> Path:
     return folder
 
 
+def opened(base: Path) -> BaseContainer:
+    """A base container that a job has opened, and closed again."""
+    JobLock(base, "a job", 0.0).release()
+    return BaseContainer(base)
+
+
 def _untouched(victim: Path) -> bool:
     return len(os.listdir(victim)) == 4 and all(each.read_bytes() == b"precious" * 512 for each in victim.iterdir())
 
 
 def _is_refused(base: Path, match: str) -> None:
-    for attempt in (
-        lambda: RankStore(base, 0, lock_deadline_s=0).close(),
-        lambda: write_sidecars(base, "step-1_ckpt", {"x": b""}),
-    ):
-        with pytest.raises(UnsafePathError, match=match) as caught:
-            attempt()
-        assert caught.value.hint
+    with pytest.raises(UnsafePathError, match=match) as caught:
+        opened(base)
+    assert caught.value.hint
 
 
 def _plant(link: Path, target: Path) -> None:
@@ -88,7 +90,7 @@ def test_a_base_that_others_may_write_to_is_refused(tmpfs: Path) -> None:
         base.chmod(mode)
         _is_refused(base, f"{mode:04o}")
     base.chmod(0o755)
-    RankStore(base, 0).close()
+    opened(base)
 
 
 def test_a_folder_on_the_way_that_everybody_may_write_to_must_be_sticky(tmpfs: Path) -> None:
@@ -98,15 +100,15 @@ def test_a_folder_on_the_way_that_everybody_may_write_to_must_be_sticky(tmpfs: P
     _is_refused(parent / "job", "everybody")
     assert not list(parent.iterdir())
     parent.chmod(0o1777)
-    RankStore(parent / "job", 0).close()
+    opened(parent / "job")
 
 
 def test_a_link_of_ones_own_is_followed(tmpfs: Path) -> None:
     (tmpfs / "real").mkdir(mode=0o700)
     (tmpfs / "link").symlink_to("real")
     (tmpfs / "absolute").symlink_to(tmpfs / "link")
-    RankStore(tmpfs / "absolute", 0).close()
-    RankStore(tmpfs / "link" / "job", 0).close()
+    opened(tmpfs / "absolute")
+    opened(tmpfs / "link" / "job")
     assert sorted(os.listdir(tmpfs / "real")) == [".flashpoint", "job"]
     assert check_way(tmpfs / "absolute" / "x" / "y") == tmpfs.resolve() / "real" / "x" / "y"
 
@@ -122,111 +124,74 @@ def test_links_in_a_circle_end(tmpfs: Path) -> None:
 def test_a_base_that_cannot_be_made_says_what_to_do(tmpfs: Path) -> None:
     (tmpfs / "file").touch()
     with pytest.raises(FlashpointError) as caught:
-        RankStore(tmpfs / "file" / "job", 0)
+        opened(tmpfs / "file" / "job")
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("name", [".flashpoint", ".flashpoint/rank-00000"])
+@pytest.mark.parametrize("name", [".flashpoint", ".flashpoint/slots", ".flashpoint/runs"])
 def test_private_folders_are_no_links(tmpfs: Path, victim: Path, name: str) -> None:
     link = tmpfs / "job" / name
     link.parent.mkdir(parents=True)
     link.symlink_to(victim)
     with pytest.raises(UnsafePathError):
-        RankStore(tmpfs / "job", 0, lock_deadline_s=0)
+        opened(tmpfs / "job")
     assert _untouched(victim)
 
 
 @pytest.mark.parametrize("fifo", [False, True])
-@pytest.mark.parametrize("name", ["arena-0", "lock", "anything"])
+@pytest.mark.parametrize("name", ["slots/00001-00000/0", "job", "anything"])
 def test_files_planted_in_a_private_folder_are_not_written(tmpfs: Path, victim: Path, name: str, fifo: bool) -> None:
-    folder = tmpfs / "job" / ".flashpoint" / "rank-00000"
-    folder.mkdir(parents=True)
+    path = tmpfs / "job" / ".flashpoint" / name
+    path.parent.mkdir(parents=True)
     if fifo:
-        os.mkfifo(folder / name)
+        os.mkfifo(path)
     else:
-        (folder / name).symlink_to(victim / "precious")
+        path.symlink_to(victim / "precious")
     try:
-        store = RankStore(tmpfs / "job", 0, lock_deadline_s=0)
+        container = opened(tmpfs / "job")
     except UnsafePathError:
-        assert name == "lock"
+        assert name == "job"
     else:
-        commit(store, 1, "a1")
-        store.close()
+        Pool(container, Owner(1, 0), keep=1, owners=[Owner(1, 0)]).close()
+        commit(container, Part(0, 1, world_size=1, run=1))
     assert _untouched(victim)
-
-
-def test_a_base_that_is_exchanged_after_its_check_has_nothing_deleted_elsewhere(
-    tmpfs: Path, victim: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As who shares a group with this user can, in a folder that the group may write to."""
-    (tmpfs / "trap" / ".flashpoint").mkdir(parents=True)
-    (tmpfs / "trap" / ".flashpoint" / "rank-00000").symlink_to(victim)
-
-    def exchange(_: Path) -> None:
-        (tmpfs / "job").rename(tmpfs / "away")
-        (tmpfs / "job").symlink_to(tmpfs / "trap")
-
-    monkeypatch.setattr(rank_store, "warn_unless_memory", exchange)
-    with pytest.raises(UnsafePathError):
-        RankStore(tmpfs / "job", 0)
-    assert _untouched(victim)
-
-
-def test_companions_go_into_the_folder_that_was_checked(
-    tmpfs: Path, victim: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = version_files._replace
-
-    def exchange_and_replace(*args: Any) -> None:
-        folder = tmpfs / "job" / "step-1_ckpt"
-        if not folder.is_symlink():
-            folder.rename(tmpfs / "away")
-            folder.symlink_to(victim)
-        real(*args)
-
-    monkeypatch.setattr(version_files, "_replace", exchange_and_replace)
-    write_sidecars(tmpfs / "job", "step-1_ckpt", {"precious": b"not any more"})
-    assert _untouched(victim)
-    assert (tmpfs / "away" / "precious").read_bytes() == b"not any more"
 
 
 def test_a_fifo_in_the_place_of_a_companion_is_replaced(tmpfs: Path) -> None:
-    (tmpfs / "job" / "step-1_ckpt").mkdir(parents=True, mode=0o700)
+    container = opened(tmpfs / "job")
+    (tmpfs / "job" / "step-1_ckpt").mkdir(mode=0o700)
     os.mkfifo(tmpfs / "job" / "step-1_ckpt" / "config")
-    os.chmod(tmpfs / "job", 0o700)
-    write_sidecars(tmpfs / "job", "step-1_ckpt", {"config": b"x"})
+    container.write_sidecars(SaveId(1, 1), {"config": b"x"})
     assert (tmpfs / "job" / "step-1_ckpt" / "config").read_bytes() == b"x"
 
 
 @as_root
-def test_an_arena_of_somebody_else_is_not_taken(tmpfs: Path) -> None:
-    RankStore(tmpfs / "job", 0).close()
-    planted = tmpfs / "job" / ".flashpoint" / "rank-00000" / "arena-0"
+def test_a_slot_of_somebody_else_is_not_taken(tmpfs: Path) -> None:
+    owner = Owner(1, 0)
+    planted = opened(tmpfs / "job").slot_folder(owner) / "0"
     planted.write_bytes(bytes(1 << 16))
     os.chown(planted, OTHER, OTHER)
-    store = RankStore(tmpfs / "job", 0)
-    assert store.arenas.resident_bytes() == (0, 0)
-    store.close()
+    pool = Pool(opened(tmpfs / "job"), owner, keep=1, owners=[owner])
+    assert pool.slots == ()
+    pool.close()
 
 
 def test_a_version_that_is_a_link_is_not_written_to(tmpfs: Path, victim: Path) -> None:
-    store = RankStore(tmpfs / "job", 0)
+    container = opened(tmpfs / "job")
     (tmpfs / "job" / "step-1_ckpt").symlink_to(victim)
-    with pytest.raises(SaveError, match="cannot be used as a folder"):
-        commit(store, 1, "a1")
+    with pytest.raises(SaveError, match="cannot commit"):
+        commit(container, Part(0, 1, world_size=1, run=1))
     with pytest.raises(UnsafePathError):
-        write_sidecars(tmpfs / "job", "step-1_ckpt", {"x": b""})
-    store.close()
+        container.write_sidecars(SaveId(1, 1), {"x": b""})
     assert _untouched(victim)
 
 
 def test_all_that_is_made_is_for_this_user_alone(tmpfs: Path) -> None:
     before = os.umask(0)
     try:
-        store = RankStore(tmpfs / "jobs" / "job", 0)
-        commit(store, 1, "a1")
-        write_sidecars(store.base, "step-1_ckpt", {"x": b""})
-        store.close()
+        container = opened(tmpfs / "jobs" / "job")
+        commit(container, Part(0, 1, world_size=1, run=1))
+        container.write_sidecars(SaveId(1, 1), {"x": b""})
     finally:
         os.umask(before)
     for path in (tmpfs / "jobs", *(tmpfs / "jobs").rglob("*")):
@@ -234,11 +199,11 @@ def test_all_that_is_made_is_for_this_user_alone(tmpfs: Path) -> None:
 
 
 def test_folders_of_an_earlier_version_become_private(tmpfs: Path) -> None:
-    RankStore(tmpfs / "job", 0).close()
-    for path in (tmpfs / "job" / ".flashpoint", tmpfs / "job" / ".flashpoint" / "rank-00000"):
+    opened(tmpfs / "job")
+    for path in (tmpfs / "job" / ".flashpoint", tmpfs / "job" / ".flashpoint" / "slots"):
         path.chmod(0o755)
-    RankStore(tmpfs / "job", 0).close()
-    assert stat.S_IMODE((tmpfs / "job" / ".flashpoint" / "rank-00000").lstat().st_mode) == 0o700
+    opened(tmpfs / "job")
+    assert stat.S_IMODE((tmpfs / "job" / ".flashpoint" / "slots").lstat().st_mode) == 0o700
 
 
 def _as_other(work: Callable[[], None]) -> int:
@@ -263,14 +228,14 @@ def test_a_folder_that_root_made_for_a_user_is_the_users(tmpfs: Path) -> None:
     base = tmpfs / "job"
     base.mkdir(mode=0o700)
     os.chown(base, OTHER, OTHER)
-    assert _as_other(lambda: RankStore(base, 0).close()) == 0
+    assert _as_other(lambda: opened(base)) == 0
     roots = tmpfs / "of-root"
     roots.mkdir()
     roots.chmod(0o777)
-    assert _as_other(lambda: RankStore(roots, 0).close()) == 3
-    assert _as_other(lambda: RankStore(roots / "job", 0).close()) == 3
+    assert _as_other(lambda: opened(roots)) == 3
+    assert _as_other(lambda: opened(roots / "job")) == 3
     roots.chmod(0o1777)
-    assert _as_other(lambda: RankStore(roots / "job", 0).close()) == 0
+    assert _as_other(lambda: opened(roots / "job")) == 0
 
 
 @as_root

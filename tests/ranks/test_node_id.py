@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
-from ml_flashpoint.core.engine import CheckpointEngine
+from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.format.errors import TopologyError
 from ml_flashpoint.ranks.rank_group import local_node_id
 from ml_flashpoint.replication.replication_manager import ReplicationManager
@@ -75,7 +75,7 @@ def open_on(report: Report, rank: int, name: str, boot_id: str | None, base: str
         return "skip"
     try:
         if how == "engine":
-            CheckpointEngine(base).close()
+            Checkpointer(base).close()
         else:
             ReplicationManager().initialize(CheckpointObjectManager())
     except TopologyError as error:

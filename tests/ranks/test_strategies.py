@@ -302,7 +302,6 @@ class TestCheckedStrategy:
     def test_a_name_stands_for_its_strategy(self, name: str, strategy: ReplicationStrategy) -> None:
         assert checked_strategy(name) == strategy
         assert checked_strategy(strategy) is strategy
-        assert ReplicationManager(name).strategy == strategy
 
     def test_none_leaves_the_choice_open(self) -> None:
         assert checked_strategy(None) is None

@@ -90,7 +90,7 @@ def a_structure_that_changes_on_one_rank(door: Door, other: TorchDist) -> None:
             state["more"] = ShardedTensor.from_rank_offsets("more", torch.full((5,), float(step)))
         door.save_megatron(state, step, asynchronous=True, validate_access_integrity=False)
         if door.save_strategy.last_error is not None:
-            assert "structure of the state has changed on another rank" in str(door.save_strategy.last_error)
+            assert "structure of the state has changed" in str(door.save_strategy.last_error)
             failed.append(step)
             continue
         template, wanted = sharded_state(layout, 0, blank=True), expected(layout, step)

@@ -98,7 +98,7 @@ def settle(trainer: Any) -> None:
     """Wait until our saves are committed and have their copies, which is not the same as finalized."""
     io = flashpoint_io_of(trainer)
     assert io is not None
-    assert io.parts.engine.saver.wait(60)
+    assert io.parts.engine.wait(60)
     dist.barrier()
 
 

@@ -256,7 +256,8 @@ def train(
     def told(trainer: Any, *args: Any) -> None:
         setup(trainer, *args)
         if (io := flashpoint_io_of(trainer)) is not None:
-            report(tier=io.parts.engine.loader.tier)
+            recovery = io.parts.engine.last_recovery
+            report(tier="memory" if recovery is None else recovery.tier)
         report(resumes=None if trainer.ckpt_path is None else str(trainer.ckpt_path))
 
     resume.setup = told
@@ -268,7 +269,7 @@ def train(
         assert io.parts.engine.wait(60)
         report(persisted=io.parts.engine.persist_health.persisted)
         report(kept=[each.step for each in io.parts.engine.versions()])
-        report(committed=io.parts.engine.saver.stats.committed)
+        report(committed=io.parts.engine.stats.committed)
         objects = [each.stat().st_size for each in base_path().glob(f"step-*/rank-{rank():05d}-*.safetensors")]
         report(bytes=max(objects))
         report(context=sorted(path.name for path in context.iterdir()) if context is not None else None)

@@ -284,7 +284,6 @@ def a_planner_fails_on_one_rank(door: Door, mode: str) -> None:
             door.settle()
             assert time.monotonic() - began < 20, "a save that failed holds the later ones up"
     assert len(door.slot_bytes(rank())) <= 4, door.slot_bytes(rank())
-    assert door.saver.stats.last_verified == step
 
 
 # -- ways of calling ---------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from ml_flashpoint.engine.rounds import Fate, Member, Verdict
 from ml_flashpoint.engine.save import Save, SaveStats, Terms
 from ml_flashpoint.engine.signals import InFlight, answer_sigterm, hold_up_sigterm, let_go_of_sigterm
 from ml_flashpoint.engine.status import StatusBoard
-from ml_flashpoint.engine.store import open_store
+from ml_flashpoint.engine.store import SignedStore, open_store
 from ml_flashpoint.format.arguments import checked_base, checked_bool, checked_integer
 from ml_flashpoint.format.at_exit import at_exit
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
@@ -238,6 +238,7 @@ class Checkpointer:
             self._copies,
             self.strategy,
             rule,
+            held=self._held,
             durable=None if persist is None else persist.url,
         )
         self._persister: Persister | None = None
@@ -360,7 +361,13 @@ class Checkpointer:
             self._saves.discard(save)
 
     def name(self, save: Save, step: int) -> None:
-        """Give a save that was begun without a step its step. Raises as `begin` does; the save has failed then."""
+        """Give a save that was begun without a step its step. Raises as `begin` does; the save has failed then.
+
+        One that has failed before is called, too: other ranks may have a part of it, and learn that this one has none.
+        """
+        if save.committed.done() and save.id is None and (board := self._board) is not None:
+            save.id = self._call(step, save.terms)
+            board.fail(save.id)
         with self._working(save):
             if save.id is not None:
                 raise SaveError("the save has a step already", step=save.id.step, rank=self.ranks.rank)
@@ -535,6 +542,7 @@ class Checkpointer:
             save.slot = None
         if self._pid != os.getpid():
             raise self._forked()
+        before = self._pool.saves
         while (slot := self._pool.take(size, self._request(save))) is None:
             if (shortage := self._pool.shortage(size)) is not None:
                 raise shortage
@@ -550,6 +558,9 @@ class Checkpointer:
             with self._changed:
                 self._changed.wait(min(_POLL_S, save.terms.left_s))
         save.slot = slot
+        if (board := self._board) is not None:
+            for lost in before - self._pool.saves:  # no round can be about these any more
+                board.fail(lost)
         return slot
 
     def _request(self, save: Save) -> SlotRequest:
@@ -636,6 +647,12 @@ class Checkpointer:
 
     # ---- the board's thread ----------------------------------------------------------------------------------
 
+    def _look(self, store: SignedStore | None, newest: SaveId) -> None:
+        if store is not None:
+            self.replicas.answer()
+        if self._persister is not None:
+            self._persister.look()
+
     def _push(self, save: SaveId, verdict: Verdict) -> None:
         holders = self.strategy.copies_of(self.ranks.rank, self.ranks.topology)
         if not holders:
@@ -660,14 +677,14 @@ class Checkpointer:
 
     def _heard(self, verdict: Verdict) -> None:
         """Resolve the saves that a verdict decides about."""
-        if self._persister is not None:  # before a save ends: whoever waits for that may go on to close
+        self._recovery.heard(verdict)
+        if self._persister is not None:  # before anybody learns that the save is verified
             self._persister.heard(verdict)
         with self._lock:
             mine = [save for save in self._saves if save.id is not None and save.id.run == self._run]
         for save in sorted(mine, key=lambda save: save.id or SaveId(0, 0)):
             self._judge(save, verdict)
         self._notify()
-        self._recovery.heard(verdict)
         if verdict.total == 1:
             self._pool.remove_left(self._retained())
 
@@ -702,6 +719,16 @@ class Checkpointer:
         with self._lock:
             futures = [save.verified for save in self._saves]
         return not concurrent.futures.wait(futures, deadline_s).not_done
+
+    def _wait_for_copies(self, deadline_s: float) -> bool:
+        """Wait for the saves in flight, and until the version that the run goes on from has its copies, too."""
+        give_up = time.monotonic() + deadline_s
+        done = self._wait(deadline_s)
+        with self._changed:
+            copied = self._changed.wait_for(
+                lambda: self._board is None or self._board.verdict.recovered is None, max(give_up - time.monotonic(), 0)
+            )
+        return done and copied
 
     # ---- loading -------------------------------------------------------------------------------------------
 
@@ -752,6 +779,7 @@ class Checkpointer:
         run, verdict = self._recovery.record(chosen)
         self._run = run
         self._pool.remove_left(verdict.retained)
+        self._copies.serve(run, self._hear, self._retained)  # before the board pushes what was recovered
         self._board = Board(
             Member(verdict, self.config.rule),
             rank=self.ranks.rank,
@@ -759,15 +787,18 @@ class Checkpointer:
             connect=lambda: self._store.connect(f"run-{run}"),
             push=self._push,
             heard=self._heard,
-            also=lambda store, newest: None if store is None else self.replicas.answer(),
+            also=self._look,
             emit=self._emit,
             persist_every=0 if persist is None else persist.every,
             persister_is_busy=lambda: self._persister is not None and self._persister.is_busy,
         )
-        self._copies.serve(run, self._board.hear, self._retained)
         self.stats.last_verified = None
         if self._persister is not None:
             self._persister.heard(verdict)
+
+    def _hear(self, verdict: Verdict) -> None:
+        if (board := self._board) is not None:  # without a board, all that is here is retained
+            board.hear(verdict)
 
     def _end_run(self, deadline_s: float) -> None:
         """End the board. Saves that are not verified yet never will be."""
@@ -884,7 +915,7 @@ class Checkpointer:
         give_up = time.monotonic() + deadline_s
         if self._persister is not None:
             self._persister.hurry()  # at once: a save that other ranks have not begun may take all the time there is
-        if not (done := self._wait(deadline_s)):
+        if not (done := self._wait_for_copies(deadline_s)):
             _log.warning("the save in flight was not verified within %.0f s", deadline_s)
         if self._persister is not None and not self._persister.finish(max(give_up - time.monotonic(), 0.0)):
             _log.warning("the newest version was not persisted within %.0f s", deadline_s)
@@ -928,7 +959,7 @@ class Checkpointer:
             left = [save for save in self._saves if not save.committed.done()]
         for save in left:
             self.fail(save, SaveError("the checkpointer was closed before the save was committed"))
-        if not self._wait(max(give_up - time.monotonic(), 0.0)):
+        if not self._wait_for_copies(max(give_up - time.monotonic(), 0.0)):
             _log.info("closed before the last saves were verified; they are committed on this node")
         if self._persister is not None:
             self._persister.finish(seal_deadline_s() if persist_deadline_s is None else persist_deadline_s)

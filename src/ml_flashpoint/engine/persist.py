@@ -6,7 +6,7 @@ what is too old. How versions lie there is for `stores.durable`. At a planned en
 version is persisted.
 
 A rank that cannot write its part publishes that in the job's store, so that rank 0 waits for that part no longer.
-Nothing here can delay or fail a save: a durable store that hangs keeps this thread, and one slot.
+Nothing here can fail a save: a durable store that hangs keeps this thread, and for a while one slot.
 """
 
 from __future__ import annotations
@@ -146,6 +146,17 @@ class Persister:
             self._give(verdict.persist)
         if self._hurrying:
             self.hurry()
+
+    def look(self) -> None:
+        """Free the slot of a part whose durable store has not answered for ``FLASHPOINT_TRANSFER_DEADLINE_S``: saves
+        may need this slot. The part is given up, whatever the store does with it. To be called again and again."""
+        with self._changed:
+            task = self._task
+            if task is None or time.monotonic() - self._progress <= transfer_deadline_s():
+                return
+            task.superseded.set()
+            hold = task.hold.pop_all()
+        hold.close()
 
     @property
     def is_busy(self) -> bool:

@@ -135,6 +135,11 @@ class Replicas:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
+    def forget(self) -> None:
+        """Have the next `agree` wait for all ranks. To be called on all of them, after a save that one has failed."""
+        with self._lock:
+            self._own = self._table = None
+
     def _try(self, store: SignedStore, save: SaveId) -> tuple[Table | None, str]:
         """Return the table, or None and what it lacks."""
         self._publish_entry(store)

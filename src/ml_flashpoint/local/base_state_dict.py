@@ -1,7 +1,4 @@
-"""`TensorAwareStateDict`: a state whose tensors can be told from its structure.
-
-Owns the interface that users and frameworks implement. How such a state is stored is `structure`'s.
-"""
+"""`TensorAwareStateDict`: the interface of states whose tensors can be told from their structure."""
 
 from __future__ import annotations
 
@@ -33,12 +30,12 @@ class TensorAwareStateDict(ABC):
 
     @property
     def tensors(self) -> Iterable[torch.Tensor]:
-        """The tensors, in the order in which `pop_tensors` returns them."""
+        """Tensors, in the order in which `pop_tensors` returns them."""
         raise self._cannot("tensors")
 
     @property
     def is_hollow(self) -> bool:
-        """Whether the tensors were taken out and not put back."""
+        """True if the tensors were taken out and not put back."""
         raise self._cannot("is_hollow")
 
     def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:
@@ -62,7 +59,7 @@ class TensorAwareStateDict(ABC):
         """Move the tensors back to where `copy_tensors_to_cpu` found them."""
 
     def values(self) -> ValuesView[Any]:
-        """The values of the attributes."""
+        """Return the values of the attributes."""
         return vars(self).values()
 
     def _cannot(self, what: str) -> NotImplementedError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, ValuesView
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -16,10 +16,12 @@ from ml_flashpoint.local.base_state_dict import TensorAwareStateDict
 from ml_flashpoint.local.errors import CallOrderError
 from ml_flashpoint.state.archive import attributes_of, is_namedtuple, is_plain, new_instance
 
+_T = TypeVar("_T")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorPlaceholder:
-    """What stands for a tensor in a hollow state.
+    """A stand-in for a tensor in a hollow state.
 
     Attributes:
         like: a tensor without memory of the same dtype and shape; of a DTensor, of its local shard.
@@ -30,12 +32,6 @@ class TensorPlaceholder:
     like: torch.Tensor
     device: torch.device
     wrap: Any
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, device: torch.device) -> TensorPlaceholder:
-        """The placeholder of a tensor, which is not kept."""
-        local = _local(tensor)
-        return cls(torch.empty_like(local, device="meta"), device, _wrapper_like(tensor))
 
 
 class BasicTensorAwareStateDict(TensorAwareStateDict):
@@ -69,31 +65,31 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
 
     @property
     def state_dict(self) -> Any:
-        """The state, with placeholders for tensors while it is hollow."""
+        """State, with placeholders for tensors while it is hollow."""
         return self._nest
 
     @property
     def is_hollow(self) -> bool:
-        """Whether the tensors were taken out and not put back."""
+        """True if the tensors were taken out and not put back."""
         return self._is_hollow
 
     @property
     def is_away(self) -> bool:
-        """Whether the tensors are not on their devices, to which `restore_tensor_device` would move them."""
+        """True if the tensors are not on their devices, to which `restore_tensor_device` would move them."""
         return bool(self._origins)
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
-        """The tensors, in the order of the nesting.
+        """Tensors, in the order of the nesting.
 
         Raises:
             CallOrderError: the state is hollow.
         """
         self._check_hollow(False, "tensors")
-        return iter([_local(tensor) for tensor in self._leaves()])
+        return iter([_local(tensor) for tensor in self._leaves(torch.Tensor)])
 
     def values(self) -> ValuesView[Any]:
-        """The values of the state, if it is a mapping."""
+        """Return the values of the state, if it is a mapping."""
         return self._nest.values() if isinstance(self._nest, Mapping) else super().values()
 
     def pop_tensors(self) -> list[torch.Tensor]:
@@ -104,11 +100,12 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
         """
         self._check_hollow(False, "pop_tensors")
         popped: list[torch.Tensor] = []
-        origins = self._origins or [tensor.device for tensor in self._leaves()]
+        origins = self._origins or [tensor.device for tensor in self._leaves(torch.Tensor)]
 
         def take(tensor: torch.Tensor) -> TensorPlaceholder:
             popped.append(_local(tensor))
-            return TensorPlaceholder.of(tensor, origins[len(popped) - 1])
+            like = torch.empty_like(popped[-1], device="meta")
+            return TensorPlaceholder(like, origins[len(popped) - 1], _wrapper_like(tensor))
 
         self._nest = _map_tensors(take, self._nest)
         self._origins = []
@@ -125,7 +122,7 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
         """
         self._check_hollow(True, "insert_tensors")
         given = list(tensor_data)
-        places = self._placeholders()
+        places = self._leaves(TensorPlaceholder)
         if len(given) != len(places):
             raise InvalidArgumentError(f"must be {len(places)} tensors", argument="tensor_data", value=len(given))
         for tensor, place in zip(given, places, strict=True):
@@ -148,7 +145,9 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
             CallOrderError: the state is not hollow.
         """
         self._check_hollow(True, "init_tensors")
-        self.insert_tensors([torch.empty_like(place.like, device=place.device) for place in self._placeholders()])
+        self.insert_tensors(
+            [torch.empty_like(place.like, device=place.device) for place in self._leaves(TensorPlaceholder)]
+        )
 
     def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
         """Replace the tensors by copies on the CPU; those there already are copied as well, once.
@@ -159,7 +158,7 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
         self._check_hollow(False, "copy_tensors_to_cpu")
         if self._origins:
             return
-        self._origins = [tensor.device for tensor in self._leaves()]
+        self._origins = [tensor.device for tensor in self._leaves(torch.Tensor)]
         self._replace(lambda tensor, _: _to_cpu(tensor, non_blocking))
 
     def restore_tensor_device(self, non_blocking: bool = True) -> None:
@@ -179,14 +178,9 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
             lambda tensor: _wrapper_like(tensor)(change(_local(tensor), next(origins))), self._nest
         )
 
-    def _leaves(self) -> list[torch.Tensor]:
-        found: list[torch.Tensor] = []
-        _map_tensors(found.append, self._nest)
-        return found
-
-    def _placeholders(self) -> list[TensorPlaceholder]:
-        found: list[TensorPlaceholder] = []
-        _map_tensors(found.append, self._nest, TensorPlaceholder)
+    def _leaves(self, kind: type[_T]) -> list[_T]:
+        found: list[_T] = []
+        _map_tensors(found.append, self._nest, kind)
         return found
 
     def _check_hollow(self, expected: bool, what: str) -> None:
@@ -206,7 +200,7 @@ def _to_cpu(tensor: torch.Tensor, non_blocking: bool) -> torch.Tensor:
 
 
 def _wrapper_like(tensor: torch.Tensor) -> Any:
-    """What makes of a plain tensor the kind of tensor that this one is. Keeps no memory of this one."""
+    """Return a function that makes of a plain tensor the kind of tensor that this one is, without its memory."""
     requires_grad = tensor.requires_grad
     is_parameter = isinstance(tensor, torch.nn.Parameter)
     dtensor = None
@@ -229,7 +223,7 @@ _DICTS = (dict, OrderedDict, defaultdict)
 
 
 def _map_tensors(change: Callable[[Any], Any], nest: Any, leaf: type | tuple[type, ...] = torch.Tensor) -> Any:
-    """A copy of the containers of ``nest`` in which every leaf of type ``leaf`` is ``change(leaf)``.
+    """Return a copy of the containers of ``nest`` in which every leaf of type ``leaf`` is ``change(leaf)``.
 
     Other leaves are the same objects.
     """

@@ -12,67 +12,50 @@ import importlib.machinery
 import sys
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from ml_flashpoint.local import async_queue, async_request, base_state_dict, basic_state_dict, errors, local_manager
+from ml_flashpoint.local import async_queue, base_state_dict, basic_state_dict, errors, local_manager
 from ml_flashpoint.local import replication as cliques
 from ml_flashpoint.local.errors import CompatibilityError
 
 PACKAGE = "nvidia_resiliency_ext"
 
 _LOCAL = f"{PACKAGE}.checkpointing.local"
-# Always found here.
-_REPLACED: dict[str, dict[str, Any]] = {
-    _LOCAL: {},
-    f"{_LOCAL}.base_state_dict": {"TensorAwareStateDict": base_state_dict.TensorAwareStateDict},
-    f"{_LOCAL}.basic_state_dict": {
-        "BasicTensorAwareStateDict": basic_state_dict.BasicTensorAwareStateDict,
-        "TensorAwareStateDict": base_state_dict.TensorAwareStateDict,
-    },
-    f"{_LOCAL}.ckpt_managers": {},
-    f"{_LOCAL}.ckpt_managers.base_manager": {
-        "BaseCheckpointManager": local_manager.LocalCheckpointManager,
-        "CheckpointingException": errors.CheckpointingException,
-    },
-    f"{_LOCAL}.ckpt_managers.local_manager": {
-        "CheckpointingException": errors.CheckpointingException,
-        "LocalCheckpointManager": local_manager.LocalCheckpointManager,
-    },
-    f"{_LOCAL}.replication": {},
-    f"{_LOCAL}.replication.group_utils": {
-        "GroupWrapper": cliques.GroupWrapper,
-        "parse_group_sequence": cliques.parse_group_sequence,
-    },
-    f"{_LOCAL}.replication.strategies": {
-        "CliqueReplicationStrategy": cliques.CliqueReplicationStrategy,
-        "LazyCliqueReplicationStrategy": cliques.LazyCliqueReplicationStrategy,
-        "NoReplicasAvailableError": errors.NoReplicasAvailableError,
-        "ReplicationStrategy": cliques.ReplicationStrategy,
-    },
+_REPLACED: dict[str, types.ModuleType | None] = {
+    _LOCAL: None,
+    f"{_LOCAL}.base_state_dict": base_state_dict,
+    f"{_LOCAL}.basic_state_dict": basic_state_dict,
+    f"{_LOCAL}.ckpt_managers": None,
+    f"{_LOCAL}.ckpt_managers.base_manager": local_manager,
+    f"{_LOCAL}.ckpt_managers.local_manager": local_manager,
+    f"{_LOCAL}.replication": None,
+    f"{_LOCAL}.replication.group_utils": cliques,
+    f"{_LOCAL}.replication.strategies": cliques,
 }
-# Found here where nobody else has them.
-_ADDED: dict[str, dict[str, Any]] = {
-    PACKAGE: {},
-    f"{PACKAGE}.checkpointing": {},
-    f"{PACKAGE}.checkpointing.async_ckpt": {},
-    f"{PACKAGE}.checkpointing.async_ckpt.core": {
-        "AsyncRequest": async_request.AsyncRequest,
-        "AsyncCallsQueue": async_queue.AsyncCallsQueue,
-    },
+"""Paths that always lead here, by the module that they lead to; None for a package."""
+_ADDED: dict[str, types.ModuleType | None] = {
+    PACKAGE: None,
+    f"{PACKAGE}.checkpointing": None,
+    f"{PACKAGE}.checkpointing.async_ckpt": None,
+    f"{PACKAGE}.checkpointing.async_ckpt.core": async_queue,
 }
+"""Paths that lead here where nobody else has them."""
 
 
 class _Loader(importlib.abc.Loader):
-    def __init__(self, content: Mapping[str, Any]) -> None:
-        self._content = content
+    def __init__(self, leads_to: types.ModuleType | None) -> None:
+        self._leads_to = leads_to
 
     def exec_module(self, module: types.ModuleType) -> None:
         module.__doc__ = "Stand-in: see ml_flashpoint.local.compat."
-        module.__dict__.update(self._content)
+        if self._leads_to is not None:
+            for source in (errors, self._leads_to):
+                module.__dict__.update((name, each) for name, each in vars(source).items() if name[0].isupper())
+                module.__dict__.update((name, vars(source)[name]) for name in getattr(source, "__all__", ()))
+            module.__dict__["BaseCheckpointManager"] = local_manager.LocalCheckpointManager
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(self, modules: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, modules: Mapping[str, types.ModuleType | None]) -> None:
         self._modules = modules
 
     def find_spec(
@@ -80,12 +63,12 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname not in self._modules:
             return None
-        is_package = not self._modules[fullname]
+        is_package = self._modules[fullname] is None
         return importlib.machinery.ModuleSpec(fullname, _Loader(self._modules[fullname]), is_package=is_package)
 
 
 def install() -> None:
-    """Make ``import nvidia_resiliency_ext.checkpointing.local...`` find this package. Idempotent.
+    """Make ``import nvidia_resiliency_ext.checkpointing.local...`` find this package. Safe to call twice.
 
     Call it before anything else imports those paths.
 

@@ -1,7 +1,6 @@
-"""DTensors as a local shard and what it takes to make a DTensor of it again.
+"""DTensors as a local shard and plain values that describe them.
 
-Owns the description of a DTensor as plain values, and the meshes that it refers to: known ones are used again, new
-ones are made by all ranks together, since that takes process groups. The bytes of the shard are an ordinary tensor's.
+Meshes that this process knows are used again. All ranks make new ones together, since that takes process groups.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ MeshKey = str
 
 
 def describe_mesh(mesh: DeviceMesh) -> MeshKey:
-    """The mesh as text; equal for equal meshes."""
+    """Return a mesh as text, equal for equal meshes."""
     names = list(mesh.mesh_dim_names) if mesh.mesh_dim_names else None
     return json.dumps([mesh.device_type, mesh.mesh.tolist(), names])
 
 
 def describe_placement(placement: Placement, where: str) -> list[Any]:
-    """A placement as plain values.
+    """Return a placement as plain values.
 
     Args:
         where: the DTensor's place in the state, for errors.
@@ -49,7 +48,7 @@ def describe_placement(placement: Placement, where: str) -> list[Any]:
 
 
 def placement_of(described: Sequence[Any]) -> Placement:
-    """What :func:`describe_placement` described."""
+    """Return the placement that `describe_placement` described."""
     match described:
         case ["S", int(dim)]:
             return Shard(dim)
@@ -65,7 +64,7 @@ def placement_of(described: Sequence[Any]) -> Placement:
 def rebuild(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int], stride: Sequence[int]
 ) -> DTensor:
-    """A DTensor of this rank's shard. Nothing is communicated."""
+    """Return a DTensor of this rank's shard. Nothing is communicated."""
     return DTensor.from_local(
         local,
         mesh,
@@ -77,7 +76,7 @@ def rebuild(
 
 
 class Meshes:
-    """The meshes that this process has seen in states, by their descriptions."""
+    """Meshes that this process has seen in states, by their descriptions."""
 
     def __init__(self) -> None:
         self._known: dict[MeshKey, DeviceMesh] = {}
@@ -92,11 +91,12 @@ class Meshes:
         return self._known[key]
 
     def prepare(self, needed: Sequence[MeshKey], ranks: RankGroup) -> None:
-        """Collective: have every mesh that any rank needs, made by all ranks in one order.
+        """Make every mesh that any rank needs, on all ranks in one order. Collective.
 
         A rank need not be in a mesh to take part in making it. Of every mesh the lowest rank speaks.
         """
-        mine = [key for key in needed if _lowest_rank(key) == ranks.rank or not _is_member(key, ranks.rank)]
+        members = {key: _members(key) for key in needed}
+        mine = [key for key in needed if min(members[key]) == ranks.rank or ranks.rank not in members[key]]
         gathered = ranks.gather(json.dumps(mine).encode() if mine else b"")
         every = {str(key): None for blob in gathered if blob for key in json.loads(blob)}
         for key in every:
@@ -113,11 +113,3 @@ class Meshes:
 def _members(key: MeshKey) -> list[int]:
     ranks = torch.tensor(json.loads(key)[1], dtype=torch.int64, device="cpu").flatten().tolist()
     return [int(rank) for rank in ranks]
-
-
-def _lowest_rank(key: MeshKey) -> int:
-    return min(_members(key))
-
-
-def _is_member(key: MeshKey, rank: int) -> bool:
-    return rank in _members(key)

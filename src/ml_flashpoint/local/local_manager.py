@@ -403,11 +403,11 @@ class LocalCheckpointManager(OverlappingDoor):
         self._last = _Saved(iteration, save.committed)
         try:
             with collection_paused():
-                encoded = encode(state_dict, self._allowed, self._meshes)
-                late = self._overlap.begin(tensor for _, tensor in encoded.tensors) if is_async else None
-                staged = self._engine.stage(save, encoded.tensors, late=late)
-                names = [name for name, _ in encoded.tensors]
-                self._engine.fill(save, list(zip(names, staged, strict=True)), encoded.byte_items)
+                tensors, byte_items = encode(state_dict, self._allowed, self._meshes)
+                late = self._overlap.begin(tensor for _, tensor in tensors) if is_async else None
+                staged = self._engine.stage(save, tensors, late=late)
+                named = [(name, copied) for (name, _), copied in zip(tensors, staged, strict=True)]
+                self._engine.fill(save, named, byte_items)
                 self._engine.commit(save)
         except BaseException as error:
             self._engine.fail(save, error)

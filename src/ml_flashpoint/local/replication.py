@@ -1,9 +1,4 @@
-"""Cliques of ranks that hold one another's parts, as users of local checkpoints describe them.
-
-Owns the two descriptions: a jump and a factor, or process groups that exist. Who holds copies of whom within a
-clique is the engine's (`ranks.strategies`), and so is moving them. Any of the engine's strategies may be given
-in place of these.
-"""
+"""Cliques of ranks that hold one another's parts, by a jump and a factor, or by process groups that exist."""
 
 from __future__ import annotations
 
@@ -28,7 +23,7 @@ __all__ = [
 
 
 def parse_group_sequence(replication_jump: int, replication_factor: int, world_size: int) -> list[list[int]]:
-    """The cliques of a job: ranks that are ``replication_jump`` apart, ``replication_factor`` of them each.
+    """Return the cliques of a job: ranks that are ``replication_jump`` apart, ``replication_factor`` of them each.
 
     ``parse_group_sequence(2, 2, 8)`` is ``[[0, 2], [1, 3], [4, 6], [5, 7]]``. A world size that is no multiple of
     their product gives smaller cliques at the end, and none of a single rank if that can be helped.

@@ -1,7 +1,6 @@
-"""States as tensors and an archive: what one object of a local checkpoint holds.
+"""States as tensors, a header and an archive: the content of one object of a local checkpoint.
 
-Owns the names of tensors in the object, the header that says what they are, and the way back. Everything else of a
-state is one archive of `state.archive`, in which a number stands for each tensor. DTensors are `dtensors`'.
+In the archive (`state.archive`), a number stands for each tensor. The header names the tensors.
 
 ::
 
@@ -53,22 +52,14 @@ VERSION = 3
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """A state, taken apart.
-
-    Attributes:
-        tensors: names and tensors to store; plain strided ones on any device, mostly the caller's own memory. Large
-            arrays are among them, as bytes.
-        byte_items: the header and the archive; nobody changes them.
-    """
-
-    tensors: list[TensorItem]
-    byte_items: list[BytesItem]
-
-
-def encode(state: TensorAwareStateDict, allowed: Sequence[SafeGlobal], meshes: Meshes) -> Encoded:
+def encode(
+    state: TensorAwareStateDict, allowed: Sequence[SafeGlobal], meshes: Meshes
+) -> tuple[list[TensorItem], list[BytesItem]]:
     """Take a state apart. The state is only looked at.
+
+    Returns:
+        Names and tensors to store: plain strided ones on any device, mostly the caller's own memory, with large arrays
+        among them as bytes. And the header and the archive, as byte items.
 
     Raises:
         UnsafeContentError: it holds a value of a type that is not allowed.
@@ -100,7 +91,7 @@ def encode(state: TensorAwareStateDict, allowed: Sequence[SafeGlobal], meshes: M
         "devices": [[_portable(device), len(list(run))] for device, run in itertools.groupby(tensors.devices)],
         "meshes": list(tensors.meshes),
     }
-    return Encoded(items, [(HEADER_KEY, json.dumps(header).encode()), (ARCHIVE_KEY, archive)])
+    return items, [(HEADER_KEY, json.dumps(header).encode()), (ARCHIVE_KEY, archive)]
 
 
 _HINT = "list its types in safe_globals= of the manager, when saving and when loading: [{}]"
@@ -124,7 +115,7 @@ def _find_paths(value: Any, path: str, found: dict[int, str]) -> None:
 
 
 class _Tensors:
-    """The tensors of a state that is being saved; see `state.archive.Leaves`."""
+    """Tensors of a state that is being saved; see `state.archive.Leaves`."""
 
     def __init__(self, meshes: Meshes) -> None:
         self._meshes = meshes
@@ -162,7 +153,7 @@ class _Tensors:
         return number, flags, mesh, placements, list(tensor.shape), list(tensor.stride())
 
     def _number(self, plain: torch.Tensor, source: torch.Tensor) -> int | None:
-        """The number of a tensor; of tensors that are one memory (tied weights) it is the same."""
+        """Return the number of a tensor. Tensors that are one memory (tied weights) have the same."""
         strided = plain.layout is torch.strided and not plain.is_nested
         if not strided or plain.is_meta or plain.dtype not in STORABLE_DTYPES:
             return None
@@ -186,7 +177,7 @@ class _Tensors:
         return self._stored[number]
 
     def named(self, paths: Mapping[int, str]) -> list[TensorItem]:
-        """The tensors, with names by their places in the state."""
+        """Return the tensors, with names by their places in the state."""
         items: dict[str, torch.Tensor] = {}
         for number, (tensor, source) in enumerate(zip(self._stored, self._sources, strict=True)):
             name = _printable(paths.get(id(source), f"value.{number}"))
@@ -208,7 +199,7 @@ def _printable(name: str) -> str:
 
 
 def _portable(device: torch.device) -> str:
-    """A device as the rank that loads will have it: the current one by its kind alone."""
+    """Return a device as the rank that loads will have it: the current one by its kind alone."""
     if device.type == "cpu":
         return "cpu"
     try:
@@ -226,7 +217,7 @@ class Header:
     """The header of a state.
 
     Attributes:
-        wrapped: whether the state is one of containers, in a `BasicTensorAwareStateDict`.
+        wrapped: True if the state is one of containers, in a `BasicTensorAwareStateDict`.
         names: of the items that hold tensors.
         devices: of each of these.
         meshes: meshes of DTensors.
@@ -239,7 +230,7 @@ class Header:
 
 
 def read_header(reader: ObjectReader) -> Header:
-    """The header in an object of a local checkpoint.
+    """Return the header in an object of a local checkpoint.
 
     Raises:
         CheckpointingException: the object is another adapter's.
@@ -282,7 +273,7 @@ def _device(name: str) -> torch.device:
 def read_state(
     reader: ObjectReader, header: Header, allowed: Sequence[SafeGlobal], meshes: Meshes
 ) -> TensorAwareStateDict:
-    """The state, in memory of its own, with its tensors on the devices that they were on.
+    """Return the state, in memory of its own, with its tensors on the devices that they were on.
 
     Args:
         meshes: has all meshes of the header.
@@ -316,7 +307,7 @@ def read_state(
 
 
 class _Loaded:
-    """The tensors of a state that is being loaded; see `state.archive.Leaves`."""
+    """Tensors of a state that is being loaded; see `state.archive.Leaves`."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], keys: Sequence[MeshKey], meshes: Meshes) -> None:
         self._tensors = tensors

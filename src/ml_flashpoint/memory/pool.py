@@ -361,9 +361,21 @@ class Pool:
         return self._make(wanted, replace(request, save=None), State.EMPTY) is not None
 
     def _may_make(self, size: int, retained: Collection[SaveId], *, spare: bool) -> bool:
-        """Return True if there is room for one slot more. A spare one must leave as much for the program."""
+        """Return True if there is room for one slot more. A spare one leaves as much for the program, and what the
+        other pools of this node lack: they may be about to replace a slot."""
         left = sum(each.size for each in self._left() if each.save not in retained)
-        return self._available() + left >= size * (2 if spare else 1)
+        needed = size
+        if spare:
+            needed += size + sum(map(self._missing, self._owners - {self.owner}, itertools.repeat(size)))
+        return self._available() + left >= needed
+
+    def _missing(self, owner: Owner, size: int) -> int:
+        """Return the bytes that another pool of this node lacks for ``keep + 1`` slots, of ``size`` if it has none."""
+        sizes = []
+        for path in self.container.slot_paths(owner):
+            with contextlib.suppress(FileNotFoundError):
+                sizes.append(path.stat().st_size)
+        return max(0, self.keep + 1 - len(sizes)) * max([size, *sizes])
 
     def _available(self) -> int:
         return available_bytes(self._folder) - ROOM
@@ -395,21 +407,25 @@ class Pool:
     def _fitting(self, slot: Slot, wanted: int, request: SlotRequest, *, size: int | None) -> Slot | None:
         """Return a slot of the wanted size in place of one that was taken; None, with that free, if there is no room.
 
+        One beyond ``keep + 1`` that is too small is removed: other pools need its room, whose parts grow as well.
+
         Args:
             size: bytes that are enough where there is no room for more; None if only the wanted size will do.
         """
         if slot.size == wanted:
             return slot
-        if self._available() + slot.size < wanted:
+        with self._lock:
+            is_extra = slot.size < (size or wanted) and len(self._slots) > self.keep + 1
+        if not is_extra and self._available() + slot.size < wanted:
             if size is not None and slot.size >= size:
                 return slot
             self.free(slot)
             return None
         with self._lock:
             self._slots.remove(slot)
-            self._making += 1
+            self._making += not is_extra
         slot.remove()  # first: the larger one may need its memory
-        return self._make(wanted, request)
+        return None if is_extra else self._make(wanted, request)
 
     # ---- slots that are left over -------------------------------------------------------------------------
 

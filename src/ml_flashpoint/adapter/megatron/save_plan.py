@@ -32,7 +32,7 @@ from ml_flashpoint.adapter.megatron.translation import save_planner
 from ml_flashpoint.adapter.pytorch.metadata_format import encode_metadata
 from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace
 from ml_flashpoint.engine.replicas import Replicas
-from ml_flashpoint.format.errors import FlashpointError, UnsafeContentError
+from ml_flashpoint.format.errors import FlashpointError, SaveError, UnsafeContentError
 from ml_flashpoint.state.archive import load_archive, save_archive
 from ml_flashpoint.state.plan import item_keys
 
@@ -65,12 +65,15 @@ class Plans:
 
     Args:
         rank: this rank.
+
+    Attributes:
+        known: the last plan, without data.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._local: LocalPlan | None = None
-        self._planned: PlannedSave | None = None
+        self.known = NOTHING
         self._metadata: tuple[str, bytes] = ("", b"")  # of a table; for the committing executor
 
     def plan(self, sharded_state_dict: dict[str, Any]) -> PlannedSave:
@@ -80,17 +83,17 @@ class Plans:
         if local is None or data is None:
             local = LocalPlan(sharded_state_dict, coordinator=self._rank == 0)
             data = local.take_first()
-        planned = self._planned
-        if planned is None or (local.plan is not planned.plan and local.plan != planned.plan):
-            planned = PlannedSave.of(local.plan)
-        self._local, self._planned = local, planned
-        return replace(planned, data=data)
+        if local.plan is not self.known.plan and (self.known is NOTHING or local.plan != self.known.plan):
+            self.known = PlannedSave.of(local.plan)
+        self._local = local
+        return replace(self.known, data=data)
 
     def metadata(self, replicas: Replicas, table: str, deadline_s: float) -> bytes:
         """Return DCP's metadata of the saves by a table, once all ranks have published their plans. On rank 0.
 
         Raises:
-            DeadlineError: a rank has not. UnsafeContentError: what a rank has published is no plan.
+            DeadlineError: a rank has not. SaveError: a rank has no plan. UnsafeContentError: what a rank has published
+                is none.
         """
         if self._metadata[0] != table:
             shares = replicas.collect(table, deadline_s)
@@ -114,6 +117,8 @@ def _encoded(plan: SavePlan) -> bytes:
 
 
 def _decoded(data: bytes, rank: int) -> SavePlan:
+    if not data:
+        raise SaveError("a rank could not plan what it saves; its own log says why", rank=rank)
     try:
         plan = load_archive(data, "plan", path=f"rank {rank}", allowed=[*_PLAN_TYPES, *metadata_types()])
     except FlashpointError as error:
@@ -136,5 +141,5 @@ _PLAN_TYPES: list[Any] = [
     torch.layout,
 ]
 
-NOTHING = PlannedSave.of(SavePlan([]))
-"""Stands for the plan of a rank that cannot save."""
+NOTHING = PlannedSave(SavePlan([]), [], (), b"", "nothing")
+"""Stands for the plan of a rank that has none."""

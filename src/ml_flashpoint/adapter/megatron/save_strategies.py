@@ -32,7 +32,7 @@ from ml_flashpoint.adapter.megatron.releases import (
     object_types,
     split_common_state,
 )
-from ml_flashpoint.adapter.megatron.save_plan import NOTHING, Plans
+from ml_flashpoint.adapter.megatron.save_plan import Plans
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
 from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE
 from ml_flashpoint.copy.collection import collection_paused
@@ -49,6 +49,7 @@ from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.ranks.rank_group import rank_group
 
 _log = logging.getLogger(__name__)
+_MOST_SHOWN = 500
 
 
 def version_of(checkpoint_dir: str | os.PathLike[str]) -> CheckpointContainerId:
@@ -291,10 +292,10 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
     ) -> None:
         """Plan what this rank writes, copy that, and leave the rest to the committing executor."""
         step = writing.version.step or 0
-        planned, failure = NOTHING, None
+        planned, failure = self._plans.known, None
         try:
             planned = self._plans.plan(sharded_state_dict)
-        except Exception as error:  # the other ranks wait for this one's plan
+        except Exception as error:  # the other ranks may wait for this one's plan
             failure = error
         name, replicas = SaveId(checkpointer.run, step), checkpointer.replicas
         writing.table = replicas.agree(name, "megatron-core", planned.digest, list, seal_deadline_s()).name
@@ -346,17 +347,20 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         """Collective: wait for this rank's part, and learn whether all ranks have theirs."""
         error = writing.error()
         try:
-            tables = set(self._group.gather(b"" if error is not None else writing.table.encode()))
-            if error is None and len(tables) > 1:
-                text = "another rank could not save its part"
-                if b"" not in tables:
-                    text = "the structure of the state has changed on another rank, which the next save takes up"
+            told = json.dumps([writing.table, "" if error is None else str(error)[:_MOST_SHOWN]])
+            outcomes = [json.loads(blob) for blob in self._group.gather(told.encode())]
+            text = next((f"rank {rank} failed: {why}" for rank, (_, why) in enumerate(outcomes) if why), "")
+            if not text and len({table for table, _ in outcomes}) > 1:
+                text = "the structure of the state has changed on some rank alone; the next save takes that up"
+            if error is None and text:
                 error = SaveError(text, step=writing.version.step, rank=self._group.rank)
         except FlashpointError as gone:
             error = error or gone
         self.last_error = error
         if error is None:
             return
+        if writing.checkpointer is not None:
+            writing.checkpointer.replicas.forget()
         _log.error("the save of step %s failed, training goes on: %s", writing.version.step, error)
         self._failed.append(writing.version)
         if self._group.rank == 0:

@@ -92,10 +92,6 @@ class Engine(Checkpointer):
 
     def close(self, persist_deadline_s: float | None = None) -> None:
         """Do as `Checkpointer.close`. Optimizers are not watched from then on."""
-        writer = self.__dict__.get("writer")
-        if writer is not None:
-            writer.stop_watching()
-            writer.give_up()
-        super().close(persist_deadline_s)
-        if writer is not None:
+        if (writer := self.__dict__.get("writer")) is not None and os.getpid() == self._pid:
             writer.close()
+        super().close(persist_deadline_s)

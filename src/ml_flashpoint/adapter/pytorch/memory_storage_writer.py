@@ -39,6 +39,7 @@ from ml_flashpoint.engine.save import Save
 from ml_flashpoint.format.arguments import ignored
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidArgumentError, SaveError
+from ml_flashpoint.format.knobs import exit_deadline_s
 from ml_flashpoint.state.archive import SafeGlobal, by_name
 from ml_flashpoint.state.plan import item_keys
 
@@ -275,12 +276,13 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
             self._saves.give_up_abandoned()
 
     def close(self) -> None:
-        """Watch no optimizers any more, and break off what saving processes are writing. The checkpointer stays open.
-        Safe to call twice."""
+        """Watch no optimizers any more, have saves in flight committed within ``FLASHPOINT_EXIT_DEADLINE_S``, and break
+        off what saving processes write then. The checkpointer stays open. Safe to call twice."""
         self.stop_watching()
         self.give_up()
         if isinstance(self._saves, LocalSaves):
-            self._saves.close()
+            self._saves.wait(exit_deadline_s())
+            self._saves.server.close()
 
     # ---- StorageWriter ------------------------------------------------------------------------------------
 
@@ -320,8 +322,15 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         return CheckpointContainerId.of_version(checkpoint_id) is not None
 
     def storage_meta(self) -> StorageMeta | None:
-        """Return what DCP tells planners about this save."""
-        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._call.save_id)
+        """Return what DCP tells planners about this save. DCP asks before anything can fail, so the save begins here:
+        ranks learn of a save that only some of them write."""
+        call = self._call
+        if call.save is None and call.trouble is None and call.version is not None:
+            try:
+                call.save = self._saves.begin(call.version, None, call)
+            except Exception as error:
+                call.trouble = error
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=call.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Take note of the calling rank's role in this save."""
@@ -361,10 +370,8 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         try:
             if call.trouble is not None:
                 raise call.trouble
-            if call.version is None:
-                raise SaveError("write_data comes before reset")
             if call.save is None:
-                call.save = self._saves.begin(call.version, None, call)
+                raise SaveError("write_data comes before reset and storage_meta")
             keys = known.keys if (known := self._written) is not None and known.plan is plan else item_keys(plan.items)
             tensors, byte_items = self.items(plan, planner, keys)
             self._saves.fill(call.save, tensors, byte_items)
@@ -385,7 +392,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
             raise SaveError("nothing was written to finish", rank=self._saves.rank)
         try:
             metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
-            metadata.storage_meta = self.storage_meta()
+            metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=call.save_id)
             if _DCP_VERSION is not None and metadata.version is None:
                 metadata.version = _DCP_VERSION
             scope = "global" if call.use_collectives else "rank"

@@ -9,7 +9,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -159,15 +158,18 @@ class Staged:
         if claimed:
             raise SaveError("what was staged was saved or given up before, and is not kept")
         self.await_copies()
+        failure, self._checkpointer = self.error, checkpointer
         try:
-            if self.error is not None:
-                raise SaveError(f"staging failed: {self.error}", step=step) from self.error
             if self.save is None:
                 self.save = checkpointer.begin(step, explicit=True)
             else:
                 checkpointer.name(self.save, step)
+            if failure is not None:
+                raise failure
         except Exception as error:
             self.fail(error)
+            if failure is not None:
+                raise SaveError(f"staging failed: {failure}", step=step) from failure
             raise
         return self.save
 
@@ -257,7 +259,7 @@ class LocalSaves:
         self._entering = threading.Lock()
         self._entered = SaveId(0, -1)
         self._left: list[Staged] = []
-        self._owned: list[tuple[weakref.ref[Any], Callable[[Exception], object]]] = []
+        self._owned: list[tuple[weakref.ref[Any], Staged | Save]] = []
 
     @classmethod
     def of(cls, checkpointer: Checkpointer) -> LocalSaves:
@@ -295,7 +297,7 @@ class LocalSaves:
         self.give_up_abandoned()
         staged = Staged(self, self._opened())
         state = StagedStateDict(state_of(staged), staged)
-        self._give_up_without(state, staged.fail)
+        self._give_up_without(state, staged)
         return state
 
     def await_previous(self, staged: Staged, state: weakref.ref[StagedStateDict]) -> None:
@@ -320,17 +322,21 @@ class LocalSaves:
             if staged.is_waiting:
                 staged.fail(SaveError("given up: nobody has saved what was staged", rank=self.rank))
 
-    def _give_up_without(self, owner: object, fail: Callable[[Exception], object]) -> None:
+    def _give_up_without(self, owner: object, save: Staged | Save) -> None:
         with self._lock:
-            self._owned.append((weakref.ref(owner), fail))
+            self._owned.append((weakref.ref(owner), save))
 
     def give_up_abandoned(self) -> None:
         """Give up saves whose owners are gone. Not done as an owner goes: that may be under any lock."""
         with self._lock:
-            gone = [fail for owner, fail in self._owned if owner() is None]
+            gone = [save for owner, save in self._owned if owner() is None]
             self._owned = [each for each in self._owned if each[0]() is not None]
-        for fail in gone:
-            fail(SaveError("given up: the checkpoint failed, or was dropped, before it was written", rank=self.rank))
+        text = "given up: the checkpoint failed, or was dropped, before it was written"
+        for save in gone:
+            if isinstance(save, Staged):
+                save.fail(SaveError(text, rank=self.rank))
+            else:
+                self.fail(save, None, SaveError(text, rank=self.rank))
 
     # ---- the calls of a save ----------------------------------------------------------------------------------
 
@@ -352,7 +358,7 @@ class LocalSaves:
             return save
         self._give_up_left()
         save = checkpointer.begin(step, explicit=True)
-        self._give_up_without(owner, partial(checkpointer.fail, save))
+        self._give_up_without(owner, save)
         return save
 
     def fill(self, save: Save, tensors: Sequence[TensorItem], byte_items: Sequence[BytesItem]) -> None:
@@ -379,9 +385,17 @@ class LocalSaves:
         assert save.version is not None
         return self._open_base(save.version.parent)
 
-    def close(self) -> None:
-        """Break off what saving processes are writing. Safe to call twice."""
-        self.server.close()
+    def wait(self, deadline_s: float) -> None:
+        """Wait until saves in flight are committed, on whatever thread or process they are, at most for a time."""
+        until = time.monotonic() + deadline_s
+        while time.monotonic() < until and self._is_busy():
+            time.sleep(_POLL_S)
+
+    def _is_busy(self) -> bool:
+        self.give_up_abandoned()
+        with self._lock:
+            saves = [save for _, save in self._owned]
+        return any(save.succeeded is None if isinstance(save, Staged) else not save.committed.done() for save in saves)
 
     def sent(self) -> RemoteSaves:
         """Return the saves of this process as another one sees them."""

@@ -62,15 +62,19 @@ def test_the_newest_version_is_gone_on_from_by_a_new_run(tmpfs: Path) -> None:
     assert all_tell(run(tmpfs, Plan(), [0, 0, 1]), "found") == (2, 30)
 
 
-def test_a_lost_nodes_parts_are_fetched_and_its_copies_are_left_to_the_rounds(tmpfs: Path) -> None:
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_lost_nodes_parts_and_copies_are_fetched_or_the_copies_left_to_the_rounds(tmpfs: Path, copies: bool) -> None:
     run(tmpfs, Plan(steps=[10, 20]))
     lose(tmpfs, 1)
-    told = run(tmpfs, Plan())
+    told = run(tmpfs, Plan(copies=copies))
     assert all_tell(told, "found") == (1, 20)
     assert all_tell(told, "values") == [200.0, 201.0]
     assert [each["fetched"] > 0 for each in told] == [False, True]
-    assert all_tell(told, "recovered") == SaveId(1, 20)
-    assert all_tell(told, "verified") == ()
+    assert all_tell(told, "recovered") == (None if copies else SaveId(1, 20))
+    assert all_tell(told, "verified") == ((SaveId(1, 20),) if copies else ())
+    if copies:
+        lose(tmpfs, 0)
+        assert all_tell(run(tmpfs, Plan()), "found") == (1, 20), "the next loss is survived"
 
 
 def test_the_copies_that_a_recovered_version_lacks_are_pushed_first(tmpfs: Path) -> None:
@@ -169,8 +173,7 @@ def test_what_was_gone_back_from_does_not_exist_any_more_wherever_it_comes_from(
     told = run(tmpfs, Plan(keep=3))
     assert all_tell(told, "found") == (2, 15)
     assert all_tell(told, "run") == 3
-    assert all_tell(told, "recovered") == SaveId(2, 15)
-    assert all_tell(told, "verified") == (SaveId(1, 10),)
+    assert all_tell(told, "verified") == (SaveId(1, 10), SaveId(2, 15))
 
 
 def test_a_step_that_nobody_has_is_an_error(tmpfs: Path) -> None:

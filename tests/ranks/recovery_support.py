@@ -11,6 +11,7 @@ from ml_flashpoint.ranks.recovery import CompleteVersion, Damage, NodeInventory,
 from ml_flashpoint.ranks.strategies import (
     CliqueStrategy,
     PairwiseReplicationStrategy,
+    ReplicationStrategy,
     RingReplicationStrategy,
     Topology,
 )
@@ -31,7 +32,11 @@ def is_of(record: PartRecord, version: CompleteVersion) -> bool:
 
 
 def carry_out(
-    version: CompleteVersion, store: Store, topology: Topology, damaged: Collection[Damage] = frozenset()
+    version: CompleteVersion,
+    store: Store,
+    topology: Topology,
+    strategy: ReplicationStrategy | None = None,
+    damaged: Collection[Damage] = frozenset(),
 ) -> None:
     """Performs the plan's fetches on `store`; fails if one is impossible or useless, or a part is missing."""
     sound = {
@@ -41,8 +46,9 @@ def carry_out(
         if is_of(record, version) and (node, record.save, record.rank) not in damaged
     }
     received = {}
-    for fetch in plan_fetches(version, topology):
-        target = topology.node_of(fetch.rank)
+    for fetch in plan_fetches(version, topology, strategy):
+        target = topology.node_of(fetch.target)
+        assert fetch.target == fetch.rank or fetch.target in strategy.copies_of(fetch.rank, topology)  # type: ignore[union-attr]
         assert (target, fetch.rank) not in sound, "the node has this part already"
         assert (target, fetch.rank) not in received, "the node fetches this part twice"
         assert (fetch.source, fetch.rank) in sound, "the source does not hold this part"
@@ -51,8 +57,9 @@ def carry_out(
     for (node, _), record in received.items():
         store.setdefault(node, set()).add(record)
     for rank in range(topology.world_size):
-        node = topology.nodes[rank]
-        assert (node, rank) in sound or (node, rank) in received, f"{node} lacks the part of rank {rank}"
+        holders = () if strategy is None else strategy.copies_of(rank, topology)
+        for node in (topology.nodes[rank], *(topology.nodes[holder] for holder in holders)):
+            assert (node, rank) in sound or (node, rank) in received, f"{node} lacks the part of rank {rank}"
 
 
 NODES = "abcd"

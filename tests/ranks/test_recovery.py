@@ -51,7 +51,7 @@ def scattered_parts(draw: st.DrawFn) -> Store:
     """Parts of several saves, some of the same step, strewn over the nodes in any way."""
     store: Store = {node: set() for node in draw(st.sets(st.sampled_from(NODES), min_size=1))}
     saves = st.tuples(st.integers(0, 2), st.integers(1, 3), st.integers(1, 4), st.sampled_from(["", "t"]))
-    for step, run, world_size, table in draw(st.sets(saves, max_size=5)):
+    for step, run, world_size, table in draw(st.lists(saves, max_size=5, unique_by=lambda save: save[:3])):
         least_holders = draw(st.sampled_from([0, 1, 1]))
         for rank in range(world_size):
             size = draw(st.integers(0, 5))
@@ -78,9 +78,9 @@ def newest(store: Store, damaged: frozenset[Damage] = frozenset()) -> CompleteVe
 class TestPlanning:
     @pytest.mark.slow
     @settings(unhurried, max_examples=round(150 * SCALE))
-    @given(scattered_parts(), topologies, st.data())
+    @given(scattered_parts(), topologies, st.none() | replicating, st.data())
     def test_complete_versions_are_found_and_their_plans_are_executable(
-        self, store: Store, topology: Topology, data: st.DataObject
+        self, store: Store, topology: Topology, strategy: ReplicationStrategy | None, data: st.DataObject
     ) -> None:
         listed = sorted((node, r.save, r.rank) for node, records in store.items() for r in records)
         damaged = frozenset(data.draw(st.sets(st.sampled_from(listed), max_size=2)) if listed else ())
@@ -96,7 +96,7 @@ class TestPlanning:
                 }
                 assert list(holders) == sorted(set(holders))
             if version.world_size == topology.world_size:
-                carry_out(version, {node: set(parts) for node, parts in store.items()}, topology, damaged)
+                carry_out(version, {node: set(parts) for node, parts in store.items()}, topology, strategy, damaged)
             else:
                 assert plan_fetches(version, topology) == ()
 
@@ -121,8 +121,9 @@ class TestPlanning:
         assert version.save.step == 2
         whole = all(part(2, rank, world_size) in store[topology.nodes[rank]] for rank in range(world_size))
         assert is_protected(version, topology, strategy) <= whole
-        carry_out(version, store, topology)
-        assert plan_fetches(newest(store), topology) == ()
+        carry_out(version, store, topology, strategy)
+        assert plan_fetches(newest(store), topology, strategy) == ()
+        assert is_protected(newest(store), topology, strategy)
 
     @pytest.mark.slow
     @unhurried
@@ -162,12 +163,12 @@ class TestPlanning:
         store = {"a": {part(1, 0), part(1, 1)}, "b": {part(1, 0), part(1, 1)}}
         version = newest(store, frozenset({("a", SaveId(1, 1), 0)}))
         assert version.holders == (("b",), ("a", "b"))
-        assert plan_fetches(version, Topology(("a", "b"))) == (Fetch(rank=0, source="b", size=10),)
+        assert plan_fetches(version, Topology(("a", "b"))) == (Fetch(0, rank=0, source="b", size=10),)
         assert not is_protected(version, Topology(("a", "b")), PairwiseReplicationStrategy())
 
     def test_ranks_that_moved_fetch_their_parts(self) -> None:
         store = {"a": {part(1, 0)}, "b": {part(1, 1)}}
-        assert set(plan_fetches(newest(store), Topology(("b", "a")))) == {Fetch(0, "a", 10), Fetch(1, "b", 10)}
+        assert set(plan_fetches(newest(store), Topology(("b", "a")))) == {Fetch(0, 0, "a", 10), Fetch(1, 1, "b", 10)}
 
     def test_of_another_number_of_ranks_each_part_is_checked_once_by_a_node_that_holds_it(self) -> None:
         store = {"a": {part(1, rank, 4) for rank in range(4)}, "b": {part(1, 2, 4), part(1, 3, 4)}}
@@ -176,6 +177,11 @@ class TestPlanning:
         checked = [parts_to_check(version, topology, rank) for rank in range(3)]
         assert checked == [(0, 2), (1,), (3,)]
         assert parts_to_check(version, Topology(("a", "a", "b", "b")), 2) == (2,)
+
+    def test_what_ranks_need_to_go_on_comes_before_copies(self) -> None:
+        version = newest({"a": {part(1, rank, 4, size=rank) for rank in range(4)}})
+        fetches = plan_fetches(version, Topology(("a", "a", "b", "b")), PairwiseReplicationStrategy())
+        assert [fetch.target == fetch.rank for fetch in fetches] == [True, True, False, False]
 
     @unhurried
     @given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.integers(1, 4))
@@ -201,7 +207,7 @@ class TestPlanning:
     @pytest.mark.parametrize("order", [1, -1])
     def test_neither_ties_nor_sizes_depend_on_the_order_of_inventories(self, order: int) -> None:
         pieces = [NodeInventory(node, (part(1, 0, 1, size=size),)) for node, size in (("a", 3), ("b", 5))][::order]
-        assert plan_fetches(complete_versions(pieces)[0], Topology(("new",))) == (Fetch(0, "a", 5),)
+        assert plan_fetches(complete_versions(pieces)[0], Topology(("new",))) == (Fetch(0, 0, "a", 5),)
 
     def test_parts_with_one_holder_are_placed_before_those_with_a_choice(self) -> None:
         version = newest({"a": {part(1, 0), part(1, 1)}, "b": {part(1, 0)}})
@@ -230,12 +236,12 @@ class TestScale:
         start = time.process_time()
         gathered = [NodeInventory.from_fields(json.loads(data)) for data in received]
         version = complete_versions(gathered)[0]
-        fetches = plan_fetches(version, topology)
+        fetches = plan_fetches(version, topology, strategy)
         protected = is_protected(version, topology, strategy)
         elapsed = time.process_time() - start
         assert (version.save.step, protected) == (2, False)
-        assert len(fetches) == len(lost) * 8, "each lost node gets its 8 parts back"
-        carry_out(version, survivors, topology)
+        assert len(fetches) == len(lost) * 16, "each lost node gets its 8 parts back, and the 8 copies that it held"
+        carry_out(version, survivors, topology, strategy)
         assert elapsed < 20.0, "seconds of the processor"
 
         partner = topology.node_order[topology.node_order.index(min(lost)) ^ 1]

@@ -56,6 +56,7 @@ class Plan:
         fault: rank, what to call in vain there, and what that raises.
         fill_up: True if no memory is left once the job is open.
         hangs: True if the durable store does not answer.
+        copies: False if recovery is to leave missing copies to the rounds.
     """
 
     wanted: int | None = None
@@ -75,6 +76,7 @@ class Plan:
     fault: tuple[int, str, Exception] | None = None
     fill_up: bool = False
     hangs: bool = False
+    copies: bool = True
 
 
 class Job:
@@ -105,6 +107,7 @@ class Job:
             self.copies,
             self.strategy,
             Keep(plan.keep),
+            held=self.held if plan.copies else None,
             durable=plan.durable,
             open_store=hang if plan.hangs else open_durable,
         )

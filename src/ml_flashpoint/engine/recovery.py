@@ -2,9 +2,9 @@
 
 One loop over all stores in order of speed: own memory, peers, the durable store. The lowest rank of each node reads
 the node's manifests, rank 0 lists the durable store, and all ranks plan alike (`ranks.recovery`). Each rank fetches its
-own part if its node lacks the part, and checks the part. Then all vote. Damage found here is replaced from another
-holder. A version that some rank cannot have is given up by all, for the next older one. Missing copies are not fetched:
-the run's first rounds push them (`Verdict.recovered`).
+own part if its node lacks the part, checks the part, and fetches the copies that it lacks of other ranks' parts. Then
+all vote. Damage found here is replaced from another holder. A version that some rank cannot have is given up by all,
+for the next older one. A copy that cannot be fetched is left to the first rounds of the run (`Verdict.recovered`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -47,6 +47,7 @@ from ml_flashpoint.ranks.rank_group import RankGroup
 from ml_flashpoint.ranks.recovery import (
     CompleteVersion,
     Damage,
+    Fetch,
     complete_versions,
     is_protected,
     parts_to_check,
@@ -201,6 +202,7 @@ class Recovery:
         copies: reach the other nodes.
         strategy: who holds copies of whose parts.
         keep: verified versions that stay in memory.
+        held: pools for the copies that this rank holds, by the rank whose parts they are.
         durable: URL of the durable store; None for none.
         open_store: opens the durable store.
 
@@ -218,9 +220,11 @@ class Recovery:
         strategy: ReplicationStrategy,
         keep: Keep,
         *,
+        held: Mapping[int, Pool] | None = None,
         durable: str | None = None,
         open_store: Callable[[str], DurableVersions] = open_durable,
     ) -> None:
+        self.pools = {**(held or {}), ranks.rank: pool}
         self.ranks, self.container, self.pool, self.copies = ranks, container, pool, copies
         self.strategy, self.keep = strategy, keep
         self.durable = DurableTier(durable, ranks, open_store)
@@ -490,7 +494,9 @@ class _Search:
         for stored in listed.versions:
             if memory is not None and stored.save <= memory.save:
                 break
-            if self._is_wanted(stored.save) and (record is None or record.has(stored.save)):
+            # Of a run later than all records here, other nodes had the record: what is here is older.
+            exists = record is None or record.has(stored.save) or stored.save.run > record.run
+            if self._is_wanted(stored.save) and exists:
                 return Found(stored.save, stored.world_size, "persisted", stored=stored)
         if memory is None:
             return None
@@ -549,14 +555,22 @@ class _Search:
             waited_for(partial(_check_size, store, version, part), store.path)
 
     def _bring(self, found: Found) -> None:
-        """Fetch this rank's own part if it is not here, and check what this rank has to check."""
-        rank, version = self._ranks.rank, next(each for each in self._complete if each.save == found.save)
-        for fetch in plan_fetches(version, self._ranks.topology):
+        """Fetch this rank's own part if it is not here, check what this rank has to check, and fetch missing copies."""
+        recovery, rank, topology = self._recovery, self._ranks.rank, self._ranks.topology
+        version = next(each for each in self._complete if each.save == found.save)
+        mine = [each for each in plan_fetches(version, topology, recovery.strategy) if each.target == rank]
+        for fetch in mine:
             if fetch.rank == rank:
-                self._fetch(version, fetch.source)
-        parts = self._recovery.parts_of(found.save, found.holders)
-        for part in parts_to_check(version, self._ranks.topology, rank):
+                self._fetch(version, fetch)
+        parts = recovery.parts_of(found.save, found.holders)
+        for part in parts_to_check(version, topology, rank):
             self._check(parts, found.save, part)
+        for fetch in mine:
+            if fetch.rank in recovery.pools and fetch.rank != rank:
+                try:
+                    self._fetch(version, fetch)
+                except Exception as error:  # good to have, and no reason to lose this recovery, or to wait
+                    _log.warning("cannot restore the copy of rank %d: %s", fetch.rank, error)
 
     def _check(self, parts: MemoryParts, save: SaveId, rank: int) -> None:
         with contextlib.ExitStack() as stack:
@@ -567,15 +581,16 @@ class _Search:
                     self._damage.append((self._ranks.node, save, rank))
                 raise
 
-    def _fetch(self, version: CompleteVersion, source: str) -> None:
-        recovery, save, rank = self._recovery, version.save, self._ranks.rank
-        nodes = sorted(version.holders[rank], key=lambda node: node != source)
+    def _fetch(self, version: CompleteVersion, fetch: Fetch) -> None:
+        recovery, save, rank = self._recovery, version.save, fetch.rank
+        nodes = sorted(version.holders[rank], key=lambda node: node != fetch.source)
         retained = {save, *(self._retained or recovery.lasting(self._complete, save))}
+        until = self._until if rank == self._ranks.rank else 0.0
         failures: list[tuple[str, FlashpointError]] = []
         began = time.monotonic()
         try:
             manifest = recovery.copies.fetch_part(
-                save, rank, nodes, recovery.pool, retained, until=self._until, failures=failures
+                save, rank, nodes, recovery.pools[rank], retained, until=until, failures=failures
             )
         finally:
             self._damage += [(node, save, rank) for node, error in failures if is_damage(error)]

@@ -26,6 +26,7 @@ from ml_flashpoint.format.errors import (
     FlashpointError,
     InvalidArgumentError,
     InvalidNameError,
+    JobInUseError,
     NothingLoadableError,
     ReplicationError,
     TopologyError,
@@ -64,7 +65,7 @@ class CheckpointId(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """The save that was begun last in this run."""
+    """A save, the last that was begun in this run."""
 
     iteration: int
     committed: Future[Any]
@@ -131,6 +132,7 @@ class LocalCheckpointManager(OverlappingDoor):
         self._failed = False  # a save of this run, on some rank
         self._oldest_accepted = 0
         self._closed = False
+        self._process = os.getpid()
         self._ranks = rank_group()
         self._key = os.path.realpath(self._base.path)
         if (earlier := _managers.pop(self._key, None)) is not None:
@@ -159,7 +161,7 @@ class LocalCheckpointManager(OverlappingDoor):
 
     @property
     def local_ckpt_dir(self) -> Path:
-        """The folder with this node's parts."""
+        """Folder with this node's parts."""
         return Path(self._base.path)
 
     @property
@@ -170,6 +172,12 @@ class LocalCheckpointManager(OverlappingDoor):
     def _check_open(self) -> None:
         if self._closed:
             raise CallOrderError("the manager is closed", rank=self.rank, path=self._base)
+        if os.getpid() != self._process:
+            raise JobInUseError(
+                f"this manager belongs to process {self._process}, which process {os.getpid()} was forked from",
+                rank=self.rank,
+                hint="save and load in the process that it was constructed in",
+            )
 
     # ---- finding and loading ------------------------------------------------------------------------------
 
@@ -453,7 +461,7 @@ class LocalCheckpointManager(OverlappingDoor):
 
         Safe to call twice. A process that just ends need not call it.
         """
-        if self._closed:
+        if self._closed or os.getpid() != self._process:
             return
         self._closed = True
         self.stop_watching()

@@ -118,14 +118,16 @@ class CompleteVersion:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """A rank's own part, to be copied to its node.
+    """A part that is to be copied to a node.
 
     Attributes:
-        rank: the rank.
-        source: node to fetch from.
+        target: rank that fetches: the part's own rank, or one that holds copies of it.
+        rank: rank whose part it is.
+        source: node to fetch from; it has the part before any fetch of the plan is done.
         size: bytes to transfer.
     """
 
+    target: int
     rank: int
     source: str
     size: int
@@ -167,32 +169,49 @@ def complete_versions(
     ]
 
 
-def plan_fetches(version: CompleteVersion, topology: Topology) -> tuple[Fetch, ...]:
-    """Return the fetches after which every rank's part is on the rank's own node. All may run at the same time.
+def plan_fetches(
+    version: CompleteVersion, topology: Topology, strategy: ReplicationStrategy | None = None
+) -> tuple[Fetch, ...]:
+    """Return the fetches after which every rank's part is on the rank's own node, and then those of missing copies.
 
-    Sources are chosen among the holders so that the bytes that each sends are balanced. There are none where another
-    number of ranks saved the version: then each rank reads the byte ranges that it needs.
+    All may run at the same time. Sources are chosen among the holders so that the bytes that each sends are balanced.
+    There are none where another number of ranks saved the version: then each rank reads the byte ranges that it needs.
+
+    Args:
+        version: the version.
+        topology: where the ranks run now.
+        strategy: if given, the copies that it asks for are fetched too, so that the next loss is survived.
     """
     if version.world_size != topology.world_size:
         return ()
-    return tuple(_assign(version, topology))
+    ranks = range(version.world_size)
+    own = [(rank, rank) for rank in ranks if topology.nodes[rank] not in version.holders[rank]]
+    copies = [
+        (holder, rank)
+        for rank in ranks
+        for holder in (() if strategy is None else strategy.copies_of(rank, topology))
+        if topology.nodes[holder] not in version.holders[rank]
+    ]
+    return tuple(_assign(version, own, copies))
 
 
-def _assign(version: CompleteVersion, topology: Topology) -> Iterator[Fetch]:
+def _assign(version: CompleteVersion, *wanted: Iterable[tuple[int, int]]) -> Iterator[Fetch]:
     sent: dict[str, tuple[int, int]] = {}
 
     def load(node: str) -> tuple[tuple[int, int], str]:
         # Counting parts spreads those of size zero, too; the name makes every rank decide alike.
         return sent.get(node, (0, 0)), node
 
-    holders, sizes = version.holders, version.sizes
-    lacking = [rank for rank in range(version.world_size) if topology.nodes[rank] not in holders[rank]]
-    # Parts with few holders, then large ones, are placed while there is still room to balance around them.
-    for rank in sorted(lacking, key=lambda rank: (len(holders[rank]), -sizes[rank], rank)):
-        source = min(holders[rank], key=load)
-        size, parts = sent.get(source, (0, 0))
-        sent[source] = size + sizes[rank], parts + 1
-        yield Fetch(rank, source, sizes[rank])
+    def difficulty(pair: tuple[int, int]) -> tuple[int, int, tuple[int, int]]:
+        # Parts with few holders, then large ones, are placed while there is still room to balance around them.
+        return len(version.holders[pair[1]]), -version.sizes[pair[1]], pair
+
+    for pairs in wanted:
+        for target, rank in sorted(pairs, key=difficulty):
+            source = min(version.holders[rank], key=load)
+            size, parts = sent.get(source, (0, 0))
+            sent[source] = size + version.sizes[rank], parts + 1
+            yield Fetch(target, rank, source, version.sizes[rank])
 
 
 def is_protected(version: CompleteVersion, topology: Topology, strategy: ReplicationStrategy) -> bool:

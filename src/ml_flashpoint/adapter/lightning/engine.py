@@ -55,7 +55,7 @@ class TrainerFlashpoint(Flashpoint):
         super().__init__(base, handle_sigterm=False, **options)
 
     def attach(self, trainer: Trainer) -> None:
-        """Track a trainer whose model and optimizers are set up, or, if they are not sharded, will be. Idempotent."""
+        """Track a trainer whose model and optimizers are set up, or, if they are not sharded, will be."""
         if self._trainer is not None:
             return
         self._trainer = trainer

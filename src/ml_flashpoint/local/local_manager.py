@@ -76,7 +76,7 @@ class _Saved(NamedTuple):
     @classmethod
     def of(cls, save: Save, iteration: int) -> _Saved:
         ended: Future[Manifest] = Future()
-        save.verified.add_done_callback(lambda _: _pass_on(save.committed, ended))
+        save.verified.add_done_callback(lambda _: save.committed.add_done_callback(partial(_pass_on, ended)))
         return cls(iteration, save.committed, ended)
 
     @classmethod
@@ -509,7 +509,7 @@ def _check_state(state_dict: TensorAwareStateDict) -> None:
             raise CallOrderError("the state is hollow: its tensors were taken out", hint="call insert_tensors first")
 
 
-def _pass_on(committed: Future[Manifest], ended: Future[Manifest]) -> None:
+def _pass_on(ended: Future[Manifest], committed: Future[Manifest]) -> None:
     if (error := committed.exception()) is not None:
         ended.set_exception(error)
     else:

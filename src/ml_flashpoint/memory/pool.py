@@ -31,7 +31,7 @@ from ml_flashpoint.memory.slot import PAGE, TEMPORARY, Slot, State, round_up
 
 _log = logging.getLogger(__name__)
 
-_ROOM: Final = 256 << 10
+ROOM: Final = 256 << 10
 """Bytes to leave for manifests and folders: a slot that takes the last page could never be committed."""
 _GRAIN: Final = 64 << 10
 
@@ -378,7 +378,7 @@ class Pool:
         return max(0, self.keep + 1 - len(sizes)) * max([size, *sizes])
 
     def _available(self) -> int:
-        return available_bytes(self._folder) - _ROOM
+        return available_bytes(self._folder) - ROOM
 
     def _make(self, size: int, request: SlotRequest, state: State = State.WRITING) -> Slot | None:
         """Make a slot, or take one over, in a state; None if there is no room after all."""

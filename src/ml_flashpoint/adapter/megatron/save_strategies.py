@@ -298,8 +298,11 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         except Exception as error:  # the other ranks may wait for this one's plan
             failure = error
         name, replicas = SaveId(checkpointer.run, step), checkpointer.replicas
-        writing.table = replicas.agree(name, "megatron-core", planned.digest, list, seal_deadline_s()).name
-        replicas.publish(writing.table, lambda: planned.share)
+        share = planned.share
+        writing.table = replicas.agree(
+            name, "megatron-core", planned.digest, list, seal_deadline_s(), share=lambda table: share
+        ).name
+        replicas.publish(writing.table, lambda: share)
         explicit = self._carried is None or self._carried.explicit
         writing.save = save = checkpointer.begin(step, explicit=explicit, table=writing.table)
         save.committed.add_done_callback(writing.end)

@@ -16,60 +16,61 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from benchmarks.timing import Memcpy, Result, State, measure
-from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
-from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
-from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
-from ml_flashpoint.copy.cpu import copy_all, typed_view
+from ml_flashpoint import Engine as Checkpoints
+from ml_flashpoint.copy.cpu import copy_all
 from ml_flashpoint.copy.dtypes import described, torch_dtype
-from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
-from ml_flashpoint.core.checkpoint_saver import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.object_format import plan_layout
+from ml_flashpoint.memory.slot import Slot
 
 
 class Engine:
-    """A base container of its own, with saver, writer and loader."""
+    """A base container of its own, with a writer."""
 
     def __init__(self, base: Path) -> None:
-        self.base = CheckpointContainerId(str(base))
-        self.objects = CheckpointObjectManager()
-        self.saver = DefaultMLFlashpointCheckpointSaver(ckpt_obj_manager=self.objects)
-        self.writer = MemoryStorageWriter(self.saver)
-        self.loader = DefaultMLFlashpointCheckpointLoader(self.objects)
+        self.checkpoints = Checkpoints(base)
+        self.writer = self.checkpoints.writer
+        self.base = self.checkpoints.base
         self.step = 0
 
     def next(self) -> CheckpointContainerId:
-        """Id of a version not used before."""
+        """Return the id of a version not used before."""
         self.step += 1
-        return CheckpointContainerId.create_child(self.base, CheckpointContainerId.format_version_container(self.step))
+        return self.checkpoints.version(self.step)
+
+    def save(self, items: list[tuple[str, torch.Tensor]]) -> None:
+        """Save, and return when the part is committed."""
+        self.step += 1
+        save = self.checkpoints.begin(self.step, explicit=True)
+        self.checkpoints.fill(save, items)
+        self.checkpoints.commit(save)
+        save.committed.result()
 
     def close(self) -> None:
         """Stop, and give the memory back."""
-        self.writer.close()
-        self.objects.close()
+        self.checkpoints.close()
         shutil.rmtree(str(self.base), ignore_errors=True)
 
 
 def copy_alone(name: str, state: State, memcpy: Memcpy, base: Path) -> Iterator[Result]:
-    """The staging copy by itself, into the views of an arena."""
-    store = CheckpointObjectManager().open(str(base), 7)
+    """The staging copy by itself, into the views of a slot."""
+    base.mkdir(parents=True, exist_ok=True)
     layout = plan_layout(described(state.items()))
-    arena = store.acquire(layout.size)
-    arena.prefault()
-    views = [typed_view(arena.tensor, e.begin, e.end, torch_dtype(e.dtype), e.shape) for e in layout.tensors]
+    slot = Slot.make(base / "slot", layout.size)
+    views = [slot.view(e.begin, e.end, torch_dtype(e.dtype), e.shape) for e in layout.tensors]
     sources = [state[e.key] for e in layout.tensors]
-    yield measure(name, "ours: copy into the arena alone", lambda _: copy_all(views, sources), memcpy)
-    store.release(arena)
-    store.close()
+    yield measure(name, "ours: copy into the slot alone", lambda _: copy_all(views, sources), memcpy)
+    views.clear()
+    slot.remove()
     shutil.rmtree(base)
 
 
 def saves(name: str, state: State, memcpy: Memcpy, base: Path) -> Iterator[Result]:
-    """Saving in steady state: layouts known, arenas faulted in."""
+    """Saving in steady state: layouts known, slots faulted in."""
     engine = Engine(base)
     items = list(state.items())
     yield measure(
-        name, "ours: engine save, committed", lambda _: void(engine.saver.save(engine.next(), items)), memcpy,
+        name, "ours: engine save, committed", lambda _: engine.save(items), memcpy,
         note="copy + digest + manifest",
     )  # fmt: skip
     planner = DefaultSavePlanner(enable_plan_caching=True)
@@ -80,9 +81,9 @@ def saves(name: str, state: State, memcpy: Memcpy, base: Path) -> Iterator[Resul
     yield measure(name, "ours: dcp.save, committed", sync_save, memcpy, note="with torch's planning")
     for kind in (AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS):
         yield from async_saves(name, state, memcpy, engine, kind)
-    in_use, free = engine.objects.store.arenas.resident_bytes()  # type: ignore[union-attr]
-    held = f"{(in_use + free) / memcpy.nbytes:.2f} x the state"
-    yield Result(name, "ours: arenas after all of these", 0.0, 0.0, 0.0, None, 1, note=held)
+    resident = sum(path.stat().st_blocks * 512 for path in engine.checkpoints.container.slot_paths())
+    held = f"{resident / memcpy.nbytes:.2f} x the state"
+    yield Result(name, "ours: slots after all of these", 0.0, 0.0, 0.0, None, 1, note=held)
     yield from loads(name, state, memcpy, engine)
     engine.close()
 
@@ -110,7 +111,7 @@ def async_saves(
         return blocked
 
     def settle() -> bool:  # a training step lies between two saves, in which the one before is
-        return engine.saver.wait(5)
+        return engine.checkpoints.wait(5)
 
     yield measure(name, f"ours: async {kind.name}, caller blocked", lambda _: save(state), memcpy, after=settle)
     replay = iter(totals)
@@ -126,16 +127,14 @@ def loads(name: str, state: State, memcpy: Memcpy, engine: Engine) -> Iterator[R
     target = {key: torch.zeros_like(t) for key, t in state.items()}
 
     def load(_: int) -> None:
-        found = engine.loader.get_latest_complete_checkpoint(engine.base)
-        reader = MemoryStorageReader(path=found, checkpoint_loader=engine.loader)
-        dcp.load(target, checkpoint_id=str(found), storage_reader=reader)
+        found = engine.checkpoints.latest()
+        assert found is not None
+        dcp.load(target, checkpoint_id=str(found), storage_reader=engine.checkpoints.reader(found))
 
     yield measure(name, "ours: load, held mapping", load, memcpy, note="verified earlier in this process")
     assert all(torch.equal(target[key], state[key]) for key in state)
     target.clear()
-    # The other process must find the arenas unlocked.
-    engine.writer.close()
-    engine.objects.close()
+    engine.checkpoints.close()  # the other process must find the base container unlocked
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.fresh_load", str(engine.base), name]
     for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines():
         label, seconds, low, high, ratio = line.split("\t")

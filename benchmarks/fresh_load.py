@@ -15,9 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 from benchmarks.states import STATES
 from benchmarks.timing import Memcpy
-from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
-from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
-from ml_flashpoint.core.checkpoint_loader import DefaultMLFlashpointCheckpointLoader
+from ml_flashpoint import Engine
 
 
 def load_once(base: str, name: str, scale: float) -> tuple[float, float, float]:
@@ -26,12 +24,12 @@ def load_once(base: str, name: str, scale: float) -> tuple[float, float, float]:
     memcpy = Memcpy(target)
     reference = statistics.median(memcpy.run() for _ in range(3))
     began = time.perf_counter()
-    loader = DefaultMLFlashpointCheckpointLoader(CheckpointObjectManager())
-    found = loader.get_latest_complete_checkpoint(base)
-    recovered = time.perf_counter()
-    reader = MemoryStorageReader(path=found, checkpoint_loader=loader)
-    dcp.load(target, checkpoint_id=str(found), storage_reader=reader)
-    return recovered - began, time.perf_counter() - recovered, reference
+    with Engine(base) as engine:
+        found = engine.latest()
+        assert found is not None
+        recovered = time.perf_counter()
+        dcp.load(target, checkpoint_id=str(found), storage_reader=engine.reader(found))
+        return recovered - began, time.perf_counter() - recovered, reference
 
 
 def main() -> None:

@@ -42,7 +42,7 @@ def saves(name: str, state: State, memcpy: Memcpy, folder: Path) -> Iterator[Res
                 sharded(), engine.next(), strategy, True, validate_access_integrity=False
             )
 
-        yield from _rows(name, f"ours: megatron-core async, {kind}", ours, memcpy, lambda: engine.saver.wait(5))
+        yield from _rows(name, f"ours: megatron-core async, {kind}", ours, memcpy, lambda: engine.checkpoints.wait(5))
         assert strategy.last_error is None
     engine.close()
 

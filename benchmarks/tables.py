@@ -192,7 +192,7 @@ TABLES = {
     "large": timed(
         _LARGE,
         {
-            "ours: copy into the arena alone": "ours: copy into the arena alone",
+            "ours: copy into the slot alone": "ours: copy into the slot alone",
             "ours: engine save, committed, with digests": "ours: engine save, committed",
             "ours: `dcp.save`, committed, with torch's planning": "ours: dcp.save, committed",
             "ours: `dcp.async_save` on a thread: caller blocked": "ours: async THREAD, caller blocked",

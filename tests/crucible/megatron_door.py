@@ -152,19 +152,13 @@ class MegatronDoor(Door):
             return
         self.door.queue.maybe_finalize_async_calls(blocking=True)
         error = self.door.save_strategy.last_error
-        if error is None:
-            self.committed = step
-        else:
+        if error is not None:
             assert "was changed while it was copied" not in str(error), error
             self.failures.append(f"{type(error).__name__}: {error}")
 
     def settle(self) -> bool:
         self._end()
         return self.door.saver.wait(DEADLINE_S)
-
-    @property
-    def verified(self) -> int | None:
-        return self.door.saver.stats.last_verified
 
     def close(self) -> None:
         self.door.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import threading
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ml_flashpoint import Flashpoint
+from ml_flashpoint import Flashpoint, events
 from ml_flashpoint.adapter.pytorch.memory_stager import HAS_FUTURES, MemoryStager
 from ml_flashpoint.format.errors import FlashpointError, LoadError
 from ml_flashpoint.local import AsyncCallsQueue, BasicTensorAwareStateDict, LocalCheckpointManager
@@ -74,8 +75,28 @@ class Door(ABC):
     def __init__(self, order: Order) -> None:
         self.order = order
         self.holder: Holder = None  # type: ignore[assignment]
-        self.committed: int | None = None
         self.failures: list[str] = []
+        self._verified: int | None = None
+        self._changed = threading.Condition()
+        self._subscription = contextlib.ExitStack()
+        self._subscription.enter_context(events.subscribe(self._hear))
+
+    def _hear(self, event: events.Event) -> None:
+        if isinstance(event, events.VersionVerified):
+            with self._changed:
+                self._verified = event.step
+                self._changed.notify()
+
+    @property
+    def verified(self) -> int | None:
+        """The newest step that this rank knows to be safe from what its placement survives."""
+        events.flush()
+        return self._verified
+
+    def await_verified(self, step: int | None) -> bool:
+        """Wait until this rank knows that a step is verified."""
+        with self._changed:
+            return self._changed.wait_for(lambda: step is None or step == self._verified, DEADLINE_S)
 
     def make(self, variant: int) -> None:
         self.holder = Holder(self.order.spec, variant, self.order.rank, self.order.world_size)
@@ -104,15 +125,10 @@ class Door(ABC):
     def settle(self) -> bool:
         """Wait until all is committed and copied, or lost."""
 
-    @property
-    @abstractmethod
-    def verified(self) -> int | None:
-        """The newest step that this rank knows to be safe from what its placement survives."""
-
-    @property
-    def agreed(self) -> int | None:
-        """The newest step that the engine has verified: what is kept beside the newest was."""
-        return self.verified
+    def end(self) -> None:
+        """Close, and hear of no more events."""
+        self.close()
+        self._subscription.close()
 
     @abstractmethod
     def close(self) -> None:
@@ -174,29 +190,26 @@ class FacadeDoor(Door):
 
     def save(self, save: Save) -> None:
         assert self.fp is not None
-        self.fp.save(save.step)
+        # A loop's save may be skipped, or passed over for a newer one; this one may not.
+        if save.awaited or save.nth == len(self.order.saves):
+            self.fp.save(save.step)
+        assert self.fp.step() == save.step
         if save.awaited:
             self.fp.wait()
+        self._note_failure()
 
     def settle(self) -> bool:
         assert self.fp is not None
         settled = self.fp.wait()
+        self._note_failure()
         return settled
 
-    @property
-    def verified(self) -> int | None:
+    def _note_failure(self) -> None:
         assert self.fp is not None
-        saves = self.fp.health
-        if saves.last_error is not None and saves.last_error not in self.failures:
-            assert "was changed while it was copied" not in saves.last_error, saves.last_error
-            self.failures.append(saves.last_error)
-        self.committed = self.fp._saves.last_saved
-        return self.fp.last_replicated if self.order.copies else self.committed
-
-    @property
-    def agreed(self) -> int | None:
-        assert self.fp is not None
-        return self.fp._engine.saver.stats.last_verified
+        error = self.fp.health.last_error
+        if error is not None and error not in self.failures:
+            assert "was changed while it was copied" not in error, error
+            self.failures.append(error)
 
     def close(self) -> None:
         if self.fp is not None:
@@ -210,7 +223,7 @@ class DcpDoor(Door):
         super().__init__(order)
         self.door = dcp.Door(order.base)  # type: ignore[arg-type]
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=DEADLINE_S))
-        self._under_way: tuple[int, Future[Any]] | None = None
+        self._under_way: Future[Any] | None = None
 
     def make(self, variant: int) -> None:
         super().make(variant)
@@ -250,7 +263,6 @@ class DcpDoor(Door):
         try:
             if save.mode == "sync":
                 self.door.save(self.state(), save.step, process_group=self.group)
-                self.committed = save.step
                 return
             options = dcp.checkpointer(save.mode)
             if save.nth % 2 and HAS_FUTURES:  # who says so before anything changes: see before_change
@@ -259,7 +271,7 @@ class DcpDoor(Door):
         except (Exception, CheckpointException) as error:
             self._failed(error)
             return
-        self._under_way = (save.step, future)
+        self._under_way = future
         if save.awaited:
             self._end()
 
@@ -270,20 +282,15 @@ class DcpDoor(Door):
     def _end(self) -> None:
         if self._under_way is None:
             return
-        (step, future), self._under_way = self._under_way, None
+        future, self._under_way = self._under_way, None
         try:
             future.result(DEADLINE_S * 5)
-            self.committed = step
         except (Exception, CheckpointException) as error:
             self._failed(error)
 
     def settle(self) -> bool:
         self._end()
         return self.door.saver.wait(DEADLINE_S)
-
-    @property
-    def verified(self) -> int | None:
-        return self.door.saver.stats.last_verified
 
     def close(self) -> None:
         self.door.close()
@@ -298,6 +305,7 @@ class LocalDoor(Door):
         self.manager = LocalCheckpointManager(order.base, repl_strategy=strategy)
         self.queue = AsyncCallsQueue()
         self._under_way: int | None = None
+        self._committed: int | None = None  # on all ranks
 
     def load(self) -> int | None:
         step = self.manager.find_latest()
@@ -324,7 +332,7 @@ class LocalDoor(Door):
         try:
             request = self.manager.save(BasicTensorAwareStateDict(content), save.step, is_async=save.mode != "sync")
             if request is None:
-                self.committed = save.step
+                self._committed = save.step
                 return
             self.queue.schedule_async_request(request)
             self._under_way = save.step
@@ -338,17 +346,13 @@ class LocalDoor(Door):
         if step is not None:
             try:
                 self.queue.maybe_finalize_async_calls(blocking=True)
-                self.committed = step
+                self._committed = step
             except FlashpointError as error:
                 self.failures.append(f"{type(error).__name__}: {error}")
 
     def settle(self) -> bool:
         self._end()
-        return True
-
-    @property
-    def verified(self) -> int | None:
-        return self.committed
+        return self.await_verified(self._committed)
 
     def close(self) -> None:
         self.manager.close()
@@ -416,15 +420,17 @@ def live(report: Callable[..., None], order: Order) -> dict[str, Any]:
             if save.grows and door.holder.variant < len(order.spec.grown):
                 door.holder.grow()
             door.holder.fill(save.step, order.life)
+            if save.nth == len(order.saves) and any(each.grows for each in order.saves):
+                dist.barrier()  # as a training step is one, or a rank that has not grown is done first
             report("begins", save.step, door.holder.variant)
             door.save(save)
-            report("state", door.verified, door.committed, door.agreed)
+            report("state", door.verified)
         settled = door.settle()
-        report("state", door.verified, door.committed, door.agreed)
+        report("state", door.verified)
         if order.keep > 1:
             report("kept", door.kept())
         dist.barrier()  # as training does: nobody leaves while others still copy from here
-        door.close()
+        door.end()
     dist.destroy_process_group()
     return {"settled": settled, "failures": door.failures, "fired": injector.fired}
 

@@ -25,9 +25,10 @@ _MEGATRON = 0.4  # of the DCP door's rounds: they are megatron-core's instead, w
 _IN_PROCESSES = 0.03  # of the DCP door's rounds: each saving process takes seconds to start
 _MODES_WITH_PROCESSES = ("sync", "thread", "process", "process")
 _POINTS_OF_SAVES = (
-    "staging", "staged", "committing", "linked", "committed", "copying", "copied", "receiving", "received", "agreeing",
-    "agreed", "advancing", "pruning",
+    "staging", "staged", "reusing", "committing", "linked", "committed", "copying", "copied", "receiving", "received",
+    "answering", "answered", "deciding", "adopting",
 )  # fmt: skip
+_POINTS_OF_RECOVERIES = ("loading", "voting", "open", "file", "beginning", "begun")
 _ERRORS = (
     ("open", "emfile"), ("open", "emfile"), ("file", "emfile"), ("link", "enospc"), ("rename", "enospc"),
     ("mkdir", "enospc"), ("allocate", "enospc"), ("file", "enospc"), ("connect", "refused"), ("connect", "refused"),
@@ -157,7 +158,11 @@ def _leaf(rng: random.Random, name: str, role: str, whole: bool) -> Leaf:
 def _life(rng: random.Random, door: str, placement: tuple[int, ...], *, last: bool) -> Life:
     modes = ("sync", "thread") if door != "facade" else ("thread",)
     count = rng.randrange(0 if last else 1, 7)
-    saves = tuple(Save(nth, rng.random() < 0.15, rng.choice(modes), rng.random() < 0.3) for nth in range(1, count + 1))
+    # A structure that changes on one rank alone is taken up with the next save: the last one must be verified.
+    saves = tuple(
+        Save(nth, rng.random() < 0.15 and nth < count, rng.choice(modes), rng.random() < 0.3)
+        for nth in range(1, count + 1)
+    )
     clock_s = rng.choice((0.0, 0.0, 0.0, -86_400.0, 3600.0))
     if last:
         return Life(saves, clock_s=clock_s, placement=placement)
@@ -170,7 +175,7 @@ def _life(rng: random.Random, door: str, placement: tuple[int, ...], *, last: bo
         action = rng.choice(("kill", "kill", "kill-node"))
         faults.append(Fault(rng.choice(ranks), step, point, action, rng.randrange(1, 4)))
     elif what < 0.4:
-        faults.append(Fault(rng.choice(ranks), 0, rng.choice(("loading", "voting", "open", "file")), "kill"))
+        faults.append(Fault(rng.choice(ranks), 0, rng.choice(_POINTS_OF_RECOVERIES), "kill"))
     elif what < 0.55:
         strike = (rng.choice(ranks), rng.randrange(1, count + 1), rng.choice((0.0, 0.002, 0.01, 0.03)))
     elif what < 0.85:

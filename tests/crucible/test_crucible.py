@@ -68,11 +68,11 @@ KEPT: list[Scenario] = [
             Life(_saves(1), placement=(0, 0, 1)),
         ),
     ),
-    # Ranks agree late: saves that are not verified yet make way for newer ones, though more could be kept.
+    # Rank 0 answers late: saves that are not verified yet make way for newer ones, though more could be kept.
     Scenario(
         "facade",
         _SMALL,
-        (Life(_saves(8), tuple(Fault(0, 1, "agreeing", "slow", nth) for nth in (2, 3, 4, 5)), placement=(0, 0)),),
+        (Life(_saves(8), tuple(Fault(0, 1, "answering", "slow", nth) for nth in (2, 3, 4, 5)), placement=(0, 0)),),
         keep=3,
     ),
 ]

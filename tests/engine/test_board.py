@@ -49,6 +49,8 @@ class _Job:
             )
             for rank in range(ranks)
         ]
+        for board in self.boards:
+            board.start()
 
     def _push(self, save: SaveId, verdict: Verdict) -> None:
         if self.copies_fail.is_set():

@@ -49,7 +49,7 @@ def check(results: list[dict[str, Any]], room: int, *, most_behind: int = 40, lo
         for step, group in itertools.groupby(zip(said["verified"], said["at"], strict=True), key=itemgetter(0)):
             times = [at for _, at in group]
             assert len(times) <= most_behind or times[-1] - times[0] <= longest_s, f"{step} for {len(times)}: {times}"
-        why = said["replication_error"] or said["agreement_error"]
+        why = said["copy_error"]
         assert verified[-1] == said["loaded"] + len(said["verified"]), f"the last one is not verified: {why}"
 
 

@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager import CheckpointObjectManager
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.format.errors import TopologyError
 from ml_flashpoint.ranks.rank_group import local_node_id
-from ml_flashpoint.replication.replication_manager import ReplicationManager
 from tests.support.forked import Report, Team, call
 
 _NEW_MOUNTS, _PRIVATE_AND_BELOW = 0x20000, 0x44000
@@ -66,7 +64,7 @@ def another_machine(name: str, boot_id: str, folder: Path) -> bool:
     return not libc.mount(os.fsencode(file), b"/proc/sys/kernel/random/boot_id", None, _BIND, None)
 
 
-def open_on(report: Report, rank: int, name: str, boot_id: str | None, base: str, folder: Path, how: str) -> str | None:
+def open_on(report: Report, rank: int, name: str, boot_id: str | None, base: str, folder: Path) -> str | None:
     """Open a base container on such a machine; the error or None, or "skip" if there cannot be such a machine."""
     made = another_machine(name, boot_id, folder) if boot_id is not None else True
     gathered: list[bool] = [False] * dist.get_world_size()
@@ -74,23 +72,18 @@ def open_on(report: Report, rank: int, name: str, boot_id: str | None, base: str
     if not all(gathered):
         return "skip"
     try:
-        if how == "engine":
-            Checkpointer(base).close()
-        else:
-            ReplicationManager().initialize(CheckpointObjectManager())
+        Checkpointer(base).close()
     except TopologyError as error:
         return str(error)
     return None
 
 
-def opened(
-    tmpfs: Path, nodes: list[int], machines: list[tuple[str, str | None, str]], how: str = "engine"
-) -> list[str]:
+def opened(tmpfs: Path, nodes: list[int], machines: list[tuple[str, str | None, str]]) -> list[str]:
     """What each rank says; of a rank, the number in its node id, and its host, boot id and base container."""
 
     def args_of(rank: int) -> tuple[Any, ...]:
         name, boot_id, base = machines[rank]
-        return name, boot_id, str(tmpfs / base), tmpfs, how
+        return name, boot_id, str(tmpfs / base), tmpfs
 
     with Team(open_on, tmpfs, len(nodes), placement=nodes, args_of=args_of) as team:
         said = team.results()
@@ -99,11 +92,10 @@ def opened(
     return said
 
 
-@pytest.mark.parametrize("how", ["engine", "copies"])
-def test_a_node_id_of_two_machines_is_refused(tmpfs: Path, how: str) -> None:
+def test_a_node_id_of_two_machines_is_refused(tmpfs: Path) -> None:
     """Also where the folders have one name, and look alike."""
     machines = [("here", "1111-1", "job"), ("there", "2222-2", "job"), ("third", "3333-3", "job")]
-    for said in opened(tmpfs, [0, 0, 1], machines, how):
+    for said in opened(tmpfs, [0, 0, 1], machines):
         assert "ranks 0, on host here (boot id 1111-1), and 1, on host there (boot id 2222-2)" in said
         assert "FLASHPOINT_NODE_ID" in said
 

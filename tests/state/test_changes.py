@@ -361,7 +361,7 @@ class Checked:
             return False
         if self.offer is None or not self.offer.is_of(tree):
             self.offer = None
-            self.offer = Offer(tree, coordinator=True)
+            self.offer = Offer(tree)
             self.share = Share(self.offer, range(len(self.offer.plan.items)))
         assert self.share is not None
         before, captured = self.plan, self.share.capture(tree)
@@ -373,7 +373,7 @@ class Checked:
         assert saved.keys() == flat.keys()
         for key, value in flat.items():
             assert _is_same(saved[key], value.made_of if isinstance(value, PackedState) else value), key
-        fresh = Offer(tree, coordinator=True)
+        fresh = Offer(tree)
         assert fresh.plan == self.offer.plan, "a plan that no longer fits would be used"
         return self.plan is before
 

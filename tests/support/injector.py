@@ -23,26 +23,29 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-_FILES = "ml_flashpoint.checkpoint_object_manager.version_files"
+_CONTAINER = "ml_flashpoint.memory.container"
 
 POINTS: dict[str, tuple[str, str, str]] = {
     # of a save, in their order
-    "staging": ("ml_flashpoint.core.object_writer", "ObjectWriter.stage", "before"),
-    "staged": ("ml_flashpoint.core.object_writer", "ObjectWriter.stage", "after"),
-    "committing": ("ml_flashpoint.checkpoint_object_manager.rank_store", "RankStore.commit", "before"),
-    "linked": (_FILES, "write_manifest", "before"),
-    "committed": (_FILES, "write_manifest", "after"),
+    "staging": ("ml_flashpoint.engine.committing", "PartWriter.stage", "before"),
+    "staged": ("ml_flashpoint.engine.committing", "PartWriter.stage", "after"),
+    "reusing": (_CONTAINER, "BaseContainer.reclaim", "before"),
+    "committing": (_CONTAINER, "BaseContainer.commit", "before"),
+    "linked": (_CONTAINER, "write_manifest", "before"),
+    "committed": (_CONTAINER, "write_manifest", "after"),
     "copying": ("ml_flashpoint.net.channel", "Channel.send_payload", "before"),
     "copied": ("ml_flashpoint.net.channel", "Channel.send_payload", "after"),
     "receiving": ("ml_flashpoint.net.channel", "Channel.receive_payload", "before"),
     "received": ("ml_flashpoint.net.channel", "Channel.receive_payload", "after"),
-    "agreeing": ("ml_flashpoint.ranks.rank_group", "Agreement.minimum", "before"),
-    "agreed": ("ml_flashpoint.ranks.rank_group", "Agreement.minimum", "after"),
-    "advancing": ("ml_flashpoint.checkpoint_object_manager.rank_store", "RankStore.advance", "before"),
-    "pruning": (_FILES, "remove_part", "before"),
+    "answering": ("ml_flashpoint.engine.store", "SignedStore.set", "before"),  # or a verdict is published
+    "answered": ("ml_flashpoint.engine.store", "SignedStore.set", "after"),
+    "deciding": ("ml_flashpoint.engine.rounds", "Leader.decide", "before"),
+    "adopting": ("ml_flashpoint.engine.rounds", "Member.adopt", "before"),
     # of a recovery
     "voting": ("ml_flashpoint.ranks.rank_group", "RankGroup.all_ok", "before"),
-    "loading": ("ml_flashpoint.core.part_reader", "ObjectReader.__init__", "before"),
+    "loading": ("ml_flashpoint.engine.reader", "MemoryParts.open_here", "before"),
+    "beginning": ("ml_flashpoint.engine.recovery", "mark_begun", "before"),
+    "begun": ("ml_flashpoint.engine.recovery", "mark_begun", "after"),
     # the system
     "open": ("os", "open", "before"),
     "file": ("io", "open", "before"),

@@ -34,7 +34,6 @@ from ml_flashpoint.adapter.nemo.checkpoint_io import (
 )
 from ml_flashpoint.adapter.nemo.wrapper_util import wrap_trainer_and_auto_resume_with_mlflashpoint as wrap
 from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, UnaskedVersionsError, UnsafePathError
-from ml_flashpoint.ranks.rank_group import rank_group
 from tests.support.cases import go_through
 from tests.support.nemo_trainers import (
     Strategy,
@@ -262,7 +261,7 @@ def planted_links(base: Path) -> None:
     victim.mkdir(mode=0o700)
     (victim / "common.pt").write_text("precious")
     trainer = trainer_of(base)
-    for planted in (base, base / ".flashpoint", base / ".flashpoint" / f"rank-{rank():05d}"):
+    for planted in (base, base / ".flashpoint", base / ".flashpoint" / "slots"):
         planted.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         planted.symlink_to(victim)
         os.lchown(planted, 54321, 54321)
@@ -335,8 +334,6 @@ def forgetting_to_ask(base: Path) -> None:
     settle(trainer)
     finish(trainer)
 
-    group = rank_group()
-    group.renew_run(f"{int(group.run_id[:13]) + 1}-later")  # as if it were another one
     trainer = trainer_of(base)
     resume = wrap(trainer, str(base), async_save=True)
     attach(trainer)

@@ -41,6 +41,7 @@ def exit_without_closing(report: Report, base: str, url: str) -> None:
     fp.track(**Job().tracked).resume()
     for _ in range(3):
         fp.step()
+        fp.wait()
     atexit._run_exitfuncs()  # which a child of multiprocessing does not
 
 

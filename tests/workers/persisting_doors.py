@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ml_flashpoint.core.engine import CheckpointEngine
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -196,7 +195,9 @@ def _train_locally(report: Report, url: str, steps: int, options: dict[str, Any]
         state, checkpoint = manager.load()
         toy.take_over(state.state_dict["tensors"], checkpoint.iteration)  # type: ignore[attr-defined]
         assert state.state_dict["rank"] == dist.get_rank()  # type: ignore[attr-defined]
-        began, then, source = checkpoint.iteration, toy.digest(), manager._engine.loader.tier
+        began, then = checkpoint.iteration, toy.digest()
+        assert manager._engine.last_recovery is not None
+        source = manager._engine.last_recovery.tier
     report("resumed", began, source)
     for step in range(began + 1, steps + 1):
         toy.step(step)
@@ -226,7 +227,7 @@ def refuse_another_number_of_ranks(report: Report, rank: int, url: str) -> str:
     return "nothing"
 
 
-def _end(engine: CheckpointEngine, leaves: bool) -> None:
+def _end(engine: Engine, leaves: bool) -> None:
     if leaves:
         atexit._run_exitfuncs()  # which a child of multiprocessing does not
     else:

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 import torch
-
 from ml_flashpoint.core.sidecars import sidecar_items, sidecar_labels
+
 from tests.support.forked import Report
 from tests.workers.fault_engine import Rank, base_here
 

@@ -61,6 +61,6 @@ def save_back_to_back(report: Report, rank: int, sizes: list[int], lag: int) -> 
     used = max(used, _used(base))
     dist.barrier()
     result = {"loaded": loaded, "errors": errors, "verified": verified, "at": at, "used": used, "settled": settled}
-    result |= asdict(engine.checkpointer.stats)
+    result = asdict(engine.checkpointer.stats) | result
     engine.close()
     return result

@@ -1,4 +1,4 @@
-"""Where a Lightning trainer is in its loops, for the doors of Lightning and of NeMo."""
+"""Positions of a Lightning trainer in its loops, for the adapters of Lightning and of NeMo."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 
 
 def ends_something(trainer: Any) -> bool:
-    """Whether the epoch ends with this batch, or validation follows it."""
+    """Return True if the epoch ends with this batch, or validation follows it."""
     if trainer.is_last_batch:
         return True
     loop = trainer.fit_loop
@@ -19,7 +19,7 @@ def ends_something(trainer: Any) -> bool:
 
 
 def updates_by_step(trainer: Any) -> bool:
-    """Whether nothing is due after this batch, before the next step of an optimizer, that may change parameters by
-    other means, as weight averaging does."""
+    """Return True if nothing is due before the next step of an optimizer that may change parameters by other means, as
+    weight averaging does."""
     is_done = trainer.should_stop or trainer.fit_loop.epoch_loop._is_training_done
     return not is_done and not ends_something(trainer)

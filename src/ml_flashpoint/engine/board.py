@@ -25,7 +25,7 @@ from typing import Any
 from ml_flashpoint import events
 from ml_flashpoint.engine.rounds import NOTHING, Answer, Leader, Member, Outcome, Verdict
 from ml_flashpoint.engine.store import SignedStore
-from ml_flashpoint.format.errors import FlashpointError, ProtocolError
+from ml_flashpoint.format.errors import FlashpointError, ProtocolError, SaveError
 from ml_flashpoint.format.knobs import late_s
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.pool import SlotRequest
@@ -87,7 +87,17 @@ class Board:
         self._closed = False
         self._error: str | None = None
         self._thread = threading.Thread(target=self._run, name="flashpoint-board", daemon=True)
-        self._thread.start()
+
+    def start(self) -> None:
+        """Start the thread. Until then calls are recorded only.
+
+        Raises:
+            SaveError: no thread can be started.
+        """
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise SaveError(f"cannot start the thread of the board: {error}", hint="look at ulimit -u") from error
 
     # ---- the training thread and the executors: none of these waits ------------------------------------------
 
@@ -144,7 +154,8 @@ class Board:
         with self._changed:
             self._closed = True
             self._tell()
-        self._thread.join(deadline_s)
+        if self._thread.is_alive():
+            self._thread.join(deadline_s)
         return not self._thread.is_alive()
 
     # ---- the board's thread ---------------------------------------------------------------------------------

@@ -779,8 +779,7 @@ class Checkpointer:
         run, verdict = self._recovery.record(chosen)
         self._run = run
         self._pool.remove_left(verdict.retained)
-        self._copies.serve(run, self._hear, self._retained)  # before the board pushes what was recovered
-        self._board = Board(
+        self._board = board = Board(
             Member(verdict, self.config.rule),
             rank=self.ranks.rank,
             ranks=self.ranks.world_size,
@@ -795,10 +794,12 @@ class Checkpointer:
         self.stats.last_verified = None
         if self._persister is not None:
             self._persister.heard(verdict)
-
-    def _hear(self, verdict: Verdict) -> None:
-        if (board := self._board) is not None:  # without a board, all that is here is retained
-            board.hear(verdict)
+        self._copies.serve(run, board.hear, self._retained)  # before a board pushes what was recovered
+        try:
+            self.ranks.together(board.start, SaveError("another rank cannot begin the run; its log says why"))
+        except BaseException:
+            self._end_run(0.0)
+            raise
 
     def _end_run(self, deadline_s: float) -> None:
         """End the board. Saves that are not verified yet never will be."""

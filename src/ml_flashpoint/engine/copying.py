@@ -204,16 +204,18 @@ class Copies:
         manifest = self.read_manifest(save, rank, nodes, until=until, failures=failures)
         record, part = manifest.objects[0], PartName.of(manifest)
         request = SlotRequest(save, frozenset(retained) - {save})
-        slot = retrying(
-            lambda: _taken(pool, manifest, request), until, f"making room for {part}", also=(CapacityError,)
-        )
-        try:
-            with slot.buffer[: record.size] as view, BlockChecker(record, view, str(part)) as blocks:
-                self._ask(nodes, part, lambda peer: peer.fetch(part, blocks), until, failures)
-        except BaseException:
-            pool.free(slot)
-            raise
-        pool.commit(slot, manifest)
+
+        def fetch() -> None:
+            slot = _taken(pool, manifest, request)
+            try:
+                with slot.buffer[: record.size] as view, BlockChecker(record, view, str(part)) as blocks:
+                    self._ask(nodes, part, lambda peer: peer.fetch(part, blocks), until, failures)
+            except BaseException:
+                pool.free(slot)
+                raise
+            pool.commit(slot, manifest)
+
+        retrying(fetch, until, f"fetching {part}", also=(CapacityError,))
         return manifest
 
     def read_manifest(

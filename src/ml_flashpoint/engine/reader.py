@@ -246,7 +246,8 @@ class MemoryParts:
             if held is not None and manifest is not None and manifest.world_size == self._pool.owner.world_size:
                 buffer = opened.enter_context(self._pool.reading(save)).buffer
                 if len(buffer) != manifest.objects[0].file_size:
-                    raise DamagedError("the slot is not of the size in the manifest", step=save.step, rank=rank)
+                    name = container.base / save.version / manifest.objects[0].name
+                    raise DamagedError("the object is not of the size in the manifest", path=name, rank=rank)
             else:
                 part = opened.enter_context(container.open_part(save, rank))
                 manifest, buffer = part.manifest, part.buffer

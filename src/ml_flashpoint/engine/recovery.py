@@ -494,7 +494,9 @@ class _Search:
         for stored in listed.versions:
             if memory is not None and stored.save <= memory.save:
                 break
-            if self._is_wanted(stored.save) and (record is None or record.has(stored.save)):
+            # Of a run later than all records here, other nodes had the record: what is here is older.
+            exists = record is None or record.has(stored.save) or stored.save.run > record.run
+            if self._is_wanted(stored.save) and exists:
                 return Found(stored.save, stored.world_size, "persisted", stored=stored)
         if memory is None:
             return None

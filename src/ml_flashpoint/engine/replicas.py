@@ -13,7 +13,7 @@ verified (`rounds`)::
     table/share/<table>/<rank>   what a rank publishes of what it writes by a table
 
 The rank whose structure has changed waits until all entries are of its save or a later one. Other ranks renew theirs on
-the board's thread, and go on to the new table with their next save, without waiting.
+the board's thread, publish what they write by the new table, and go on to it with their next save, without waiting.
 """
 
 from __future__ import annotations
@@ -21,18 +21,22 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import threading
 import time
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from ml_flashpoint.engine.store import JobStore, SignedStore
 from ml_flashpoint.format.errors import DeadlineError, FlashpointError, ProtocolError, UnreadableError
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.state.replicas import Replica, written_by
+
+_log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 _PIECE = 4 << 20
@@ -77,6 +81,7 @@ class Replicas:
         self._lock = threading.Lock()
         self._own: _Structure | None = None
         self._items: Sequence[Replica] = ()
+        self._share: Callable[[Table], bytes] | None = None  # of what is saved now
         self._seen = _NEVER  # the newest save whose structure is `_own`
         self._asked = _NEVER  # the newest save that another rank waits for
         self._published: tuple[_Structure, SaveId] | None = None
@@ -90,7 +95,14 @@ class Replicas:
     # ---- the training thread -------------------------------------------------------------------------------
 
     def agree(
-        self, save: SaveId, kind: str, plan: str, items: Callable[[], Sequence[Replica]], deadline_s: float
+        self,
+        save: SaveId,
+        kind: str,
+        plan: str,
+        items: Callable[[], Sequence[Replica]],
+        deadline_s: float,
+        *,
+        share: Callable[[Table], bytes] | None = None,
     ) -> Table:
         """Return the table that this rank writes a save by. Waits only where this rank's structure has changed.
 
@@ -101,6 +113,8 @@ class Replicas:
             items: returns the replicated items.
             deadline_s: seconds at most to wait. After that, saves of this structure fail without waiting, until the
                 ranks have agreed.
+            share: returns what `publish` is given for a table. Where other ranks have changed, and this one has not,
+                they need it before this rank saves again.
 
         Raises:
             DeadlineError: a rank has not published what it has. Names the lowest such rank.
@@ -110,6 +124,7 @@ class Replicas:
             self._seen = save
             if own != self._own:
                 self._own, self._items, self._table = own, items(), None
+            self._share = share
             if self._table is not None:
                 return self._table
             until = time.monotonic() + (0.0 if own == self._given_up else deadline_s)
@@ -177,17 +192,26 @@ class Replicas:
         with self._lock:
             if self._own is None or self._ranks == 1:
                 return
+        table: Table | None = None
         with self._using() as store:
             changes = store.add("changes", 0)
             if changes != self._changes:
                 self._asked = _asked(store)
                 found, _ = self._entries(store)
-                if found and self._adopt(store, [each for each, _ in found])[0] is not None:
+                table = self._adopt(store, [each for each, _ in found])[0] if found else None
+                if table is not None:
                     self._changes = changes
             with self._lock:
                 due = self._published is not None and self._published[1] < self._asked <= self._seen
             if due:
                 self._publish_entry(store)
+        with self._lock:
+            share = self._share if table is self._table else None
+        if table is not None and share is not None:
+            try:
+                self.publish(table.name, partial(share, table))
+            except (FlashpointError, ValueError) as error:  # this rank's next save fails by that, and says so
+                _log.debug("rank %d cannot say what it writes: %s", self._rank, error)
 
     # ---- either thread -------------------------------------------------------------------------------------
 

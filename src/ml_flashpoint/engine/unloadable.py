@@ -85,4 +85,6 @@ def _lost_parts(reports: Sequence[NodeReport]) -> list[str]:
             reasons.append(f"{save.version} (the parts of ranks {shown} of {size} are on no node of this job)")
         else:
             reasons.append(f"{save.version} (its parts were not written by one table)")
+    if doubtful and not reasons and record is not None:
+        reasons.append(f"the versions of run {record.run} (no part of any is on a node of this job)")
     return reasons if doubtful else []

@@ -8,7 +8,7 @@ import json
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.format.errors import CapacityError
 from ml_flashpoint.memory.capacity import available_bytes
-from ml_flashpoint.memory.pool import slot_size
+from ml_flashpoint.memory.pool import ROOM, slot_size
 
 
 def check_room(checkpointer: Checkpointer, expected_bytes: int) -> None:
@@ -27,7 +27,7 @@ def check_room(checkpointer: Checkpointer, expected_bytes: int) -> None:
         here = ranks.topology.ranks_of(ranks.node)
         held = [each for rank in here for each in checkpointer.strategy.held_by(rank, ranks.topology)]
         needed = (2 + kept) * sum(sizes[rank] for rank in (*here, *held))
-        available = available_bytes(base)
+        available = available_bytes(base) - ROOM
         for path in checkpointer.container.slot_paths():
             with contextlib.suppress(OSError):  # taken over, or replaced, by its rank
                 available += path.stat().st_blocks * 512

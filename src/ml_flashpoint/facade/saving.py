@@ -154,8 +154,9 @@ class Saves:
         if offer is None or not offer.is_of(tree):
             self._offer = self._share = None
             self._offer = offer = Offer(tree, rank=ranks.rank, ranks=ranks.world_size, own=rank_key(ranks.rank))
-        replicated = offer.replicas.values
-        table = self._checkpointer.replicas.agree(save, *offer.digests, lambda: list(replicated()), self._deadline_s)
+        replicas, replicated = self._checkpointer.replicas, offer.replicas.values
+        metadata = partial(_metadata_by, offer, ranks.rank)
+        table = replicas.agree(save, *offer.digests, lambda: list(replicated()), self._deadline_s, share=metadata)
         if self._share is None or table is not self._table:
             self._table, self._share = table, Share(offer, offer.written(table.written))
         return tree
@@ -242,6 +243,11 @@ class Saves:
     def await_commits(self, deadline_s: float) -> bool:
         """Wait until this rank's parts of all saves are committed, or have failed. Return True if in time."""
         return not concurrent.futures.wait([each.committed for each in self._open], deadline_s).not_done
+
+
+def _metadata_by(offer: Offer, rank: int, table: Table) -> bytes:
+    share = Share(offer, offer.written(table.written))
+    return metadata_of_share(share.items, share.keys, offer.plan.planner_data, rank)
 
 
 def _has_failed(save: Save) -> bool:

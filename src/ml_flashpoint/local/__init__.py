@@ -1,6 +1,6 @@
 """Local checkpointing: a tensor-aware state, saved by every rank in its own node's memory, with copies in cliques.
 
-Owns only the names; see `local_manager` for what they do together.
+See `local_manager`.
 """
 
 from ml_flashpoint.extras import require

@@ -124,7 +124,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 class BackgroundSave:
-    """The ``async_fn`` of a local save, which the trainer's own engine commits.
+    """An ``async_fn`` of a local save, which the trainer's own engine commits.
 
     Called, it waits until the save has ended: here, in a process that a queue forked, or in one that it was pickled to.
 

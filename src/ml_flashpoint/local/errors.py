@@ -1,4 +1,4 @@
-"""What can go wrong with local checkpoints, on top of `format.errors`."""
+"""Errors of local checkpoints, on top of `format.errors`."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class CallOrderError(CheckpointingException):
 
 
 class WorldSizeChangedError(CheckpointingException, TopologyError):
-    """The checkpoint was saved by another number of ranks; local checkpoints cannot be resharded."""
+    """Another number of ranks saved the checkpoint; local checkpoints cannot be resharded."""
 
 
 class BackgroundWorkerError(CheckpointingException):
-    """What was to run in the background failed, or its process died."""
+    """A background call failed, or its process died."""
 
 
 class CompatibilityError(FlashpointError):
-    """The import paths of another package cannot be taken over."""
+    """Import paths of another package cannot be taken over."""

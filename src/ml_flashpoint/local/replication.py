@@ -199,7 +199,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
 
 
 class LazyCliqueReplicationStrategy(CliqueReplicationStrategy):
-    """The same as `CliqueReplicationStrategy.from_replication_params`, by its constructor.
+    """A `CliqueReplicationStrategy.from_replication_params`, by its constructor.
 
     Args:
         replication_jump: by default the number of ranks of a node, of that with most.

@@ -214,7 +214,7 @@ def _portable(device: torch.device) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The header of a state.
+    """A header of a state.
 
     Attributes:
         wrapped: True if the state is one of containers, in a `BasicTensorAwareStateDict`.

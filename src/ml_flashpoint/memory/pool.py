@@ -31,7 +31,7 @@ from ml_flashpoint.memory.slot import PAGE, TEMPORARY, Slot, State, round_up
 
 _log = logging.getLogger(__name__)
 
-_ROOM: Final = 256 << 10
+ROOM: Final = 256 << 10
 """Bytes to leave for manifests and folders: a slot that takes the last page could never be committed."""
 _GRAIN: Final = 64 << 10
 
@@ -361,12 +361,24 @@ class Pool:
         return self._make(wanted, replace(request, save=None), State.EMPTY) is not None
 
     def _may_make(self, size: int, retained: Collection[SaveId], *, spare: bool) -> bool:
-        """Return True if there is room for one slot more. A spare one must leave as much for the program."""
+        """Return True if there is room for one slot more. A spare one leaves as much for the program, and what the
+        other pools of this node lack: they may be about to replace a slot."""
         left = sum(each.size for each in self._left() if each.save not in retained)
-        return self._available() + left >= size * (2 if spare else 1)
+        needed = size
+        if spare:
+            needed += size + sum(map(self._missing, self._owners - {self.owner}, itertools.repeat(size)))
+        return self._available() + left >= needed
+
+    def _missing(self, owner: Owner, size: int) -> int:
+        """Return the bytes that another pool of this node lacks for ``keep + 1`` slots, of ``size`` if it has none."""
+        sizes = []
+        for path in self.container.slot_paths(owner):
+            with contextlib.suppress(FileNotFoundError):
+                sizes.append(path.stat().st_size)
+        return max(0, self.keep + 1 - len(sizes)) * max([size, *sizes])
 
     def _available(self) -> int:
-        return available_bytes(self._folder) - _ROOM
+        return available_bytes(self._folder) - ROOM
 
     def _make(self, size: int, request: SlotRequest, state: State = State.WRITING) -> Slot | None:
         """Make a slot, or take one over, in a state; None if there is no room after all."""

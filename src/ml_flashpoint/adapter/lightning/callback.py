@@ -157,7 +157,7 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         return flashpoint
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Called by Lightning when the processes are set up and the model is not."""
+        """Open the `Flashpoint`. The processes are set up and the model is not."""
         if not self.enabled or stage != "fit":
             return
         # Another list: Lightning is going through this one.
@@ -167,7 +167,7 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
             flashpoint.attach(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called by Lightning when everything is set up and restored."""
+        """Begin a run of saves. Everything is set up and restored."""
         if not self._is_open or self._flashpoint is None:
             return
         self._flashpoint.attach(trainer)
@@ -178,7 +178,7 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         self._step, self._put_off = trainer.global_step, 0
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called by Lightning at the end of an epoch, before schedulers that follow a metric have their turn.
+        """Give schedulers that follow a metric their turn, at the end of an epoch.
 
         In an epoch that was resumed in the middle, Lightning leaves them out, since it does not save metrics.
         """
@@ -187,7 +187,7 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
             trainer.fit_loop._restarting = False  # which Lightning does a moment later
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Called by Lightning when training fails, or is ended by a signal."""
+        """Close when training fails, or a signal ends it."""
         if not self._is_open or self._flashpoint is None:
             return
         self._is_open = False
@@ -197,8 +197,7 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
             self._flashpoint.__exit__(type(exception), exception, None)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Called by Lightning at the end: lets saves under way finish, and the last version be persisted. Versions
-        stay."""
+        """Let saves in flight finish, and the last version be persisted, at the end. Versions stay."""
         if self._is_open and self._flashpoint is not None:
             self._is_open = False
             self._flashpoint.close()
@@ -208,7 +207,7 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Called by Lightning after each batch: saves if that is due."""
+        """Save after a batch if a save is due."""
         step, before = trainer.global_step, self._step
         if not self._is_open or step == before or trainer.fast_dev_run:
             return  # gradients are being accumulated
@@ -226,8 +225,7 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
             self._flashpoint.before_update()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called by Lightning when training is complete: makes the save that was put off, if Lightning goes on exactly
-        from there."""
+        """Make the save that was put off, when training is complete, if Lightning goes on exactly from there."""
         if not self._is_open or self._flashpoint is None or not self._put_off or not _goes_on_from_the_end(trainer):
             return
         self._put_off = 0
@@ -237,7 +235,7 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Called by Lightning after backward: waits for what is still being copied."""
+        """Wait for the copy in progress, after backward."""
         if self._is_open and self._flashpoint is not None:
             self._flashpoint.before_update()
 

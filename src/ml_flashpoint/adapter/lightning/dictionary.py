@@ -1,7 +1,6 @@
 """A Lightning checkpoint dictionary as something that a `Flashpoint` tracks.
 
-Owns taking the dictionary apart, into tensors, which are staged with one copy, and everything else, which is packed,
-and putting it together again. What is in the dictionary is Lightning's business.
+Tensors are staged with one copy, everything else is packed.
 
 ::
 
@@ -26,7 +25,7 @@ from ml_flashpoint.format.errors import LoadError
 from ml_flashpoint.state.tracked import LoadTarget, TrackedState, largest_share, rank_key
 
 Checkpoint = dict[str, Any]
-"""What `Trainer.save_checkpoint` would save."""
+"""A dictionary that `Trainer.save_checkpoint` would save."""
 
 REST = "lightning"
 SHARED = "shared"
@@ -72,7 +71,7 @@ def take_apart(value: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def put_together(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """What :func:`take_apart` was given.
+    """Return what `take_apart` was given.
 
     Raises:
         LoadError: a tensor is missing.
@@ -114,7 +113,7 @@ class Slot:
         self.loaded: Any = None
 
     def state_dict(self) -> Any:
-        """The state to save."""
+        """Return the state to save."""
         return self._make()
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -123,7 +122,7 @@ class Slot:
 
     @staticmethod
     def has_place(state: Any) -> bool:
-        """Whether a dictionary has the places of loaders, which Lightning saves of those that have a state."""
+        """Return True if a dictionary has the places of loaders, which Lightning saves of those that have a state."""
         for key in ("loops", "fit_loop", "state_dict", "combined_loader"):
             state = state.get(key) if isinstance(state, dict) else None
         return bool(state)
@@ -212,14 +211,14 @@ class DictionaryState(TrackedState):
         self._rest.loaded = put_together(self._rest.loaded, {**target.state.get(SHARED, {}), **own})
 
     def take(self) -> Checkpoint | None:
-        """The dictionary that was loaded, once; it is not kept."""
+        """Return the dictionary that was loaded, once; it is not kept."""
         loaded, self._rest.loaded = self._rest.loaded, None
         taken: Checkpoint | None = loaded
         return taken
 
 
 def _empty(metadata: Metadata, prefix: str) -> dict[str, torch.Tensor]:
-    """New tensors for all that the checkpoint has below a name."""
+    """Return new tensors for all that the checkpoint has below a name."""
     return {
         key.removeprefix(prefix): torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
         for key, entry in metadata.state_dict_metadata.items()

@@ -1,4 +1,4 @@
-"""Which of Lightning's strategies are supported, and how each keeps its state."""
+"""Strategies of Lightning that are supported, and the way in which each keeps its state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OWN_WAYS = ("save_checkpoint", "load_checkpoint", "load_model_state_dict", "loa
 
 
 def is_sharded(strategy: Strategy) -> bool:
-    """Whether each rank has a shard of model and optimizers, rather than all of them.
+    """Return True if each rank has a shard of model and optimizers, rather than all of them.
 
     Raises:
         InvalidArgumentError: the strategy is not supported; says why.

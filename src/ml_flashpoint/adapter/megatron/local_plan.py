@@ -1,7 +1,6 @@
-"""What one rank saves of a sharded state dict: DCP's plan of it, and where the data of its items are.
+"""DCP's plan of what one rank saves of a sharded state dict, and the places of its items' data.
 
-Owns when a state dict counts as described like the one before, so that nothing is translated or planned for it. What
-the ranks tell each other of their plans is `save_plan`'s.
+Nothing is translated or planned for a state dict that is described like the one before.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ _of_data = attrgetter("dtype", "shape", "layout", "device")
 
 
 class LocalPlan:
-    """The plan for state dicts of one description.
+    """A plan for state dicts of one description.
 
     Args:
         sharded_state_dict: the first of them, of sharded tensors and objects only; see `state_to_save`.
-        coordinator: whether this rank is, to DCP's planner.
+        coordinator: True if this rank is, to DCP's planner.
 
     Raises:
         SaveError: megatron-core could not load it.
@@ -64,13 +63,13 @@ class LocalPlan:
         self._known = known if known is not None and self._find(values, given, self._first) else None
 
     def take_first(self) -> list[Data]:
-        """The data of the plan's items in the state dict that this was made of; once."""
+        """Return the data of the plan's items in the state dict that this was made of; once."""
         first, self._first = self._first, None
         assert first is not None
         return first
 
     def data_in(self, sharded_state_dict: dict[str, Any]) -> list[Data] | None:
-        """The data of the plan's items in another state dict; None if this plan may not be the one for it."""
+        """Return the data of the plan's items in another state dict; None if this plan may not be the one for it."""
         if self._known is None:
             return None
         values = list(nested_values(sharded_state_dict))
@@ -108,7 +107,7 @@ class LocalPlan:
 
 
 def _described(values: Sequence[Any]) -> list[object] | None:
-    """All of what values are but their content, as far as plans depend on it; None if nobody can tell."""
+    """Return all of what values are but their content, as far as plans depend on it; None if nobody can tell."""
     kinds = list(map(type, values))
     tensors = [each for each in values if type(each) is ShardedTensor]
     objects = [each for each in values if type(each) is ShardedObject]

@@ -1,7 +1,7 @@
-"""megatron-core's optimizers, for doors that copy from CUDA devices while training goes on.
+"""megatron-core's optimizers, for adapters that copy from CUDA devices while training goes on.
 
-Owns which torch optimizers are inside of them, and which tensors change only once one of those has begun its step:
-parameters in 32 bits, and those of the model, which are made of them. Nothing of megatron-core is imported or changed.
+Torch optimizers are inside of them. Parameters in 32 bits, and those of the model, which are made of them, change only
+once one of those has begun its step. Nothing of megatron-core is imported or changed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _parts_of(optimizer: Any) -> Iterator[Any]:
 
 
 class _Updates:
-    """What one optimizer of megatron-core's updates, as it is now: loading a checkpoint may put others in its place."""
+    """Tensors that one optimizer of megatron-core's updates. Loading a checkpoint may put others in their places."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer

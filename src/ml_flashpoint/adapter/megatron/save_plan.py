@@ -39,7 +39,7 @@ from ml_flashpoint.state.plan import item_keys
 
 @dataclass(frozen=True, slots=True)
 class PlannedSave:
-    """The plan of one rank.
+    """A plan of one rank.
 
     Attributes:
         plan, keys: the items, and the name of each in the object.
@@ -61,7 +61,7 @@ class PlannedSave:
 
 
 class Plans:
-    """The plans of one strategy's saves on one rank.
+    """Plans of one strategy's saves on one rank.
 
     Args:
         rank: this rank.

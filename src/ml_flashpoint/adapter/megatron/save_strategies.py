@@ -53,7 +53,7 @@ _MOST_SHOWN = 500
 
 
 def version_of(checkpoint_dir: str | os.PathLike[str]) -> CheckpointContainerId:
-    """The version that a checkpoint folder is.
+    """Return the version that a checkpoint folder is.
 
     Raises:
         InvalidArgumentError: it is none. InvalidNameError: it is no absolute path.
@@ -71,7 +71,7 @@ def version_of(checkpoint_dir: str | os.PathLike[str]) -> CheckpointContainerId:
 
 @dataclass(frozen=True, slots=True)
 class _Carried:
-    """The files that belong beside the parts of a version on this node.
+    """Files that belong beside the parts of a version on this node.
 
     Attributes:
         carrier: the rank whose object keeps them.
@@ -242,7 +242,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         *,
         explicit: bool = True,
     ) -> Iterator[None]:
-        """The save made in here keeps ``common_state`` of every node, as its lowest rank has it, and further files
+        """Have the save made in here keep ``common_state`` of every node, as its lowest rank has it, and further files
         for the version's folder, which are made on that rank only. Their names have no directories.
 
         Args:
@@ -298,8 +298,11 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         except Exception as error:  # the other ranks may wait for this one's plan
             failure = error
         name, replicas = SaveId(checkpointer.run, step), checkpointer.replicas
-        writing.table = replicas.agree(name, "megatron-core", planned.digest, list, seal_deadline_s()).name
-        replicas.publish(writing.table, lambda: planned.share)
+        share = planned.share
+        writing.table = replicas.agree(
+            name, "megatron-core", planned.digest, list, seal_deadline_s(), share=lambda table: share
+        ).name
+        replicas.publish(writing.table, lambda: share)
         explicit = self._carried is None or self._carried.explicit
         writing.save = save = checkpointer.begin(step, explicit=explicit, table=writing.table)
         save.committed.add_done_callback(writing.end)

@@ -27,7 +27,7 @@ _ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
 
 
 def state_to_save(sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
-    """What this rank saves, for DCP: shards of which it is the main replica, and its objects as bytes.
+    """Return what this rank saves, for DCP: shards of which it is the main replica, and its objects as bytes.
 
     The shards refer to the tensors of ``sharded_state_dict``, which is changed the way megatron-core does.
 
@@ -47,13 +47,13 @@ def state_to_save(sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def objects_to_save(objects: Sequence[ShardedObject]) -> dict[str, io.BytesIO]:
-    """The same of objects alone, by their names in DCP's plans."""
+    """Return the same of objects alone, by their names in DCP's plans."""
     by_key, _, _ = mcore._replace_state_dict_keys_with_sharded_keys(dict(enumerate(objects)), True)
     return {key: _archive(key, each) for key, each in by_key.items()}
 
 
 def _archive(key: str, objects: Sequence[ShardedObject]) -> io.BytesIO:
-    """The data of objects, as megatron-core loads it; but written here, since no pickle of NumPy is ever read."""
+    """Return the data of objects, as megatron-core loads it. Written here, since no pickle of NumPy is ever read."""
     return io.BytesIO(save_archive([each.data for each in objects], key, allowed=None))
 
 
@@ -93,7 +93,7 @@ class LoadTranslation:
         )
 
     def result(self) -> dict[str, Any]:
-        """The state dict in megatron-core's form, with what was loaded in place of what described it."""
+        """Return the state dict in megatron-core's form, with what was loaded in place of what described it."""
         # A shard of any kind is a tensor to DCP; an object was replaced by the list that was loaded.
         loaded = {
             key: mcore._unwrap_pyt_sharded_tensor(value) if isinstance(value, torch.Tensor) else value
@@ -107,7 +107,7 @@ class LoadTranslation:
 
 
 def _flattened(sharded_state_dict: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
-    """How tensors that are loaded by ranges of their flattened elements lie in the checkpoint."""
+    """Return the layout in the checkpoint of tensors that are loaded by ranges of their flattened elements."""
     kept = getattr(metadata, "mcore_data", None) or {}
     found = {}
     for each in nested_values(sharded_state_dict):

@@ -1,4 +1,4 @@
-"""`MLFlashpointAutoResume`: where a NeMo trainer goes on from. Memory first, else what the user's own finds."""
+"""`MLFlashpointAutoResume`: a NeMo trainer goes on from memory, or else from what the user's own `AutoResume` finds."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class MLFlashpointAutoResume(AutoResume):  # type: ignore[misc]
         return context
 
     def _context_of(self, version: Path) -> Path | None:
-        """The context of a version, unpacked beside it, on each node; None if it was saved without."""
+        """Return the context of a version, unpacked beside it, on each node; None if it was saved without."""
         archive, folder = version / CONTEXT_FILE, version.parent / _CONTEXT_FOLDER
         ranks = rank_group()
         ok = True

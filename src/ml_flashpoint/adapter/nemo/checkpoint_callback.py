@@ -63,14 +63,13 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
         self._strategy: MLFlashpointMegatronAsyncSaveStrategy | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Called by Lightning before the strategy is set up: goes behind all other callbacks, so that what they do at
-        a step is in the checkpoint of that step."""
+        """Go behind all other callbacks, so that what they do at a step is in the checkpoint of that step."""
         if self.enabled and stage == "fit":
             # Another list: Lightning is going through this one.
             trainer.callbacks = [*(each for each in trainer.callbacks if each is not self), self]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Called by Lightning when everything is set up and restored.
+        """Begin a run of saves. Everything is set up and restored.
 
         Raises:
             InvalidArgumentError: the trainer is not wrapped, or with another base container; or ranks save at different
@@ -96,7 +95,7 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
             _complete_saved_batch(trainer.fit_loop)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Called by Lightning after each batch: saves if that is due."""
+        """Save after a batch if a save is due."""
         step, before = trainer.global_step, self._step
         if not self.enabled or self._strategy is None or step == before:
             return
@@ -106,15 +105,14 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
             self._save(trainer, explicit=False)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Called by Lightning at the planned end: has the newest version persisted, if any are to be."""
+        """Have the newest version persisted at the planned end, if any are to be."""
         self._stop_watching()
         io = flashpoint_io_of(trainer) if self.enabled else None
         if io is not None:
             io.parts.end(keep=self._keeps)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Called by Lightning when training fails, or is ended by a signal: SIGTERM gives time, as long as its
-        launcher does."""
+        """End when training fails, or a signal ends it. SIGTERM gives time, as long as its launcher does."""
         self._stop_watching()
         io = flashpoint_io_of(trainer) if self.enabled else None
         if io is not None and isinstance(exception, SIGTERMException):
@@ -161,7 +159,7 @@ def _complete_saved_batch(fit_loop: Any) -> None:
 
 
 def flashpoint_io_of(trainer: Any) -> MLFlashpointCheckpointIO | None:
-    """The `CheckpointIO` for memory that a trainer was wrapped with; None if it was not."""
+    """Return the `CheckpointIO` for memory that a trainer was wrapped with; None if it was not."""
     io = trainer.strategy.checkpoint_io
     if isinstance(io, MLFlashpointAsyncFinalizableCheckpointIO):
         io = io.checkpoint_io

@@ -68,7 +68,7 @@ class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[mis
 
     @property
     def save_sharded_strategy(self) -> Any:
-        """That of paths elsewhere: what NeMo writes ModelOpt's state with, if a model has any."""
+        """Strategy of paths elsewhere: what NeMo writes ModelOpt's state with, if a model has any."""
         alternate = self.alternate
         if isinstance(alternate, AsyncFinalizableCheckpointIO):
             alternate = alternate.checkpoint_io
@@ -85,6 +85,7 @@ class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[mis
         if not self.parts.engine.holds(path):
             request: AsyncRequest | None = self.alternate.save_checkpoint(checkpoint, path, storage_options)
             return request
+        self.parts.go_on()
         checks, self._checked = not self._checked, True
         explicit = (storage_options or {}).pop(EXPLICIT, True)
         refused: SaveError | None = None
@@ -110,8 +111,8 @@ class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[mis
         )
 
     def _context_files(self) -> Mapping[str, bytes]:
-        """The trainer's context, which does not change, as one file; nothing if NeMo cannot write it, which must not
-        cost the checkpoint."""
+        """Return the trainer's context, which does not change, as one file. Nothing if NeMo cannot write it: the
+        checkpoint does not depend on it."""
         if self._context is None:
             self._context = {}
             try:

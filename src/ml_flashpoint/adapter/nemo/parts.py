@@ -1,4 +1,4 @@
-"""The parts of the engine that one wrapped trainer has."""
+"""Parts of the engine that one wrapped trainer has."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class EngineParts:
-    """The checkpointer of one base container, with megatron-core's strategies on it. They end with the process.
+    """A checkpointer of one base container, with megatron-core's strategies on it. They end with the process.
     Collective to construct.
 
     Args:

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -88,6 +89,26 @@ class Clones(MappedFile):
         super().__init__(mmap.mmap(descriptor, max(end, 1)))
         self.views = [self.tensor_at(begin, t.dtype, t.shape) for begin, t in zip(begins, tensors, strict=True)]
         copy_all(self.views, tensors)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Open:
+    """A save that is given up once its owner is gone, or the thread that saves has ended: DCP does not say that a save
+    has failed on another rank, and a traceback may keep the owner."""
+
+    owner: weakref.ref[Any]
+    save: Staged | Save
+    thread: threading.Thread | None = None
+
+    @property
+    def is_abandoned(self) -> bool:
+        thread = self.save.worker if isinstance(self.save, Staged) else self.thread
+        return self.owner() is None or (thread is not None and not thread.is_alive())
+
+    @property
+    def has_ended(self) -> bool:
+        save = self.save
+        return save.succeeded is not None if isinstance(save, Staged) else save.committed.done()
 
 
 class Staged:
@@ -259,7 +280,7 @@ class LocalSaves:
         self._entering = threading.Lock()
         self._entered = SaveId(0, -1)
         self._left: list[Staged] = []
-        self._owned: list[tuple[weakref.ref[Any], Staged | Save]] = []
+        self._open: list[_Open] = []
 
     @classmethod
     def of(cls, checkpointer: Checkpointer) -> LocalSaves:
@@ -297,7 +318,8 @@ class LocalSaves:
         self.give_up_abandoned()
         staged = Staged(self, self._opened())
         state = StagedStateDict(state_of(staged), staged)
-        self._give_up_without(state, staged)
+        with self._lock:
+            self._open.append(_Open(weakref.ref(state), staged))
         return state
 
     def await_previous(self, staged: Staged, state: weakref.ref[StagedStateDict]) -> None:
@@ -322,16 +344,12 @@ class LocalSaves:
             if staged.is_waiting:
                 staged.fail(SaveError("given up: nobody has saved what was staged", rank=self.rank))
 
-    def _give_up_without(self, owner: object, save: Staged | Save) -> None:
-        with self._lock:
-            self._owned.append((weakref.ref(owner), save))
-
     def give_up_abandoned(self) -> None:
-        """Give up saves whose owners are gone. Not done as an owner goes: that may be under any lock."""
+        """Give up saves that nobody goes on with. Not done as an owner goes: that may be under any lock."""
         with self._lock:
-            gone = [save for owner, save in self._owned if owner() is None]
-            self._owned = [each for each in self._owned if each[0]() is not None]
-        text = "given up: the checkpoint failed, or was dropped, before it was written"
+            gone = [each.save for each in self._open if each.is_abandoned]
+            self._open = [each for each in self._open if each.save not in gone]
+        text = "given up: the checkpoint failed on another rank, or was dropped before it was written"
         for save in gone:
             if isinstance(save, Staged):
                 save.fail(SaveError(text, rank=self.rank))
@@ -358,7 +376,8 @@ class LocalSaves:
             return save
         self._give_up_left()
         save = checkpointer.begin(step, explicit=True)
-        self._give_up_without(owner, save)
+        with self._lock:
+            self._open.append(_Open(weakref.ref(owner), save, threading.current_thread()))
         return save
 
     def fill(self, save: Save, tensors: Sequence[TensorItem], byte_items: Sequence[BytesItem]) -> None:
@@ -394,8 +413,7 @@ class LocalSaves:
     def _is_busy(self) -> bool:
         self.give_up_abandoned()
         with self._lock:
-            saves = [save for _, save in self._owned]
-        return any(save.succeeded is None if isinstance(save, Staged) else not save.committed.done() for save in saves)
+            return not all(each.has_ended for each in self._open)
 
     def sent(self) -> RemoteSaves:
         """Return the saves of this process as another one sees them."""

@@ -22,7 +22,7 @@ PAGES: dict[str, tuple[str, list[str]]] = {
         [
             "ml_flashpoint:Flashpoint Keep rest_of_epoch open_version",
             "ml_flashpoint.facade.health:Health Recovery",
-            "ml_flashpoint.core.retention:KeptVersion",
+            "ml_flashpoint.engine.recovery:KeptVersion",
             "ml_flashpoint.tools.items:OpenVersion",
         ],
     ),

@@ -126,7 +126,7 @@ def test_a_damaged_copy_is_noticed_when_it_is_needed(tmpfs: Path, job: engine.Sn
     load(tmpfs, 2)
     shutil.rmtree(tmpfs / "node-0")
     log = load(tmpfs, 1)
-    assert "cannot fetch the part of rank 0" in log
+    assert "step-2_ckpt cannot be recovered here" in log
     assert whole(tmpfs, 1)
 
 

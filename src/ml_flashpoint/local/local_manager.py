@@ -20,6 +20,7 @@ from ml_flashpoint.copy.overlap import Overlap, OverlappingDoor
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.engine.joint_load import FailedStepError, JointLoad
 from ml_flashpoint.engine.reader import ObjectReader
+from ml_flashpoint.engine.save import Save
 from ml_flashpoint.format.arguments import checked_base, checked_globals, checked_grace, checked_integer
 from ml_flashpoint.format.checkpoint_id_types import MAX_STEP, CheckpointContainerId, validate_segment
 from ml_flashpoint.format.errors import (
@@ -68,7 +69,21 @@ class _Saved(NamedTuple):
     """A save, the last that was begun in this run."""
 
     iteration: int
-    committed: Future[Any]
+    committed: Future[Manifest]
+    ended: Future[Manifest]
+    """Ends with `committed`, but not before the save has its copies, or is known to get none."""
+
+    @classmethod
+    def of(cls, save: Save, iteration: int) -> _Saved:
+        ended: Future[Manifest] = Future()
+        save.verified.add_done_callback(lambda _: save.committed.add_done_callback(partial(_pass_on, ended)))
+        return cls(iteration, save.committed, ended)
+
+    @classmethod
+    def failed(cls, iteration: int, error: BaseException) -> _Saved:
+        future: Future[Manifest] = Future()
+        future.set_exception(error)
+        return cls(iteration, future, future)
 
 
 class LocalCheckpointManager(OverlappingDoor):
@@ -338,9 +353,9 @@ class LocalCheckpointManager(OverlappingDoor):
     def save(self, state_dict: TensorAwareStateDict, iteration: int, is_async: bool = False) -> AsyncRequest | None:
         """Save a state as an iteration. The state is only looked at, never changed.
 
-        Synchronously, the parts of all ranks are committed when this returns. Asynchronously, the state is copied
-        before this returns; the request that is returned ends the save when it is finalized, by an `AsyncCallsQueue`
-        or by ``execute_sync()``. Either way copies follow.
+        Synchronously, the parts of all ranks are committed when this returns, and copies follow. Asynchronously, the
+        state is copied before this returns; the request that is returned ends the save when it is finalized, by an
+        `AsyncCallsQueue` or by ``execute_sync()``: not before it has its copies, or a newer save has.
 
         Args:
             state_dict: not hollow.
@@ -363,16 +378,16 @@ class LocalCheckpointManager(OverlappingDoor):
         except FlashpointError as error:
             if not is_async:  # the other ranks wait to be told
                 with contextlib.suppress(CheckpointingException):
-                    self._conclude(iteration, _failed(error))
+                    self._conclude(iteration, _Saved.failed(iteration, error).committed)
             raise
-        committed = self._begin(state_dict, iteration, is_async)
+        saved = self._begin(state_dict, iteration, is_async)
         if not is_async:
-            self._conclude(iteration, committed)
+            self._conclude(iteration, saved.committed)
         seconds = time.perf_counter() - began
         events.emit(events.LoopHeld, self._ranks, self._base, iteration, seconds=seconds)
         if not is_async:
             return None
-        return AsyncRequest(BackgroundSave(committed), (), [_Once(partial(self._conclude, iteration, committed))])
+        return AsyncRequest(BackgroundSave(saved.ended), (), [_Once(partial(self._conclude, iteration, saved.ended))])
 
     def _go_on(self) -> None:
         """Begin a run if none has begun, or a save of this one has failed: a step is saved once a run. Collective."""
@@ -398,17 +413,17 @@ class LocalCheckpointManager(OverlappingDoor):
                 hint="to go back on purpose, load() an iteration that is kept, or use another session_id",
             )
 
-    def _begin(self, state_dict: TensorAwareStateDict, iteration: int, is_async: bool) -> Future[Any]:
-        """Copy a state, and have it committed. The future tells every failure."""
+    def _begin(self, state_dict: TensorAwareStateDict, iteration: int, is_async: bool) -> _Saved:
+        """Copy a state, and have it committed. The futures tell every failure."""
         if self._last is not None and self._last.iteration == iteration:
-            return self._last.committed
+            return self._last
         self._looked = False
         self._oldest_accepted = iteration
         try:
             save = self._engine.begin(iteration, explicit=True)
         except FlashpointError as error:
-            return _failed(error)
-        self._last = _Saved(iteration, save.committed)
+            return _Saved.failed(iteration, error)
+        self._last = saved = _Saved.of(save, iteration)
         try:
             with collection_paused():
                 tensors, byte_items = encode(state_dict, self._allowed, self._meshes)
@@ -421,14 +436,14 @@ class LocalCheckpointManager(OverlappingDoor):
             self._engine.fail(save, error)
             if not isinstance(error, Exception):
                 raise
-        return save.committed
+        return saved
 
-    def _conclude(self, iteration: int, committed: Future[Any]) -> None:
+    def _conclude(self, iteration: int, committed: Future[Manifest]) -> None:
         """Wait until a save has ended here, and raise if it failed on any rank. Collective."""
         began = time.perf_counter()
         error = committed.exception()
         if error is None:
-            manifest: Manifest = committed.result()
+            manifest = committed.result()
             path = self.local_ckpt_dir / manifest.version / manifest.objects[0].name
             _log.info("rank %d saved iteration %s to %s", self.rank, iteration, path)
         reasons = {self.rank: str(error)} if error is not None else {}
@@ -494,10 +509,11 @@ def _check_state(state_dict: TensorAwareStateDict) -> None:
             raise CallOrderError("the state is hollow: its tensors were taken out", hint="call insert_tensors first")
 
 
-def _failed(error: BaseException) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_exception(error)
-    return future
+def _pass_on(ended: Future[Manifest], committed: Future[Manifest]) -> None:
+    if (error := committed.exception()) is not None:
+        ended.set_exception(error)
+    else:
+        ended.set_result(committed.result())
 
 
 class _Once:

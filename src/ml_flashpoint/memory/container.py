@@ -376,7 +376,8 @@ class BaseContainer:
         objects, manifests = self._listed(parse_object_name), self._listed(parse_manifest_name)
         for save in objects.keys() | manifests.keys():
             for rank in objects.get(save, {}).keys() ^ manifests.get(save, {}).keys():
-                _log.warning("removing what is left of the part of rank %d of %s", rank, save)
+                path = self._folder(save) / object_name(rank, save.text)
+                _log.warning("removing what is left of a part without its object or its manifest: %s", path)
                 self.remove_part(save, rank)
         versions = self._version_folders()
         for folder in [self.private / RUNS, *self._slot_folders(), *versions]:

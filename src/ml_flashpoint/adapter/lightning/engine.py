@@ -128,6 +128,7 @@ class TrainerFlashpoint(Flashpoint):
         """
         tracked = self._tracked
         assert isinstance(tracked, DictionaryState)
+        self.begin_run()
         with _replaced(tracked, lambda: checkpoint):
             self.save(step)
 
@@ -169,7 +170,7 @@ class TrainerFlashpoint(Flashpoint):
         self._version, self._asked = None, True
 
     def begin_run(self) -> None:
-        """Begin the run of saves that training is about to make, unless :meth:`load` has. Collective.
+        """Begin a run of saves, unless one has begun: by `load`, or where there was nothing. Collective.
 
         Raises:
             UnaskedVersionsError: there are versions that nobody has asked about. On all ranks.

@@ -101,6 +101,9 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
             would refuse is refused when it is saved.
         trust_bytes: save whatever bytes the planner gives. Only for planners of readers with ``trust_bytes``.
 
+    Attributes:
+        saver: ``checkpoint_saver``; None in a saving process.
+
     Raises:
         InvalidArgumentError: ``checkpoint_saver`` is neither.
     """
@@ -108,6 +111,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
     # torch's AsyncStager protocol, which it recognises by these names: nobody has to ask whether staging is done.
     should_synchronize_after_execute = False
     _synchronize_after_execute = False
+    saver: Checkpointer | DefaultMLFlashpointCheckpointSaver | None = None
 
     def __init__(
         self,
@@ -124,6 +128,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         unused = {"mp_manager": mp_manager, "thread_count": thread_count, "mp_manager_future": mp_manager_future}
         ignored("MemoryStorageWriter", **unused, cache_staged_state_dict=cache_staged_state_dict)
         self._set_up(_saves_of(checkpoint_saver), by_name(safe_globals), trust_bytes)
+        self.saver = checkpoint_saver
 
     def _set_up(self, saves: Saves, safe_globals: tuple[SafeGlobal, ...], trust_bytes: bool) -> None:
         self._saves = saves

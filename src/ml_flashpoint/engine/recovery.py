@@ -515,7 +515,7 @@ class _Search:
         """Raise if a version was lost, or the wanted one is not there."""
         recovery, ranks = self._recovery, self._ranks
         if self._wanted is not None:
-            there = ", ".join(str(each.save.step) for each in self._complete)
+            there = ", ".join(dict.fromkeys(str(each.save.step) for each in self._complete))
             text = f"no version of step {self._wanted} is held by this job; there are {there or 'none'}"
             if self._why:
                 text = f"the version of step {self._wanted} cannot be loaded: {'; '.join(self._why.values())}"

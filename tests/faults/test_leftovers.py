@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 
 from ml_flashpoint.checkpoint_object_manager import rank_store
-from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 from tests.faults.common import files_of, iterations
 from tests.support.forked import Child, Team, call, call_team
 from tests.workers import fault_engine as engine

@@ -373,5 +373,22 @@ def test_a_board_whose_store_hangs_closes_at_the_deadline(begin: Callable[..., _
 
         job = begin(1, connect)
         assert entered.wait(30)
-        assert job.boards[0].close(0.01) is False
+        left: list[int] = []
+        assert job.boards[0].close(0.01, lambda: left.append(0)) is False
+        assert left == []
     job.close()
+
+
+def test_a_last_call_is_made_on_the_thread_unless_the_store_has_failed(begin: Callable[..., _Job]) -> None:
+    store, left = HashStore(), []
+    job = begin(1, lambda: _signed(store))
+    assert job.boards[0].close(30, lambda: left.append(threading.current_thread()))
+    assert [thread.name for thread in left] == ["flashpoint-board"]
+
+    def unreachable() -> SignedStore:
+        raise RuntimeError("connection refused")
+
+    board = begin(1, unreachable).boards[0]
+    wait_until(lambda: board.error is not None, "the store to fail")
+    assert board.close(30, lambda: left.append(threading.current_thread()))
+    assert len(left) == 1

@@ -13,7 +13,7 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined, unused-ignore]
 
 from ml_flashpoint.engine.replicas import Replicas, Table
-from ml_flashpoint.engine.store import JobStore
+from ml_flashpoint.engine.store import JobStore, SignedStore
 from ml_flashpoint.format.errors import DeadlineError
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.state.replicas import Replica
@@ -138,6 +138,37 @@ def test_rank_0_collects_what_all_write_by_a_table(ranks: Make) -> None:
     several.each[1].publish(name, lambda: b"one")
     several.each[1].publish(name, lambda: pytest.fail("it is published"))
     assert several.each[0].collect(name, _WAIT_S) == [large, b"one"]
+
+
+def test_a_save_by_a_table_that_was_published_does_not_wait_for_a_store_that_is_silent() -> None:
+    asked, thawed = threading.Event(), threading.Event()
+
+    class Store(SignedStore):
+        def add(self, key: str, amount: int) -> int:
+            if asked.is_set():
+                thawed.wait(_WAIT_S)
+            return super().add(key, amount)
+
+        def set(self, key: str, value: str | bytes) -> None:
+            assert not asked.is_set()
+            super().set(key, value)
+
+    class Job(JobStore):
+        def connect(self, prefix: str) -> SignedStore:
+            return Store(store, prefix, b"secret")
+
+    store = HashStore()
+    both = [Replicas(rank, 2, Job(None, store, b"secret")) for rank in range(2)]
+    with ThreadPoolExecutor(3) as pool:
+        agree = [pool.submit(each.agree, SaveId(1, 1), "k", "k", lambda: [Replica("a", 1)], _WAIT_S) for each in both]
+        table = agree[1].result().name
+        both[1].publish(table, lambda: b"a")
+        asked.set()
+        answer = pool.submit(both[1].answer)  # as the board's thread does, until rank 0's process is thawed
+        both[1].publish(table, lambda: b"a")
+        assert both[1].agree(SaveId(1, 2), "k", "k", list, 0).name == table
+        assert not answer.done()
+        thawed.set()
 
 
 def test_a_rank_that_has_not_changed_publishes_what_it_writes_by_a_new_table(ranks: Make) -> None:

@@ -85,6 +85,7 @@ class Board:
         self._late_s = late_s()
         self._has_news = False
         self._closed = False
+        self._last: Callable[[], None] | None = None
         self._error: str | None = None
         self._thread = threading.Thread(target=self._run, name="flashpoint-board", daemon=True)
 
@@ -142,17 +143,18 @@ class Board:
             if self._member.adopt(verdict):
                 self._tell()
 
-    def close(self, deadline_s: float) -> bool:
+    def close(self, deadline_s: float, last: Callable[[], None] | None = None) -> bool:
         """End the thread.
 
         Args:
-            deadline_s: seconds to wait for the thread, which may be in a call of the store.
+            deadline_s: seconds to wait for the thread, which may be in a call of the store: those have no deadlines.
+            last: called on the thread at its end, unless the store has failed.
 
         Returns:
             True if the thread has ended.
         """
         with self._changed:
-            self._closed = True
+            self._closed, self._last = True, last
             self._tell()
         if self._thread.is_alive():
             self._thread.join(deadline_s)
@@ -176,6 +178,8 @@ class Board:
                 if self._changed.wait_for(lambda: self._closed or self._has_news, pause_s):
                     self._began = time.monotonic()
                 self._has_news = False
+        if self._last is not None and self._error is None:
+            self._guard(self._last)
 
     def _go_on(self) -> bool:
         """Answer the round, decide it, or adopt a newer verdict. Return True if anything of that was to be done."""

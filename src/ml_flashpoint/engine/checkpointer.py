@@ -801,13 +801,13 @@ class Checkpointer:
             self._end_run(0.0)
             raise
 
-    def _end_run(self, deadline_s: float) -> None:
-        """End the board. Saves that are not verified yet never will be."""
+    def _end_run(self, deadline_s: float, last: Callable[[], None] | None = None) -> None:
+        """End the board, after a last call on its thread. Saves that are not verified yet never will be."""
         give_up = time.monotonic() + deadline_s
         self._executor.drain(deadline_s)
         board, self._board, self._run = self._board, None, 0
         if board is not None:
-            board.close(max(give_up - time.monotonic(), 0.0))
+            board.close(max(give_up - time.monotonic(), 0.0), last)
         with self._lock:
             mine = [(save, save.id.step) for save in self._saves if save.id is not None]  # others get the new run's
         for save, step in mine:
@@ -964,10 +964,7 @@ class Checkpointer:
             _log.info("closed before the last saves were verified; they are committed on this node")
         if self._persister is not None:
             self._persister.finish(seal_deadline_s() if persist_deadline_s is None else persist_deadline_s)
-        is_reachable = self._board is None or self._board.error is None
-        self._end_run(max(give_up - time.monotonic(), 0.1))
-        if is_reachable:
-            self._leave_store()
+        self._end_run(max(give_up - time.monotonic(), 2 * _LINGER_S), self._leave_store)
         self._stack.close()
 
     def _leave_store(self) -> None:

@@ -44,6 +44,7 @@ _PIECE = 4 << 20
 _MOST_BYTES = 1 << 30
 _TABLES_KEPT = 4
 _NEVER = SaveId(0, -1)
+_SILENT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,7 @@ class Replicas:
         self._given_up: _Structure | None = None
         self._lists: OrderedDict[str, None] = OrderedDict()
         self._shares: OrderedDict[str, None] = OrderedDict()
+        self._shared: str | None = None  # the table of the newest share
 
     # ---- the training thread -------------------------------------------------------------------------------
 
@@ -172,7 +174,11 @@ class Replicas:
     @contextlib.contextmanager
     def _using(self) -> Iterator[SignedStore]:
         """Yield this object's client of the store, and make another one after it has failed."""
-        with self._calls:
+        # A call of the other thread may take as long as rank 0 is stopped: torch's client has no deadlines.
+        if not self._calls.acquire(timeout=_SILENT_S):
+            raise UnreadableError(f"the job's store has not answered for {_SILENT_S:.0f} s", rank=self._rank)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._calls.release)
             try:
                 if self._client is None:
                     self._client = self._store.connect("table")
@@ -270,10 +276,15 @@ class Replicas:
             table: name of the table.
             share: returns the bytes for rank 0.
         """
+        with self._lock:
+            if table == self._shared:
+                return
         with self._using() as store:
             if table not in self._shares:
                 _set_large(store, f"share/{table}/{self._rank}", share())
             _keep(store, self._shares, table, f"share/{{}}/{self._rank}")
+        with self._lock:
+            self._shared = table
 
     def collect(self, table: str, deadline_s: float) -> list[bytes]:
         """Return what all ranks have published of a table, in rank order. Waits for them.

@@ -363,6 +363,20 @@ def test_values_of_the_board_that_make_no_sense_are_an_error_and_are_got_over(
     job.await_verified(20)
 
 
+def test_a_count_that_another_process_has_made_no_number_is_got_over(
+    begin: Callable[..., _Job], server: TCPStore, in_process: Callable[[], SignedStore]
+) -> None:
+    job = begin(2, in_process)
+    job.save(10, explicit=True)
+    job.await_verified(10)
+    stranger = TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=5))
+    stranger.set(f"run-1/count/{job.boards[0].verdict.number}", "garbage")
+    wait_until(lambda: job.boards[0].error is not None, "rank 0 to notice")
+    wait_until(lambda: job.boards[0].error is None, "rank 0 to go on")
+    job.save(20, explicit=True)
+    job.await_verified(20)
+
+
 def test_a_board_whose_store_hangs_closes_at_the_deadline(begin: Callable[..., _Job]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         entered = threading.Event()

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore  # type: ignore[attr-defined, unused-ignore]
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined, unused-ignore]
 
 from ml_flashpoint.engine.replicas import Replicas, Table
 from ml_flashpoint.engine.store import JobStore, SignedStore
@@ -169,6 +169,16 @@ def test_a_save_by_a_table_that_was_published_does_not_wait_for_a_store_that_is_
         assert both[1].agree(SaveId(1, 2), "k", "k", list, 0).name == table
         assert not answer.done()
         thawed.set()
+
+
+def test_a_count_of_changes_that_another_process_has_made_no_number_is_got_over() -> None:
+    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    replicas = Replicas(0, 2, JobStore(("127.0.0.1", server.port), server, b"secret"))
+    server.set("table/changes", "garbage")
+    items = [Replica("a", 1)]
+    for step, error in ((1, "the job's store failed"), (2, "rank 1 has not saved")):
+        with pytest.raises(DeadlineError, match=error):
+            replicas.agree(SaveId(1, step), "k", "k", lambda: items, 0)
 
 
 def test_a_rank_that_has_not_changed_publishes_what_it_writes_by_a_new_table(ranks: Make) -> None:

@@ -193,6 +193,7 @@ class Board:
                 for rank in range(self._ranks):
                     store.reserve(f"answer/{rank}")
                 store.set("verdict", json.dumps(self._member.verdict.to_fields()))
+                store.delete_key(f"count/{self._member.verdict.number}")  # answers that it counted are found when late
             self._store, self._published = store, None
         self._also(self._store, self._newest_call)
         answered = self._answer(self._store)

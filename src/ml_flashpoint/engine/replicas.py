@@ -78,6 +78,7 @@ class Replicas:
     def __init__(self, rank: int, ranks: int, store: JobStore) -> None:
         self._rank, self._ranks, self._store = rank, ranks, store
         self._client: SignedStore | None = None
+        self._has_failed = False
         self._calls = threading.Lock()  # one thread at a time uses the client: its calls are short
         self._lock = threading.Lock()
         self._own: _Structure | None = None
@@ -181,10 +182,13 @@ class Replicas:
             stack.callback(self._calls.release)
             try:
                 if self._client is None:
-                    self._client = self._store.connect("table")
+                    client = self._store.connect("table")
+                    if self._has_failed:
+                        client.restart("changes")
+                    self._client, self._has_failed = client, False
                 yield self._client
             except RuntimeError as error:  # of torch's store, when it is gone
-                self._client = None
+                self._client, self._has_failed = None, True
                 raise UnreadableError(f"the job's store failed: {error}", rank=self._rank) from error
 
     # ---- the board's thread --------------------------------------------------------------------------------

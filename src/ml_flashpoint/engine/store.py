@@ -3,7 +3,8 @@
 Rank 0 hosts a ``TCPStore`` of torch (https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.TCPStore);
 a job of one process has a ``HashStore``. A ``TCPStore`` serves whoever connects, so each value carries a keyed hash of
 its key and its content. A value without the right hash is as good as none. Counts are not signed: they tell ranks no
-more than when to look.
+more than when to look. Where a count is no number, the server ends the connection of each client that adds to it, so
+counts begin anew when a client has failed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import hmac
 import json
 import logging
+import secrets
 from collections.abc import Sequence
 from datetime import timedelta
 from hashlib import blake2b
@@ -84,6 +86,11 @@ class SignedStore(Store):  # type: ignore[misc, unused-ignore]
     def add(self, key: str, amount: int) -> int:
         """Add to a count, which is 0 before, and return it."""
         return int(self._store.add(key, amount))
+
+    def restart(self, key: str) -> None:
+        """Have a count begin anew, at a number that it has not had."""
+        self.delete_key(key)
+        self.add(key, secrets.randbits(48))
 
     def delete_key(self, key: str) -> bool:
         """Remove a key. Return False if it was not there."""

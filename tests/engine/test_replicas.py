@@ -14,7 +14,7 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined, 
 
 from ml_flashpoint.engine.replicas import Replicas, Table
 from ml_flashpoint.engine.store import JobStore, SignedStore
-from ml_flashpoint.format.errors import DeadlineError
+from ml_flashpoint.format.errors import DeadlineError, SaveError
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.state.replicas import Replica
 
@@ -125,6 +125,16 @@ def test_a_rank_that_does_not_come_is_named_and_not_waited_for_again(ranks: Make
         with contextlib.suppress(DeadlineError):
             assert _written(several.agree(step, {0: "ab", 1: "ab"})) == "ab"
             break
+
+
+def test_a_rank_that_cannot_read_its_state_is_not_waited_for(ranks: Make) -> None:
+    several = ranks(2)
+    several.each[0].pass_over(SaveId(1, 1))
+    with pytest.raises(SaveError, match="could not read its state"):
+        several.agree(1, {1: "ab"}, 10 * _WAIT_S)
+    assert _written(several.agree(2, {0: "ab", 1: "ab"})) == "ab"
+    several.each[0].pass_over(SaveId(1, 3))
+    assert "c" in several.agree(3, {1: "abc"}, 10 * _WAIT_S)[1].written  # the other one goes by what it had
 
 
 def test_rank_0_collects_what_all_write_by_a_table(ranks: Make) -> None:

@@ -32,7 +32,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ml_flashpoint.engine.store import JobStore, SignedStore
-from ml_flashpoint.format.errors import DeadlineError, FlashpointError, ProtocolError, UnreadableError
+from ml_flashpoint.format.errors import DeadlineError, FlashpointError, ProtocolError, SaveError, UnreadableError
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.state.replicas import Replica, written_by
 
@@ -65,6 +65,10 @@ class _Structure(NamedTuple):
 
     kind: str
     plan: str
+
+
+_UNKNOWN = _Structure("", "")
+"""Stands for that of a rank that could not read its state."""
 
 
 class Replicas:
@@ -121,6 +125,7 @@ class Replicas:
 
         Raises:
             DeadlineError: a rank has not published what it has. Names the lowest such rank.
+            SaveError: a rank has nothing to publish; see `pass_over`.
         """
         own = _Structure(kind, plan)
         with self._lock:
@@ -137,6 +142,8 @@ class Replicas:
             try:
                 with self._using() as store:
                     table, error = self._try(store, save)
+            except SaveError:
+                raise
             except FlashpointError as failure:
                 error = str(failure)
             if table is not None:
@@ -153,6 +160,14 @@ class Replicas:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
+    def pass_over(self, save: SaveId) -> None:
+        """Note that this rank has come to a save, and could not read its state: other ranks do not wait for it, if they
+        have changed. Does not wait."""
+        with self._lock:
+            self._seen = save
+            if self._own is None:
+                self._own = _UNKNOWN
+
     def forget(self) -> None:
         """Have the next `agree` wait for all ranks. To be called on all of them, after a save that one has failed."""
         with self._lock:
@@ -166,6 +181,9 @@ class Replicas:
             return None, error
         behind = [rank for rank, (_, seen) in enumerate(found) if seen < save]
         if not behind:
+            for rank, (structure, _) in enumerate(found):
+                if structure == _UNKNOWN:
+                    raise SaveError("a rank could not read its state; its log says why", step=save.step, rank=rank)
             return self._adopt(store, [each for each, _ in found])
         if _asked(store) < save:
             store.set("asked", json.dumps(save))
@@ -212,7 +230,7 @@ class Replicas:
                 if table is not None:
                     self._changes = changes
             with self._lock:
-                due = self._published is not None and self._published[1] < self._asked <= self._seen
+                due = self._published is None or self._published[1] < self._asked <= self._seen
             if due:
                 self._publish_entry(store)
         with self._lock:
@@ -249,6 +267,8 @@ class Replicas:
             own, items = self._own, self._items
             if structures[self._rank] != own:
                 return None, "the entry of this rank is on its way"
+            if _UNKNOWN in structures:
+                return None, f"rank {structures.index(_UNKNOWN)} could not read its state"
             if self._table is not None and self._agreed == structures:
                 return self._table, ""
         lists: dict[str, Sequence[Replica]] = {own.kind: items}

@@ -130,6 +130,7 @@ class Saves:
             tree = self._look(name)
         except Exception as caught:  # of whatever kind: the other ranks learn that this rank has no part
             error = caught
+            checkpointer.replicas.pass_over(name)
         table = "" if self._table is None else self._table.name
         try:
             save = checkpointer.begin(step, explicit=explicit, table=table)

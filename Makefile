@@ -9,7 +9,7 @@
 #                parameters, more seeds; and its jobs again with every process started cold, where `make test` forks most
 #                of them; and what needs megatron-core with each release that is supported. Before each release: it takes hours
 #   make matrix  the quick tests with other releases of Python and torch, each pair in an environment of its own: hours
-#                (MATRIX_ARGS="--python 3.12 --torch 2.6 tests/core" for a part); writes docs/compatibility.md
+#                (MATRIX_ARGS="--python 3.12 --torch 2.6 tests/engine" for a part); writes docs/compatibility.md
 #   make demo    a training job that loses a machine and goes on from memory
 #   make bench   speed, as ratios to a memcpy (BENCH_ARGS="--json results.json" keeps the numbers)
 #   make bench-peers   others' packages beside ours, each in an environment of its own in build/bench-peers, which it makes
@@ -150,7 +150,7 @@ soak-megatron: setup $(NEMO_STAMP) $(NEWER_STAMP)
 
 soak: setup
 	$(BIN)/pytest -m soak $(PYTEST_ARGS)
-	FLASHPOINT_TEST_FAULTS=5 $(BIN)/pytest $(SEVERAL_AT_A_TIME) -m "not soak" tests/faults tests/ranks tests/core $(PYTEST_ARGS)
+	FLASHPOINT_TEST_FAULTS=5 $(BIN)/pytest $(SEVERAL_AT_A_TIME) -m "not soak" tests/faults tests/ranks tests/engine $(PYTEST_ARGS)
 	MLF_TEST_COLD=1 $(BIN)/pytest $(JOBS_AT_A_TIME) -m "not soak" tests/e2e $(PYTEST_ARGS)
 	$(MAKE) soak-megatron
 

@@ -1,8 +1,8 @@
 """``python docs/site_pictures.py``: draws the pictures of docs/pictures from what the code says.
 
-Owns their looks. What is drawn comes from elsewhere: the layers from the contract in pyproject.toml, the states of a
-save from `core.save`, who holds copies of whom from the strategies themselves. ``--check`` writes nothing, and fails
-where a picture is out of date; a test does so.
+Owns their looks. What is drawn comes from elsewhere: the layers from the contract in pyproject.toml, who holds
+copies of whom from the strategies themselves. ``--check`` writes nothing, and fails where a picture is out of date; a
+test does so.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
-from ml_flashpoint.core import save
 from ml_flashpoint.ranks.strategies import (
     CliqueStrategy,
     PairwiseReplicationStrategy,
@@ -33,19 +32,20 @@ _LINES = ("#3f51b5", "#00796b", "#b26a00", "#ad1457", "#0277bd")
 
 _LAYERS = {
     "cli": "commands",
+    "core": "the user guide's import paths, of classes that adapter.pytorch has",
     "tools": "copy, verify, open, export, persist, remove: from store to store",
-    "adapter.lightning": "doors on doors",
-    "flashpoint": "the façade's one class",
-    "facade": "saves and loads of the façade; the place in the data",
-    "adapter.megatron": "doors",
-    "adapter.pytorch": "the DCP door, which most of the above save and load through",
-    "core": "the engine: saving, committing, recovering, loading",
-    "replication": "copies: sending, receiving, verifying; stores of versions",
-    "checkpoint_object_manager": "arenas and versions on tmpfs",
-    "memory": "the lock of a job, the room on a node; slots",
+    "adapter.lightning": "adapters on adapters",
+    "flashpoint": "the loop's five lines",
+    "facade": "saves and loads of Flashpoint; the place in the data",
+    "adapter.megatron": "adapters; the dictionary",
+    "adapter.pytorch": "DCP, which Megatron-LM's adapter saves and loads through, too",
+    "engine": "saving, committing, copying, rounds, recovering, reading, persisting",
+    "config": "what every adapter takes",
+    "stores": "where versions are: a base container, a directory, a URL",
+    "memory": "slots, the pool, capacity, the lock of a job, the lineage of runs",
     "state": "state as a tree of tensors and an archive, and the plan to write it",
-    "copy": "bytes from tensors into arenas",
-    "ranks": "who takes part, strategies, recovery planning; requests",
+    "copy": "bytes from tensors into slots",
+    "ranks": "who takes part, strategies, recovery planning; the wire",
     "events": "who is told of what happens",
     "format": "names, dtypes, layouts, manifests, digests; no torch",
     "extras": "what is not installed by itself",
@@ -75,57 +75,17 @@ def layers() -> str:
     contracts = (DOCS.parent / "pyproject.toml").read_text(encoding="utf-8")
     (found,) = re.findall(r"^layers = (\[.*?^\])", contracts, re.MULTILINE | re.DOTALL)
     rows: list[str] = ast.literal_eval(found)  # a list of strings looks alike; Python 3.10 has no tomllib
-    engine = next(index for index, row in enumerate(rows) if "core" in row.split(" | "))
+    engine = next(index for index, row in enumerate(rows) if row == "engine")
     high, top, parts = 34, 44, [_text(24, 28, "each imports only from those below it", soft=True)]
     for index, row in enumerate(rows):
         names = [each.strip() for each in row.split("|")]
         y, width = top + index * (high + 8), (440 - 8 * (len(names) - 1)) / len(names)
         for place, name in enumerate(names):
-            fill = _FILLS[0] if name == "core" else _FILLS[1] if index < engine else _FILLS[4]
+            fill = _FILLS[0] if name == "engine" else _FILLS[1] if index < engine else _FILLS[4]
             size = 9 if len(name) > 20 else 11
             parts.append(_box(24 + place * (width + 8), y, width, high, name, fill, size))
         parts.append(_text(480, y + high / 2 + 4, _LAYERS[names[0]]))
     return _svg(900, top + len(rows) * (high + 8) + 10, "Layers of ml_flashpoint", parts)
-
-
-_STATES = {  # where they are; the row, and what follows what, is theirs
-    "BEGUN": (40, 110),
-    "STAGED": (190, 110),
-    "FILLED": (340, 110),
-    "COMMITTED": (490, 110),
-    "REPLICATED": (640, 110),
-    "VERIFIED": (790, 110),
-    "FAILED": (190, 230),
-    "EVICTED": (565, 230),
-}
-
-
-def save_states() -> str:
-    """What a save of one rank may become, and who takes it there."""
-    wide, high, parts = 110, 40, []
-    parts.append(f'<rect x="24" y="36" width="450" height="260" rx="10" fill="{_FILLS[4]}" stroke="none"/>')
-    parts.append(f'<rect x="482" y="36" width="434" height="260" rx="10" fill="{_FILLS[2]}" stroke="none"/>')
-    parts += [_text(40, 58, "the saver", soft=True), _text(498, 58, "the commit queue, in the background", soft=True)]
-    for state, following in save._NEXT.items():
-        for other in sorted(following, key=lambda each: each.name):
-            (x, y), (to_x, to_y) = _STATES[state.name], _STATES[other.name]
-            if to_y != y:
-                bent = (y + high + to_y) / 2
-                start, end = x + wide / 2, to_x + wide / 2
-                parts.append(
-                    _path(f"M{start} {y + high} C{start} {bent} {end} {bent} {end} {to_y - 7}", _LINES[3], dashed=True)
-                )
-            elif to_x - x > 150:
-                middle = (x + to_x + wide) / 2
-                lift = y - 14 - (to_x - x) / 14
-                parts.append(_path(f"M{x + wide - 20} {y} Q{middle} {lift} {to_x + 20} {y - 7}", _LINES[0]))
-            else:
-                parts.append(_path(f"M{x + wide} {y + high / 2} L{to_x - 7} {y + high / 2}", _LINES[0]))
-    for state in save.SaveState:
-        x, y = _STATES[state.name]
-        fill = _FILLS[1] if state.name == "VERIFIED" else _FILLS[3] if y > 200 else _PAPER
-        parts.append(_box(x, y, wide, high, state.value, fill, 13))
-    return _svg(940, 320, "States of a save", parts)
 
 
 def strategies() -> str:
@@ -216,7 +176,6 @@ def _path(points: str, colour: str, *, dashed: bool = False) -> str:
 
 PICTURES: dict[str, Callable[[], str]] = {
     "layers.svg": layers,
-    "save-states.svg": save_states,
     "strategies.svg": strategies,
 }
 

@@ -349,7 +349,8 @@ class Flashpoint:
     def save(self, step: int | None = None) -> None:
         """Save now, whatever the schedule says. Without free memory, wait until copies of earlier saves are made.
 
-        A step that was saved last, since construction or `resume`, is that version, and is not saved again.
+        A step that was saved last, since construction or `resume`, is that version, and is not saved again. If its
+        save was skipped, or failed, on some rank, it is saved now, by a run that goes on from the newest version.
 
         Args:
             step: number of steps to save under; by default those done. Above those saved before.

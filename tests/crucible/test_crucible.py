@@ -75,6 +75,17 @@ KEPT: list[Scenario] = [
         (Life(_saves(8), tuple(Fault(0, 1, "answering", "slow", nth) for nth in (2, 3, 4, 5)), placement=(0, 0)),),
         keep=3,
     ),
+    # A save fails on another rank, and what this one has written is in the way of the next, which is asynchronous.
+    Scenario(
+        "dcp",
+        _SMALL,
+        (
+            Life(
+                (Save(1, False, "thread", True), Save(2, False, "sync"), *_saves(4)[2:]),
+                (Fault(1, 2, "link", "enospc"),),
+            ),
+        ),
+    ),
 ]
 
 CUT = range(6, 16)  # seeds; none in which a deadline is waited for

@@ -15,7 +15,7 @@ from torch import nn
 from ml_flashpoint.adapter.pytorch.memory_stager import HAS_FUTURES, MemoryStager
 from tests.cuda.test_real_overlap import late
 from tests.support.dcp import RESULT_TIMEOUT_S, Door
-from tests.support.played_device import lock_arenas
+from tests.support.played_device import lock_slots
 from tests.support.tensors import assert_same, blank, clones
 
 __all__ = ["late"]
@@ -68,7 +68,7 @@ def test_each_version_is_the_state_at_the_call(door: Door, late: list[Any], wait
             saving.staging_completion.result(RESULT_TIMEOUT_S)
         job.step()
         getattr(saving, "upload_completion", saving).result(RESULT_TIMEOUT_S)
-        lock_arenas(door.objects.store)
+        lock_slots(door.checkpointer._pool)
         assert_same(door.load(blank(expected), step), expected)
     assert len(late) >= 4
     assert all(each.over for each in late)

@@ -11,6 +11,7 @@ from torch import nn
 
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.copy.late import LateCopy
+from tests.support.played_device import lock_slots
 
 pytestmark = pytest.mark.cuda
 WIDTH = 1024
@@ -54,15 +55,6 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[LateCopy]:
     return found
 
 
-def locked(fp: Flashpoint) -> None:
-    store = fp._engine.saver._objects.store
-    assert store is not None
-    for arena in (*store.arenas._free, *store.arenas._in_use):
-        arena.lock_in_background()
-        if arena._prefault is not None:
-            arena._prefault.join()
-
-
 def check_loaded(base: Path, saved: dict[str, torch.Tensor]) -> None:
     again = Job(2)
     with Flashpoint(base, strict=True) as fp:
@@ -84,7 +76,7 @@ def test_each_version_is_the_state_of_its_step(tmpfs: Path, late: list[LateCopy]
                 job.step()
             if turn < 4:
                 assert fp.wait()
-                locked(fp)
+                lock_slots(fp._checkpointer._pool)
         assert fp.wait()
         assert fp.health.failures == 0
     assert len(late) >= 6
@@ -100,7 +92,7 @@ def test_a_change_that_nobody_announced_fails_the_save_and_no_later_one(tmpfs: P
             job.step()
             fp.step()
             assert fp.wait()
-            locked(fp)
+            lock_slots(fp._checkpointer._pool)
         late.clear()
         fp.step()
         for parameter in job.model.parameters():
@@ -133,7 +125,7 @@ def test_an_optimizer_that_is_replayed_is_not_copied_late(tmpfs: Path, late: lis
             step()
             fp.step()
             assert fp.wait()
-            locked(fp)
+            lock_slots(fp._checkpointer._pool)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             step()

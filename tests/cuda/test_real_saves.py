@@ -15,6 +15,7 @@ from torch import nn
 
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.adapter.pytorch.engine import Engine
+from tests.support.played_device import lock_slots
 
 pytestmark = pytest.mark.cuda
 
@@ -94,7 +95,7 @@ def test_random_numbers_go_on(tmpfs: Path) -> None:
         assert torch.equal(torch.rand(9, device="cuda"), expected)
 
 
-def test_arenas_are_locked_for_the_saves_that_follow(tmpfs: Path) -> None:
+def test_slots_are_locked_for_the_saves_that_follow(tmpfs: Path) -> None:
     parts = made(1)
     with Flashpoint(tmpfs / "job", strict=True) as fp:
         fp.track(**parts).resume()
@@ -102,17 +103,12 @@ def test_arenas_are_locked_for_the_saves_that_follow(tmpfs: Path) -> None:
             train(parts)
             fp.step()
             fp.wait()
-        store = fp._engine.saver._objects.store
-        assert store is not None
-        for arena in (*store.arenas._free, *store.arenas._in_use):
-            arena.lock_in_background()
-            if arena._prefault is not None:
-                arena._prefault.join()
+        lock_slots(fp._checkpointer._pool)
         train(parts)
         fp.step()
         fp.wait()
         expected = state(parts)
-        assert any(arena.is_page_locked for arena in store.arenas._in_use)
+        assert all(slot.is_pinned for slot in fp._checkpointer._pool.slots)
     fresh = made(3)
     with Flashpoint(tmpfs / "job", strict=True) as fp:
         fp.track(**fresh).resume()

@@ -224,22 +224,6 @@ def test_batch_normalization_compiled_by_itself_is_that_of_rank_0(tmpfs: Path) -
     assert call_team(worker.norm_of_compiled_part, tmpfs, 3) == [(1.0, 1.0), (2.0, 1.0), (3.0, 1.0)]
 
 
-def test_leaving_a_collective_ends_it_for_the_others(tmpfs: Path) -> None:
-    assert max(call_team(worker.leave_a_collective, tmpfs, 2)) < 40  # and not the minute that ranks wait for each other
-
-
-def test_ranks_meet_again_once_there_are_threads(tmpfs: Path) -> None:
-    came_to = call_team(worker.loses_the_others_without_a_thread, tmpfs, 2, timeout_s=200)
-    assert came_to == [["lost", "met", "met"]] * 2
-
-
-def test_a_rank_that_cannot_connect_once_holds_nobody_up(tmpfs: Path) -> None:
-    for tries, took, timeout in call_team(worker.connects_at_the_second_try, tmpfs, 2):
-        assert tries == 2
-        assert took < 60  # and not the two minutes that a collective may take
-        assert timeout == 120
-
-
 # ---- peers that die or hang -----------------------------------------------------------------------------------
 
 

@@ -128,6 +128,15 @@ def test_a_damaged_copy_is_found_when_it_is_needed_and_does_not_count_any_more(t
     assert not container_of(tmpfs, 1).list_versions().get(SaveId(1, 20), frozenset()) & {0}, "the damaged copy is gone"
 
 
+def test_what_may_be_stepped_back_to_stays_while_a_newer_version_is_tried(tmpfs: Path) -> None:
+    run(tmpfs, Plan(steps=[10, 20]))
+    damage(tmpfs, 1, 1, 20)
+    for node, step in ((0, 20), (1, 10)):
+        os.truncate(tmpfs / f"node-{node}" / "job" / f"step-{step}_ckpt" / "rank-00001-00000001.manifest", 100)
+    told = run(tmpfs, Plan())
+    assert (all_tell(told, "found"), all_tell(told, "values")) == ((1, 10), [100.0, 101.0])
+
+
 def test_a_part_that_is_damaged_everywhere_makes_all_step_back(tmpfs: Path) -> None:
     run(tmpfs, Plan(steps=[10, 20]))
     for node in (0, 1):

@@ -36,12 +36,16 @@ class _Ranks:
         while not self._ended.wait(0.001):
             replicas.answer()
 
-    def agree(self, step: int, names: dict[int, str], deadline_s: float = _WAIT_S) -> dict[int, Table]:
+    def agree(
+        self, step: int, names: dict[int, str], deadline_s: float = _WAIT_S, share: Any = None
+    ) -> dict[int, Table]:
         """Have some ranks save a step at once, which have items of these names, of one letter each."""
 
         def of(rank: int) -> Table:
             items = [Replica(name, 1) for name in names[rank]]
-            return self.each[rank].agree(SaveId(1, step), names[rank], names[rank], lambda: items, deadline_s)
+            return self.each[rank].agree(
+                SaveId(1, step), names[rank], names[rank], lambda: items, deadline_s, share=share
+            )
 
         with ThreadPoolExecutor(len(names)) as pool:
             return dict(zip(names, pool.map(of, names), strict=True))
@@ -66,6 +70,10 @@ def ranks() -> Any:
 
 
 Make = Callable[[int], _Ranks]
+
+
+def _share(table: Table) -> bytes:
+    return "".join(sorted(table.written)).encode()
 
 
 def _written(tables: dict[int, Table]) -> str:
@@ -130,3 +138,11 @@ def test_rank_0_collects_what_all_write_by_a_table(ranks: Make) -> None:
     several.each[1].publish(name, lambda: b"one")
     several.each[1].publish(name, lambda: pytest.fail("it is published"))
     assert several.each[0].collect(name, _WAIT_S) == [large, b"one"]
+
+
+def test_a_rank_that_has_not_changed_publishes_what_it_writes_by_a_new_table(ranks: Make) -> None:
+    several = ranks(2)
+    several.agree(1, {0: "ab", 1: "ab"}, share=_share)
+    table = several.agree(2, {0: "abc", 1: "ab"}, share=_share)[0]  # rank 1 has copied by the table before
+    shares = several.each[0].collect(table.name, _WAIT_S)
+    assert sorted(b"".join(shares)) == sorted(b"abc")

@@ -23,6 +23,7 @@ from ml_flashpoint.format.errors import (
     LoadError,
     UnsafeContentError,
 )
+from ml_flashpoint.memory.pool import Pool
 from tests.support.loops import Custom, Stored, resumed, save_and, save_and_wait
 from tests.workers import training
 from tests.workers.training import Job
@@ -175,3 +176,26 @@ def test_object_that_raises_when_asked_for_its_state(base: Path) -> None:
         fp.step()
         assert fp.wait()
         assert fp.last_saved == 2
+
+
+def test_a_step_that_was_skipped_can_be_saved_by_name(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    value, take = Stored(1), Pool.take
+    with Flashpoint(tmpfs / "job", strict=True) as fp:
+        fp.track(value=value).resume()
+        fp.step()
+        assert fp.wait()
+        with monkeypatch.context() as patched:
+            patched.setattr(Pool, "take", lambda *_, **__: None)
+            patched.setattr(Pool, "shortage", lambda *_: None)
+            value.value = 2
+            fp.step()
+        assert (fp.steps_done, fp.last_saved, fp.health.skipped) == (2, 1, 1)
+        fp.save()
+        fp.save()  # that version is there now
+        assert fp.wait()
+        assert (fp.last_saved, fp.health.saves, fp.health.failures) == (2, 2, 0)
+    assert Pool.take is take
+    with Flashpoint(tmpfs / "job") as fp:
+        loaded = Stored()
+        assert fp.track(value=loaded).resume() == 2
+        assert loaded.value == 2

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize, prune
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ml_flashpoint import Flashpoint
 from tests.support.played_device import PlayedDevice, lock_slots
@@ -89,10 +87,6 @@ def test_parameters_that_change_places_keep_their_optimizer_state(base: Path) ->
         assert torch.equal(one, other)
         for key, value in optimizer.state[one].items():
             assert torch.equal(value, optimizer_again.state[other][key])
-
-
-def _of_all(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> Any:
-    return register_optimizer_step_pre_hook(hook)
 
 
 def _settle(fp: Flashpoint) -> None:

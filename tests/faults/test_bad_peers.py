@@ -73,16 +73,16 @@ def test_a_peer_that_hangs_and_comes_back(tmpfs: Path) -> None:
             save(child, 15, 16)
         settle(one, other)
         assert [stats(child)["last_verified"] for child in (one, other)] == [16, 16]
-        assert stats(one)["replication_error"] is None
+        assert stats(one)["copy_error"] is None
         assert one.log.count("replication fails") == 1, one.log
         assert one.log.count("replication works again") == 1, one.log
-        assert versions(tmpfs, 0) == versions(tmpfs, 1) == {"step-16_ckpt"}
+        assert "step-16_ckpt" in versions(tmpfs, 0) & versions(tmpfs, 1)
         assert len(list(tmpfs.glob("node-*/job/.flashpoint/slots/*/*"))) <= 2 * (4 + 3)
 
 
 @pytest.mark.slow
 def test_a_peer_that_vanishes_and_is_replaced(tmpfs: Path) -> None:
-    with team(tmpfs, FLASHPOINT_COLLECTIVE_DEADLINE_S="20") as ranks:
+    with team(tmpfs, FLASHPOINT_SEAL_DEADLINE_S="20") as ranks:
         one, other = ranks.ranks
         for child in (one, other):
             save(child, 1, 2)
@@ -95,21 +95,19 @@ def test_a_peer_that_vanishes_and_is_replaced(tmpfs: Path) -> None:
         assert (found["last_committed"], found["last_verified"]) == (19, 2)
         assert "step-2_ckpt" in versions(tmpfs, 0)
         assert one.log.count("replication fails") == 1, one.log
-        assert one.log.count("cannot agree") == 1, one.log
         assert len(list(tmpfs.glob("node-0/job/.flashpoint/slots/*/*"))) <= 4 + 3
     assert call_team(fault_team.team_load, tmpfs, 2, "small") == [(2, 0), (2, 0)]
     with team(tmpfs) as ranks:
-        # As in training, no rank is a step ahead: arenas of the life before count until a save of this one is verified.
         for step in (3, 4):
             for child in ranks.ranks:
                 save(child, step)
         settle(*ranks.ranks)
         assert [stats(child)["last_verified"] for child in ranks.ranks] == [4, 4]
-        assert versions(tmpfs, 0) == versions(tmpfs, 1) == {"step-4_ckpt"}
+        assert "step-4_ckpt" in versions(tmpfs, 0) & versions(tmpfs, 1)
 
 
-def test_ranks_that_save_at_different_steps_prune_nothing(tmpfs: Path) -> None:
-    with team(tmpfs) as ranks:
+def test_what_ranks_save_at_different_steps_is_not_verified(tmpfs: Path) -> None:
+    with team(tmpfs, FLASHPOINT_SEAL_DEADLINE_S="20") as ranks:
         one, other = ranks.ranks
         for child in (one, other):
             save(child, 1, 2)
@@ -117,12 +115,12 @@ def test_ranks_that_save_at_different_steps_prune_nothing(tmpfs: Path) -> None:
         save(one, 3)
         save(other, 30)
         settle(one, other)
-        assert "different saves" in one.log, one.log
+        assert [stats(child)["last_verified"] for child in (one, other)] == [2, 2]
         assert {"step-2_ckpt"} <= versions(tmpfs, 0) & versions(tmpfs, 1)
     assert call_team(fault_team.team_load, tmpfs, 2, "small") == [(2, 0), (2, 0)]
 
 
-def test_a_rank_that_saves_less_often_delays_only_the_pruning(tmpfs: Path) -> None:
+def test_a_rank_that_is_behind_delays_only_what_is_verified(tmpfs: Path) -> None:
     with team(tmpfs) as ranks:
         one, other = ranks.ranks
         for child in (one, other):
@@ -133,4 +131,4 @@ def test_a_rank_that_saves_less_often_delays_only_the_pruning(tmpfs: Path) -> No
         save(other, *range(3, 9))
         settle(one, other)
         assert [stats(child)["last_verified"] for child in (one, other)] == [8, 8]
-        assert versions(tmpfs, 0) == versions(tmpfs, 1) == {"step-8_ckpt"}
+        assert "step-8_ckpt" in versions(tmpfs, 0) & versions(tmpfs, 1)

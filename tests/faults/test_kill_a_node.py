@@ -33,7 +33,7 @@ def test_kill_a_rank(
             step = found[0] if found else 0
             assert least <= step <= most, team[0].failure(f"loaded {found}, not {least} to {most}")
             if gets_on:
-                await_more("verified" if lose_memory else "committed", least, team.ranks, of_all=not lose_memory)
+                await_more("verified", least, team.ranks, of_all=False)
             time.sleep(rng.random() ** 2 * longest_s)
             victim = rng.randrange(2)
             team[victim].kill()
@@ -41,9 +41,8 @@ def test_kill_a_rank(
                 shutil.rmtree(tmpfs / f"node-{victim}")
             time.sleep(rng.choice([0.0, 0.02]))
             team[1 - victim].kill()
-            committed = min(last(child, "committed") for child in team.ranks)
             verified = max(last(child, "verified") for child in team.ranks)
-            least = max(step, verified if lose_memory else committed)
+            least = max(step, verified)
             most = max(most, *(last(child, "begins") for child in team.ranks))
     assert least >= len(iterations(count)) // 2
 
@@ -66,18 +65,17 @@ def test_kill_before_a_change_to_files(tmpfs: Path, rng: random.Random, lose_mem
                 continue  # how many changes there are depends on how the ranks meet
             team[1 - victim].kill()
             verified = max(last(child, "verified") for child in team.ranks)
-            committed = min(last(child, "committed") for child in team.ranks)
             begun = max(last(child, "begins") for child in team.ranks)
         if lose_memory:
             shutil.rmtree(root / f"node-{victim}")
         found = call_team(fault_team.team_load, root, 2, "tiny")
         assert found[0] == found[1], (victim, nth, found)
         step = found[0][0] if found[0] else 0
-        assert (verified if lose_memory else committed) <= step <= begun, (victim, nth, found)
+        assert verified <= step <= begun, (victim, nth, found)
         call_team(fault_team.team_save, root, 2, "tiny", [7, 8], 1)
         assert call_team(fault_team.team_load, root, 2, "tiny") == [(8, 1), (8, 1)]
         for node in (0, 1):
             left = files_of(root / f"node-{node}" / "job")
-            assert {name.split("/")[0] for name in left} == {"step-8_ckpt"}, (victim, nth, left)
-            assert len(left) == 4, (victim, nth, left)
+            assert len([name for name in left if name.startswith("step-8_ckpt/")]) == 4, (victim, nth, left)
+            assert len(list((root / f"node-{node}").glob("job/.flashpoint/slots/*/*"))) <= 4 + 2, (victim, nth)
         shutil.rmtree(root)

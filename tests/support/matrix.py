@@ -4,7 +4,7 @@ Owns the environments in build/matrix, which stay for the next time, and the tab
 cannot be had is skipped, with the reason. What is tested is the wheel, built from this tree, with nothing but torch and
 what the tests themselves need: tests of doors to other packages skip themselves. Needs no more than this Python::
 
-    python -m tests.support.matrix --python 3.12 --torch 2.6 tests/core tests/adapter/pytorch
+    python -m tests.support.matrix --python 3.12 --torch 2.6 tests/engine tests/adapter/pytorch
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from tests.support.played_streams import PlayedStreams
 
 if TYPE_CHECKING:
     import pytest
-    from ml_flashpoint.checkpoint_object_manager.rank_store import RankStore
 
     from ml_flashpoint.memory.pool import Pool
 
@@ -80,15 +79,6 @@ class PlayedDevice(PlayedStreams):
 
 def _local(tensor: Any) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # type: ignore[no-any-return]
-
-
-def lock_arenas(store: RankStore | None) -> None:
-    """Leave time to lock all arenas."""
-    assert store is not None
-    for arena in (*store.arenas._free, *store.arenas._in_use):
-        arena.lock_in_background()
-        if arena._prefault is not None:
-            arena._prefault.join()
 
 
 def lock_slots(pool: Pool) -> None:

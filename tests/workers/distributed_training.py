@@ -19,11 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ml_flashpoint import Flashpoint
-from ml_flashpoint.format.errors import FlashpointError, TopologyError
-from ml_flashpoint.ranks import lasting_group
-from ml_flashpoint.ranks.lasting_group import LastingGroup
-from tests.support.descriptors import NoDescriptors
-from tests.support.injector import Fault, Injector
+from ml_flashpoint.format.errors import FlashpointError
 from tests.workers import training
 from tests.workers.training import Job
 
@@ -217,78 +213,6 @@ def terminate_in_the_first_save(report: Report, rank: int, grace_s: float) -> No
         threading.Timer(1.0, terminate).start()
         fp.step()
     signal.pause()
-
-
-def _together(name: str) -> LastingGroup:
-    """A group that all ranks have: one that is left while another rank still connects is built anew there, and what
-    that rank calls first is what this one calls second."""
-    lasting = LastingGroup(name, deadline_s=60)
-    lasting.run("beginning", lambda group: dist.barrier(group=group))
-    return lasting
-
-
-def leave_a_collective(report: Report, rank: int) -> float:
-    """Rank 1 leaves a collective that rank 0 is in; the seconds until that of this rank has ended."""
-
-    def meet(group: dist.ProcessGroup | None) -> None:
-        if rank == 1:
-            raise RuntimeError("left")
-        dist.barrier(group=group)
-
-    lasting = _together("left")
-    began = time.monotonic()
-    try:
-        lasting.run("meeting", meet)
-    except TopologyError as error:
-        took = time.monotonic() - began
-        kept = error
-        dist.barrier()  # rank 1 lives and has what failed until rank 0 has noticed
-        lasting.close()
-        del kept
-    return took
-
-
-def loses_the_others_without_a_thread(report: Report, rank: int) -> list[str]:
-    """Rank 1 leaves a collective and finds no thread to come back with. What each call on a rank came to."""
-    lasting_group._LATE_S = 60.0  # whoever noticed the end no earlier than that would take as long
-    lasting, came_to = _together("lost"), []
-    for turn in range(3):
-
-        def meet(group: dist.ProcessGroup, turn: int = turn) -> None:
-            if rank == 1 and turn == 0:
-                raise RuntimeError("left")
-            dist.barrier(group=group)
-
-        faults = [Fault(rank=1, step=0, point="thread", action="no-thread")] if turn == 0 else []
-        with Injector(rank, faults):
-            try:
-                lasting.run("meeting", meet)
-                came_to.append("met")
-            except TopologyError:
-                came_to.append("lost")
-    lasting.close()
-    return came_to
-
-
-def connects_at_the_second_try(report: Report, rank: int) -> tuple[int, float, float]:
-    """Rank 1 has no descriptors left while it connects, once. Its tries, the seconds it took, the group's time-out."""
-    built, tries = LastingGroup._built, []
-
-    def starved(lasting: LastingGroup) -> dist.ProcessGroup:
-        tries.append(lasting)
-        if rank == 0 or len(tries) > 1:
-            return built(lasting)
-        with NoDescriptors():
-            return built(lasting)
-
-    LastingGroup._built = starved  # type: ignore[method-assign]
-    lasting_group._CONNECT_S, began = 1.0, time.monotonic()
-    lasting = LastingGroup("starved", deadline_s=120)
-    took, timeouts = time.monotonic() - began, []
-    lasting.run("meeting", lambda group: timeouts.append(group._get_backend(torch.device("cpu")).options._timeout))
-    lasting.run("meeting", lambda group: dist.barrier(group=group))
-    lasting.close()
-    return len(tries), took, timeouts[0].total_seconds()
 
 
 def norm_of_compiled_part(report: Report, rank: int) -> tuple[float, float]:

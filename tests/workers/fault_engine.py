@@ -205,14 +205,6 @@ def load(report: Report, base: str, size: str) -> tuple[int, int] | None:
     return found
 
 
-def try_load(report: Report, base: str, size: str) -> tuple[int, int] | str | None:
-    """Load and check the latest version, or say which error there was."""
-    try:
-        return load(report, base, size)
-    except FlashpointError as error:
-        return f"{type(error).__name__}: {error}"
-
-
 def digests(data: bytes, block_size: int) -> tuple[str, ...]:
     """The digests that an object of these bytes must have."""
     return tuple(digest_block(data[at : at + block_size]) for at in range(0, len(data), block_size))

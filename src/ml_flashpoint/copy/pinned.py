@@ -131,11 +131,6 @@ def note_device(device: int) -> None:
     _process.device = device
 
 
-def works_on_devices() -> bool:
-    """Return whether this process has copied from a device, or to one."""
-    return _process.device is not None
-
-
 def is_locked(address: int, nbytes: int) -> bool:
     """Return whether this process has locked all of this memory, which lies within one slice."""
     ranges = _process.locked.get(address // SLICE)

@@ -515,7 +515,7 @@ class _Search:
         """Raise if a version was lost, or the wanted one is not there."""
         recovery, ranks = self._recovery, self._ranks
         if self._wanted is not None:
-            there = ", ".join(str(each.save.step) for each in self._complete)
+            there = ", ".join(dict.fromkeys(str(each.save.step) for each in self._complete))
             text = f"no version of step {self._wanted} is held by this job; there are {there or 'none'}"
             if self._why:
                 text = f"the version of step {self._wanted} cannot be loaded: {'; '.join(self._why.values())}"
@@ -584,7 +584,7 @@ class _Search:
     def _fetch(self, version: CompleteVersion, fetch: Fetch) -> None:
         recovery, save, rank = self._recovery, version.save, fetch.rank
         nodes = sorted(version.holders[rank], key=lambda node: node != fetch.source)
-        retained = {save, *(self._retained or recovery.lasting(self._complete, save))}
+        retained = self._retained_beside(save)
         until = self._until if rank == self._ranks.rank else 0.0
         failures: list[tuple[str, FlashpointError]] = []
         began = time.monotonic()
@@ -599,6 +599,13 @@ class _Search:
         recovery.checked.add((save, rank))
         seconds = time.monotonic() - began
         self._tell(events.PartFetched, save, part_rank=rank, bytes=manifest.total_size, seconds=seconds)
+
+    def _retained_beside(self, save: SaveId) -> set[SaveId]:
+        """Return the saves whose slots are not taken while a version is tried: those that the run is going to list, and
+        as many others to step back to as there are slots for."""
+        listed = set(self._retained or self._recovery.lasting(self._complete, save))
+        older = [each.save for each in self._complete if each.save < save and each.save not in listed]
+        return {save, *listed, *older[: max(self._recovery.keep.versions - len(listed), 0)]}
 
     def _restore_sidecars(self, found: Found) -> None:
         """Write the files that belong beside the parts of this node."""

@@ -80,6 +80,7 @@ class Saves:
         self._share: Share | None = None  # of the offer, by the table
         self._metadata: tuple[str, bytes] = ("", b"")  # of the table that was merged last; on the executor
         self._last: Save | None = None
+        self._attempted = -1  # step of the latest call, the same on all ranks
         self._open: list[Save] = []
         self._beginning = False
         self._lock = threading.Lock()
@@ -115,13 +116,14 @@ class Saves:
         events.emit(events.LoopHeld, self._ranks, self._checkpointer.base, step, seconds=self.blocked_s)
 
     def _save(self, step: int, began: float, *, explicit: bool) -> None:
-        checkpointer, name = self._checkpointer, SaveId(self._checkpointer.run, step)
-        if self._last is not None and self._last.id == name:  # a step is saved once in a run
-            if _has_failed(self._last):
-                text = "the save of this step was skipped, or failed, and a step is saved once"
-                hint = "save the next step"
-                self._fail(step, SaveError(text, step=step, rank=self._ranks.rank, hint=hint))
+        try:
+            if step == self._attempted and self._is_there(step):
+                return
+        except FlashpointError as lost:  # ranks lost each other
+            self._fail(step, lost)
             return
+        self._attempted = step
+        checkpointer, name = self._checkpointer, SaveId(self._checkpointer.run, step)
         tree: Tree | None = None
         error: Exception | None = None
         try:
@@ -146,6 +148,18 @@ class Saves:
         except BaseException:  # the program is being interrupted
             checkpointer.fail(save, _InterruptedError("interrupted", step=step, rank=self._ranks.rank))
             raise
+
+    def _is_there(self, step: int) -> bool:
+        """Return True if the save of a step that was attempted before has not failed on any rank. Collective.
+
+        A step is saved once in a run. Where it was skipped, or failed, on some rank, a new run begins.
+        """
+        last, checkpointer = self._last, self._checkpointer
+        if self._ranks.all_ok(last is not None and last.id == SaveId(checkpointer.run, step) and not _has_failed(last)):
+            return True
+        checkpointer.latest()
+        self._last = None
+        return False
 
     def _look(self, save: SaveId) -> Tree:
         """Flatten the state. Afterwards there is a share of it, which this rank writes."""
@@ -232,7 +246,7 @@ class Saves:
 
     def begin_run(self) -> None:
         """Note that another run has begun, whose saves follow."""
-        self._last, self._open, self.last_saved = None, [], None
+        self._last, self._open, self.last_saved, self._attempted = None, [], None, -1
 
     def take_failure(self) -> FlashpointError | None:
         """Return the latest failure, once."""

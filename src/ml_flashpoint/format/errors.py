@@ -141,19 +141,6 @@ class SaveError(FlashpointError):
     """A save failed; earlier versions are untouched."""
 
 
-class DivergedError(SaveError):
-    """Ranks are at different saves, so none of these can become a version.
-
-    Args:
-        message: see `FlashpointError`, as for what is in `context`.
-        highest_step: highest step that a rank was to save.
-    """
-
-    def __init__(self, message: str, *, highest_step: int | None = None, **context: Unpack[_Context]) -> None:
-        super().__init__(message, **context)
-        self.highest_step = highest_step
-
-
 class NotStagedError(SaveError):
     """A save was asked to write state that was not staged for it."""
 

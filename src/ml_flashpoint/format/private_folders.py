@@ -144,25 +144,6 @@ def open_folder(folder: Path) -> int:
     return descriptor
 
 
-def sweep_folder(folder: Path, keeps: Callable[[str], bool]) -> None:
-    """Delete the files of a folder of this user, but for those whose names are kept. Folders in it stay.
-
-    By the descriptor of the folder: whoever exchanges that for another meanwhile has nothing deleted there.
-
-    Raises:
-        UnsafePathError: see :func:`open_folder`.
-        OSError: a file cannot be deleted.
-    """
-    descriptor = open_folder(folder)
-    try:
-        for name in os.listdir(descriptor):
-            if not keeps(name):
-                with contextlib.suppress(FileNotFoundError, IsADirectoryError):
-                    os.unlink(name, dir_fd=descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def check_owner(descriptor: int, path: Path) -> None:
     """Check whose an open file is.
 

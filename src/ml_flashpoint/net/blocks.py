@@ -56,11 +56,6 @@ class BlockChecker:
         self._view.release()
 
     @property
-    def right_blocks(self) -> int:
-        """Number of blocks that have arrived and are right."""
-        return self._right.count(1)
-
-    @property
     def failed(self) -> bool:
         """True if a block was found wrong since the last `finish`."""
         return self._failure is not None

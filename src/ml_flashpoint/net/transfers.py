@@ -33,6 +33,7 @@ TRANSFERS: Final = Dialect(
         error.__name__: error
         for error in (
             errors.CapacityError,
+            errors.DamagedError,
             errors.DeadlineError,
             errors.DigestMismatchError,
             errors.JobInUseError,

@@ -1,9 +1,7 @@
 """The ranks of a job: who they are, on which nodes, and the few things they agree on.
 
-Owns a gloo group of its own for what ranks agree on in the foreground, and one for the background of each saver, so
-that none can interleave with the user's collectives or with each other (`lasting_group` builds them anew when they
-break), the map of ranks to nodes, the run id and the job's secret. Everything sent is bytes or integers: nothing is
-pickled. Without a process group it is a group of one.
+Owns collectives that cannot interleave with the user's, the map of ranks to nodes, and the job's secret. Everything
+sent is bytes or integers: nothing is pickled. Without a process group it is a group of one.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,8 +24,7 @@ import torch.distributed as dist
 from ml_flashpoint.format.checkpoint_id_types import validate_segment
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, JobInUseError, TopologyError
 from ml_flashpoint.format.knobs import NODE_ID_VARIABLE, collective_deadline_s
-from ml_flashpoint.ranks.lasting_group import LastingGroup
-from ml_flashpoint.ranks.roll_call import Late
+from ml_flashpoint.ranks.collectives import Collectives
 from ml_flashpoint.ranks.strategies import Topology
 
 _T = TypeVar("_T")
@@ -66,18 +62,6 @@ def boot_id() -> str:
         return ""
 
 
-def new_run_id(not_before: str | None = None) -> str:
-    """A run id that sorts after those of earlier runs: milliseconds since the epoch, then random digits.
-
-    Args:
-        not_before: a save id or run id that the new one must sort after, even if a clock was set back.
-    """
-    now = time.time_ns() // 1_000_000
-    if not_before is not None and not_before[:13].isdigit():
-        now = max(now, int(not_before[:13]) + 1)
-    return f"{now:013d}-{secrets.token_hex(4)}"
-
-
 class RankGroup:
     """The ranks of the default process group. Construct through :func:`rank_group`. All methods but the
     attributes are collective, and must be called in the same order on all ranks.
@@ -86,39 +70,25 @@ class RankGroup:
         rank, world_size: of this process in the job.
         node: this process's node id.
         topology: nodes of all ranks.
-        run_id: common to all ranks, later runs sort after earlier ones.
         job: common to all ranks, and to all groups whose rank 0 is the same process.
         secret: 32 bytes known to this job's ranks only.
     """
 
     def __init__(self) -> None:
         self.node = local_node_id()
-        self._made = 0
-        deadline = timedelta(seconds=collective_deadline_s())
+        self.rank, self.world_size = 0, 1
         if default_group() is not None:
-            self.rank = dist.get_rank()
-            self.world_size = dist.get_world_size()
-        else:
-            self.rank, self.world_size = 0, 1
+            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.distributed = self.world_size > 1
-        self._foreground: LastingGroup | None = None
-        self._first: dist.ProcessGroup | None = None
-        self._last: dict[str, torch.Tensor] = {}
+        self._collectives: Collectives | None = None
         if self.distributed:
             atexit.unregister(_let_gloo_finish)  # once is enough for all groups
             atexit.register(_let_gloo_finish)
-            self._first = dist.new_group(backend="gloo", timeout=deadline)
+            self._collectives = Collectives(collective_deadline_s())
         nodes = [blob.decode() for blob in self.gather(self.node.encode())]
         self.topology = Topology(tuple(nodes))
-        self.run_id = self.broadcast(new_run_id().encode()).decode()
         self.job = self.broadcast(_own_job.encode()).decode()
         self.secret = self.broadcast(secrets.token_bytes(SECRET_BYTES))
-        # Named after the run: the store may be that of an earlier process group, too.
-        self._name = self.run_id
-        if self.distributed:
-            self._foreground = LastingGroup(
-                f"{self._name}/foreground", deadline_s=collective_deadline_s(), first=self._first
-            )
 
     @property
     def is_node_leader(self) -> bool:
@@ -127,11 +97,11 @@ class RankGroup:
 
     def gather(self, blob: bytes) -> list[bytes]:
         """Every rank's bytes, in rank order, by two collectives. Ranks that have nothing (``b""``) cost nothing."""
-        if not self.distributed:
+        if self._collectives is None:
             return [blob]
         sizes = torch.zeros(self.world_size, dtype=torch.int64, device="cpu")
         sizes[self.rank] = len(blob)
-        self._run("gather", lambda group: dist.all_reduce(sizes, group=group), sizes)
+        self._collectives.reduce("gather", sizes, dist.ReduceOp.SUM)
         ends = list(itertools.accumulate(self._checked(size, rank) for rank, size in enumerate(sizes.tolist())))
         begins = [0, *ends[:-1]]
         # Each rank fills its own range of one buffer. Other than by an all-gather, no range is padded to the longest.
@@ -139,23 +109,20 @@ class RankGroup:
         if blob:
             data[begins[self.rank] : ends[self.rank]] = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
         if ends[-1]:
-            self._run("gather", lambda group: dist.all_reduce(data, group=group), data)
+            self._collectives.reduce("gather", data, dist.ReduceOp.SUM)
         together = data.numpy().tobytes()
         return [together[begin:end] for begin, end in zip(begins, ends, strict=True)]
 
     def broadcast(self, blob: bytes, source: int = 0) -> bytes:
         """The bytes of rank ``source``, on every rank; what other ranks pass does not matter."""
-        if not self.distributed:
+        if self._collectives is None:
             return blob
         size = torch.tensor([len(blob)], dtype=torch.int64, device="cpu")
-        self._run("broadcast", lambda group: dist.broadcast(size, src=source, group=group), size)
-        return self._send(blob if source == self.rank else None, source, int(size.item()))
-
-    def _send(self, blob: bytes | None, source: int, size: int) -> bytes:
-        if self._checked(size, source) == 0:
+        self._collectives.broadcast("broadcast", size, source)
+        if self._checked(int(size.item()), source) == 0:
             return b""
-        data = torch.frombuffer(bytearray(blob or size), dtype=torch.uint8)
-        self._run("broadcast", lambda group: dist.broadcast(data, src=source, group=group), data)
+        data = torch.frombuffer(bytearray(blob if source == self.rank else int(size.item())), dtype=torch.uint8)
+        self._collectives.broadcast("broadcast", data, source)
         return data.numpy().tobytes()
 
     @staticmethod
@@ -232,100 +199,13 @@ class RankGroup:
                         " use one base container",
                     )
 
-    def minimum(self, values: tuple[int, ...], what: str = "agreement", *, late: Late | None = None) -> tuple[int, ...]:
-        """Elementwise minimum over all ranks. ``late``: see `LastingGroup.run`."""
-        if not self.distributed:
+    def minimum(self, values: tuple[int, ...], what: str = "agreement") -> tuple[int, ...]:
+        """Return the elementwise minimum over all ranks."""
+        if self._collectives is None:
             return values
         data = torch.tensor(values, dtype=torch.int64, device="cpu")
-        self._run(what, lambda group: dist.all_reduce(data, op=dist.ReduceOp.MIN, group=group), data, late)
+        self._collectives.reduce(what, data, dist.ReduceOp.MIN)
         return tuple(data.tolist())
-
-    def new_number(self) -> int:
-        """A number that rises and is the same on all ranks, also if some have failed to make what they took one for."""
-        self._made = -self.minimum((-self._made,), "numbering")[0] + 1
-        return self._made
-
-    def new_lasting_group(self, purpose: str, *, deadline_s: float, calls: str) -> LastingGroup:
-        """Another group of all ranks, of the default process group that there must be; see `LastingGroup`."""
-        return LastingGroup(f"{self._name}/{purpose}-{self.new_number()}", deadline_s=deadline_s, calls=calls)
-
-    def renew_run(self, newest_save_id: str | None) -> None:
-        """Collective: make sure that this run's save ids sort after ``newest_save_id`` found in the job."""
-        newest = max((blob.decode() for blob in self.gather((newest_save_id or "").encode())), default="")
-        if newest > self.run_id and not newest.startswith(self.run_id):
-            self.run_id = self.broadcast(new_run_id(newest).encode()).decode()
-
-    def begin_run(self, newest_save_id: str = "") -> str:
-        """Collective: have saves from here on sort after all of this run, and after this one. Returns the new run id,
-        which all their ids begin with."""
-        self.run_id = self.broadcast(new_run_id(max(self.run_id, newest_save_id)).encode()).decode()
-        return self.run_id
-
-    def _run(
-        self,
-        what: str,
-        collective: Callable[[dist.ProcessGroup | None], object],
-        data: torch.Tensor,
-        late: Late | None = None,
-    ) -> None:
-        # Gloo's threads let go of a tensor some time after the collective has ended. Were that the last reference,
-        # they would need the interpreter to free it, and abort the process if that happens to be exiting.
-        self._last[what] = data
-        if self._foreground is not None:
-            self._foreground.run(f"the {what} of the job's ranks", collective, late=late)
-            return
-        try:
-            collective(self._first)
-        except RuntimeError as error:
-            raise FlashpointError(
-                f"the {what} of the job's ranks failed: {error}",
-                rank=self.rank,
-                node=self.node,
-                hint="a rank died or hung; its own log says why",
-            ) from error
-
-
-class Agreement:
-    """What the ranks agree on in the background of one saver: one small all-reduce a save. Collective to construct.
-
-    Args:
-        ranks: who agrees.
-
-    Attributes:
-        was_asked: whether this rank's values may have reached others in the last call, be it in vain.
-    """
-
-    def __init__(self, ranks: RankGroup) -> None:
-        self.was_asked = False
-        self._group: LastingGroup | None = None
-        if ranks.distributed:
-            deadline_s = collective_deadline_s()
-            self._group = ranks.new_lasting_group("saver", deadline_s=deadline_s, calls="to save at the same steps")
-        self._last: torch.Tensor | None = None
-
-    def minimum(self, values: tuple[int, ...]) -> tuple[int, ...]:
-        """Elementwise minimum over all ranks. Collective.
-
-        Raises:
-            FlashpointError: a rank did not take part in time. The next call is tried as usual.
-        """
-        if self._group is None:
-            return values
-        self.was_asked = False
-        data = torch.tensor(values, dtype=torch.int64, device="cpu")
-        self._last = data  # kept for the same reason as in `RankGroup`
-
-        def ask(group: dist.ProcessGroup) -> None:
-            self.was_asked = True
-            dist.all_reduce(data, op=dist.ReduceOp.MIN, group=group)
-
-        self._group.run("the agreement of the job's ranks on a save", ask)
-        return tuple(data.tolist())
-
-    def close(self) -> None:
-        """Destroy the group."""
-        if self._group is not None:
-            self._group.close()
 
 
 def _let_gloo_finish() -> None:
@@ -373,12 +253,6 @@ def default_group() -> dist.ProcessGroup | None:
             hint="start it by spawn or forkserver, or before init_process_group",
         )
     return world
-
-
-def job_of_this_process() -> str:
-    """The job that this process is a rank of, as far as it knows; else it is one by itself. Not collective."""
-    current = _current
-    return _own_job if current is None else current[1].job
 
 
 def rank_group() -> RankGroup:

@@ -1,7 +1,7 @@
 """Which ranks hold copies of which ranks' parts.
 
 Owns the placement of copies as pure functions of the topology, so that every rank computes the same answer
-without talking to another. Moving the bytes belongs to the replication manager and the transfer service, and
+without talking to another. Moving the bytes belongs to `ml_flashpoint.engine.copying`, and
 finding out what survived belongs to `ml_flashpoint.ranks.recovery`. Nothing here imports torch.
 
 A *node* is a failure domain: when it is lost, all parts and copies on it are lost. A part survives the loss

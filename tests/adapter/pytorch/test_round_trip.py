@@ -22,13 +22,6 @@ from tests.support.tensors import OVERLAPPING, PLANNED_DTYPES, assert_same, blan
 both_modes = pytest.mark.parametrize("mode", ["sync", "thread"])
 
 
-def _snapshot(state: Any) -> Any:
-    """A state that does not change with the one given."""
-    if isinstance(state, torch.Tensor):
-        return tensor_of(state.dtype, state.shape).copy_(state) if state.dtype.is_complex else state.detach().clone()
-    return state
-
-
 def _round_trip(door: Door, mode: str, state: dict[str, Any], **options: Any) -> None:
     """Three saves, so that what was kept of the first one is used and used again."""
     for step in (1, 2, 3):

@@ -231,6 +231,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         self._stager_thread = threading.get_ident()
         self._overlap.before_update()
         self._await_previous()
+        self.give_up()  # a save of this thread that has failed on another rank has a slot
 
         def state_of(staged: Staged) -> dict[str, Any]:
             leaves, needed = TensorLeaves({}), list[int]()

@@ -132,6 +132,12 @@ class ReplicationManager:
         rank_group()
         self._initialized = True
 
+    def close(self) -> None:
+        """Refuse to be used for another base container. Copies end with the one that is open. Safe to call twice."""
+        self._initialized = False
+
+    shutdown = close
+
     @property
     def checked(self) -> ReplicationStrategy | None:
         """Return the strategy; None for the default. Raises `ReplicationError` before `initialize`."""

@@ -119,8 +119,8 @@ class Saves:
         try:
             if step == self._attempted and self._is_there(step):
                 return
-        except FlashpointError as error:  # ranks lost each other
-            self._fail(step, error)
+        except FlashpointError as lost:  # ranks lost each other
+            self._fail(step, lost)
             return
         self._attempted = step
         checkpointer, name = self._checkpointer, SaveId(self._checkpointer.run, step)

@@ -35,7 +35,7 @@ def collective_deadline_s() -> float:
 
 
 def late_s() -> float:
-    """Seconds that a rank waits for the others before it says which ones have not come."""
+    """Seconds that rank 0 waits for the answers to a round before it names the ranks that are missing."""
     return _number("FLASHPOINT_LATE_S", 10.0)
 
 

@@ -121,7 +121,10 @@ class MemoryStorageReader(StorageReader):
                 self._unread = None
             elif self._unread is not None:
                 raise self._unread
-            return self._read_metadata(rank)
+            try:
+                return self._read_metadata(rank)
+            finally:
+                self._release()  # where planning fails, DCP says nothing, and a slot that is read is used for no save
         except _OtherScopeError:
             raise
         except Exception as error:

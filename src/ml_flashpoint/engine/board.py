@@ -195,7 +195,8 @@ class Board:
                 for rank in range(self._ranks):
                     store.reserve(f"answer/{rank}")
                 store.set("verdict", json.dumps(self._member.verdict.to_fields()))
-                store.delete_key(f"count/{self._member.verdict.number}")  # answers that it counted are found when late
+                if self._error is not None:  # answers that were counted are found when late
+                    store.delete_key(f"count/{self._member.verdict.number}")
             self._store, self._published = store, None
         self._also(self._store, self._newest_call)
         answered = self._answer(self._store)

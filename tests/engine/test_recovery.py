@@ -227,10 +227,12 @@ def test_another_number_of_ranks_reads_all_parts_from_where_they_are(tmpfs: Path
 
 @pytest.mark.parametrize("full", [False, True])
 def test_another_number_of_ranks_retains_the_newest_version_with_all_copies_where_there_is_room(
-    tmpfs: Path, full: bool
+    small_tmpfs: Path, full: bool
 ) -> None:
-    run(tmpfs, Plan(steps=[10, 20], uncopied=[20]), [0, 0, 1, 1])
-    told = run(tmpfs, Plan(fill_up=full))
+    run(small_tmpfs, Plan(steps=[10, 20], uncopied=[20]), [0, 0, 1, 1])
+    if full:
+        (small_tmpfs / "others").write_bytes(bytes(shutil.disk_usage(small_tmpfs).free - 200_000))
+    told = run(small_tmpfs, Plan())
     assert all_tell(told, "found") == (1, 20)
     assert all_tell(told, "verified") == ((SaveId(1, 20),) if full else (SaveId(1, 10), SaveId(1, 20)))
     assert all_tell(told, "recovered") is None, "no round can be about another number's parts"

@@ -543,7 +543,7 @@ class Checkpointer:
         if self._pid != os.getpid():
             raise self._forked()
         before = self._pool.saves
-        while (slot := self._pool.take(size, self._request(save))) is None:
+        while (slot := self._pool.take(size, partial(self._request, save))) is None:
             if (shortage := self._pool.shortage(size)) is not None:
                 raise shortage
             if save.committed.done():

@@ -16,7 +16,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
@@ -222,14 +222,15 @@ class Pool:
 
     # ---- taking --------------------------------------------------------------------------------------------
 
-    def take(self, size: int, request: SlotRequest, *, exact: bool = False) -> Slot | None:
+    def take(self, size: int, terms: SlotRequest | Callable[[], SlotRequest], *, exact: bool = False) -> Slot | None:
         """Return a slot to write, in `State.WRITING`, or None if there is none now. End it by `commit` or `free`.
 
         Slow only where a slot is made: the first times, unless `prepare` was faster, and where saves have grown.
 
         Args:
             size: bytes of the object.
-            request: the terms.
+            terms: the terms; or returns them. Then it is called at each choice, under this pool's lock: a part that was
+                copied until then is retained, and one that is yet to be copied has no slot to copy from.
             exact: the slot has just this size: for a copy, or a part that recovery fetches.
 
         Raises:
@@ -239,6 +240,7 @@ class Pool:
         can_make = True
         while True:
             with self._lock:
+                request = terms() if callable(terms) else terms
                 wanted = self._wanted(size, exact=exact)
                 chosen = self._choose(request, wanted, unfit, can_make=can_make)
                 if chosen is None and self._making:  # another thread makes one, which takes as long as to make one here

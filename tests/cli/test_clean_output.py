@@ -59,7 +59,7 @@ def base(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in NAMES:
         Path(os.fsdecode(os.fsencode(base) + b"/" + os.fsencode(name))).write_text(name, "utf-8", "surrogateescape")
     step_1 = next(base.glob("step-1_ckpt"))
-    for manifest in step_1.glob("*.json"):
+    for manifest in step_1.glob("*.manifest"):
         manifest.write_text(EVIL)
     for name in NAMES:
         (step_1 / name).write_text(EVIL)
@@ -105,7 +105,8 @@ def test_no_escape_gets_out(base: Path, monkeypatch: pytest.MonkeyPatch, termina
                 assert part not in text, (command, arguments, text)
             text.encode()
             shown[command] = shown.get(command, "") + text
-    assert {"ls", "status", "verify", "copy", "persist", "rm"} <= {name for name in shown if escaped in shown[name]}
+    assert {"ls", "verify", "copy", "persist", "rm"} <= {name for name in shown if escaped in shown[name]}
+    assert escaped in shown["status"] or json.dumps(EVIL) in shown["status"]
     assert r"\udc9b" in shown["rm"]
 
 

@@ -164,6 +164,6 @@ def test_a_status_that_cannot_be_written_stops_nothing(
             assert flush()
         assert [record.levelname for record in caplog.records if "status of rank 0" in record.message] == ["WARNING"]
         fp.step()
-    told = read_status(tmpfs / "job" / ".flashpoint" / "rank-00000" / "status.json")
+    told = read_status(tmpfs / "job" / ".flashpoint" / "status" / "0")
     assert told is not None
     assert (told.verified, told.saves, told.failures) == (4, 4, 0)

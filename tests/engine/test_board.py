@@ -257,6 +257,10 @@ def test_the_ranks_that_nothing_is_heard_of_are_named(
     assert kind is events.RanksMissing
     assert (first["step"], first["ranks"]) == (10, (1,))
     assert second["seconds"] > first["seconds"]
+    assert "nothing was heard of rank 1" in (job.boards[0].error or "")
+    job.save(10, ranks=[1])
+    job.await_verified(10)
+    assert job.boards[0].error is None
 
 
 def test_the_thread_calls_what_else_is_to_be_done_also_without_a_store(begin: Callable[..., _Job]) -> None:

@@ -80,7 +80,7 @@ def _leaves(value: Any) -> list[torch.Tensor]:
 
 @case
 def a_structure_that_changes_on_one_rank(door: Door, other: TorchDist) -> None:
-    """The save at which it changes fails on all ranks. Each later one has what is new."""
+    """The save at which it changes fails on all ranks, or on none if they hear of it in time. Later ones have it."""
     layout = some_layout()
     failed = []
     logging.disable(logging.CRITICAL)
@@ -99,7 +99,7 @@ def a_structure_that_changes_on_one_rank(door: Door, other: TorchDist) -> None:
             wanted["more"] = torch.full((5,), float(step))
         assert_same_state(door.load_megatron(template, step, validate_access_integrity=False), wanted)
     logging.disable(logging.NOTSET)
-    assert failed == [4]
+    assert failed in ([], [4])
 
 
 @case

@@ -86,6 +86,7 @@ class Board:
         self._has_news = False
         self._closed = False
         self._error: str | None = None
+        self._missing: str | None = None
         self._thread = threading.Thread(target=self._run, name="flashpoint-board", daemon=True)
 
     def start(self) -> None:
@@ -108,8 +109,9 @@ class Board:
 
     @property
     def error(self) -> str | None:
-        """The reason why nothing new can be verified now; None while the board works."""
-        return self._error
+        """The reason why nothing new can be verified now: the store fails, or, on rank 0, ranks are silent. None while
+        saves are verified, or ranks are awaited for less than ``FLASHPOINT_LATE_S``."""
+        return self._error or self._missing
 
     def call(self, save: SaveId, *, explicit: bool = False, table: str = "") -> SlotRequest:
         """Record that the program saves, and return the terms on which the save may take a slot. See `Member.call`."""
@@ -267,6 +269,8 @@ class Board:
             return False
         store.set("verdict", json.dumps(verdict.to_fields()))
         store.delete_key(f"count/{number - 1}")
+        if verdict.total > self._member.verdict.total:
+            self._missing = None
         self._decided, self._late_s = now, late_s()
         return self._adopt(verdict)
 
@@ -277,7 +281,8 @@ class Board:
         if missing:
             step = None if save is None else save.step
             named = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-            _log.warning("step %s is not verified: for %.0f s, nothing was heard of rank %s", step, seconds, named)
+            self._missing = f"step {step} is not verified: for {seconds:.0f} s, nothing was heard of rank {named}"
+            _log.warning("%s", self._missing)
             self._emit(events.RanksMissing, step=step, ranks=tuple(missing), seconds=seconds)
 
     def _adopt(self, verdict: Verdict) -> bool:

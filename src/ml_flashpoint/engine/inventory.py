@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from dataclasses import dataclass
 from typing import Any
 
-from ml_flashpoint.format.errors import FlashpointError, LoadError, ObjectNotFoundError, ProtocolError
+from ml_flashpoint.format.errors import DamagedError, FlashpointError, LoadError, ObjectNotFoundError, ProtocolError
 from ml_flashpoint.format.failure_kinds import as_ours, is_transient, pauses, retrying, text_of
-from ml_flashpoint.format.manifest import Manifest
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.container import BaseContainer
 from ml_flashpoint.memory.lineage import RunRecord, read_records
@@ -135,15 +135,21 @@ def _read_parts(container: BaseContainer) -> tuple[list[PartRecord], list[Unread
     for save, ranks in listed.items():
         for rank in sorted(ranks):
             try:
-                parts.append(_record_of(save, container.read_manifest(save, rank)))
-            except ObjectNotFoundError:
+                parts.append(_record_of(container, save, rank))
+            except (ObjectNotFoundError, FileNotFoundError):
                 continue  # removed meanwhile
             except (FlashpointError, OSError) as error:
                 unread.append(_unread(save.version, as_ours(error)))
     return parts, unread
 
 
-def _record_of(save: SaveId, manifest: Manifest) -> PartRecord:
+def _record_of(container: BaseContainer, save: SaveId, rank: int) -> PartRecord:
+    """Return a part whose object has the size in its manifest. Who needs the content checks the content."""
+    manifest = container.read_manifest(save, rank)
+    record = manifest.objects[0]
+    path = container.base / save.version / record.name
+    if os.stat(path).st_size != record.file_size:
+        raise DamagedError(f"the object does not have {record.file_size} bytes", step=save.step, rank=rank, path=path)
     table = manifest.labels.get(TABLE_LABEL, "")
     return PartRecord(save, manifest.rank, manifest.world_size, manifest.total_size, table)
 

@@ -486,6 +486,7 @@ class _Search:
             has_all = self._vote(candidate, self._take(candidate))
             self._fetch_s += time.monotonic() - planned
             if has_all:
+                self._restore_kept(candidate)
                 times = {"detect_s": self._detect_s, "plan_s": self._plan_s, "fetch_s": self._fetch_s}
                 counts = {"fetched_bytes": self._fetched, "tries": self._tries}
                 self._tell(events.VersionRecovered, candidate.save, **times, **counts)
@@ -597,6 +598,21 @@ class _Search:
                 except Exception as error:  # good to have, and no reason to lose this recovery, or to wait
                     _log.warning("cannot restore the copy of rank %d: %s", fetch.rank, error)
 
+    def _restore_kept(self, found: Found) -> None:
+        """Fetch what this rank lacks of the other versions that stay, as far as there is room."""
+        recovery, ranks = self._recovery, self._ranks
+        alike = [each for each in self._complete if each.save <= found.save and each.world_size == ranks.world_size]
+        line = set(kept(sorted(each.save for each in alike), recovery.keep)) | {found.save}
+        for version in alike:
+            if version.save not in line or version.save == found.save:
+                continue
+            for fetch in plan_fetches(version, ranks.topology, recovery.strategy):
+                if fetch.target == ranks.rank and fetch.rank in recovery.pools:
+                    try:
+                        self._fetch(version, fetch, retained=line)
+                    except Exception as error:
+                        _log.warning("cannot restore the part of rank %d in %s: %s", fetch.rank, version.save, error)
+
     def _check(self, parts: MemoryParts, save: SaveId, rank: int) -> None:
         with contextlib.ExitStack() as stack:
             try:
@@ -606,11 +622,11 @@ class _Search:
                     self._damage.append((self._ranks.node, save, rank))
                 raise
 
-    def _fetch(self, version: CompleteVersion, fetch: Fetch) -> None:
+    def _fetch(self, version: CompleteVersion, fetch: Fetch, retained: Collection[SaveId] = ()) -> None:
         recovery, save, rank = self._recovery, version.save, fetch.rank
         nodes = sorted(version.holders[rank], key=lambda node: node != fetch.source)
-        retained = self._retained_beside(save)
-        until = self._until if rank == self._ranks.rank else 0.0
+        until = self._until if rank == self._ranks.rank and not retained else 0.0
+        retained = retained or self._retained_beside(save)
         failures: list[tuple[str, FlashpointError]] = []
         began = time.monotonic()
         try:

@@ -684,7 +684,7 @@ class Checkpointer:
             self._judge(save, verdict)
         self._notify()
         if verdict.total:
-            self._pool.remove_left(verdict.retained)
+            self._pool.remove_left(verdict.retained, () if verdict.recovered is None else (verdict.recovered,))
 
     def _judge(self, save: Save, verdict: Verdict) -> None:
         """End `Save.verified` if a verdict decides about the save."""
@@ -777,7 +777,7 @@ class Checkpointer:
         self._copies.end()
         run, verdict = self._recovery.record(chosen)
         self._run = run
-        self._pool.remove_left(verdict.retained)
+        self._pool.remove_left(verdict.retained, () if verdict.recovered is None else (verdict.recovered,))
         self._board = board = Board(
             Member(verdict, self.config.rule),
             rank=self.ranks.rank,

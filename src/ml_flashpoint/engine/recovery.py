@@ -28,7 +28,7 @@ from ml_flashpoint.engine.rounds import Verdict
 from ml_flashpoint.engine.sidecars import carrier_of, sidecar_files
 from ml_flashpoint.engine.unloadable import why_nothing
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.errors import FlashpointError, LoadError, ObjectNotFoundError, SaveError
+from ml_flashpoint.format.errors import CapacityError, FlashpointError, LoadError, ObjectNotFoundError, SaveError
 from ml_flashpoint.format.failure_kinds import as_ours, is_damage, is_transient, retrying, text_of
 from ml_flashpoint.format.knobs import recovery_deadline_s
 from ml_flashpoint.format.save_id import SaveId
@@ -626,13 +626,19 @@ class _Search:
         recovery, save, rank = self._recovery, version.save, fetch.rank
         nodes = sorted(version.holders[rank], key=lambda node: node != fetch.source)
         until = self._until if rank == self._ranks.rank and not retained else 0.0
-        retained = retained or self._retained_beside(save)
+        listed, wide = self._listed_beside(save), retained or self._retained_beside(save)
+        pool, fetch_part = recovery.pools[rank], recovery.copies.fetch_part
         failures: list[tuple[str, FlashpointError]] = []
         began = time.monotonic()
         try:
-            manifest = recovery.copies.fetch_part(
-                save, rank, nodes, recovery.pools[rank], retained, until=until, failures=failures
-            )
+            try:
+                manifest = fetch_part(save, rank, nodes, pool, wide, until=0.0, failures=failures)
+            except FlashpointError as error:
+                if not until:
+                    raise
+                # What could be stepped back to is no reason to have no room for what is there.
+                narrow = listed if isinstance(error, CapacityError) else wide
+                manifest = fetch_part(save, rank, nodes, pool, narrow, until=until, failures=failures)
         finally:
             self._damage += [(node, save, rank) for node, error in failures if is_damage(error)]
         self._mended.append((self._ranks.node, save, rank))
@@ -640,6 +646,10 @@ class _Search:
         recovery.checked.add((save, rank))
         seconds = time.monotonic() - began
         self._tell(events.PartFetched, save, part_rank=rank, bytes=manifest.total_size, seconds=seconds)
+
+    def _listed_beside(self, save: SaveId) -> set[SaveId]:
+        """Return a version and those that the run is going to list: their slots are taken by nothing."""
+        return {save, *(self._retained or self._recovery.lasting(self._complete, save))}
 
     def _retained_beside(self, save: SaveId) -> set[SaveId]:
         """Return the saves whose slots are not taken while a version is tried: those that the run is going to list, and

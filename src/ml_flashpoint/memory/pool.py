@@ -316,8 +316,9 @@ class Pool:
         """
         with self._lock:
             slots = tuple(self._slots)
-        # Slots that are too small are replaced once they are free.
-        available = self._available() + sum(slot.size for slot in slots if slot.size < size)
+        # Slots that are too small are replaced once they are free, and those of ranks that are elsewhere removed.
+        available = sum(left.size for left in self._left())  # first: the board's thread may be at that
+        available += self._available() + sum(slot.size for slot in slots if slot.size < size)
         if sum(slot.size >= size for slot in slots) > self.keep or available >= size:
             return None
         return CapacityError(
@@ -483,12 +484,21 @@ class Pool:
             left.path.parent.rmdir()
         return left.size
 
-    def remove_left(self, retained: Collection[SaveId]) -> int:
+    def remove_left(self, retained: Collection[SaveId], lacking: Collection[SaveId] | None = None) -> int:
         """Remove the slots on this node that nobody has a pool for, but those with retained saves. Return their bytes.
 
         Slow: it frees memory. For the board's thread, after a verdict.
+
+        Args:
+            retained: the saves.
+            lacking: those of which some node may lack what it should have. Of others, a slot for one of as many ranks
+                is not needed here: the rank's own node and its holders have the part. None: all that are retained.
         """
-        return sum(self._remove_left(left, retained) for left in self._left())
+        kept = retained if lacking is None else lacking
+        alike = self.owner.world_size
+        return sum(
+            self._remove_left(left, kept if left.owner.world_size == alike else retained) for left in self._left()
+        )
 
     def clear(self) -> None:
         """Remove all parts and slots that are neither written nor read. Slow: it frees memory."""

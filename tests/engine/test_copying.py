@@ -142,6 +142,25 @@ def test_what_cannot_be_right_is_refused_before_room_is_made(tmpfs: Path, change
         assert job(1, "parts") == before
 
 
+def test_what_is_left_of_the_push_of_an_earlier_round_takes_no_slot_of_a_newer_one(pair: _Job) -> None:
+    pair.copied(1)
+    pair(0, "hear", 5, [1])
+    assert pair(0, "save", 2) is None
+    assert pair(0, "push", 2) is None
+    before = pair(1, "parts")
+    error = pair(0, "push_crafted", 1, run=RUN, number=4, version="step-9_ckpt")
+    assert "is of round 4, after one of round 5" in error
+    assert pair(1, "parts") == before
+
+
+def test_a_run_that_has_ended_takes_no_copies_in(pair: _Job) -> None:
+    pair.copied(1)
+    assert pair(1, "end_run") is None
+    assert pair(0, "save", 2) is None
+    assert "which has ended on this rank" in pair(0, "push", 2)
+    assert pair.steps_at(1) == [1]
+
+
 def test_a_full_tmpfs_refuses_a_copy_and_takes_it_once_there_is_room(small_tmpfs: Path) -> None:
     with _Job(small_tmpfs, 2, 1, None, 0.2) as job:
         job(0, "save", 1)

@@ -225,6 +225,29 @@ def test_another_number_of_ranks_reads_all_parts_from_where_they_are(tmpfs: Path
     assert (all_tell(told, "verified"), all_tell(told, "recovered")) == ((SaveId(1, 20),), None)
 
 
+@pytest.mark.parametrize("full", [False, True])
+def test_another_number_of_ranks_retains_the_newest_version_with_all_copies_where_there_is_room(
+    small_tmpfs: Path, full: bool
+) -> None:
+    run(small_tmpfs, Plan(steps=[10, 20], uncopied=[20]), [0, 0, 1, 1])
+    if full:
+        (small_tmpfs / "others").write_bytes(bytes(shutil.disk_usage(small_tmpfs).free - 200_000))
+    told = run(small_tmpfs, Plan())
+    assert all_tell(told, "found") == (1, 20)
+    assert all_tell(told, "verified") == ((SaveId(1, 20),) if full else (SaveId(1, 10), SaveId(1, 20)))
+    assert all_tell(told, "recovered") is None, "no round can be about another number's parts"
+
+
+def test_a_version_of_another_number_of_ranks_is_retained_until_a_newer_one_has_all_copies(tmpfs: Path) -> None:
+    run(tmpfs, Plan(steps=[10]), [0, 0, 1, 1])
+    run(tmpfs, Plan(steps=[20], uncopied=[20]))
+    told = run(tmpfs, Plan(copies=False))
+    assert all_tell(told, "found") == (2, 20)
+    assert (all_tell(told, "verified"), all_tell(told, "recovered")) == ((SaveId(1, 10),), SaveId(2, 20))
+    lose(tmpfs, 1)
+    assert all_tell(run(tmpfs, Plan(copies=False)), "found") == (1, 10)
+
+
 def test_parts_written_by_different_tables_are_no_version(tmpfs: Path) -> None:
     run(tmpfs, Plan(steps=[10, 20], tables={10: ["a", "a"], 20: ["a", "b"]}))
     assert all_tell(run(tmpfs, Plan()), "found") == (1, 10)

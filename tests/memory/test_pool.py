@@ -17,7 +17,7 @@ from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.container import BaseContainer, Owner
 from ml_flashpoint.memory.pool import Pool, SlotRequest, slot_size
 from ml_flashpoint.memory.slot import PAGE, Slot, State
-from tests.memory.support import commit, fill, layout_of, slot_files, value_in, value_of
+from tests.memory.support import commit, fill, fill_up, layout_of, slot_files, value_in, value_of
 from tests.support.forked import Child, Report
 from tests.support.tmpfs import SMALL_TMPFS_BYTES
 
@@ -210,6 +210,17 @@ def test_without_room_to_grow_what_is_large_enough_is_taken(small_tmpfs: Path) -
     taken = [pool.take(SMALL_TMPFS_BYTES // 8, request(step)) for step in (4, 5, 6)]
     assert {slot.size for slot in taken if slot} > {large.size}
     assert None not in taken
+    pool.close()
+
+
+def test_what_is_retained_while_a_slot_was_made_in_vain_is_not_taken(small_tmpfs: Path) -> None:
+    pool = opened(small_tmpfs)
+    for step in (1, 2):
+        save(pool, step)
+    fill_up(small_tmpfs)
+    terms = iter([request(3), request(3, 2)])
+    assert pool.take(4 * SIZE, lambda: next(terms)) is None, "the slot of step 1 cannot grow, and step 2 is retained"
+    assert value_in(pool.container, SaveId(1, 2)) == value_of(SaveId(1, 2))
     pool.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,10 @@ class Rank:
         self.copies.read_blocks(save, manifest, first_block, memoryview(into), nodes)
         return bytes(into)
 
-    def push_crafted(self, to: int, run: int, **changes: Any) -> None:
+    def end_run(self) -> None:
+        self.copies.end()
+
+    def push_crafted(self, to: int, run: int, number: int | None = None, **changes: Any) -> None:
         """Push a part of this rank that is not what it should be."""
         text = f"{RUN:08d}"
         record = {"name": object_name(self.ranks.rank, text), "size": 0, "file_size": 4096, "digests": ()}
@@ -109,8 +113,9 @@ class Rank:
         record.update({name: changes.pop(name) for name in [*record] if name in changes})
         part.update(changes)
         manifest = Manifest(**{"save_id": text, "node": "n", **part}, objects=(ObjectRecord(**record),))  # type: ignore[arg-type]
+        verdict = self.verdict if number is None else replace(self.verdict, number=number)
         with PeerConnection(self.copies.address_of(to), self.ranks.secret) as peer:
-            peer.push(manifest, memoryview(b""), {"run": run, "verdict": self.verdict.to_fields()})
+            peer.push(manifest, memoryview(b""), {"run": run, "verdict": verdict.to_fields()})
 
     def die_amid(self, method: str) -> None:
         """Kill this process once it has sent, or received, half of the next part."""

@@ -543,7 +543,7 @@ class Checkpointer:
         if self._pid != os.getpid():
             raise self._forked()
         before = self._pool.saves
-        while (slot := self._pool.take(size, self._request(save))) is None:
+        while (slot := self._pool.take(size, partial(self._request, save))) is None:
             if (shortage := self._pool.shortage(size)) is not None:
                 raise shortage
             if save.committed.done():
@@ -575,9 +575,7 @@ class Checkpointer:
 
     def _retained(self) -> frozenset[SaveId]:
         board = self._board
-        if board is None:
-            return frozenset()
-        return frozenset(board.request(SaveId(self._run, _UNNAMED)).retained)
+        return frozenset() if board is None else _retained_by(board, self._run)
 
     # ---- the committing thread -------------------------------------------------------------------------------
 
@@ -685,8 +683,8 @@ class Checkpointer:
         for save in sorted(mine, key=lambda save: save.id or SaveId(0, 0)):
             self._judge(save, verdict)
         self._notify()
-        if verdict.total == 1:
-            self._pool.remove_left(self._retained())
+        if verdict.total:
+            self._pool.remove_left(verdict.retained, () if verdict.recovered is None else (verdict.recovered,))
 
     def _judge(self, save: Save, verdict: Verdict) -> None:
         """End `Save.verified` if a verdict decides about the save."""
@@ -776,9 +774,10 @@ class Checkpointer:
         if version is not None and (chosen is None or self.version(chosen.save.step) != version):
             raise InvalidArgumentError("is not the version that was found last", argument="version", value=version)
         self._end_run(seal_deadline_s())
+        self._copies.end()
         run, verdict = self._recovery.record(chosen)
         self._run = run
-        self._pool.remove_left(verdict.retained)
+        self._pool.remove_left(verdict.retained, () if verdict.recovered is None else (verdict.recovered,))
         self._board = board = Board(
             Member(verdict, self.config.rule),
             rank=self.ranks.rank,
@@ -794,7 +793,8 @@ class Checkpointer:
         self.stats.last_verified = None
         if self._persister is not None:
             self._persister.heard(verdict)
-        self._copies.serve(run, board.hear, self._retained)  # before a board pushes what was recovered
+        # Before a board pushes what was recovered.
+        self._copies.serve(run, board.hear, partial(_retained_by, board, run))
         try:
             self.ranks.together(board.start, SaveError("another rank cannot begin the run; its log says why"))
         except BaseException:
@@ -985,6 +985,11 @@ class Checkpointer:
     ) -> None:
         # After an error the peers may be dead. They are not waited for as long.
         self.close(None if error is None else exit_deadline_s())
+
+
+def _retained_by(board: Board, run: int) -> frozenset[SaveId]:
+    """Return what a rank retains by its newest verdict, and for the round; also once the board is closed."""
+    return frozenset(board.request(SaveId(run, _UNNAMED)).retained)
 
 
 def _place_of(base: Path) -> str:

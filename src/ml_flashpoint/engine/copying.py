@@ -154,6 +154,10 @@ class Copies:
         """
         self._held.serve(run, hear, retained)
 
+    def end(self) -> None:
+        """Take in no more copies of the run: this rank retains by another run's verdicts soon."""
+        self._held.end()
+
     def push(self, save: SaveId, verdict: Verdict, pool: Pool) -> None:
         """Give all holders of this rank, at once, a copy of a committed part. Return when all have acknowledged.
 
@@ -310,12 +314,18 @@ class _HeldCopies:
         self._receiving: set[int] = set()  # ranks whose copies are being received
         self._hear: Callable[[Verdict], None] = lambda verdict: None
         self._retained: Callable[[], Collection[SaveId]] = frozenset
-        self.run = 0
+        self._heard: dict[int, int] = {}  # rank -> number of the verdict of its newest push
+        self.run = self._ended = 0
 
     def serve(self, run: int, hear: Callable[[Verdict], None], retained: Callable[[], Collection[SaveId]]) -> None:
         with self._changed:
             self.run, self._hear, self._retained = run, hear, retained
+            self._heard.clear()
             self._changed.notify_all()
+
+    def end(self) -> None:
+        with self._changed:
+            self._ended = self.run
 
     @contextlib.contextmanager
     def open_part(self, part: PartName) -> Iterator[memoryview]:
@@ -328,9 +338,11 @@ class _HeldCopies:
     @contextlib.contextmanager
     def receive(self, manifest: Manifest, rider: Fields) -> Iterator[memoryview | None]:
         self._check_run(integer(rider, "run", 1))
-        self._hear(Verdict.from_fields(rider.get("verdict")))
+        verdict = Verdict.from_fields(rider.get("verdict"))
+        self._hear(verdict)
         save, pool = self._checked(manifest)
         with self._only_one_of(manifest.rank):
+            self._check_order(manifest.rank, verdict.number)
             if self._is_held(pool, save, manifest):
                 yield None
                 return
@@ -353,6 +365,16 @@ class _HeldCopies:
             self._changed.wait_for(lambda: run <= self.run, ROOM_S)
             if run != self.run:
                 raise ReplicationError(f"the push is of run {run}, and this rank is in run {self.run}")
+            if run == self._ended:
+                raise ReplicationError(f"the push is of run {run}, which has ended on this rank")
+
+    def _check_order(self, rank: int, number: int) -> None:
+        """Refuse what is left of a connection that the rank has given up: it could take the slot of a newer push, which
+        is retained only once this rank, too, has come to the round's save."""
+        with self._changed:
+            if number < (newest := self._heard.get(rank, 0)):
+                raise ReplicationError(f"the push is of round {number}, after one of round {newest}", rank=rank)
+            self._heard[rank] = number
 
     def _checked(self, manifest: Manifest) -> tuple[SaveId, Pool]:
         """Return the save of a part that is pushed, and the pool for it; refuse what cannot be right."""

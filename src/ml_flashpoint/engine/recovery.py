@@ -28,10 +28,11 @@ from ml_flashpoint.engine.rounds import Verdict
 from ml_flashpoint.engine.sidecars import carrier_of, sidecar_files
 from ml_flashpoint.engine.unloadable import why_nothing
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.errors import FlashpointError, LoadError, ObjectNotFoundError, SaveError
+from ml_flashpoint.format.errors import CapacityError, FlashpointError, LoadError, ObjectNotFoundError, SaveError
 from ml_flashpoint.format.failure_kinds import as_ours, is_damage, is_transient, retrying, text_of
 from ml_flashpoint.format.knobs import recovery_deadline_s
 from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.memory.capacity import available_bytes
 from ml_flashpoint.memory.container import BaseContainer
 from ml_flashpoint.memory.lineage import (
     RunRecord,
@@ -42,7 +43,7 @@ from ml_flashpoint.memory.lineage import (
     read_records,
     write_record,
 )
-from ml_flashpoint.memory.pool import Pool
+from ml_flashpoint.memory.pool import ROOM, Pool, slot_size
 from ml_flashpoint.ranks.rank_group import RankGroup
 from ml_flashpoint.ranks.recovery import (
     CompleteVersion,
@@ -323,12 +324,40 @@ class Recovery:
         start = SaveId(record.run, 0)
         if chosen is None:
             return Verdict(0, (), start)
-        if chosen.world_size != self.ranks.world_size:
-            return Verdict(0, (chosen.save,) if chosen.tier == "memory" else (), start)
-        line = self.lasting(self.existing(reports), chosen.save)
+        complete = self.existing(reports)
+        line = self.lasting(complete, chosen.save)
         if chosen.tier == "persisted" or chosen.save in line:
             return Verdict(0, line, start)
-        return Verdict(0, line, chosen.save, recovered=chosen.save)
+        if chosen.world_size == self.ranks.world_size:
+            return Verdict(0, line, chosen.save, recovered=chosen.save)
+        # No round can be about it, for other ranks have written it: until a save of these is verified, the newest
+        # version with all copies is the one that survives a loss.
+        size = sum(next(each.sizes for each in complete if each.save == chosen.save)) // self.ranks.world_size
+        listed = (*line[1 - self.keep.versions or -1 :], chosen.save)
+        return Verdict(0, listed if self._has_room(listed, size) else (chosen.save,), start)
+
+    def _has_room(self, listed: Collection[SaveId], size: int) -> bool:
+        """Return True if each node has room for a first save of its ranks, and its copies, beside what is listed.
+        Collective."""
+        ranks, has_room = self.ranks, True
+        if ranks.is_node_leader:
+            here = ranks.topology.ranks_of(ranks.node)
+            slots = sum(1 + len(self.strategy.held_by(rank, ranks.topology)) for rank in here)
+            try:
+                has_room = self._free_beside(listed) >= slots * slot_size(size) + ROOM
+            except (FlashpointError, OSError):  # the other ranks wait for this one
+                has_room = False
+        return ranks.all_ok(has_room)
+
+    def _free_beside(self, listed: Collection[SaveId]) -> int:
+        """Return the bytes on this node that new slots can have: free ones, and those of slots that are not listed."""
+        committed, free = self.container.committed(), available_bytes(self.container.base)
+        for path in self.container.slot_paths():
+            with contextlib.suppress(FileNotFoundError):
+                status = path.stat()
+                save, _ = committed.get(status.st_ino, (None, 0))
+                free += status.st_size if save not in listed else 0
+        return free
 
     def heard(self, verdict: Verdict) -> None:
         """Take note, once a run, that a version is verified: if all are lost later, that is an error."""
@@ -352,11 +381,7 @@ class Recovery:
         """Return the saves that a run going on from ``newest`` retains, oldest first: those that have all copies."""
         ranks = self.ranks
         line = [
-            each.save
-            for each in complete
-            if each.save <= newest
-            and each.world_size == ranks.world_size
-            and is_protected(each, ranks.topology, self.strategy)
+            each.save for each in complete if each.save <= newest and is_protected(each, ranks.topology, self.strategy)
         ]
         return tuple(kept(sorted(line), self.keep))
 
@@ -601,13 +626,19 @@ class _Search:
         recovery, save, rank = self._recovery, version.save, fetch.rank
         nodes = sorted(version.holders[rank], key=lambda node: node != fetch.source)
         until = self._until if rank == self._ranks.rank and not retained else 0.0
-        retained = retained or self._retained_beside(save)
+        listed, wide = self._listed_beside(save), retained or self._retained_beside(save)
+        pool, fetch_part = recovery.pools[rank], recovery.copies.fetch_part
         failures: list[tuple[str, FlashpointError]] = []
         began = time.monotonic()
         try:
-            manifest = recovery.copies.fetch_part(
-                save, rank, nodes, recovery.pools[rank], retained, until=until, failures=failures
-            )
+            try:
+                manifest = fetch_part(save, rank, nodes, pool, wide, until=0.0, failures=failures)
+            except FlashpointError as error:
+                if not until:
+                    raise
+                # What could be stepped back to is no reason to have no room for what is there.
+                narrow = listed if isinstance(error, CapacityError) else wide
+                manifest = fetch_part(save, rank, nodes, pool, narrow, until=until, failures=failures)
         finally:
             self._damage += [(node, save, rank) for node, error in failures if is_damage(error)]
         self._mended.append((self._ranks.node, save, rank))
@@ -615,6 +646,10 @@ class _Search:
         recovery.checked.add((save, rank))
         seconds = time.monotonic() - began
         self._tell(events.PartFetched, save, part_rank=rank, bytes=manifest.total_size, seconds=seconds)
+
+    def _listed_beside(self, save: SaveId) -> set[SaveId]:
+        """Return a version and those that the run is going to list: their slots are taken by nothing."""
+        return {save, *(self._retained or self._recovery.lasting(self._complete, save))}
 
     def _retained_beside(self, save: SaveId) -> set[SaveId]:
         """Return the saves whose slots are not taken while a version is tried: those that the run is going to list, and

@@ -16,7 +16,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
@@ -222,14 +222,15 @@ class Pool:
 
     # ---- taking --------------------------------------------------------------------------------------------
 
-    def take(self, size: int, request: SlotRequest, *, exact: bool = False) -> Slot | None:
+    def take(self, size: int, terms: SlotRequest | Callable[[], SlotRequest], *, exact: bool = False) -> Slot | None:
         """Return a slot to write, in `State.WRITING`, or None if there is none now. End it by `commit` or `free`.
 
         Slow only where a slot is made: the first times, unless `prepare` was faster, and where saves have grown.
 
         Args:
             size: bytes of the object.
-            request: the terms.
+            terms: the terms; or returns them. Then it is called at each choice, under this pool's lock: a part that was
+                copied until then is retained, and one that is yet to be copied has no slot to copy from.
             exact: the slot has just this size: for a copy, or a part that recovery fetches.
 
         Raises:
@@ -239,6 +240,7 @@ class Pool:
         can_make = True
         while True:
             with self._lock:
+                request = terms() if callable(terms) else terms
                 wanted = self._wanted(size, exact=exact)
                 chosen = self._choose(request, wanted, unfit, can_make=can_make)
                 if chosen is None and self._making:  # another thread makes one, which takes as long as to make one here
@@ -314,8 +316,9 @@ class Pool:
         """
         with self._lock:
             slots = tuple(self._slots)
-        # Slots that are too small are replaced once they are free.
-        available = self._available() + sum(slot.size for slot in slots if slot.size < size)
+        # Slots that are too small are replaced once they are free, and those of ranks that are elsewhere removed.
+        available = sum(left.size for left in self._left())  # first: the board's thread may be at that
+        available += self._available() + sum(slot.size for slot in slots if slot.size < size)
         if sum(slot.size >= size for slot in slots) > self.keep or available >= size:
             return None
         return CapacityError(
@@ -481,12 +484,21 @@ class Pool:
             left.path.parent.rmdir()
         return left.size
 
-    def remove_left(self, retained: Collection[SaveId]) -> int:
+    def remove_left(self, retained: Collection[SaveId], lacking: Collection[SaveId] | None = None) -> int:
         """Remove the slots on this node that nobody has a pool for, but those with retained saves. Return their bytes.
 
         Slow: it frees memory. For the board's thread, after a verdict.
+
+        Args:
+            retained: the saves.
+            lacking: those of which some node may lack what it should have. Of others, a slot for one of as many ranks
+                is not needed here: the rank's own node and its holders have the part. None: all that are retained.
         """
-        return sum(self._remove_left(left, retained) for left in self._left())
+        kept = retained if lacking is None else lacking
+        alike = self.owner.world_size
+        return sum(
+            self._remove_left(left, kept if left.owner.world_size == alike else retained) for left in self._left()
+        )
 
     def clear(self) -> None:
         """Remove all parts and slots that are neither written nor read. Slow: it frees memory."""

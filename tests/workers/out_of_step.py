@@ -47,7 +47,7 @@ def saves_more_often(report: Report, rank: int) -> list[int | None]:
         if rank == 1 and step == 20:
             engine.save("tiny", 25, 0)
         dist.barrier()
-        assert engine.checkpointer.wait(60) or step == 20
+        assert engine.checkpointer.wait(2 if step == 20 else 60) or step == 20  # rank 0 has not come to step 25
         verified.append(engine.checkpointer.stats.last_verified)
         dist.barrier()
     assert engine.load("tiny") == (40, 0)

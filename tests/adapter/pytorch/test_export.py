@@ -332,13 +332,13 @@ def test_nothing_is_left_of_what_went_or_is_damaged(
     with monkeypatch.context() as patched:
         patched.setattr(items.VersionItems, "written", pruned)
         with pytest.raises(PrunedError):
-            export_version(door.base, tmp_path / "out", format=format)
+            export_version(door.base, tmp_path / "out", 2, format=format)
     assert not os.listdir(tmp_path)
     with open(door.object_path(2), "r+b") as file:
         file.seek(200_000)
         file.write(b"\x55" * 8)
     with pytest.raises(DigestMismatchError):
-        export_version(door.base, tmp_path / "out", format=format)
+        export_version(door.base, tmp_path / "out", 2, format=format)
     assert not os.listdir(tmp_path)
 
 
@@ -398,8 +398,8 @@ def test_the_command(
     assert (told["export"], told["step"], told["left_out"]) == (str(tmp_path / "dcp"), 2, [])
     assert exported(str(base)) == 1
     assert "is there already" in capsys.readouterr().err
-    assert exported(f"{base}@1") == 2
-    assert "no version of step 1" in capsys.readouterr().err
+    assert exported(f"{base}@9") == 2
+    assert "no version of step 9" in capsys.readouterr().err
     assert exported(f"{base}@1", f"{base}@2") == 2
     assert "these are different steps" in capsys.readouterr().err
 

@@ -80,7 +80,7 @@ def test_a_damaged_copy_and_no_other_is_an_error_that_names_it(tmpfs: Path) -> N
         file.write(data)
     for said in team(faults.load_as, tmpfs, 2, "ring"):
         assert said.startswith("NothingLoadableError"), said
-        assert "step-2_ckpt (rank 1 on node-1: no holder could give" in said
+        assert "step-2_ckpt (rank 1 on node-1: block " in said
 
 
 # ---- descriptors ----------------------------------------------------------------------------------------------

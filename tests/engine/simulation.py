@@ -353,7 +353,7 @@ class World:
             return
         todo = [holder for holder in self.holders[rank] if holder not in mine.acknowledged]
         if not todo or self.broken == "answer at commit":
-            member.end_push(member.target, copied=True)
+            member.end_push(member.target, Outcome.COPIED)
         elif mine.push is not None:
             holder, there = mine.push
             mine.push = None
@@ -364,7 +364,7 @@ class World:
             there.commit(member.target)
             mine.acknowledged.add(holder)
         elif self.fails():
-            member.end_push(member.target, copied=False)
+            member.end_push(member.target, self.random.choice([Outcome.UNCOPIED, Outcome.LOST]))
         else:
             self.offer(rank, todo[0], member.target)
 

@@ -72,11 +72,11 @@ class Slots:
         self._folder, self._count = folder, itertools.count()
         self.free: list[Slot] = []
 
-    def take(self, size: int, old: Slot | None) -> Slot:
+    def take(self, size: int, old: Slot | None = None, *, exact: bool = False) -> Slot:
         """Give a slot that is just large enough."""
-        self.free += [] if old is None else [old]
+        self.free += [] if old is None or exact else [old]
         for slot in self.free:
-            if size <= slot.size:
+            if size <= slot.size and not exact:
                 self.free.remove(slot)
                 return slot
         return Slot.make(self._folder / str(next(self._count)), round_up(size, 4096))
@@ -235,6 +235,17 @@ def test_where_only_content_changes_nothing_is_planned_anew() -> None:
     assert all(one is other for one, other in zip(entries[0], entries[2], strict=True)), "so are the entries"
 
 
+def test_what_is_staged_in_vain_takes_no_room_for_long() -> None:
+    tensors = made([(torch.uint8, 40_000)] * 4, "t")
+    with slots() as some:
+        writer = PartWriter()
+        staged = writer.stage(some.take, tensors)
+        mine = [(key, view) for (key, _), view in zip(tensors, staged.views, strict=True)][1:3]
+        filled = writer.fill(some.take, mine, staged=staged, deadline_s=10)
+        assert filled.staged.slot.size < 160_000 < staged.slot.size
+        seal_and_check(writer, some, filled, tensors[1:3], [])
+
+
 @pytest.mark.parametrize("changes", [False, True])
 def test_a_late_copy_is_awaited_and_checked_before_the_object_is_sealed(
     monkeypatch: pytest.MonkeyPatch, changes: bool
@@ -246,8 +257,8 @@ def test_a_late_copy_is_awaited_and_checked_before_the_object_is_sealed(
     expected = [(key, tensor.clone()) for key, tensor in sources]
     with slots() as some, played.played():
 
-        def take(size: int, old: Slot | None) -> Slot:
-            slot = some.take(size, old)
+        def take(size: int, old: Slot | None = None, *, exact: bool = False) -> Slot:
+            slot = some.take(size, old, exact=exact)
             for first, last in pinned.slices(slot.address, slot.address + slot.size):
                 pinned._process.locked.setdefault(first // pinned.SLICE, {})[first] = last
             return slot

@@ -41,6 +41,9 @@ class Finder:
     def discard(self, version: CheckpointContainerId) -> None:
         self.discarded.append(version)
 
+    def reconsider(self) -> None:
+        self.discarded.clear()
+
 
 def load(*errors: BaseException | None) -> tuple[Any, JointLoad, Finder]:
     """Load where each try, in turn, fails with one of these; those after them succeed."""

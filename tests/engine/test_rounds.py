@@ -195,5 +195,5 @@ def test_only_the_first_answer_of_a_round_counts() -> None:
     member = Member(Verdict(0, (), SaveId(1, 0)), keep=Keep(1))
     member.call(SaveId(1, 10))
     member.fail(SaveId(1, 10), late=1)
-    member.end_push(SaveId(1, 10), copied=True)
+    member.end_push(SaveId(1, 10), Outcome.COPIED)
     assert member.answer == Answer(0, SaveId(1, 10), outcome=Outcome.LOST, late=1)

@@ -40,7 +40,7 @@ def test_the_next_step_persists_the_save_in_flight_and_ends(base: Path, how: str
         child.next_report("goes on")
         assert child.wait() == -signal.SIGTERM
     assert versions(base)[-1] == 3, "no new one is begun"
-    assert persisted_steps(store_of(base)) == [3]
+    assert persisted_steps(store_of(base))[0] == 3
 
 
 @pytest.mark.slow

@@ -172,6 +172,12 @@ def test_all_slots_grow_to_what_one_save_needed(tmpfs: Path) -> None:
         commit(pool, slot, SaveId(1, step))
     assert {slot.size for slot in pool.slots} == {slot_size(large)}
     assert len(slot_files(tmpfs)) == 2
+    for slot in [pool.take(SIZE, request(step)) for step in (5, 6)]:
+        assert slot is not None
+        pool.remove(slot)
+    small = save(pool, 7)
+    assert small is not None
+    assert small.size == slot_size(SIZE)
     pool.close()
 
 

@@ -7,6 +7,7 @@ load can tell bytes of one save from those of any other. Functions here run in c
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -67,12 +68,12 @@ class Rank:
     def version(self, step: int) -> CheckpointContainerId:
         return self.checkpointer.version(step)
 
-    def save(self, size: str, step: int, life: int) -> Save:
+    def save(self, size: str, step: int, life: int, *, explicit: bool = True) -> Save:
         """Save, and return when this rank's part is committed."""
         if not self.checkpointer.run:
             self.checkpointer.latest()
         tensors = state(size, self.rank, step, life)
-        save = self.checkpointer.begin(step, explicit=True)
+        save = self.checkpointer.begin(step, explicit=explicit)
         try:
             self.checkpointer.fill(save, list(tensors.items()), [("note", note(step, life))])
         except BaseException as error:
@@ -291,10 +292,13 @@ def fill(path: Path, leave: int) -> None:
     """Take all the room of a filesystem but ``leave`` bytes."""
     path.unlink(missing_ok=True)
     with open(path, "wb") as stream:
-        stats = os.statvfs(path)
-        take = stats.f_bavail * stats.f_frsize - leave
-        if take > 0:
-            os.posix_fallocate(stream.fileno(), 0, take)
+        while True:
+            stats = os.statvfs(path)
+            take = stats.f_bavail * stats.f_frsize - leave
+            with contextlib.suppress(OSError):  # the thread that writes the status was faster
+                if take > 0:
+                    os.posix_fallocate(stream.fileno(), 0, take)
+                return
 
 
 def save_while_full(report: Report, base: str, leaves: list[int], growing: bool) -> list[tuple[str, float]]:

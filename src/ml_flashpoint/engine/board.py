@@ -25,7 +25,7 @@ from typing import Any
 from ml_flashpoint import events
 from ml_flashpoint.engine.rounds import NOTHING, Answer, Leader, Member, Outcome, Verdict
 from ml_flashpoint.engine.store import SignedStore
-from ml_flashpoint.format.errors import FlashpointError, ProtocolError, SaveError
+from ml_flashpoint.format.errors import CapacityError, FlashpointError, ProtocolError, SaveError
 from ml_flashpoint.format.knobs import late_s
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.pool import SlotRequest
@@ -47,7 +47,7 @@ class Board:
         connect: returns a client of the store for this board alone; called again after the store has failed. The keys
             must be those of the run.
         push: has all holders of this rank adopt a verdict, and then copy the committed part of a save. Raises a
-            `FlashpointError` if a holder has no copy.
+            `FlashpointError` if a holder has no copy: a `CapacityError` if it has no room for one.
         heard: takes note of the newest verdict. Before this rank answers a round, `heard` was called with its verdict,
             so that no verdict that lists another save is missed.
         also: called on each pass, twice a second at least, with the store and the newest save called. The store is
@@ -223,11 +223,11 @@ class Board:
         if verdict.number > self._last_heard.number:
             return True
         if answer is None and save is not None and committed:
-            copied = self._push(save, verdict)
+            outcome = self._push(save, verdict)
             with self._changed:
                 if self._member.verdict != verdict:
                     return True
-                self._member.end_push(save, copied=copied)
+                self._member.end_push(save, outcome)
                 answer = self._member.answer
         if answer is None or answer == self._published:
             return False
@@ -236,13 +236,14 @@ class Board:
         self._published, self._answered = answer, time.monotonic()
         return True
 
-    def _push(self, save: SaveId, verdict: Verdict) -> bool:
+    def _push(self, save: SaveId, verdict: Verdict) -> Outcome:
         try:
             self._push_to_holders(save, verdict)
         except FlashpointError as error:
             _log.warning("step %d has no copies, and is not verified: %s", save.step, error)
-            return False
-        return True
+            # For a smaller save there may be room: nobody waits for this one until its deadline.
+            return Outcome.LOST if isinstance(error, CapacityError) else Outcome.UNCOPIED
+        return Outcome.COPIED
 
     def _look(self, store: SignedStore) -> bool:
         """Adopt the newest verdict."""

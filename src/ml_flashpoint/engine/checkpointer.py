@@ -535,16 +535,16 @@ class Checkpointer:
 
     # ---- slots ---------------------------------------------------------------------------------------------
 
-    def _take(self, save: Save, size: int, old: Slot | None) -> Slot:
-        """Return a slot for a save. Without one, an explicit save waits, and another one is skipped."""
+    def _take(self, save: Save, size: int, old: Slot | None = None, *, exact: bool = False) -> Slot:
+        """Return a slot for a save (`committing.Take`). Without one, an explicit save waits, and another is skipped."""
         if old is not None:
-            self._pool.free(old)
+            (self._pool.remove if exact else self._pool.free)(old)
             save.slot = None
         if self._pid != os.getpid():
             raise self._forked()
         before = self._pool.saves
-        while (slot := self._pool.take(size, partial(self._request, save))) is None:
-            if (shortage := self._pool.shortage(size)) is not None:
+        while (slot := self._pool.take(size, partial(self._request, save), exact=exact)) is None:
+            if (shortage := self._pool.shortage(size, self._retained())) is not None:
                 raise shortage
             if save.committed.done():
                 raise save.committed.exception() or SaveError("the save has ended")
@@ -699,7 +699,7 @@ class Checkpointer:
         elif fate is Fate.SUPERSEDED:
             why = "the ranks go on with a later one"
             if save.id in verdict.lost:
-                why = "some rank has no part of it"
+                why = "some rank has no part of it, or no room for a copy"
             elif save.id < verdict.newest:
                 why = f"step {verdict.newest.step} is verified instead"
             error = SupersededError(f"the save is not verified: {why}", step=step, rank=self.ranks.rank)

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -32,13 +32,22 @@ from ml_flashpoint.format.object_format import (
     plan_layout,
     with_byte_items,
 )
+from ml_flashpoint.memory.pool import slot_size
 from ml_flashpoint.memory.slot import Slot, round_up
 from ml_flashpoint.state.tree import elements
 
 TensorItem = tuple[str, torch.Tensor]
 BytesItem = tuple[str, bytes]
-Take = Callable[[int, Slot | None], Slot]
-"""Gives a slot of at least so many bytes, in place of another one, whose bytes are of no use any more."""
+
+
+class Take(Protocol):
+    """Gives a slot of at least so many bytes, in place of another one, whose bytes are of no use any more. An exact one
+    is not much larger, and the other one is removed."""
+
+    def __call__(self, size: int, old: Slot | None = None, *, exact: bool = False) -> Slot:
+        """Return the slot."""
+        ...
+
 
 _APPEND_ALIGNMENT = 64
 _CALLER_S = 1e-3
@@ -155,6 +164,7 @@ class _Named:
     signature: tuple[object, ...]
     layout: Layout
     appended: Sequence[int]
+    nbytes: int
 
 
 class PartWriter:
@@ -196,7 +206,7 @@ class PartWriter:
         plan = self._staged
         if plan is None or kind is None or plan.kind is not kind:
             plan = self._staged = _planned(plan, list(map(_first, tensors)), values, list(byte_keys), kind=kind)
-        slot = take(plan.layout.size + self._behind, None)
+        slot = take(plan.layout.size + self._behind)
         views, sources = self._views_of(slot, plan.layout), plan.to_file(values)
         staged = _body(slot, plan.layout)
         try:
@@ -288,7 +298,7 @@ class PartWriter:
                 return None
             self._named = named
         layout = with_byte_items(named.layout, _sizes(byte_items), end)
-        if layout.size > slot.size:
+        if layout.size > slot.size or _wastes(named.nbytes, staged):
             return None
         if named.appended:
             targets = [_view(slot, layout.by_key[names[n]]) for n in named.appended]
@@ -313,7 +323,8 @@ class PartWriter:
             old.discard()
         plan = self._filled = _planned(self._filled, names, values, list(map(_first, byte_items)), aliases)
         layout = with_byte_items(plan.layout, _sizes(byte_items))
-        slot = take(layout.size + self._extra, None if old is None else old.slot)
+        size, exact = layout.size + self._extra, old is not None and _wastes(layout.size, old)
+        slot = take(slot_size(size) if exact else size, None if old is None else old.slot, exact=exact)
         staged = _body(slot, plan.layout)
         digester, begin = staged.digester(), staged.begin - staged.digests_begin
         helps = threads_for(staged.end - staged.begin) > 1
@@ -389,6 +400,12 @@ _data_ptr, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
 _is_neg, _is_conj = torch.Tensor.is_neg, torch.Tensor.is_conj
 
 
+def _wastes(nbytes: int, staged: Staged) -> bool:
+    """Return True if an object is much smaller than what was staged for it, as it is where DCP copies all of a
+    replicated state before it divides the state: copies would be as large as the slot."""
+    return nbytes * 3 < staged.end * 2
+
+
 def _is_its_memory(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
@@ -456,7 +473,8 @@ def _named(
     if any(one.end > other.begin for one, other in itertools.pairwise(entries)):
         return None
     try:
-        return _Named(signature, layout_from_entries(entries, begin, aliases), appended)
+        nbytes = begin + sum(entry.nbytes for entry in entries)
+        return _Named(signature, layout_from_entries(entries, begin, aliases), appended, nbytes)
     except InvalidArgumentError:  # a view is not aligned to its elements
         return None
 

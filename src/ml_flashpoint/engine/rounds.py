@@ -56,7 +56,7 @@ class Verdict:
         recovered: the version that the run goes on from, until all its copies are there. Until then every round is
             about it.
         persist: the newest verified save that was due to be persisted. Every rank hears of it while it is listed.
-        lost: newer saves that somebody waits for in vain, for some rank has no part of them.
+        lost: newer saves that somebody waits for in vain, for some rank has no part of them, or no room for a copy.
     """
 
     number: int
@@ -145,7 +145,7 @@ class Outcome(enum.Enum):
     UNCOPIED = "uncopied"
     """The part is committed, and a holder has no copy."""
     LOST = "lost"
-    """The rank has no part of the save, and never will."""
+    """The rank has no part of the save, or a holder no room for its copy, and never will."""
 
 
 def _saves(value: object, name: str) -> tuple[SaveId, ...]:
@@ -272,14 +272,16 @@ class Member:
         self.parts.pop(save, None)
         self._answer(save, Outcome.LOST, late)
 
-    def end_push(self, save: SaveId, *, copied: bool) -> None:
+    def end_push(self, save: SaveId, outcome: Outcome) -> None:
         """Record that the push of a committed part has ended.
 
         Args:
             save: the round's save; another one has no answer.
-            copied: True if all holders have acknowledged a copy.
+            outcome: its result. The version that the run goes on from is never lost, only uncopied.
         """
-        self._answer(save, Outcome.COPIED if copied else Outcome.UNCOPIED)
+        if outcome is Outcome.LOST and save == self.verdict.recovered:
+            outcome = Outcome.UNCOPIED
+        self._answer(save, outcome)
 
     def _answer(self, save: SaveId, outcome: Outcome, late: int = 0) -> None:
         if save == self.target and self.answer is None:

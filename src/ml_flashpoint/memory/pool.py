@@ -163,7 +163,6 @@ class Pool:
         self._made = threading.Condition(self._lock)
         self._making = 0  # slots that threads make just now
         self._slots = self._inherited()
-        self._size = max((slot.size for slot in self._slots), default=0)
         self._used = itertools.count(1)
         self._numbers = itertools.count(1 + max((int(slot.path.name) for slot in self._slots), default=-1))
 
@@ -242,7 +241,8 @@ class Pool:
             with self._lock:
                 request = terms() if callable(terms) else terms
                 wanted = self._wanted(size, exact=exact)
-                chosen = self._choose(request, wanted, unfit, can_make=can_make)
+                least = wanted if exact else round_up(size, PAGE)  # is enough where there is no room for more
+                chosen = self._choose(request, wanted, least, unfit, can_make=can_make)
                 if chosen is None and self._making:  # another thread makes one, which takes as long as to make one here
                     self._made.wait()
                     continue
@@ -255,10 +255,10 @@ class Pool:
                 else:
                     continue  # a reader was faster
             if isinstance(chosen, New):
-                made = self._make(wanted, request)
+                made = self._make(wanted, request, least=least)
                 can_make = False
             else:
-                made = self._fitting(chosen, wanted, request, size=None if exact else size)
+                made = self._fitting(chosen, wanted, request, least)
                 unfit.append(chosen)
             if made is not None:
                 return made
@@ -266,9 +266,12 @@ class Pool:
     def _wanted(self, size: int, *, exact: bool) -> int:
         if exact:
             return round_up(size, PAGE)
-        return slot_size(size) if size > self._size else self._size
+        largest = max((slot.size for slot in self._slots), default=0)
+        return slot_size(size) if size > largest else largest
 
-    def _choose(self, request: SlotRequest, wanted: int, unfit: Sequence[Slot], *, can_make: bool) -> Slot | New | None:
+    def _choose(
+        self, request: SlotRequest, wanted: int, least: int, unfit: Sequence[Slot], *, can_make: bool
+    ) -> Slot | New | None:
         locked = list(unfit)
         for slot in self._slots:
             if slot.state is not State.WRITING and slot.save not in request.retained and slot not in locked:
@@ -280,7 +283,8 @@ class Pool:
         # The save waits while a slot is made. Beyond ``keep + 1`` that is for `prepare`, unless no slot is free.
         for may_grow in sorted({False, request.may_grow}):
             fits = count < slot_limit(self.keep, may_grow=may_grow, extra=self.extra)
-            may_make = can_make and fits and self._may_make(wanted, request.left_alone, spare=count > self.keep)
+            spare = count > self.keep
+            may_make = can_make and fits and self._may_make(wanted if spare else least, request.left_alone, spare=spare)
             chosen = choose(self._slots, request, locked, may_make=may_make)
             if chosen is not None:
                 return chosen
@@ -308,17 +312,21 @@ class Pool:
         with self._lock:
             slot.save = save
 
-    def shortage(self, size: int) -> CapacityError | None:
+    def shortage(self, size: int, retained: Collection[SaveId]) -> CapacityError | None:
         """Return the error of a save for which no slot can be made, now or once others are free; None if one can.
 
         Args:
             size: bytes of the object.
+            retained: the saves that are retained now. Later, all but ``keep`` of them are not.
         """
+        size = round_up(size, PAGE)
         with self._lock:
             slots = tuple(self._slots)
         # Slots that are too small are replaced once they are free, and those of ranks that are elsewhere removed.
         available = sum(left.size for left in self._left())  # first: the board's thread may be at that
         available += self._available() + sum(slot.size for slot in slots if slot.size < size)
+        stay = sorted(slot.size if slot.size < size else 0 for slot in slots if slot.save in retained)
+        available -= sum(stay[: self.keep])
         if sum(slot.size >= size for slot in slots) > self.keep or available >= size:
             return None
         return CapacityError(
@@ -335,6 +343,12 @@ class Pool:
         with self._lock:
             if slot.state is State.WRITING:
                 slot.state, slot.save = State.EMPTY, None
+
+    def remove(self, slot: Slot) -> None:
+        """Remove a slot that was taken and is much larger than what is to be committed: copies would be as large."""
+        with self._lock:
+            self._slots.remove(slot)
+        slot.remove()
 
     # ---- making --------------------------------------------------------------------------------------------
 
@@ -361,7 +375,7 @@ class Pool:
             if count >= most or not self._may_make(wanted, request.left_alone, spare=count > self.keep):
                 return False
             self._making += 1
-        return self._make(wanted, replace(request, save=None), State.EMPTY) is not None
+        return self._make(wanted, replace(request, save=None), State.EMPTY, least=wanted) is not None
 
     def _may_make(self, size: int, retained: Collection[SaveId], *, spare: bool) -> bool:
         """Return True if there is room for one slot more. A spare one leaves as much for the program, and what the
@@ -373,18 +387,22 @@ class Pool:
         return self._available() + left >= needed
 
     def _missing(self, owner: Owner, size: int) -> int:
-        """Return the bytes that another pool of this node lacks for ``keep + 1`` slots, of ``size`` if it has none."""
+        """Return the bytes that another pool of this node lacks for ``keep + 1`` slots of at least ``size``."""
         sizes = []
         for path in self.container.slot_paths(owner):
             with contextlib.suppress(FileNotFoundError):
                 sizes.append(path.stat().st_size)
-        return max(0, self.keep + 1 - len(sizes)) * max([size, *sizes])
+        return max(0, (self.keep + 1) * max([size, *sizes]) - sum(sizes))
 
     def _available(self) -> int:
         return available_bytes(self._folder) - ROOM
 
-    def _make(self, size: int, request: SlotRequest, state: State = State.WRITING) -> Slot | None:
-        """Make a slot, or take one over, in a state; None if there is no room after all."""
+    def _make(self, size: int, request: SlotRequest, state: State = State.WRITING, *, least: int) -> Slot | None:
+        """Make a slot, or take one over, in a state; None if there is no room after all.
+
+        Args:
+            size: of the slot. least: its size where there is no room for more.
+        """
         slot, retained = None, request.left_alone
         try:
             slot = self._taken_over(size, retained)
@@ -393,6 +411,7 @@ class Pool:
                     if self._available() >= size:
                         break
                     self._remove_left(left, retained)
+                size = size if self._available() >= size else least
                 path = self._folder / str(next(self._numbers))
                 slot = Slot.make(path, size, go_on=lambda still: self._available() >= still)
         except CapacityError as error:
@@ -404,31 +423,31 @@ class Pool:
                 if slot is not None:
                     slot.state, slot.save, slot.used = state, request.save, next(self._used)
                     self._slots.append(slot)
-                    self._size = max(self._size, slot.size)
         return slot
 
-    def _fitting(self, slot: Slot, wanted: int, request: SlotRequest, *, size: int | None) -> Slot | None:
+    def _fitting(self, slot: Slot, wanted: int, request: SlotRequest, least: int) -> Slot | None:
         """Return a slot of the wanted size in place of one that was taken; None, with that free, if there is no room.
 
         One beyond ``keep + 1`` that is too small is removed: other pools need its room, whose parts grow as well.
 
         Args:
-            size: bytes that are enough where there is no room for more; None if only the wanted size will do.
+            least: bytes that are enough where there is no room for more.
         """
         if slot.size == wanted:
             return slot
         with self._lock:
-            is_extra = slot.size < (size or wanted) and len(self._slots) > self.keep + 1
+            is_extra = slot.size < least and len(self._slots) > self.keep + 1
         if not is_extra and self._available() + slot.size < wanted:
-            if size is not None and slot.size >= size:
+            if slot.size >= least and least < wanted:
                 return slot
-            self.free(slot)
-            return None
+            if self._available() + slot.size < least:
+                self.free(slot)
+                return None
         with self._lock:
             self._slots.remove(slot)
             self._making += not is_extra
         slot.remove()  # first: the larger one may need its memory
-        return None if is_extra else self._make(wanted, request)
+        return None if is_extra else self._make(wanted, request, least=least)
 
     # ---- slots that are left over -------------------------------------------------------------------------
 

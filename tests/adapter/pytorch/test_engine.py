@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ml_flashpoint import Engine, events
 from ml_flashpoint.format.errors import InvalidArgumentError, UnsafeContentError
-from ml_flashpoint.ranks.rank_group import RankGroup
+from ml_flashpoint.ranks.collectives import Collectives
 from tests.support.forked import Report, call_team
 
 
@@ -142,13 +142,17 @@ def test_strategies_by_name_on_two_nodes(tmpfs: Path, replication: str, copies: 
 
 
 def collectives_of_opening_and_looking(report: Report, rank: int) -> tuple[int, int | None]:
-    run, calls = RankGroup._run, []
+    calls: list[str] = []
 
-    def counted(group: RankGroup, what: str, *args: Any) -> None:
-        calls.append(what)
-        run(group, what, *args)
+    def counted(collective: Any) -> Any:
+        def run(group: Collectives, what: str, *args: Any) -> None:
+            calls.append(what)
+            collective(group, what, *args)
 
-    RankGroup._run = counted  # type: ignore[method-assign]
+        return run
+
+    for name in ("reduce", "broadcast"):
+        setattr(Collectives, name, counted(getattr(Collectives, name)))
     base = Path(os.environ["FLASHPOINT_TEST_BASE"])
     with Engine.open(base) as engine:
         found = engine.latest()

@@ -35,6 +35,7 @@ from tests.support.dictionaries import (
     stopped,
     wait_until_ready,
 )
+from tests.support.forked import wait_until
 
 # ---- managers that do not answer --------------------------------------------------------------------------
 
@@ -143,7 +144,7 @@ def test_a_destroyed_dictionary_leaves_nothing(make: Make) -> None:
     dictionary.destroy()
 
     assert not files_in(base)
-    assert not any(map(is_running, pids))
+    wait_until(lambda: not any(map(is_running, pids)), "the end of all processes")
     for each in (dictionary, handle, part):
         with pytest.raises(DDictDestroyedError):
             each["tensor"]

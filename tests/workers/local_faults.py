@@ -21,7 +21,6 @@ from ml_flashpoint.local import (
     LocalCheckpointManager,
     NoReplicasAvailableError,
     ReplicationStrategy,
-    WorldSizeChangedError,
     parse_group_sequence,
 )
 from ml_flashpoint.ranks.strategies import RingReplicationStrategy
@@ -277,7 +276,6 @@ def refuse_other_world_size(report: Any, rank: int) -> list[tuple[str, str]]:
     manager = LocalCheckpointManager(base(), "moved")
     errors = [raised(manager.find_latest), raised(manager.load)]
     manager.close()
-    assert errors[0][0] == WorldSizeChangedError.__name__
     return errors
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ml_flashpoint.ddict.client import codec, shared_memory
 from ml_flashpoint.ddict.client.handle import Handle
-from ml_flashpoint.ddict.client.keys import decode_key, encode_key, place, split_joined
+from ml_flashpoint.ddict.client.keys import Unreadable, encode_key, place, readable_key, split_joined
 from ml_flashpoint.ddict.client.links import Exchange
 from ml_flashpoint.ddict.errors import (
     REQUESTS,
@@ -25,7 +25,7 @@ from ml_flashpoint.ddict.errors import (
     DDictWritesLostError,
     StaleValueError,
 )
-from ml_flashpoint.ddict.manager.requests import PERSISTENT
+from ml_flashpoint.ddict.manager.shard import BROADCAST, DIRECT, PERSISTENT
 from ml_flashpoint.ddict.options import Configuration
 from ml_flashpoint.format.errors import FlashpointError
 from ml_flashpoint.net.client import Reply
@@ -93,32 +93,42 @@ class Access(Handle):
         if sequence is not None:
             fields["x"] = sequence
 
-        def put(exchange: Exchange, told: dict[str, Any]) -> bool:
+        def put(exchange: Exchange, told: dict[str, Any]) -> dict[str, Any]:
             if encoded.inline:
-                return bool(exchange.request("put", told, (key, codec.to_inline(encoded))).fields["ok"])
+                return exchange.request("put", told, (key, codec.to_inline(encoded))).fields
             return self._put_large(exchange, key, encoded, told)
 
         again = sequence is None  # a conditional write that was done would fail the second time
         lasting = bool(flags & PERSISTENT)
         # The manager can be replaced after it has given the reservation for a large one.
-        return _until_there(
+        done = _until_there(
             lambda: self._change(manager, put, fields, again=again, lasting=lasting, deadline=deadline),
             manager,
             deadline,
         )
+        for other in self.others(manager, done):
+            self.write(other, key, encoded, flags | BROADCAST, deadline=deadline)
+        return bool(done["ok"])
 
-    def _put_large(self, exchange: Exchange, key: bytes, encoded: codec.Encoded, told: dict[str, Any]) -> bool:
+    def others(self, manager: int, answer: dict[str, Any]) -> list[int]:
+        """Managers at which a change is to be made, too, since `bput` wrote the key that it was made to at this one."""
+        return [each for each in self.managers if each != manager] if answer.get("b") else []
+
+    def _put_large(
+        self, exchange: Exchange, key: bytes, encoded: codec.Encoded, told: dict[str, Any]
+    ) -> dict[str, Any]:
         size = shared_memory.object_size(encoded)
-        reserved = exchange.request("allocate", {"n": size, "c": told["c"], "e": told["e"]}).fields
+        its = {"n": size, "c": told["c"], "e": told["e"], "w": told["w"]}
+        reserved = exchange.request("allocate", its, (key,)).fields
         value_id = reserved["v"]
         told = {**told, "v": value_id}
         try:
             if not exchange.local:
                 blobs = shared_memory.object_blobs(encoded, reserved["size"], value_id)
-                return bool(exchange.request("put", told, (key, *blobs)).fields["ok"])
+                return exchange.request("put", told, (key, *blobs)).fields
             with self.client.writer.writing(reserved["path"], value_id) as write:
                 write(encoded)
-                return bool(exchange.request("put", told, (key,)).fields["ok"])
+                return exchange.request("put", told, (key,)).fields
         except BaseException:
             with contextlib.suppress(FlashpointError):  # when the connection is gone, the manager knows
                 exchange.request("abandon", {"v": value_id})
@@ -139,7 +149,13 @@ class Access(Handle):
         def request(exchange: Exchange, told: dict[str, Any]) -> dict[str, Any]:
             return exchange.request(operation, told, blobs).fields
 
-        return self._change(manager, request, fields, again=again, deadline=deadline)
+        answer = self._change(manager, request, fields, again=again, deadline=deadline)
+        for other in self.others(manager, answer):
+            with contextlib.suppress(DDictKeyError):
+                everywhere = {**fields, "f": BROADCAST}
+                everywhere.pop("x", None)  # which is of the entry at the first one
+                self._change(other, request, everywhere, again=again, deadline=deadline)
+        return answer
 
     def _change(
         self,
@@ -151,6 +167,8 @@ class Access(Handle):
         deadline: float,
         lasting: bool = False,
     ) -> _Result:
+        if self.only is not None:
+            fields = {**fields, "f": fields.get("f", 0) | DIRECT}
         return self.in_writing(
             manager,
             lambda exchange, whose: request(exchange, {**fields, **whose}),
@@ -178,7 +196,7 @@ class Access(Handle):
     def keys(self, managers: Iterable[int], deadline: float) -> Iterator[Any]:
         """Keys of these managers, decoded. They are asked at the first one."""
         for _, keys in self.in_one_epoch(lambda: self._keys(managers, deadline), deadline):
-            yield from map(decode_key, keys)
+            yield from map(readable_key, keys)
 
     def _keys(self, managers: Iterable[int], deadline: float) -> list[tuple[int, list[bytes]]]:
         once = self.only is None
@@ -233,12 +251,16 @@ class Access(Handle):
                 if error is not None:
                     raise REQUESTS.rebuild(error)
                 try:
-                    found = _found(own, its, copy=False)
+                    value = _found(own, its, copy=False).value
                 except StaleValueError:
-                    found = self.get(manager, key, deadline=deadline)
+                    value = self.get(manager, key, deadline=deadline).value
             except DDictKeyError:
                 continue  # deleted in between
-            items.append((decode_key(key), found.value))
+            except FlashpointError:
+                raise
+            except Exception as error:  # whatever unpickling raises
+                value = Unreadable(error)
+            items.append((readable_key(key), value))
         return items
 
 
@@ -256,7 +278,8 @@ def _found(fields: dict[str, Any], blobs: Sequence[bytes], copy: bool) -> Found:
     if "path" in fields:
         value = shared_memory.read_value(fields["path"], fields["v"], copy=copy)
     elif "v" in fields:
-        value = shared_memory.read_object(blobs[0], fields["v"], copy=copy, file_size=fields["size"])
+        whole = blobs[0] if len(blobs) == 1 else bytearray().join(blobs)
+        value = shared_memory.read_object(whole, fields["v"], copy=copy, file_size=fields["size"])
     else:
         value = codec.from_inline(blobs[0], copy=copy)
     return Found(value, fields["s"])
@@ -299,12 +322,20 @@ class Batch:
     def _send(self, manager: int, deadline: float) -> None:
         if not (items := list(self._items[manager].items())):
             return
-        blobs = [part for item in items for part in item]
-        ops = [["put", {}, 2] for _ in items]
-        answer = self._access.change(manager, "many", *blobs, ops=ops, again=True, deadline=deadline)
-        for error, _, _ in answer["outcomes"]:
-            if error is not None:
-                raise REQUESTS.rebuild(error)
+        outcomes = self._put(manager, items, deadline)
+        everywhere = [item for item, (_, own, _) in zip(items, outcomes, strict=True) if own.get("b")]
+        for other in self._access.others(manager, {"b": bool(everywhere)}):
+            self._put(other, everywhere, deadline, f=BROADCAST)
         # Only now: what was refused, or found nobody, must not be left out of the next checkpoint without a word.
         self._items.pop(manager, None)
         self._bytes.pop(manager, None)
+
+    def _put(self, manager: int, items: list[tuple[bytes, bytes]], deadline: float, **fields: Any) -> list[Any]:
+        blobs = [part for item in items for part in item]
+        ops = [["put", {}, 2] for _ in items]
+        answer = self._access.change(manager, "many", *blobs, ops=ops, again=True, deadline=deadline, **fields)
+        for error, _, _ in answer["outcomes"]:
+            if error is not None:
+                raise REQUESTS.rebuild(error)
+        outcomes: list[Any] = answer["outcomes"]
+        return outcomes

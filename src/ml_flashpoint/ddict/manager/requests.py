@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import struct
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -108,7 +109,7 @@ def _put(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
     """
     deadline = deadline_of(fields)
     key, flags = _key(blobs), _flags(fields)
-    checkpoint_id, writer = integer(fields, "c"), text(fields, "w")
+    checkpoint_id, writer = integer(fields, "c"), sys.intern(text(fields, "w"))  # one text for all of its entries
     value_id = fields.get("v")
     if value_id is not None:
         if value_id not in session.reserved:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ml_flashpoint.ddict.checkpoints.index import PartRef
 
 Value: TypeAlias = "InlineValue | StoredValue"
-ENTRY_BYTES = 200  # what Python needs for a key and its entry, about
+ENTRY_BYTES = 400  # what Python needs for a key and its entry, about
 PERSISTENT, BROADCAST, DIRECT = 1, 2, 4  # flags of an entry: written by `pput`, by `bput`, through `DDict.manager`
 _MOST_WRITERS = 16  # whose writes to one key are kept, so that those of killed ones can be dropped
 _id_of = attrgetter("checkpoint_id")

@@ -17,7 +17,7 @@ import torch
 from ml_flashpoint.copy.cpu import typed_view
 from ml_flashpoint.copy.dtypes import torch_dtype
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.digest import digest_workers, verify_blocks
+from ml_flashpoint.format.digest import verify_blocks
 from ml_flashpoint.format.errors import (
     DamagedError,
     LoadError,
@@ -255,7 +255,7 @@ class MemoryParts:
             path = os.fspath(container.base / save.version / record.name)
             if (save, rank) not in self._checked:
                 bytes_of = buffer[: record.size]
-                verify_blocks(bytes_of, record.digests, record.block_size, path=path, workers=digest_workers())
+                verify_blocks(bytes_of, record.digests, record.block_size, path=path)
                 self._checked.add((save, rank))
             stack.push(opened.pop_all())
             return ObjectReader(manifest, local=buffer, path=path)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from ml_flashpoint.copy.pinned import PageLock
 from ml_flashpoint.format import knobs
-from ml_flashpoint.format.digest import BlockDigester, digest_workers
+from ml_flashpoint.format.digest import BlockDigester
 from ml_flashpoint.format.errors import CapacityError, DamagedError, SaveError
 from ml_flashpoint.format.manifest import ObjectRecord
 from ml_flashpoint.format.object_format import HeaderTemplate, Layout
@@ -252,7 +252,7 @@ class Slot:
             self.buffer[entry.begin : entry.end] = data
         self.buffer[: layout.data_start] = header
         block_size = knobs.block_bytes()
-        with BlockDigester(self.buffer, layout.size, digest_workers(), block_size=block_size) as digester:
+        with BlockDigester(self.buffer, layout.size, block_size=block_size) as digester:
             if layout.size:
                 digester.advance(0, layout.size)
             digests = digester.finish()

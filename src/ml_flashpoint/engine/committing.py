@@ -26,8 +26,8 @@ from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError
 from ml_flashpoint.format.manifest import ObjectRecord
 from ml_flashpoint.format.object_format import (
     Entry,
-    HeaderTemplate,
     Layout,
+    encode_header,
     layout_from_entries,
     plan_layout,
     with_byte_items,
@@ -178,7 +178,6 @@ class PartWriter:
         self._views: weakref.WeakKeyDictionary[Slot, tuple[Layout, Sequence[torch.Tensor]]] = (
             weakref.WeakKeyDictionary()
         )
-        self._template = HeaderTemplate()
         self._lock = threading.Lock()
 
     # ---- staging -------------------------------------------------------------------------------------------
@@ -388,8 +387,7 @@ class PartWriter:
         if layout.size > size:
             return None
         try:
-            with self._lock:
-                header = self._template.encode(layout, size, filled.metadata)
+            header = encode_header(layout, size, filled.metadata)
         except CapacityError:
             return None
         filled.layout, filled.byte_items = layout, items

@@ -56,6 +56,15 @@ def validate_segment(name: str) -> str:
     return name
 
 
+def is_segment(name: object) -> bool:
+    """Return True if `validate_segment` takes a name."""
+    try:
+        validate_segment(name)  # type: ignore[arg-type]
+    except InvalidNameError:
+        return False
+    return True
+
+
 def _split_absolute(path: str | os.PathLike[str]) -> tuple[str, ...]:
     raw = os.fspath(path)
     if not isinstance(raw, str):

@@ -26,6 +26,7 @@ from typing import Final
 
 from ml_flashpoint.format.errors import FlashpointError, UnreadableError, UnsafePathError
 from ml_flashpoint.format.failure_kinds import is_shortage
+from ml_flashpoint.format.files import open_regular
 
 _MAX_LINKS: Final = 40
 _TRIES: Final = 8
@@ -169,16 +170,9 @@ def open_own(path: Path, flags: int) -> int:
         UnsafePathError: something else lies there, or a file of somebody else.
         OSError: it cannot be opened.
     """
-    try:
-        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-    except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
-            raise
-        raise UnsafePathError(f"this is no file of ours: {error.strerror}", path=path, hint="remove it") from error
+    descriptor = open_regular(path, flags)
     try:
         check_owner(descriptor, path)
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise UnsafePathError("this is no regular file", path=path, hint="remove it")
     except BaseException:
         os.close(descriptor)
         raise

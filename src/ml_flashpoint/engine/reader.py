@@ -20,7 +20,6 @@ from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.digest import verify_blocks
 from ml_flashpoint.format.errors import (
     DamagedError,
-    LoadError,
     ObjectNotFoundError,
     PrunedError,
     UnreadableError,
@@ -354,11 +353,7 @@ def waited_for(call: Callable[[], _T], url: str, deadline_s: float | None = None
     """
     deadline_s = recovery_deadline_s() if deadline_s is None else deadline_s
     until = time.monotonic() + deadline_s
-    try:
-        bounded = Bounded(lambda: retrying(call, until, f"reading at {url}", also=(LoadError,)))
-        return bounded.result(deadline_s + _LATE_S)
-    except LoadError as error:
-        raise UnreadableError(str(error)) from error
+    return Bounded(lambda: retrying(call, until, f"reading at {url}")).result(deadline_s + _LATE_S)
 
 
 def _runs(blocks: Sequence[int]) -> list[tuple[int, int]]:

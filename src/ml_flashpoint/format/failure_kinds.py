@@ -98,14 +98,13 @@ def pauses(until: float) -> Iterator[None]:
         yield
 
 
-def retrying(work: Callable[[], _T], until: float, what: str, *, also: tuple[type[FlashpointError], ...] = ()) -> _T:
+def retrying(work: Callable[[], _T], until: float, what: str) -> _T:
     """Do something, and again for as long as it fails for a reason that may pass and ``until`` has not.
 
     Not for what is collective. It is tried once at least.
 
     Args:
         what: for the log.
-        also: further errors that may pass.
 
     Raises:
         Exception: the last failure.
@@ -116,7 +115,7 @@ def retrying(work: Callable[[], _T], until: float, what: str, *, also: tuple[typ
         try:
             return work()
         except Exception as error:
-            if not is_transient(error) and not isinstance(error, also):
+            if not is_transient(error):
                 raise
             tries += 1
             if tries == 1:

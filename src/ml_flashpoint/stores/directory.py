@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ml_flashpoint.format.at_exit import close_in_children
-from ml_flashpoint.format.errors import DamagedError, JobInUseError, LoadError, SaveError
+from ml_flashpoint.format.errors import DamagedError, JobInUseError, ObjectNotFoundError, SaveError
 from ml_flashpoint.format.files import as_octets, open_regular, replace_file, sync_directory, writing
 from ml_flashpoint.format.private_folders import check_unplanted
 from ml_flashpoint.stores.files import Files, reading, split_name
@@ -69,11 +69,10 @@ class Directory(Files):
         if path != self._root and path.is_symlink():
             raise DamagedError("this is a symbolic link", path=path)
         try:
-            return sorted(os.listdir(path))
-        except (FileNotFoundError, NotADirectoryError):
+            with reading(path):
+                return sorted(os.listdir(path))
+        except ObjectNotFoundError:
             return []
-        except OSError as error:
-            raise LoadError(f"the folder cannot be read: {error.strerror}", path=path) from error
 
     def remove(self, name: str) -> None:
         """See `Files.remove`."""

@@ -16,8 +16,8 @@ from ml_flashpoint.format.errors import (
     DamagedError,
     FlashpointError,
     InvalidNameError,
-    LoadError,
     ObjectNotFoundError,
+    UnreadableError,
     UnsafePathError,
 )
 from ml_flashpoint.format.files import text_of_system
@@ -46,7 +46,7 @@ class Files(ABC):
     """Files under one root. Names are relative, with slashes; a folder comes with the first file in it.
 
     Calls block. Several threads may read, and write files of different names. Writing and removing raise a `SaveError`
-    (`CapacityError` if there is no room), reading a `LoadError` for what may pass.
+    (`CapacityError` if there is no room), reading an `UnreadableError` for what may pass.
     """
 
     @abstractmethod
@@ -109,7 +109,7 @@ class Files(ABC):
 
 @contextlib.contextmanager
 def reading(path: object, errors: type[Exception] = OSError) -> Iterator[None]:
-    """Raise an `ObjectNotFoundError`, `DamagedError` or `LoadError` for these errors of a filesystem."""
+    """Raise an `ObjectNotFoundError`, `DamagedError` or `UnreadableError` for these errors of a filesystem."""
     try:
         yield
     except UnsafePathError as error:
@@ -119,7 +119,7 @@ def reading(path: object, errors: type[Exception] = OSError) -> Iterator[None]:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ObjectNotFoundError("there is no such file", path=str(path)) from error
     except errors as error:
-        raise LoadError(f"cannot be read: {text_of_system(error)}", path=str(path)) from error
+        raise UnreadableError(f"cannot be read: {text_of_system(error)}", path=str(path)) from error
 
 
 def watched_files(files: Files, moved: Callable[[], None]) -> Files:

@@ -98,13 +98,14 @@ def pauses(until: float) -> Iterator[None]:
         yield
 
 
-def retrying(work: Callable[[], _T], until: float, what: str) -> _T:
+def retrying(work: Callable[[], _T], until: float, what: str, *, also: tuple[type[FlashpointError], ...] = ()) -> _T:
     """Do something, and again for as long as it fails for a reason that may pass and ``until`` has not.
 
     Not for what is collective. It is tried once at least.
 
     Args:
         what: for the log.
+        also: further errors that may pass.
 
     Raises:
         Exception: the last failure.
@@ -115,7 +116,7 @@ def retrying(work: Callable[[], _T], until: float, what: str) -> _T:
         try:
             return work()
         except Exception as error:
-            if not is_transient(error):
+            if not is_transient(error) and not isinstance(error, also):
                 raise
             tries += 1
             if tries == 1:

@@ -202,7 +202,7 @@ def test_checking_ends_before_the_buffer_is_given_back() -> None:
 
 def test_checking_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that may not start one just now recovers nevertheless, and is not told that damage is sound."""
-    monkeypatch.setattr(blocks_module, "run_on_pool", lambda job: False)
+    monkeypatch.setattr(blocks_module, "run_on_pool", lambda job: None)
     data = pattern(3 * BLOCK + 1)
     damaged = bytearray(data)
     damaged[2 * BLOCK] ^= 1

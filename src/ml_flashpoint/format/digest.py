@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -161,7 +161,7 @@ class BlockDigester:
             self._submit()
 
     def _submit(self) -> None:
-        if not run_on_pool(self._work):
+        if run_on_pool(self._work) is None:
             self._workers.release()  # finish() will do it
 
     def _work(self) -> None:
@@ -228,14 +228,13 @@ def _pool() -> ThreadPoolExecutor:
 os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
-def run_on_pool(job: Callable[[], object]) -> bool:
-    """Have a thread of this process's pool call ``job``, which does not raise, and may come too late to be of use.
+def run_on_pool(job: Callable[[], object]) -> Future[object] | None:
+    """Have a thread of this process's pool call ``job``, which may come too late to be of use.
 
     Returns:
-        False if no thread can be started; the job may be called all the same.
+        The result; None if no thread can be started: the job may be called all the same.
     """
     try:
-        _pool().submit(job)
+        return _pool().submit(job)
     except RuntimeError:  # also while the interpreter exits
-        return False
-    return True
+        return None

@@ -210,19 +210,17 @@ class DefaultMLFlashpointCheckpointSaver:
         Raises:
             FlashpointError: the save failed; older versions are as before.
         """
-        self.saves.enter(version)
-        save = self.saves.begin(version, None, self)
+        save = self.saves.begin(version, None)
         try:
-            self.saves.fill(save, tensors, byte_items)
-            self.saves.commit(save, labels=labels or {})
+            save.fill(tensors, byte_items)
+            return save.commit(labels=labels or {})
         except BaseException as error:
-            self.saves.fail(save, None, error)
+            save.fail(error)
             raise
-        return save.committed.result()
 
     def wait(self, deadline_s: float | None = None) -> bool:
         """Wait until all saves that were begun are verified, or have failed. Return True if that was so in time."""
-        self.saves.give_up_abandoned()
+        self.saves.give_up()
         return self._objects.opened is None or self._objects.opened.wait(deadline_s)
 
 

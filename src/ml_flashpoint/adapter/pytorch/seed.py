@@ -272,7 +272,7 @@ class DefaultMLFlashpointCheckpointLoader:
 
     def open_version(self, version: CheckpointContainerId) -> VersionReader:
         """Return a reader of a version. Collective the first time."""
-        return self._objects.checkpointer(version.parent, self._replication).reader(version)
+        return self._objects.checkpointer(version.parent, self._replication).open_version(version)
 
     @property
     def last_recovery(self) -> RecoveryReport | None:

@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from ml_flashpoint.adapter.pytorch.metadata_format import encode_metadata
 from ml_flashpoint.adapter.pytorch.omission import Omission, left_to_others, tensor_names
-from ml_flashpoint.adapter.pytorch.plan_items import WrittenPlan, resolve_items, written_plan
+from ml_flashpoint.adapter.pytorch.plan_items import resolve_items, results_of
 from ml_flashpoint.adapter.pytorch.saves import LocalSaves, Staged
 from ml_flashpoint.adapter.pytorch.saving_process import RemoteSave, RemoteSaves
 from ml_flashpoint.adapter.pytorch.seed import DefaultMLFlashpointCheckpointSaver
@@ -114,7 +114,6 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         self._safe_globals = safe_globals
         self._trust_bytes = trust_bytes
         self._thread = threading.local()
-        self._written: WrittenPlan | None = None
         self._omission = Omission()
         self._overlap = Overlap()
 
@@ -303,7 +302,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
             raise SaveError("write_data comes before reset and storage_meta")
         call.save.others = left_to_others(planner, call.own_tensors, plan)
         try:
-            keys = known.keys if (known := self._written) is not None and known.plan is plan else item_keys(plan.items)
+            keys = item_keys(plan.items)
             tensors, byte_items = self.items(plan, planner, keys)
             call.save.fill(tensors, byte_items)
             if not call.is_coordinator and call.use_collectives:
@@ -311,9 +310,8 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         except BaseException as error:
             call.save.fail(error)
             raise
-        written = self._written = written_plan(self._written, plan, keys, tensors, byte_items, self._saves.rank)
         future: Future[list[WriteResult]] = Future()
-        future.set_result(written.results)
+        future.set_result(results_of(plan, keys, tensors, byte_items, self._saves.rank))
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

@@ -24,7 +24,6 @@ from ml_flashpoint.engine.save import Save
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidArgumentError, SaveError
 from ml_flashpoint.format.knobs import seal_deadline_s
-from ml_flashpoint.format.manifest import Manifest
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.ranks.rank_group import RankGroup
 
@@ -140,11 +139,11 @@ class Staged:
         checkpointer, save = self._begun
         checkpointer.fill(save, tensors, byte_items)
 
-    def commit(self, *, extra: Sequence[BytesItem] = (), labels: Mapping[str, str]) -> Manifest:
+    def commit(self, *, extra: Sequence[BytesItem] = (), labels: Mapping[str, str]) -> None:
         """Commit the object; return when this rank's part is committed."""
         checkpointer, save = self._begun
         checkpointer.commit(save, extra=extra, labels=labels)
-        return save.committed.result()
+        save.committed.result()
 
     def fail(self, error: BaseException) -> None:
         """Give it up. Safe to repeat, and after it was committed."""

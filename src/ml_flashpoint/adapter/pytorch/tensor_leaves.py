@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from ml_flashpoint.state.private import ShardedTensor, tree_unflatten
 from ml_flashpoint.state.tree import Structure, Tree
 
 _IMMUTABLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list, tuple})
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -115,12 +117,16 @@ class TensorLeaves:
 
 
 def _flattened(state_dict: Mapping[str, Any]) -> Tree:
-    """Return a state as a tree. Mappings that torch's pytree does not know become dictionaries."""
-    tree = Tree(state_dict)
+    """Return a state as a tree. Mappings of other types become dictionaries, other containers are copied whole."""
+    tree = Tree(state_dict, _is_leaf)
     while any(isinstance(leaf, Mapping) for leaf in tree.leaves):
         leaves = [dict(leaf) if isinstance(leaf, Mapping) else leaf for leaf in tree.leaves]
-        tree = Tree(tree_unflatten(leaves, tree.spec))
+        tree = Tree(tree_unflatten(leaves, tree.spec), _is_leaf)
     return tree
+
+
+def _is_leaf(value: Any) -> bool:
+    return type(value) not in _CONTAINERS
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor] | None:

@@ -168,5 +168,5 @@ def test_a_failure_whose_plan_is_known_teaches_as_much() -> None:
     assert _needed(omission, state) == ["a", "b"]
     omission.watch(_saved({"b"}, RuntimeError()))
     assert _needed(omission, state) == ["a"]
-    omission.watch(_saved({"b"}, RuntimeError()), whole=False)  # not because of what was left out
+    omission.watch(_saved({"b"}, RuntimeError()))  # not because of what was left out
     assert _needed(omission, state) == ["a"]

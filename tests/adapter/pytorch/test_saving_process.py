@@ -324,9 +324,9 @@ def test_nobody_without_the_secret_gets_in(door: Door) -> None:
             ("begin", {"key": key}),
             ("begin", {"version": version, "key": key}),
             ("no such thing", {}),
-            ("fill", {"tensors": [["w", "float32", [1 << 40], 0]], "byte_items": [], "others": None}),
-            ("fill", {"tensors": [["w", "float32", [4], None]], "byte_items": [], "others": None}),
-            ("fill", {"tensors": [], "byte_items": [["b", -1]], "others": None}),
+            ("fill", {"tensors": [["w", "float32", [1 << 40], 0]], "byte_items": []}),
+            ("fill", {"tensors": [["w", "float32", [4], None]], "byte_items": []}),
+            ("fill", {"tensors": [], "byte_items": [["b", -1]]}),
             ("commit", {"labels": {}, "extra": ["a"]}),
         ]:
             if op == "begin" and fields.keys() == {"version", "key"} and fields["key"] == key:

@@ -162,6 +162,8 @@ class SaveServer:
         self, session: _Session, op: str, fields: Fields, blobs: list[bytes]
     ) -> tuple[Fields, Sequence[Buffer]] | None:
         """Carry out one call of `RemoteSave`; see `RequestHandler`."""
+        if session.save is not None and "others" in fields:
+            session.save.others = frozenset(list_of(fields, "others"))
         if op == "begin":
             session.save = self._begin(CheckpointContainerId(text(fields, "version")), fields.get("key"))
         elif session.save is None:
@@ -170,8 +172,6 @@ class SaveServer:
             for blob in blobs:
                 session.received += blob
         elif op == "fill":
-            if fields["others"] is not None:
-                session.save.others = frozenset(list_of(fields, "others"))
             session.save.fill(*_items(session.save, session.received, fields))
             session.received = bytearray()
         elif op == "commit":
@@ -325,9 +325,7 @@ class RemoteSave:
             (key, dtype_name(tensor.dtype), tuple(tensor.shape), place)
             for (key, tensor), place in zip(tensors, places, strict=True)
         ]
-        others = None if self.others is None else sorted(self.others)
-        sizes = [(key, len(data)) for key, data in byte_items]
-        self.request("fill", {"tensors": described, "byte_items": sizes, "others": others})
+        self.request("fill", {"tensors": described, "byte_items": [(key, len(data)) for key, data in byte_items]})
 
     def commit(self, *, extra: Sequence[BytesItem] = (), labels: Mapping[str, str]) -> None:
         """Have the object committed; return when the trainer's part is."""
@@ -343,6 +341,8 @@ class RemoteSave:
 
     def request(self, op: str, fields: Fields, blobs: Sequence[Buffer] = ()) -> None:
         """Have the trainer do something for this save. Raises `FlashpointError` as it does."""
+        if self.others is not None:
+            fields = {**fields, "others": sorted(self.others)}
         self._connection.request(op, fields, blobs, timeout_s=seal_deadline_s())
 
 

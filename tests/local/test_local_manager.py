@@ -241,7 +241,7 @@ def test_what_another_door_has_saved_is_told_from_what_is_lost(tmpfs: Path) -> N
     manager.save(state(1), 1)
     manager.close()
     with Checkpointer(tmpfs / "job") as engine:
-        assert engine.latest() == engine.version(1)
+        assert engine.latest() == engine.id(1)
         save = engine.begin(2)
         engine.fill(save, [("a", torch.ones(10))])
         engine.commit(save)

@@ -191,7 +191,7 @@ class Committer:
         is committed; others need not wait for them."""
         with self._changed:
             epoch, base = self.epoch, self._epochs.base
-            fields = {"run": self.run.run_id, "e": epoch, "base": base, "cut": self._cut, "keep": self._keep()}
+            fields = {"e": epoch, "base": base, "cut": self._cut, "keep": self._keep()}
             fields.update(frozen=self._frozen, n=self._freezes, pinned=self._pinned(base), restored=None)
             if self._restored is not None:
                 fields.update(restored=self._restored[1], keep=[self._restored[2]])
@@ -289,6 +289,8 @@ class Committer:
             if epoch != self.epoch or self._called_off:
                 return  # somebody went back: what it has is not what is written
             self._committed = checkpoint_id
+            if self._restored is None:
+                self._persisting.committed(checkpoint_id)
             self._restored = None
             self._sealed[checkpoint_id] = Sealed(cut, sealed)
             if self._rules.next_due(checkpoint_id - 1) == checkpoint_id:
@@ -377,9 +379,9 @@ class Committer:
         with self._changed:
             return {**self.state(), **self._persisting.state(), "frozen": self._frozen}
 
-    def _write_parts(self, checkpoint_id: int) -> list[str]:
+    def _write_parts(self, checkpoint_id: int, run: str) -> list[str]:
         with self._changed:
-            fields = {"checkpoint_id": checkpoint_id, "cut": self._cut_of(checkpoint_id)}
+            fields = {"checkpoint_id": checkpoint_id, "cut": self._cut_of(checkpoint_id), "run": run}
         written = self._managers.ask("persist", fields, seal_deadline_s(), apart=True)
         return [str(answer["receipt"]) for answer in written]
 

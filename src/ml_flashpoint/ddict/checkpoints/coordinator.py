@@ -176,7 +176,7 @@ class Coordinator(Committer):
                 self._discards[handle] = max(to, self._committed)
             self._follow()
         if 0 <= to < taken:
-            self._remove_rolled_back()
+            self._record_rollback()
 
     def rollback(
         self,
@@ -201,7 +201,7 @@ class Coordinator(Committer):
             generation: Of its request.
 
         Returns:
-            The state, where it is now, ``position``, and why what was persisted above ``stays`` in the store, or null.
+            The state, where it is now, ``position``, and why what was persisted above ``stays`` on offer, or null.
 
         Raises:
             StaleEpochError: See `catch_up`; but not for a handle that was killed, which comes back by this.
@@ -231,7 +231,7 @@ class Coordinator(Committer):
             fields = {"w": handle, "to": to, "n": numbered, "dead": False, "e": epoch, "g": generation}
             self._managers.ask("discard", fields, deadline - time.monotonic(), apart=True)
         self._await_open(deadline)
-        return {**self.state(), "position": to, "stays": self._remove_rolled_back(deadline)}
+        return {**self.state(), "position": to, "stays": self._record_rollback(deadline)}
 
     def _take_back(self, to: int, handle: str) -> None:
         """Have all go back below what is committed. With the lock held."""
@@ -240,13 +240,13 @@ class Coordinator(Committer):
         self._begin_epoch(Beginning(to, to, self._cut_of(to), why, taken, by=handle))
         self._persisting.take_back(to)
 
-    def _remove_rolled_back(self, deadline: float | None = None) -> str | None:
-        """Remove what was persisted above a checkpoint that somebody went back to. Returns why it could not be: whoever
-        persists next tries again."""
+    def _record_rollback(self, deadline: float | None = None) -> str | None:
+        """Have the store know that what was persisted above a checkpoint counts no more. Returns why it does not:
+        whoever persists next tries again."""
         try:
-            self._persisting.remove_rolled_back(deadline)
+            self._persisting.record(deadline)
         except Exception as error:  # of a persister of the user's own, perhaps
-            _log.warning("a persisted checkpoint that was rolled back stays: %s", error)
+            _log.warning("a persisted checkpoint that was rolled back is still on offer: %s", error)
             return str(error) if isinstance(error, FlashpointError) else repr(error)
         return None
 

@@ -117,10 +117,10 @@ class Saves:
 
     def _save(self, step: int, began: float, *, explicit: bool) -> None:
         try:
-            if step == self._attempted and self._is_there(step):
+            if (step == self._attempted or self._checkpointer.is_between_runs) and self._is_there(step):
                 return
-        except FlashpointError as lost:  # ranks lost each other
-            self._fail(step, lost)
+        except Exception as failed:  # of whatever kind: ranks lost each other, or a filesystem refuses
+            self._fail(step, failed)
             return
         self._attempted = step
         checkpointer, name = self._checkpointer, SaveId(self._checkpointer.run, step)

@@ -363,7 +363,7 @@ class LocalSaves:
         self.give_up_abandoned()
         checkpointer, step = self.checkpointer(version), version.step or 0
         with self._entering:
-            if SaveId(checkpointer.run, step) <= self._entered and checkpointer.run:
+            if checkpointer.is_between_runs or (checkpointer.run and SaveId(checkpointer.run, step) <= self._entered):
                 checkpointer.latest()
             self._entered = SaveId(checkpointer.run, step)
 

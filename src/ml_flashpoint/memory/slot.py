@@ -7,6 +7,7 @@ owner tries for an exclusive one before it reuses the slot.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import enum
 import errno
@@ -276,9 +277,12 @@ class Slot:
         Also where a forked child still maps the file, as the workers of a data loader do.
         """
         self._pages.release()
-        self.path.unlink(missing_ok=True)
+        going = self.path.with_name(f"{self.path.name}{TEMPORARY}")
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(self.path, going)
         if _libc.fallocate(self._descriptor, _PUNCH_HOLE | _KEEP_SIZE, 0, self.size) != 0:
             _log.debug("cannot free the pages of %s: %s", self.path, os.strerror(ctypes.get_errno()))
+        going.unlink(missing_ok=True)  # last: its room is not lost to sight meanwhile
         self.close()
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from ml_flashpoint.ddict.checkpoints.coordinator import Coordinator
 from ml_flashpoint.ddict.checkpoints.writers import Session
 from ml_flashpoint.ddict.errors import DDictTimeoutError
 from ml_flashpoint.ddict.persistence.persister import PersistedCheckpoint
+from ml_flashpoint.ddict.written import Written
 from ml_flashpoint.format.errors import FlashpointError
 from ml_flashpoint.net.server import Peer
 
@@ -126,12 +127,13 @@ class Play:
         self.epochs[handle] = state["epoch"]
         return state
 
-    def leave(self, handle: str, need: int = -1) -> None:
-        self.coordinator.leave(handle, need, self.epochs[handle])
+    def leave(self, handle: str, written: int = -1) -> None:
+        self.coordinator.leave(handle, Written(written), self.epochs[handle])
 
-    def catch_up(self, handle: str, position: int, need: int = -1, timeout_s: float = DEADLINE_S) -> dict[str, Any]:
+    def catch_up(self, handle: str, position: int, written: int = -1, timeout_s: float = DEADLINE_S) -> dict[str, Any]:
         """What a handle hears that was refused."""
-        answer = self.coordinator.catch_up(handle, position, need, self.epochs.get(handle, 0), timeout_s)
+        wrote, epoch = Written(written), self.epochs.get(handle, 0)
+        answer = self.coordinator.catch_up(handle, position, wrote, epoch, timeout_s)
         self.epochs[handle] = answer["epoch"]
         return answer
 

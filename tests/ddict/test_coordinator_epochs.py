@@ -12,6 +12,7 @@ from ml_flashpoint.ddict.errors import (
     DDictWritesLostError,
     StaleEpochError,
 )
+from ml_flashpoint.ddict.written import NOTHING
 from tests.ddict.coordination import DEADLINE_S, SHORT_S, Make, Play
 from tests.support.dictionaries import await_that
 
@@ -32,12 +33,12 @@ def test_a_lost_manager_begins_an_epoch_at_what_is_committed(make: Make) -> None
     for call in (lambda: play.move("a", 3), lambda: play.join("a", 2), lambda: play.rollback("a", 1)):
         with pytest.raises(StaleEpochError):
             call()
-    answer = play.catch_up("a", 2, need=2)
+    answer = play.catch_up("a", 2, written=2)
 
     assert (answer["epoch"], answer["manager"], answer["base"]) == (1, 1, 1)
     assert "manager 1 was lost" in answer["lost"]
     begun = play.managers.of("begin")
-    assert [(fields["e"], fields["base"], fields["keep"]) for fields in begun] == [(1, 1, [0, 1])] * 2
+    assert [(fields["e"], fields["base"]) for fields in begun] == [(1, 1)] * 2
 
 
 def test_who_lost_something_holds_up_commits_until_it_goes_back(make: Make) -> None:
@@ -45,8 +46,8 @@ def test_who_lost_something_holds_up_commits_until_it_goes_back(make: Make) -> N
     committed_up_to(play, 0, "a", "b")
     play.move("b", 2)
     play.lose(1)
-    assert play.catch_up("a", 1, need=1)["lost"]
-    assert not play.catch_up("b", 2, need=-1)["lost"]
+    assert play.catch_up("a", 1, written=1)["lost"]
+    assert not play.catch_up("b", 2, written=-1)["lost"]
     play.move("b", 3)
     assert play.newest() == 0
 
@@ -56,12 +57,12 @@ def test_who_lost_something_holds_up_commits_until_it_goes_back(make: Make) -> N
     assert play.newest() == 1
 
 
-@pytest.mark.parametrize("need", [-1, 0])
-def test_who_lost_nothing_goes_on_where_it_is(make: Make, need: int) -> None:
+@pytest.mark.parametrize("written", [-1, 0])
+def test_who_lost_nothing_goes_on_where_it_is(make: Make, written: int) -> None:
     play = make()
     committed_up_to(play, 0, "a")
     play.lose(0)
-    assert play.catch_up("a", 1, need)["lost"] is None
+    assert play.catch_up("a", 1, written)["lost"] is None
     play.move("a", 2)
     assert play.newest() == 1
 
@@ -70,7 +71,7 @@ def test_before_anything_was_committed_all_begin_anew(make: Make) -> None:
     play = make()
     play.join("a")
     play.lose(0)
-    answer = play.catch_up("a", 0, need=0)
+    answer = play.catch_up("a", 0, written=0)
     assert (answer["base"], answer["committed"]) == (-1, -1)
     assert "the beginning" in answer["lost"]
     assert play.managers.of("begin")[0]["keep"] == []
@@ -83,7 +84,7 @@ def test_several_epochs_are_heard_of_at_once(make: Make) -> None:
     for manager in range(3):
         play.lose(manager)
     gate.set()
-    answer = play.catch_up("a", 1, need=1)
+    answer = play.catch_up("a", 1, written=1)
     assert (answer["epoch"], answer["base"]) == (3, 0)
     assert answer["lost"]
 
@@ -96,7 +97,7 @@ def test_what_is_lost_is_not_forgotten_for_a_commit_by_others_meanwhile(make: Ma
     play.catch_up("a", 1)
     play.move("a", 3)
     assert play.newest() == 2
-    assert play.catch_up("late", 0, need=1)["lost"]
+    assert play.catch_up("late", 0, written=1)["lost"]
 
 
 def test_a_manager_that_says_twice_that_it_is_back_begins_one_epoch(make: Make) -> None:
@@ -117,7 +118,7 @@ def test_a_commit_that_is_under_way_when_a_manager_is_lost_is_off(make: Make) ->
     play.lose(1)
     gate.set()
 
-    assert play.catch_up("a", 1, need=0)["lost"], "whatever was sealed meanwhile"
+    assert play.catch_up("a", 1, written=0)["lost"], "whatever was sealed meanwhile"
     assert play.newest() == -1
 
 
@@ -169,7 +170,7 @@ def test_who_waits_hears_of_an_epoch_at_once(make: Make) -> None:
 def lose_writes_of_one_that_is_gone(play: Play) -> None:
     """Checkpoint 0 is committed, and a manager was lost with what a handle wrote at 1 that has left."""
     committed_up_to(play, 0, "gone", "writer")
-    play.leave("gone", need=1)
+    play.leave("gone", written=1)
     play.lose(1)
     play.catch_up("writer", 1)
 
@@ -189,9 +190,9 @@ def test_lost_writes_of_a_handle_that_is_gone_are_told_once(make: Make) -> None:
 def test_who_loses_something_itself_is_not_told_twice(make: Make) -> None:
     play = make()
     committed_up_to(play, 0, "gone", "writer")
-    play.leave("gone", need=1)
+    play.leave("gone", written=1)
     play.lose(1)
-    assert play.catch_up("writer", 1, need=1)["lost"]
+    assert play.catch_up("writer", 1, written=1)["lost"]
     play.rollback("writer", 0)
     play.move("writer", 2)
     assert play.newest() == 1
@@ -234,7 +235,7 @@ def test_a_handle_that_leaves_without_having_heard_loses_what_it_wrote(make: Mak
     committed_up_to(play, 0, "a")
     play.lose(0)
     await_that(lambda: play.coordinator._epochs.is_open)
-    play.leave("a", need=2)
+    play.leave("a", written=2)
 
     with pytest.raises(DDictWritesLostError):
         play.newest()
@@ -260,7 +261,7 @@ def test_a_commit_of_what_is_gone_back_to_is_called_off(make: Make) -> None:
     gate = play.managers.close_gate("prepare")
     play.move("a", 2)
     play.managers.await_asked("prepare", 3)  # some managers may have noted what belongs to it, and others not
-    assert play.rollback("a", 1)["fixed"] == 0, "what it writes there now is a part of the commit, and no late write"
+    play.rollback("a", 1)
     gate.set()
     assert play.newest() == 0
     play.move("a", 2)
@@ -284,5 +285,5 @@ def test_where_a_handle_stood_before_it_went_back_does_not_count(make: Make) -> 
     committed_up_to(play, 1, "a")
     play.rollback("a", 0)
     play.lose(0)
-    play.coordinator.catch_up("a", 2, -1, 0, DEADLINE_S)  # sent before it went back
+    play.coordinator.catch_up("a", 2, NOTHING, 0, DEADLINE_S)  # sent before it went back
     assert play.newest() == 0

@@ -141,7 +141,7 @@ def test_a_restored_checkpoint_is_the_newest_committed_one(make: Make, snapshots
 
     assert play.coordinator.state()["committed"] == 5
     assert play.newest() == 5
-    assert play.catch_up("a", 9, need=8)["lost"] is None
+    assert play.catch_up("a", 9, written=8)["lost"] is None
     play.move("a", 7)
     assert play.newest() == 6
 
@@ -209,7 +209,7 @@ def test_who_had_something_uncommitted_is_told_of_a_restore(make: Make) -> None:
     play.move("a", 2)
     assert play.newest() == 1
     restore(play, 0)
-    answer = play.catch_up("a", 2, need=2)
+    answer = play.catch_up("a", 2, written=2)
     assert "checkpoint 0 was restored" in answer["lost"]
     assert answer["base"] == 0
 
@@ -315,7 +315,7 @@ def test_what_is_lost_is_not_told_to_who_persists(make: Make) -> None:
         play.join(handle)
     play.move_all(1, "leaves", "killed")
     assert play.newest() == 0
-    play.leave("leaves", need=1)
+    play.leave("leaves", written=1)
     play.kill("killed")
 
     assert play.coordinator.persist_newest(DEADLINE_S) == 0

@@ -12,6 +12,7 @@ from ml_flashpoint.ddict.errors import (
     DDictManagerLostError,
     DDictTimeoutError,
 )
+from ml_flashpoint.ddict.written import NOTHING
 from tests.ddict.coordination import DEADLINE_S, SHORT_S, Make, raises_in_time, within
 
 PLAIN = {"snapshots": False, "replicated": False}
@@ -123,7 +124,7 @@ def test_a_rollback_below_what_is_committed_begins_an_epoch(make: Make) -> None:
 
     assert (state["committed"], state["epoch"]) == (1, 1)
     (begun,) = play.managers.of("begin")
-    assert (begun["e"], begun["base"], begun["keep"]) == (1, 1, [0, 1])
+    assert (begun["e"], begun["base"]) == (1, 1)
     assert play.managers.removed_above == [1]
     play.move("a", 3)
     assert play.newest() == 2
@@ -226,12 +227,12 @@ def test_a_handle_that_leaves_with_a_rollback_unfinished_has_it_finished(make: M
         play.move_all(position, "a", "b")
         play.newest()
     play.move_all(5, "a", "b")
-    play.coordinator.leave("a", -1, 0, 1, back=4)
+    play.coordinator.leave("a", NOTHING, 0, 1, back=4)
     play.managers.await_asked("discard")
 
     assert play.managers.of("discard")[-1]["to"] == 4
     assert (play.newest(), play.coordinator.epoch) == (4, 0)
-    play.coordinator.leave("b", -1, 0, 1, back=1)
+    play.coordinator.leave("b", NOTHING, 0, 1, back=1)
     assert play.catch_up("a reader", 0)["epoch"] == 1
     assert play.newest() == 1
     assert play.managers.of("begin")[-1]["base"] == 1
@@ -246,7 +247,7 @@ def test_a_handle_that_leaves_on_its_way_to_what_has_retired_takes_nothing_back(
     play.move_all(9, "a", "b")
     assert play.newest() == 8
     for back in ({"back": 3}, {"back": 3, "onwards": True}):
-        play.coordinator.leave("a" if len(back) == 1 else "b", -1, 0, 1, **back)  # type: ignore[arg-type]
+        play.coordinator.leave("a" if len(back) == 1 else "b", NOTHING, 0, 1, **back)  # type: ignore[arg-type]
     play.managers.await_asked("discard", 2)
 
     assert [fields["to"] for fields in play.managers.of("discard")] == [8, 8]

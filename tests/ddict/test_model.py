@@ -47,7 +47,10 @@ class Model:
 
     Attributes:
         snapshots: for each checkpoint that was committed by itself, the writes that were seen there then.
-        needs: for each handle and checkpoint that it wrote at, the one whose commit covers that.
+        cuts: the number of the cut that each of those is.
+        written: the highest checkpoint that each handle wrote at.
+        late: the newest cut that a write of each handle came late for; -1: none.
+        told: the newest cut that a write came late for of a handle that has moved since.
         open: where processes were killed: not whole, until that has left the working set.
     """
 
@@ -59,7 +62,11 @@ class Model:
         self.positions = [0] * HANDLES
         self.snapshots: dict[int, dict[str, Write]] = {}
         self.persisted: dict[int, Content] = {}
-        self.needs: list[dict[int, int]] = [{} for _ in range(HANDLES)]
+        self.cuts: dict[int, int] = {}
+        self.cut = 0
+        self.written = [-1] * HANDLES
+        self.late = [-1] * HANDLES
+        self.told = -1
         self.open: list[int] = []
 
     def seen(self, checkpoint_id: int) -> dict[str, Write]:
@@ -78,7 +85,9 @@ class Model:
         at = self.positions[handle]
         self.writes = [w for w in self.writes if (w.key, w.checkpoint_id, w.writer) != (key, at, handle)]
         self.writes.append(Write(key, at, handle, number))
-        self.needs[handle][at] = max(at, self.committed + 1)
+        self.written[handle] = max(self.written[handle], at)
+        if at <= self.committed:
+            self.late[handle] = self.cuts[self.committed]
 
     def may_move(self, handle: int, to: int) -> bool:
         """Whether nobody would be left behind, out of the working set."""
@@ -92,31 +101,39 @@ class Model:
     def move(self, handle: int, to: int) -> None:
         self.positions[handle] = to
         self.newest = max(self.newest, to)
+        self.told = max(self.told, self.late[handle])
 
-    def target(self) -> int:
+    def whole(self) -> int:
         """The newest checkpoint that every handle has moved past."""
         self.open = [at for at in self.open if at > self.newest - WORKING_SET]
-        return max(self.committed, min(self.positions + self.open) - 1)
+        return min(self.positions + self.open) - 1
+
+    def target(self) -> int:
+        """The newest checkpoint that can be committed."""
+        return max(self.committed, self.whole())
 
     def commit(self, checkpoint_id: int) -> None:
-        if checkpoint_id > self.committed:
+        """Commit a checkpoint, again if something was written there late."""
+        is_late = checkpoint_id == self.whole() >= 0 and self.told >= self.cuts.get(checkpoint_id, 0)
+        if checkpoint_id > self.committed or is_late:
             self.committed = checkpoint_id
             self.snapshots[checkpoint_id] = self.seen(checkpoint_id)
-            self.needs = [{at: need for at, need in each.items() if need > checkpoint_id} for each in self.needs]
+            self.cut += 1
+            self.cuts[checkpoint_id] = self.cut
         window = self.newest - WORKING_SET + 1
         self.oldest = max(self.oldest, min(window, max(self.committed, 0), min(self.positions)))
 
     def rollback(self, handle: int, to: int) -> None:
         self.writes = [w for w in self.writes if w.writer != handle or w.checkpoint_id <= to]
-        self.needs[handle] = {at: need for at, need in self.needs[handle].items() if at <= to}
+        self.written[handle] = min(self.written[handle], to)
         self.positions[handle] = to
 
     def losers(self, base: int, *, taken: bool) -> dict[int, int]:
         """Handles that are told when an epoch begins, and the checkpoint that each goes on from."""
         return {
             handle: min(max(base, 0), self.positions[handle])
-            for handle, needs in enumerate(self.needs)
-            if max(needs.values(), default=-1) > base or (taken and self.positions[handle] > base)
+            for handle, at in enumerate(self.positions)
+            if self.written[handle] > base or self.late[handle] >= self.cuts.get(base, 0) or (taken and at > base)
         }
 
     def begin(self, base: int) -> None:
@@ -124,7 +141,8 @@ class Model:
         self.committed = base
         self.snapshots = {each: seen for each, seen in self.snapshots.items() if each <= base}
         self.persisted = {each: content for each, content in self.persisted.items() if each <= base}
-        self.needs = [{} for _ in range(HANDLES)]
+        self.written = [min(at, base) for at in self.written]
+        self.late, self.told = [-1] * HANDLES, -1
         self.open = [at for at in self.open if at <= base]
         self.writes = []
         present: dict[str, Write] = {}
@@ -223,8 +241,7 @@ class DictionaryModel(RuleBasedStateMachine):
             with pytest.raises(DDictKeyError):
                 del self.handles[handle][key]
             # For all that the handle knows, it may have been deleted.
-            at = self.model.positions[handle]
-            self.model.needs[handle][at] = max(at, self.model.committed + 1)
+            self.model.written[handle] = max(self.model.written[handle], self.model.positions[handle])
 
     @rule(handle=HANDLE)
     def checkpoint(self, handle: int) -> None:
@@ -274,7 +291,7 @@ class DictionaryModel(RuleBasedStateMachine):
         expected = self.model.target()
         coordinator = self.dictionary._coordinator.coordinator
         assert coordinator.newest(None, DEADLINE_S)["committed"] == expected
-        await_that(lambda: coordinator._settled == coordinator._to_settle())
+        await_that(lambda: not coordinator._busy and coordinator._next_job() is None)
         self.model.commit(expected)
 
     # ---- persistence --------------------------------------------------------------------------------------
@@ -297,6 +314,8 @@ class DictionaryModel(RuleBasedStateMachine):
         model.oldest = model.newest = to
         content = model.persisted[to]
         model.snapshots = {to: {key: Write(key, to, -1, number) for key, number in content.items()}}
+        model.cut += 1
+        model.cuts = {to: model.cut}
         model.begin(to)
         for number, each in enumerate(self.handles):
             if number in losers and number != handle:

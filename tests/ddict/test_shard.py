@@ -151,7 +151,7 @@ def test_retirement_forgets_deleted_keys_and_values_that_nobody_can_read() -> No
     shard.retire(1)
 
     assert len(shard) == 1
-    assert shard.used_bytes == len(b"new") + ENTRY_BYTES
+    assert shard.used_bytes == len(b"a") + len(b"new") + ENTRY_BYTES
     shard.rollback("w", 1)
     assert read(shard, "a", 1) == "new"
 
@@ -296,8 +296,9 @@ def test_a_shard_is_what_a_plain_list_of_writes_says(steps: list[tuple]) -> None
             _check(shard, model)
             _check_reload(shard, model, step[1])
     _check(shard, model)
-    held = [each for history in shard._history.values() for each in history if each.value is not None]
-    assert shard.used_bytes == sum(each.value.nbytes + ENTRY_BYTES for each in held)  # type: ignore[union-attr]
+    held = [each for history in shard._history.values() for each in history]
+    values = sum(each.value.nbytes for each in held if each.value is not None)
+    assert shard.used_bytes == values + sum(len(each.key) + ENTRY_BYTES for each in held)
 
 
 def _check(shard: Shard, model: Model) -> None:

@@ -288,7 +288,7 @@ def test_a_failed_asynchronous_save_is_told_when_it_is_finalized(manager: LocalC
     assert request is not None
     queue = AsyncCallsQueue()
     queue.schedule_async_request(request)
-    with pytest.raises(CheckpointingException, match=r"rank 0.*cannot be stored"):
+    with pytest.raises(CheckpointingException, match=r"rank 0.*cannot be saved"):
         queue.maybe_finalize_async_calls(blocking=True)
     assert (manager.latest_iteration, value_of(manager.load())) == (1, 1)
     # Again, at once.

@@ -102,9 +102,11 @@ def await_copies(dictionary: DDict, checkpoint_id: int) -> None:
     if checkpoint_id < 0:
         return
     base, nodes = Path(dictionary._configuration.base), dictionary._configuration.options.nodes
+    assert dictionary._coordinator is not None
+    cut = dictionary._coordinator.coordinator._cut_of(checkpoint_id)
 
     def has_copy(of: int) -> bool:
-        version = base / f"node-{nodes[(of + 1) % len(nodes)]}" / f"step-{checkpoint_id}_ckpt"
+        version = base / f"node-{nodes[(of + 1) % len(nodes)]}" / f"step-{cut}_ckpt"
         return any(map(_is_snapshot, version.glob(f"rank-{of:05d}-*.manifest")))  # snapshots come last
 
     await_that(lambda: all(has_copy(manager) for manager in range(len(nodes))))

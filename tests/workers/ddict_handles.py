@@ -74,6 +74,18 @@ def write_for_ever(dictionary: DDict, name: str, pipe: Connection) -> None:
         pipe.send(checkpoint_id)
 
 
+def create_and_serve(pipe: Connection) -> None:
+    """Make a dictionary, commit its first checkpoint, and stay until it is killed."""
+    with DDict(1, 2, 64 << 20, working_set_size=4, replication="ring", timeout=20) as dictionary:
+        dictionary["a"] = 1
+        dictionary.checkpoint()
+        assert dictionary.wait_for_commit() == 0
+        serialized = dictionary.serialize()
+        dictionary._access.detach(time.monotonic() + 20)  # it holds no commit up
+        pipe.send(serialized)
+        time.sleep(600)
+
+
 def create_and_wait(pipe: Connection) -> None:
     """Makes a dictionary, says where it is, and stays until it is killed."""
     with DDict(1, 2, 64 << 20, replication="ring", timeout=20) as dictionary:

@@ -161,7 +161,7 @@ class DurableTier:
 
     def _read(self) -> Listing:
         until = time.monotonic() + recovery_deadline_s()
-        found = retrying(lambda: self.store.versions(), until, f"listing {self.url}", also=(LoadError,))
+        found = retrying(lambda: self.store.versions(), until, f"listing {self.url}")
         problems = tuple(f"{each.folder} ({each.problem})" for each in found if each.problem)
         return Listing(tuple(each for each in found if each.counts), problems)
 

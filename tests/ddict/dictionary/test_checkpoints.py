@@ -16,12 +16,14 @@ from ml_flashpoint.ddict.errors import (
     DDictCheckpointRetiredError,
     DDictKeyError,
     DDictTimeoutError,
+    DDictWritesLostError,
 )
 from ml_flashpoint.format.errors import InvalidArgumentError
 from tests.ddict.dictionary.support import BIG, WORKING_SET, Make, other, waits_in_vain
 from tests.support.dictionaries import (
     DEADLINE_S,
     await_that,
+    kill_manager,
 )
 
 # ---- checkpoints ------------------------------------------------------------------------------------------
@@ -153,7 +155,6 @@ def test_a_commit_is_waited_for(d: DDict) -> None:
         colleague.checkpoint()
         assert waiting.result(DEADLINE_S) == start
     assert other(d).wait_for_commit(start) == start
-    assert not d._access.standing.uncommitted
     colleague.detach()
     for timeout in (-1, "soon", True):
         with pytest.raises(InvalidArgumentError, match="timeout"):
@@ -172,7 +173,6 @@ def test_a_lone_writer_waits_for_its_commits(make: Make, replication: str | None
         assert d.wait_for_commit() == step
     d.checkpoint()  # nothing was written there
     assert d.wait_for_commit() == 3
-    assert not d._access.standing.uncommitted
 
 
 def test_where_nobody_writes_no_commit_is_waited_for(make: Make) -> None:
@@ -190,18 +190,21 @@ def test_where_nobody_writes_no_commit_is_waited_for(make: Make) -> None:
     assert d.wait_for_commit() >= 0
 
 
-def test_what_was_written_late_is_waited_for_too(d: DDict) -> None:
-    start = d.checkpoint_id
+def test_what_was_written_late_is_committed_again_and_not_lost(make: Make) -> None:
+    d = make(1, 2, working_set_size=4, replication="ring")
     d["key"] = "old"
     d.checkpoint()
-    assert d.sync_to_newest_checkpoint() == start
-    d["key"] = "late"  # start is committed without it
+    assert d.wait_for_commit() == 0
+    assert d.sync_to_newest_checkpoint() == 0
+    d["key"] = "late"  # 0 is committed without it
     d.checkpoint()
-    with pytest.raises(InvalidArgumentError, match=f"committed with {start + 1}"):
-        d.wait_for_commit(start)
-    d.checkpoint()
-    assert d.wait_for_commit(start) == start + 1
-    assert not d._access.standing.uncommitted
+    assert d.wait_for_commit() == 0
+    d["key"] = "open"
+    kill_manager(d, d.which_manager("key"))
+    with pytest.raises(DDictWritesLostError):
+        d["key"]
+    assert d.rollback(to=0) == 0
+    assert d["key"] == "late"
 
 
 def test_a_reader_does_not_hold_up_commits(d: DDict) -> None:

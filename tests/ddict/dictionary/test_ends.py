@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from ml_flashpoint.ddict import DDict, PosixCheckpointPersister
-from ml_flashpoint.ddict.client import mapping as mapped
-from ml_flashpoint.ddict.client.access import Found
+from ml_flashpoint.ddict import dictionary as dictionary_module
+from ml_flashpoint.ddict.client.handle import Found
 from ml_flashpoint.ddict.dictionary import stats_of
 from ml_flashpoint.ddict.errors import (
     DDictDestroyedError,
@@ -105,7 +105,7 @@ def test_a_value_of_every_manager_is_read_from_one_that_answers(make: Make, monk
 
     monkeypatch.setattr(impatient._access, "get", noting)
     first = iter([1, 0])  # the numbers of both managers are drawn in their order: manager 1 is asked first
-    monkeypatch.setattr(mapped, "random", SimpleNamespace(random=lambda: next(first)))
+    monkeypatch.setattr(dictionary_module, "random", SimpleNamespace(random=lambda: next(first)))
     with stopped(pid_of(dictionary, 1)):
         assert impatient.bget("everywhere") == 1
     assert [manager for manager, _ in left] == [1, 0]

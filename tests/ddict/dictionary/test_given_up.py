@@ -288,7 +288,7 @@ def test_a_handle_with_an_open_batch_goes_on_after_a_lost_epoch(make: Make) -> N
     handle["collected"] = 2
     dictionary.rollback(to=0)
     with pytest.raises(DDictWritesLostError):
-        handle.sync_to_newest_checkpoint()
+        handle["collected too"] = handle["own"]
 
     assert handle.sync_to_newest_checkpoint() == 0
     handle["anew"] = 3

@@ -93,6 +93,20 @@ def test_a_late_write_does_not_cover_a_later_one(d: DDict, network: Network, nam
     assert d[key] == 1
 
 
+@pytest.mark.parametrize("read", [DDict.__getitem__, DDict.__contains__, lambda handle, key: handle.items()])
+def test_a_late_write_does_not_change_what_was_read_after_it(
+    d: DDict, network: Network, read: Callable[[DDict, str], Any]
+) -> None:
+    key = key_of(d)
+    d[key] = 0
+    with network.losing("put"), pytest.raises(DDictTimeoutError):
+        d[key] = "old"
+    read(d, key)
+    network.deliver(d)
+
+    assert d[key] == 0
+
+
 @pytest.mark.parametrize("name", GIVEN_UP)
 def test_a_late_write_does_not_return_after_a_rollback(d: DDict, network: Network, name: str) -> None:
     (operation, call), key = GIVEN_UP[name], key_of(d)

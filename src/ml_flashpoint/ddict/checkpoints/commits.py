@@ -6,7 +6,8 @@ matter; how it is reached, the caller's; what handles are told, `coordinator`'s.
 
 A checkpoint is committed when every handle that writes has moved past it and, with replication, every manager has
 sealed it with verified copies. One is committed at a time, always the newest that can be, except that those due to be
-persisted are not skipped. It lasts: what is written at or below a committed id later is part of the next commit.
+persisted are not skipped. It lasts: what is written at or below a committed id later is part of the next commit, which
+may be of the same checkpoint again. Each commit has a number of its own, its *cut*; see `written`.
 
 A dictionary is always in an *epoch*. What is committed is the same for everybody, as long as the epoch lasts. When a
 manager was lost, somebody goes back below what is committed, or a persisted checkpoint is restored, the next epoch
@@ -21,12 +22,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from ml_flashpoint.ddict.checkpoints.writers import Beginning, Epochs, Writers
 from ml_flashpoint.ddict.errors import DDictTimeoutError, DDictWritesLostError
 from ml_flashpoint.ddict.options import Options
 from ml_flashpoint.ddict.persistence.queue import PersistedRun, Persisting
+from ml_flashpoint.ddict.written import Written
 from ml_flashpoint.format.errors import FlashpointError, ProtocolError
 from ml_flashpoint.format.knobs import seal_deadline_s
 
@@ -37,9 +39,18 @@ Call: TypeAlias = Callable[[int, str, "dict[str, Any]", float], "dict[str, Any]"
 
 _Found = TypeVar("_Found")
 
+_NEVER_LATE = 1 << 60  # the cut where no manager makes any: what is there is all there is
+
 _log = logging.getLogger(__name__)
 _BEGIN_S = 10.0
 RETRY_S = 0.2
+
+
+class Sealed(NamedTuple):
+    """A cut that is committed."""
+
+    cut: int  # its number
+    names: list[str]  # of each manager's snapshot; empty without replication
 
 
 class AllManagers:
@@ -107,11 +118,13 @@ class Committer:
         self._returned: dict[int, str] = {}  # managers that were lost, and which process of each has said so last
         self._committed = -1
         self._committing = -1
-        self._sealed: dict[int, list[str]] = {}  # checkpoints, and the snapshot that each manager has of them
-        self._restored: tuple[int, Any] | None = None  # is as good as committed, although there are no copies yet
+        self._cut = 0  # number of the newest cut that managers were asked for
+        self._late = -1  # newest cut that a write came late for of a handle that has moved on
+        self._sealed: dict[int, Sealed] = {}  # cuts that are committed, by checkpoint
+        self._restored: tuple[int, Any, int] | None = None  # as good as committed, without copies yet; its cut
         self._orphaned: DDictWritesLostError | None = None
         self._oldest_told = 0  # some managers at least
-        self._settled = (0, -1)  # what all of them have heard last: the oldest, and the committed one
+        self._settled = (0, -1, 0)  # what all of them have heard last: the oldest, the committed one and its cut
         self._trouble: FlashpointError | None = None  # why managers have not done what they were asked last
         self._busy = self._called_off = self._closing = False
         self._held_up = 0
@@ -124,16 +137,23 @@ class Committer:
         """The number of the epoch."""
         return self._epochs.present
 
-    def _begin_epoch(self, beginning: Beginning, need: int | None = None) -> None:
-        """With the lock held. The coordinator's thread has managers begin it. ``need``: the checkpoint whose commit
-        covers what handles wrote whose end others are told of."""
+    def _cut_of(self, checkpoint_id: int) -> int:
+        """The number of the cut that a committed checkpoint is."""
+        if not self._rules.snapshots:
+            return _NEVER_LATE
+        return self._sealed[checkpoint_id].cut if checkpoint_id in self._sealed else 0
+
+    def _begin_epoch(self, beginning: Beginning, written: Written | None = None) -> None:
+        """With the lock held. The coordinator's thread has managers begin it. ``written``: by handles whose end others
+        are told of."""
         _log.warning("epoch %d begins at checkpoint %d: %s", self.epoch + 1, beginning.base, beginning.why)
         self._epochs.begin(beginning)
         self._called_off = True
-        if (self._writers.departed_need if need is None else need) > beginning.kept:
+        if (written or self._writers.departed).is_above(beginning.kept, beginning.cut):
             self._orphaned = self._orphaned or beginning.error
         self._writers.send_back(beginning.base)
         self._discards.clear()  # it lies above
+        self._late = -1
         self._committed = min(self._committed, beginning.base)
         self._retain(lambda each: each <= beginning.base)
         self._changed.notify_all()
@@ -145,16 +165,21 @@ class Committer:
             if self._returned.get(manager) == incarnation:
                 return  # it has said so before
             self._returned[manager] = incarnation
-            base = self._committed if self._restored is None else self._restored[0]  # which it has, or can read
+            base, cut = self._committed, self._cut_of(self._committed)
+            if self._restored is not None:  # which it has, or can read
+                base, _, cut = self._restored
             at = f"checkpoint {base}" if base >= 0 else "the beginning, as nothing was committed yet"
             why = f"manager {manager} was lost, and all go on from {at}"
-            self._begin_epoch(Beginning(base, base, why, manager=manager))
+            self._begin_epoch(Beginning(base, base, cut, why, manager=manager))
 
-    def sealed_by(self, manager: int) -> list[tuple[str, int]]:
-        """The snapshots that a manager has of what is committed, each with its checkpoint."""
+    def sealed_by(self, manager: int) -> list[tuple[str, int, int]]:
+        """The snapshots that a manager has of what is committed, each with its cut and its checkpoint."""
         self.check_manager(manager)
         with self._changed:
-            return [(its[manager], each) for each, its in self._sealed.items() if its]
+            keep = self._keep()
+            return [
+                (its.names[manager], its.cut, at) for at, its in self._sealed.items() if its.names and its.cut in keep
+            ]
 
     def check_manager(self, manager: int) -> None:
         """Raises `ProtocolError`: there is no such manager."""
@@ -166,11 +191,10 @@ class Committer:
         is committed; others need not wait for them."""
         with self._changed:
             epoch, base = self.epoch, self._epochs.base
-            fields = {"run": self.run.run_id, "e": epoch, "base": base, "keep": self._keep()}
-            fields.update(frozen=self._frozen, n=self._freezes)
-            fields.update(pinned=[each for each in self._persisting.waiting if each <= base], restored=None)
+            fields = {"run": self.run.run_id, "e": epoch, "base": base, "cut": self._cut, "keep": self._keep()}
+            fields.update(frozen=self._frozen, n=self._freezes, pinned=self._pinned(base), restored=None)
             if self._restored is not None:
-                fields.update(restored=self._restored[1], keep=[self._restored[0]])
+                fields.update(restored=self._restored[1], keep=[self._restored[2]])
             behind = sorted(self._epochs.behind)
 
         def begin(manager: int) -> None:
@@ -224,14 +248,19 @@ class Committer:
         if self._held_up:
             return None
         target = self._target()
-        if self._rules.snapshots and target > self._committed:
+        if self._rules.snapshots and (target > self._committed or self._is_late(target)):
             due = self._rules.next_due(max(self._committed, -1 if self._restored is None else self._restored[0] - 1))
             self._committing = target if due is None else min(target, due)
             return self._commit
         return self._settle if self._to_settle() != self._settled else None
 
-    def _to_settle(self) -> tuple[int, int]:
-        return self._oldest(), self._committed if self._rules.snapshots else -1
+    def _is_late(self, target: int) -> bool:
+        """Whether what is committed is to be committed again, with what was written there late."""
+        return target == self._writers.whole() >= 0 and self._late >= self._cut_of(target)
+
+    def _to_settle(self) -> tuple[int, int, int]:
+        committed = self._committed if self._rules.snapshots else -1
+        return self._oldest(), committed, self._cut_of(committed) if committed >= 0 else 0
 
     def _discard(self) -> None:
         """Drop what handles had open whose processes were killed; and whatever of that is still on its way."""
@@ -248,8 +277,10 @@ class Committer:
 
     def _commit(self) -> None:
         with self._changed:
-            checkpoint_id, epoch, committed = self._committing, self.epoch, self._committed
-        fields = {"e": epoch, "checkpoint_id": checkpoint_id}
+            self._cut += 1
+            checkpoint_id, epoch, cut = self._committing, self.epoch, self._cut
+            fields = {"e": epoch, "checkpoint_id": checkpoint_id, "cut": cut}
+            committed = self._cut_of(self._committed)
         self._managers.ask("prepare", {**fields, "committed": committed})
         sealed: list[str] = []
         if self._rules.replicated and not self._called_off:
@@ -259,7 +290,7 @@ class Committer:
                 return  # somebody went back: what it has is not what is written
             self._committed = checkpoint_id
             self._restored = None
-            self._sealed[checkpoint_id] = sealed
+            self._sealed[checkpoint_id] = Sealed(cut, sealed)
             if self._rules.next_due(checkpoint_id - 1) == checkpoint_id:
                 self._persisting.add(checkpoint_id, due=True)
             self._changed.notify_all()
@@ -276,11 +307,11 @@ class Committer:
         """Let managers forget what is not needed any more."""
         with self._changed:
             told, epoch, keep = self._to_settle(), self.epoch, self._keep()
-            fields = {"e": epoch, "oldest": told[0], "keep": keep, "committed": told[1]}
-            fields["pinned"] = list(self._persisting.waiting)
+            fields = {"e": epoch, "oldest": told[0], "keep": keep, "committed": told[1], "cut": told[2]}
+            fields["pinned"] = pinned = self._pinned()
             # Before they are asked: nobody may go back to what one of them may have forgotten.
             self._oldest_told = told[0]
-            self._retain(lambda each: each in keep or each > self._committed)
+            self._retain(lambda each: self._sealed[each].cut in (*keep, *pinned) or each > self._committed)
         self._managers.ask("settle", fields)
         with self._changed:
             if epoch == self.epoch:
@@ -290,8 +321,14 @@ class Committer:
         self._sealed = {each: its for each, its in self._sealed.items() if is_kept(each)}
 
     def _keep(self) -> list[int]:
+        """The cuts that can be gone back to."""
         oldest = self._oldest()
-        return [each for each in self._sealed if each >= oldest or each == self._committed]
+        return [its.cut for each, its in self._sealed.items() if each >= oldest or each == self._committed]
+
+    def _pinned(self, base: int | None = None) -> list[int]:
+        """The cuts that are yet to be persisted; those up to ``base``."""
+        waiting = [each for each in self._persisting.waiting if base is None or each <= base]
+        return [self._sealed[each].cut for each in waiting if each in self._sealed]
 
     def _oldest(self) -> int:
         """The oldest checkpoint of the working set. What is committed stays in it, or nothing could be gone back to."""
@@ -311,7 +348,7 @@ class Committer:
 
     def _why_not(self, checkpoint_id: int) -> str:
         reasons = self._writers.behind(checkpoint_id)
-        died = sum(at <= checkpoint_id for at in self._writers.lost_at.values())
+        died = sum(at <= checkpoint_id for at in self._writers.open())
         reasons += [f"{died} process(es) were killed there, and others have not left that behind yet"] if died else []
         return "; ".join([f"checkpoint {checkpoint_id} is not committed yet", *reasons])
 
@@ -325,13 +362,11 @@ class Committer:
         return DDictTimeoutError(why, checkpoint_id=checkpoint_id, manager=away, hint=None if away is None else hint)
 
     def state(self) -> dict[str, Any]:
-        """Where the dictionary is: its ``epoch``, ``committed``, ``fixed`` (the newest checkpoint for whose commit a
-        write there would be late), ``newest``, ``oldest`` and ``writers``."""
+        """Where the dictionary is: its ``epoch``, ``committed``, ``newest``, ``oldest`` and ``writers``."""
         with self._changed:
             return {
                 "epoch": self.epoch,
                 "committed": self._committed,
-                "fixed": self._fixed(),
                 "newest": self._writers.newest,
                 "oldest": self._oldest(),
                 "writers": len(self._writers.live),
@@ -343,7 +378,9 @@ class Committer:
             return {**self.state(), **self._persisting.state(), "frozen": self._frozen}
 
     def _write_parts(self, checkpoint_id: int) -> list[str]:
-        written = self._managers.ask("persist", {"checkpoint_id": checkpoint_id}, seal_deadline_s(), apart=True)
+        with self._changed:
+            fields = {"checkpoint_id": checkpoint_id, "cut": self._cut_of(checkpoint_id)}
+        written = self._managers.ask("persist", fields, seal_deadline_s(), apart=True)
         return [str(answer["receipt"]) for answer in written]
 
     @contextlib.contextmanager

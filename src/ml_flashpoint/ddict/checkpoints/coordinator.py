@@ -20,6 +20,7 @@ from ml_flashpoint.ddict.fence import Fence
 from ml_flashpoint.ddict.options import Options
 from ml_flashpoint.ddict.persistence.persister import new_run_id
 from ml_flashpoint.ddict.persistence.queue import PersistedRun
+from ml_flashpoint.ddict.written import NOTHING, Written
 from ml_flashpoint.format.errors import FlashpointError
 
 _log = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ class Coordinator(Committer):
         position: int,
         epoch: int,
         timeout_s: float,
+        written: Written = NOTHING,
         onwards: bool = False,
         generation: int = 0,
     ) -> dict[str, Any]:
@@ -114,10 +116,10 @@ class Coordinator(Committer):
             if self._writers.has_left(handle):
                 return {**self.state(), "position": position}
             position = self._reachable(position, onwards)
-            fixed = self._fixed()  # what this move itself commits is not too late for what the handle wrote before
             self._writers.place(handle, session_id, position, epoch)
+            self._late = max(self._late, written.late)
             self._follow()
-            return {**self.state(), "fixed": fixed, "position": position}
+            return {**self.state(), "position": position}
 
     def _wait_to_retire(self, handle: str, position: int, retires: int, epoch: int, deadline: float) -> None:
         """Wait until a checkpoint may leave the working set."""
@@ -142,13 +144,13 @@ class Coordinator(Committer):
         self._check_epoch(epoch, handle)
 
     def leave(
-        self, handle: str, need: int, epoch: int, generation: int = 0, back: int = -1, onwards: bool = False
+        self, handle: str, written: Written, epoch: int, generation: int = 0, back: int = -1, onwards: bool = False
     ) -> None:
         """A handle writes no more. What it wrote counts, and can be lost like all the rest.
 
         Args:
             handle: Its id.
-            need: See `Epochs.account`.
+            written: By it.
             epoch: That it is in.
             generation: Of its request.
             back: The checkpoint that it was going back to, which is finished now; -1: none.
@@ -158,16 +160,17 @@ class Coordinator(Committer):
             self._fence.hear(handle, generation)
             if self._writers.has_left(handle):
                 return
-            lost, _ = self._epochs.account(epoch, handle, 0, need, writes=False)
+            lost, _ = self._epochs.account(epoch, handle, 0, written, writes=False)
             if lost is not None:
                 self._orphaned = self._orphaned or lost.error
-                need = -1
+                written = Written()
             self._discards.pop(handle, None)
             taken, to = self._committed, max(back, self._committed) if onwards else back
             if 0 <= to < taken and self._is_there(to):
                 self._take_back(to, handle)
-                need = -1
-            self._writers.leave(handle, need)
+                written = Written()
+            self._writers.leave(handle, written)
+            self._late = max(self._late, written.late)
             if back >= 0:
                 self._called_off = self._called_off or self._committing >= to
                 self._discards[handle] = max(to, self._committed)
@@ -234,7 +237,7 @@ class Coordinator(Committer):
         """Have all go back below what is committed. With the lock held."""
         taken = self._committed
         why = f"a handle went back to checkpoint {to}, below {taken}, which was committed"
-        self._begin_epoch(Beginning(to, to, why, taken, by=handle))
+        self._begin_epoch(Beginning(to, to, self._cut_of(to), why, taken, by=handle))
         self._persisting.take_back(to)
 
     def _remove_rolled_back(self, deadline: float | None = None) -> str | None:
@@ -254,7 +257,7 @@ class Coordinator(Committer):
                 usable = [each for each in self._sealed if each >= max(position, self._oldest())]
                 position = min([*usable, max(position, self._committed)])
             self._check_there(position)
-            self._called_off = self._called_off or self._committed < position <= self._committing
+            self._called_off = self._called_off or position <= self._committing
         return position
 
     def _check_there(self, checkpoint_id: int) -> None:
@@ -270,15 +273,15 @@ class Coordinator(Committer):
         if epoch != self.epoch or not self._epochs.is_open or self._writers.was_killed(handle):
             raise StaleEpochError("this request is of another epoch")
 
-    def catch_up(self, handle: str, position: int, need: int, epoch: int, timeout_s: float) -> dict[str, Any]:
-        """A handle was told that its epoch is over, or will be: what that means for it. ``need``: see `Epochs.account`.
-        Returns the state, and ``lost``: why what it wrote is lost, or null; ``manager``: that was lost; ``base``: what
-        to go on from; ``taken``: what was committed below where it stands was taken back. Raises `DDictTimeoutError`:
-        managers have not begun it in time."""
+    def catch_up(self, handle: str, position: int, written: Written, epoch: int, timeout_s: float) -> dict[str, Any]:
+        """A handle was told that its epoch is over, or will be: what that means for it. Returns the state, and
+        ``lost``: why what it wrote is lost, or null; ``manager``: that was lost; ``base``: what to go on from, and
+        ``cut``: its number; ``taken``: what was committed below where it stands was taken back. Raises
+        `DDictTimeoutError`: managers have not begun it in time."""
         self._await_open(time.monotonic() + timeout_s)
         with self._changed:
             writer = self._writers.live.get(handle)
-            lost, taken = self._epochs.account(epoch, handle, position, need, writes=writer is not None)
+            lost, taken = self._epochs.account(epoch, handle, position, written, writes=writer is not None)
             base, why = self._epochs.base, "" if lost is None else lost.why
             if self._writers.was_killed(handle):
                 why, base = "the connection of its process broke: what it had open was taken for lost", self._committed
@@ -294,6 +297,7 @@ class Coordinator(Committer):
                 "lost": why or None,
                 "manager": None if lost is None else lost.manager,
                 "base": base,
+                "cut": self._epochs.cut,
                 "taken": taken,
             }
 
@@ -333,11 +337,12 @@ class Coordinator(Committer):
                     self._raise_orphaned()
                 self._wait_for(wanted, epoch, "", deadline)
             if not self._writers.live:
-                if self._writers.lost_at:
+                if self._writers.open():
                     why = f"processes were killed, and all go on from checkpoint {self._committed}"
                     # That processes were killed is known; but what handles have left counted so far.
-                    self._begin_epoch(Beginning(self._committed, self._committed, why), self._writers.left_need)
-                    self._writers.lost_at.clear()
+                    cut = self._cut_of(self._committed)
+                    self._begin_epoch(Beginning(self._committed, self._committed, cut, why), self._writers.left)
+                    self._writers.killed = dict.fromkeys(self._writers.killed, -1)
                     if tells:
                         self._raise_orphaned()
                 self._writers.newest = self._committed + 1
@@ -350,16 +355,33 @@ class Coordinator(Committer):
         checkpoint_id: int,
         epoch: int,
         timeout_s: float,
+        written: Written = NOTHING,
         is_gone: IsGone = lambda: False,
         if_written: bool = False,
     ) -> dict[str, Any]:
-        """Wait until a checkpoint is committed, for a handle that may be one that writes. ``if_written``: where nobody
-        writes, do not wait for somebody who may begin to. Raises `StaleEpochError`, `DDictWritesLostError`: as
-        :meth:`move`; `DDictTimeoutError`: it was not in time."""
+        """Wait until a checkpoint is committed, and what the handle wrote late, unless it is still there. Raises
+        `StaleEpochError`, `DDictWritesLostError`: as :meth:`move`; `DDictTimeoutError`: it was not in time.
+
+        Args:
+            handle: Its id; it may be one that writes.
+            checkpoint_id: The checkpoint.
+            epoch: That the handle is in.
+            timeout_s: Seconds that this may take.
+            written: By the handle.
+            is_gone: See `IsGone`.
+            if_written: Where nobody writes, do not wait for somebody who may begin to.
+        """
         deadline = time.monotonic() + timeout_s
         with self._changed:
             self._check_epoch(epoch, handle)
-            while self._committed < checkpoint_id and not is_gone():
+
+            def is_late() -> bool:
+                at = self._writers.live[handle].position if handle in self._writers.live else self._committed + 1
+                return self._rules.snapshots and self._cut_of(self._committed) <= written.late and at > self._committed
+
+            self._late = max(self._late, written.late)
+            self._changed.notify_all()
+            while (self._committed < checkpoint_id or is_late()) and not is_gone():
                 if handle in self._writers.live or not self._writers.live:  # else it is for those who write
                     self._raise_orphaned()
                 if if_written and not self._writers.live and self._committed >= self._target():
@@ -433,12 +455,13 @@ class Coordinator(Committer):
                 raise
             with self._changed:
                 why = f"checkpoint {checkpoint_id} was restored"
-                self._begin_epoch(Beginning(checkpoint_id, self._committed, why, by=handle))
+                kept, self._cut = self._committed, self._cut + 1
+                self._begin_epoch(Beginning(checkpoint_id, kept, self._cut_of(kept), why, by=handle))
                 self._writers.begin_at(checkpoint_id)
                 if handle in self._writers.live:  # it goes there: what its process says of where it stood is too late
                     self._writers.live[handle].epoch = self.epoch
                 self._committed = -1 if self._rules.snapshots else checkpoint_id
-                self._restored = (checkpoint_id, checkpoint)
+                self._restored = (checkpoint_id, checkpoint, self._cut)
                 self._sealed, self._oldest_told, self._orphaned = {}, checkpoint_id, None
                 self._persisting.restored(checkpoint_id)
         self._await_open(deadline)

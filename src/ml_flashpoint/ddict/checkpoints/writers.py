@@ -8,14 +8,12 @@ lock; what is committed, when an epoch begins and what a handle is told is `coor
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
 from ml_flashpoint.ddict.errors import DDictWritesLostError, writes_lost
 from ml_flashpoint.ddict.options import Options
+from ml_flashpoint.ddict.written import Written
 from ml_flashpoint.net.server import Peer
-
-_MOST_GONE = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +21,8 @@ class Beginning:
     """How an epoch began."""
 
     base: int  # the checkpoint that it began at; -1: empty
-    kept: int  # writes that a commit up to this one covers are still there
+    kept: int  # the newest checkpoint whose cut is still there; -1: none
+    cut: int  # the number of that cut
     why: str  # for those who lost something
     taken: int = -1  # up to here the epoch before had committed; what lies between that and `base` was taken back
     manager: int | None = None  # that was lost
@@ -40,7 +39,7 @@ class Epochs:
 
     def __init__(self, managers: int) -> None:
         self._managers = managers
-        self._beginnings = [Beginning(-1, -1, "")]
+        self._beginnings = [Beginning(-1, -1, 0, "")]
         self.behind: set[int] = set()  # managers that have not begun the present one
         self.is_open = True  # whether handles may be told of it: all managers that are there have begun it
 
@@ -54,21 +53,25 @@ class Epochs:
         """The checkpoint that it began at."""
         return self._beginnings[-1].base
 
+    @property
+    def cut(self) -> int:
+        """The number of the cut that is left in it."""
+        return self._beginnings[-1].cut
+
     def begin(self, beginning: Beginning) -> None:
         """The next one begins."""
         self._beginnings.append(beginning)
         self.behind, self.is_open = set(range(self._managers)), False
 
     def account(
-        self, epoch: int, handle: str, position: int, need: int, *, writes: bool
+        self, epoch: int, handle: str, position: int, written: Written, *, writes: bool
     ) -> tuple[Beginning | None, bool]:
         """What has come since ``epoch`` means for a handle at ``position``: the latest that it lost something by, if
-        any, and whether what was committed below where it stands was taken back. ``need``: the checkpoint whose commit
-        covers all that it wrote; -1: nothing that it does not know committed. ``writes``: whether it counts as
+        any, and whether what was committed below where it stands was taken back. ``writes``: whether it counts as
         writing."""
         since = [each for each in self._beginnings[epoch + 1 :] if each.by != handle]
         taken = [each for each in since if each.base < min(position, each.taken)]  # who stands above is sent back
-        lost = [each for each in since if need > each.kept or (writes and each in taken)]
+        lost = [each for each in since if written.is_above(each.kept, each.cut) or (writes and each in taken)]
         return lost[-1] if lost else None, bool(taken)
 
 
@@ -99,24 +102,23 @@ class Writers:
         self.live: dict[str, Writer] = {}
         self.sessions: dict[str, Session] = {}
         self.newest = 0  # the highest checkpoint that any handle is, or was, at
-        self.lost_at: dict[str, int] = {}
-        """Handles whose process was killed, and the checkpoint that each had open: it is not whole."""
-        self._gone: OrderedDict[str, bool] = OrderedDict()
-        """Handles that are, and whether their process was killed. Those come back, as a connection can break without
-        its process; what others had under way does not bring them back."""
+        self.killed: dict[str, int] = {}
+        """Handles whose process was killed, and the checkpoint that each had open, which is not whole; -1: none. They
+        come back with a rollback, as a connection can break without its process."""
+        self._left: set[str] = set()  # handles that write no more: what they had under way does not bring them back
         self._departed = 0  # what those that are gone have moved past is whole
-        self.left_need = -1  # the checkpoint whose commit covers all that was written by handles that have left
-        self.departed_need = -1  # the same for all that are gone: of what killed ones wrote, but for what they had open
+        self.left = Written()  # what handles wrote that have left
+        self.departed = Written()  # and all that are gone: killed ones, but for what they had open
 
     # ---- coming and going ---------------------------------------------------------------------------------
 
     def has_left(self, handle: str) -> bool:
         """Whether a handle has said that it writes no more."""
-        return self._gone.get(handle) is False
+        return handle in self._left
 
     def was_killed(self, handle: str) -> bool:
         """Whether the connection of its process broke, and it has not gone back since."""
-        return self._gone.get(handle) is True
+        return handle in self.killed
 
     def place(self, handle: str, session: str, position: int, epoch: int) -> Writer:
         """A handle is there now."""
@@ -124,15 +126,16 @@ class Writers:
         writer.position, writer.session, writer.epoch, writer.moving_to = position, session, epoch, -1
         writer.began = min(writer.began, position)
         self.newest = max(self.newest, position)
-        self.lost_at.pop(handle, None)
-        self._gone.pop(handle, None)
+        self.killed.pop(handle, None)
         return writer
 
-    def leave(self, handle: str, need: int) -> None:
+    def leave(self, handle: str, written: Written) -> None:
         """A handle writes no more, and has said so: what it wrote counts."""
-        self._go(handle, killed=False)
-        self.left_need = max(self.left_need, need)
-        self.departed_need = max(self.departed_need, need)
+        self._go(handle)
+        self.killed.pop(handle, None)
+        self._left.add(handle)
+        self.left = self.left.and_also(written)
+        self.departed = self.departed.and_also(written)
 
     def kill(self, session: Session, fixed: int) -> dict[str, int]:
         """The process of a session is gone without a word, unless it has another connection by now. ``fixed``: up to
@@ -142,20 +145,16 @@ class Writers:
         del self.sessions[session.id]
         killed = {handle: writer for handle, writer in self.live.items() if writer.session == session.id}
         for handle, writer in killed.items():
-            self._go(handle, killed=True)
-            if writer.position > fixed:
-                self.lost_at[handle] = writer.position
+            self._go(handle)
+            self.killed[handle] = writer.position if writer.position > fixed else -1
             if writer.position > writer.began:
-                self.departed_need = max(self.departed_need, writer.position - 1)
+                self.departed = self.departed.and_also(Written(writer.position - 1))
         return {handle: writer.position for handle, writer in killed.items()}
 
-    def _go(self, handle: str, *, killed: bool) -> None:
+    def _go(self, handle: str) -> None:
         writer = self.live.pop(handle, None)
         if writer is not None:
             self._departed = max(self._departed, writer.position)
-        self._gone[handle] = killed
-        while len(self._gone) > _MOST_GONE:
-            self._gone.popitem(last=False)
 
     # ---- what is whole ------------------------------------------------------------------------------------
 
@@ -165,11 +164,12 @@ class Writers:
 
     def whole(self) -> int:
         """The newest checkpoint that every handle has moved past; -1: none."""
-        window = self.window()
-        # What a process had open when it was killed is not whole, until the others have left it behind.
-        self.lost_at = {handle: at for handle, at in self.lost_at.items() if at >= window}
-        positions = [*self.lost_at.values(), *(self._held_up_at(writer) for writer in self.live.values())]
+        positions = [*self.open(), *(self._held_up_at(writer) for writer in self.live.values())]
         return min(positions, default=self._departed) - 1
+
+    def open(self) -> list[int]:
+        """What processes had open when they were killed: not whole, until the others have left it behind."""
+        return [at for at in self.killed.values() if at >= max(0, self.window())]
 
     def _held_up_at(self, writer: Writer) -> int:
         """Where a handle holds commits up. It is left behind only where commits are nothing but a number."""
@@ -199,13 +199,13 @@ class Writers:
         for writer in self.live.values():
             writer.position = min(writer.position, max(base, 0))
             writer.moving_to = -1
-        self.lost_at = {handle: at for handle, at in self.lost_at.items() if at <= base}
+        self.killed = {handle: at if at <= base else -1 for handle, at in self.killed.items()}
         self._departed = min(self._departed, base + 1)
-        self.departed_need = self.left_need = -1
+        self.departed = self.left = Written()
 
     def begin_at(self, base: int) -> None:
         """A checkpoint was restored: everybody begins there."""
         self.send_back(base)
         for writer in self.live.values():
             writer.position = base
-        self.newest, self._departed, self.lost_at = base, base + 1, {}
+        self.newest, self._departed, self.killed = base, base + 1, dict.fromkeys(self.killed, -1)

@@ -1,12 +1,14 @@
-"""What a handle of a dictionary knows, and keeps in step with the coordinator.
+"""A handle of a dictionary: what it knows, its requests, its keys and its checkpoints.
 
-Owns the checkpoint and the epoch that a handle is at, whether it counts as writing, and up to which commit its writes
-can be lost, so that it is told when they are. `DDict` is a mapping on top of this.
+Owns the checkpoint and the epoch that a handle is at, whether it counts as writing, which manager a key goes to, how
+values get to managers and back, and the small writes that are collected and sent together. `DDict` is a mapping on top
+of this. What of a handle's writes can be lost is `keepalive.Standing`'s.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing.util
 import os
 import secrets
@@ -14,34 +16,61 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
+from ml_flashpoint.ddict.client import codec, shared_memory
 from ml_flashpoint.ddict.client.keepalive import Client, Standing, await_leaves, client_of
+from ml_flashpoint.ddict.client.keys import decode_key, encode_key, place, split_joined
 from ml_flashpoint.ddict.client.links import Exchange
 from ml_flashpoint.ddict.errors import (
+    REQUESTS,
     DDictDestroyedError,
+    DDictError,
+    DDictKeyError,
     DDictManagerLostError,
     DDictPersistError,
     DDictReadOnlyError,
     DDictTimeoutError,
+    DDictWritesLostError,
     StaleEpochError,
     StaleRequestError,
+    StaleValueError,
 )
+from ml_flashpoint.ddict.manager.requests import PERSISTENT
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration, checked_timeout
+from ml_flashpoint.ddict.written import NOTHING, Written
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError
+from ml_flashpoint.net.client import Reply
 
 _Result = TypeVar("_Result")
 
 _PAUSE_S = 0.02
 _LEAVE_S = 5.0
+_AT_ONCE = 256
+_MOST = 1024
+_MOST_BYTES = 4 << 20
+
+
+class Found(NamedTuple):
+    """A value that was read, and the sequence number of its entry."""
+
+    value: Any
+    sequence: int
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 class Handle:
-    """See the module. Thread-safe, but a handle moves through its checkpoints for all threads that use it."""
+    """See the module. Thread-safe, but a handle moves through its checkpoints for all threads that use it. ``only``:
+    the one manager to use, whatever the key, if any."""
 
-    def __init__(self, configuration: Configuration, checkpoint_id: int, epoch: int) -> None:
+    def __init__(self, configuration: Configuration, checkpoint_id: int, epoch: int, only: int | None) -> None:
         self.configuration = configuration
+        self.only = only
         self.timeout_s = checked_timeout(configuration.options.timeout)
         self._begin(checkpoint_id, epoch)
         _handles.add(self)
@@ -60,27 +89,63 @@ class Handle:
             raise DDictDestroyedError("the dictionary was destroyed, or this handle detached")
         return time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
 
-    # ---- epochs -------------------------------------------------------------------------------------------
+    # ---- requests -----------------------------------------------------------------------------------------
 
-    def in_epoch(self, send: Callable[[int], _Result], deadline: float) -> _Result:
-        """Make a request in the epoch of this handle, and again in the next one if that is over. Raises
-        `DDictWritesLostError`: told once: what this handle wrote is lost; `DDictCheckpointRetiredError`: told once:
-        where this handle stands was committed, and was taken back."""
-        standing = self.standing
+    def call(
+        self,
+        manager: int,
+        request: Callable[[Exchange, dict[str, Any]], _Result],
+        deadline: float,
+        *,
+        again: bool = True,
+        prepare: Callable[[], None] = _nothing,
+    ) -> _Result:
+        """Make a request, and make it again while its manager is away, where an epoch has begun, or where another
+        thread of this handle has overtaken it.
+
+        Args:
+            manager: Its number.
+            request: Makes the request over a connection, with `Standing.fields`, and returns the result.
+            deadline: When all of it must be done.
+            again: Whether the request may be carried out twice.
+            prepare: Called before each try.
+
+        Raises:
+            DDictWritesLostError: Told once: what this handle wrote is lost.
+            DDictCheckpointRetiredError: Told once: where this handle stands was committed, and was taken back.
+            DDictManagerLostError: The manager was away all the time.
+            DDictTimeoutError: It did not answer in time, or something was always faster.
+        """
+        standing, whose = self.standing, dict[str, Any]()
+
+        def action(exchange: Exchange) -> _Result:
+            whose.update(standing.fields())
+            return request(exchange, whose)
+
+        def give_up() -> None:
+            standing.give_up(whose["g"])
+
         while True:
-            if standing.untold is not None:
-                standing.tell()
-            epoch = standing.epoch
+            prepare()
+            standing.tell()
             try:
-                return send(epoch)
+                return self.client.links.attempt(manager, action, deadline=deadline, again=again, on_break=give_up)
             except StaleEpochError as error:
-                if standing.epoch != epoch:
-                    continue  # another thread has heard of the next one
-                standing.catch_up(self.client.links, deadline)
-                if standing.epoch == epoch and standing.untold is None:
-                    if time.monotonic() + _PAUSE_S > deadline:
-                        raise DDictManagerLostError("it has not begun this epoch yet", manager=error.manager) from error
-                    time.sleep(_PAUSE_S)  # there is no event for a manager that is behind
+                self._catch_up(whose["e"], error, deadline)
+            except (StaleRequestError, StaleValueError) as error:
+                if time.monotonic() >= deadline:
+                    why = "the value, its manager, or other threads of this handle were always faster"
+                    raise DDictTimeoutError(why, manager=manager) from error
+
+    def _catch_up(self, epoch: int, error: StaleEpochError, deadline: float) -> None:
+        standing = self.standing
+        if standing.epoch != epoch:
+            return  # another thread has heard of the next one
+        standing.catch_up(self.client.links, deadline)
+        if standing.epoch == epoch and standing.untold is None:
+            if time.monotonic() + _PAUSE_S > deadline:
+                raise DDictManagerLostError("it has not begun this epoch yet", manager=error.manager) from error
+            time.sleep(_PAUSE_S)  # there is no event for a manager that is behind
 
     def in_one_epoch(self, make: Callable[[], _Result], deadline: float) -> _Result:
         """Make several requests, all in one epoch: what they find is of one cut. ``make``: makes them; again, if an
@@ -98,32 +163,21 @@ class Handle:
         deadline = self.deadline() if deadline is None else deadline
         return self.client.links.call(COORDINATOR, operation, fields, deadline=deadline).fields
 
-    def order(self, operation: str, deadline: float, **fields: Any) -> dict[str, Any]:
+    def order(self, operation: str, deadline: float, **own: Any) -> dict[str, Any]:
         """Ask the coordinator for something that is not to happen after what this handle asks for later."""
-
-        def request(exchange: Exchange, generation: int) -> dict[str, Any]:
-            told = {**fields, "w": self.standing.handle, "g": generation}
-            return exchange.request(operation, told).fields
-
-        return _unless_overtaken(lambda: self._in_order(COORDINATOR, request, deadline), deadline)
-
-    def _in_order(
-        self, manager: int, request: Callable[[Exchange, int], _Result], deadline: float, *, again: bool = True
-    ) -> _Result:
-        """Make a request in the generation of this handle. Where it stays unanswered, the next one begins."""
-        standing, generation = self.standing, 0
-
-        def action(exchange: Exchange) -> _Result:
-            nonlocal generation
-            generation = standing.generation
-            return request(exchange, generation)
-
-        return self.client.links.attempt(
-            manager, action, deadline=deadline, again=again, on_break=lambda: standing.give_up(generation)
+        return self.call(
+            COORDINATOR, lambda exchange, whose: exchange.request(operation, {**whose, **own}).fields, deadline
         )
 
-    def _ask_in_epoch(self, operation: str, fields: dict[str, Any], deadline: float) -> dict[str, Any]:
-        return self.in_epoch(lambda epoch: self.order(operation, deadline, **{**fields, "e": epoch}), deadline)
+    def ask(self, manager: int, operation: str, *blobs: bytes, deadline: float, **fields: Any) -> Reply:
+        """Ask one manager something about a key, or some or all of its keys."""
+
+        def request(exchange: Exchange, whose: dict[str, Any]) -> Reply:
+            # A manager elsewhere, which it may be since a moment ago, sends large values along.
+            told = _told(whose) if exchange.local else {**_told(whose), "remote": True}
+            return exchange.request(operation, {**fields, **told}, blobs)
+
+        return self.call(manager, request, deadline)
 
     # ---- writing ------------------------------------------------------------------------------------------
 
@@ -132,7 +186,18 @@ class Handle:
         if self.configuration.options.read_only:
             raise DDictReadOnlyError("the dictionary was made with read_only=True")
 
-    def in_writing(
+    def change(
+        self, manager: int, operation: str, *blobs: bytes, again: bool = False, deadline: float, **fields: Any
+    ) -> dict[str, Any]:
+        """Have one manager change a key, or all of its keys; ``again``: twice, where nobody knows whether it was done.
+        A key that was deleted would not be there the second time."""
+
+        def request(exchange: Exchange, whose: dict[str, Any]) -> dict[str, Any]:
+            return exchange.request(operation, {**fields, **whose}, blobs).fields
+
+        return self._change(manager, request, deadline, again=again)
+
+    def _change(
         self,
         manager: int,
         request: Callable[[Exchange, dict[str, Any]], _Result],
@@ -141,64 +206,171 @@ class Handle:
         again: bool,
         lasting: bool = False,
     ) -> _Result:
-        """Write at one manager.
-
-        Args:
-            manager: Its number.
-            request: Makes the request over a connection, with the fields that say whose it is, and returns the result.
-            deadline: When all of it must be done.
-            again: Whether the request may be carried out twice.
-            lasting: Whether the write belongs to no checkpoint, and does not make this a writing handle.
-
-        Raises:
-            DDictWritesLostError: What this handle wrote before is lost, and it has not gone back yet.
-        """
-        self.check_writable()
-        return _unless_overtaken(
-            lambda: self._write(manager, request, deadline, again=again, lasting=lasting), deadline
-        )
-
-    def _write(
-        self,
-        manager: int,
-        request: Callable[[Exchange, dict[str, Any]], _Result],
-        deadline: float,
-        *,
-        again: bool,
-        lasting: bool,
-    ) -> _Result:
+        """Write at one manager. ``lasting``: the write belongs to no checkpoint, and does not make this a writing
+        handle. Raises `DDictWritesLostError`: what this handle wrote before is lost, and it has not gone back yet."""
         standing = self.standing
-        standing.check_whole()
-        if not lasting and (standing.astray or not standing.joined):
-            self._join(deadline)
-        rollbacks = standing.rollbacks  # before the look for one, and the checkpoint after it
-        if standing.going_back is not None:
-            with self._turn(deadline):
-                self._finish_rollback(deadline)
-        at = standing.checkpoint_id
+        self.check_writable()
 
-        def write(epoch: int) -> _Result:
-            def send(exchange: Exchange, generation: int) -> _Result:
-                if standing.rollbacks != rollbacks:
-                    raise StaleRequestError("this handle has begun to go back")
-                return request(exchange, {"c": at, "w": standing.handle, "e": epoch, "g": generation})
+        def prepare() -> None:
+            standing.check_whole()
+            if not lasting and (standing.astray or not standing.joined):
+                self._join(deadline)
+            if standing.going_back is not None:
+                with self._turn(deadline):
+                    self._finish_rollback(deadline)
 
+        def write(exchange: Exchange, whose: dict[str, Any]) -> _Result:
+            if whose["back"] >= 0:
+                raise StaleRequestError("this handle has begun to go back")
+            at, epoch = whose["c"], whose["e"]
             try:
-                result = self._in_order(manager, send, deadline, again=again)
-                if not standing.joined:  # no commit waits for it, so this may be too late for one already
-                    state = self.ask_main("state", deadline=deadline)
-                    if state["epoch"] != epoch:
-                        raise StaleEpochError("another epoch has begun")
-                    standing.note(state)
+                result = request(exchange, _told(whose))
             except (StaleEpochError, StaleRequestError):
                 raise
             except BaseException:
-                standing.wrote(at, epoch)  # nobody knows
+                standing.wrote(Written(at), epoch)  # nobody knows
                 raise
-            standing.wrote(at, epoch)
+            standing.wrote(Written(at, exchange.late), epoch)
             return result
 
-        return self.in_epoch(write, deadline)
+        return self.call(manager, write, deadline, again=again, prepare=prepare)
+
+    # ---- one key ------------------------------------------------------------------------------------------
+
+    def get(self, manager: int, key: bytes, *, deadline: float, copy: bool = False, wait: bool = False) -> Found:
+        """Read a key at one manager; ``wait``: for the key to be written, if the dictionary does."""
+        while True:
+            answer = self.ask(manager, "get", key, deadline=deadline, wait=wait)
+            try:
+                return _found(answer.fields, answer.blobs, copy)
+            except StaleValueError:  # it was written anew between the answer and the look at it
+                if time.monotonic() >= deadline:
+                    why = "the value, or its manager, changes all the time"
+                    raise DDictTimeoutError(why, manager=manager) from None
+
+    def write(
+        self,
+        manager: int,
+        key: bytes,
+        encoded: codec.Encoded,
+        flags: int = 0,
+        *,
+        sequence: int | None = None,
+        deadline: float,
+    ) -> bool:
+        """Write a key at one manager. Returns false if ``sequence`` is not that of the key's entry (0: none)."""
+        fields: dict[str, Any] = {"f": flags} if flags else {}
+        if sequence is not None:
+            fields["x"] = sequence
+
+        def put(exchange: Exchange, whose: dict[str, Any]) -> bool:
+            told = {**fields, **whose}
+            if encoded.inline:
+                return bool(exchange.request("put", told, (key, codec.to_inline(encoded))).fields["ok"])
+            return self._put_large(exchange, key, encoded, told)
+
+        again = sequence is None  # a conditional write that was done would fail the second time
+        return self._change(manager, put, deadline, again=again, lasting=bool(flags & PERSISTENT))
+
+    @property
+    def managers(self) -> list[int]:
+        """Managers that have this handle's keys."""
+        return list(range(self.configuration.managers)) if self.only is None else [self.only]
+
+    @property
+    def local(self) -> list[int]:
+        """Those of them on this node."""
+        return [manager for manager in self.managers if self.client.is_local(manager)]
+
+    def located(self, key: Hashable) -> tuple[int, bytes]:
+        """Which manager has a key, or would, and the key as it knows it."""
+        encoded = encode_key(key)
+        return place(encoded, self.configuration.managers) if self.only is None else self.only, encoded
+
+    def _put_large(self, exchange: Exchange, key: bytes, encoded: codec.Encoded, told: dict[str, Any]) -> bool:
+        size = shared_memory.object_size(encoded)
+        reserved = exchange.request("allocate", {"n": size, "c": told["c"], "e": told["e"]}).fields
+        value_id = reserved["v"]
+        told = {**told, "v": value_id}
+        try:
+            if not exchange.local:
+                blobs = shared_memory.object_blobs(encoded, reserved["size"], value_id)
+                return bool(exchange.request("put", told, (key, *blobs)).fields["ok"])
+            with self.client.writer.writing(reserved["path"], value_id) as write:
+                write(encoded)
+                return bool(exchange.request("put", told, (key,)).fields["ok"])
+        except BaseException:
+            with contextlib.suppress(FlashpointError):  # when the connection is gone, the manager knows
+                exchange.request("abandon", {"v": value_id})
+            raise
+
+    # ---- many keys ----------------------------------------------------------------------------------------
+
+    def keys(self, managers: Iterable[int], deadline: float) -> Iterator[Any]:
+        """Keys of these managers, decoded. They are asked at the first one."""
+        for _, keys in self.in_one_epoch(lambda: self._keys(managers, deadline), deadline):
+            yield from map(decode_key, keys)
+
+    def _keys(self, managers: Iterable[int], deadline: float) -> list[tuple[int, list[bytes]]]:
+        once = self.only is None
+        answers = [(each, self.ask(each, "keys", deadline=deadline, once=once)) for each in managers]
+        return [(manager, list(split_joined(answer.blobs[0]))) for manager, answer in answers]
+
+    def count(self, managers: Iterable[int], deadline: float) -> int:
+        """Number of keys of these managers."""
+        once = self.only is None
+
+        def ask() -> int:
+            return sum(
+                int(self.ask(each, "keys", deadline=deadline, once=once, count=True).fields["n"]) for each in managers
+            )
+
+        return self.in_one_epoch(ask, deadline)
+
+    def items(self, managers: Iterable[int], deadline: float) -> list[tuple[Any, Any]]:
+        """Keys and values of these managers, all of one epoch."""
+
+        def ask() -> list[tuple[Any, Any]]:
+            return [item for some in self._items(self._keys(managers, deadline), lambda: deadline) for item in some]
+
+        return self.in_one_epoch(ask, deadline)
+
+    def each_item(self, managers: Iterable[int]) -> Iterator[tuple[Any, Any]]:
+        """The same, some hundred at a time. Raises `DDictError`: another epoch has begun meanwhile."""
+        deadline = self.deadline()
+        epoch, keys = self.in_one_epoch(lambda: (self.standing.epoch, self._keys(managers, deadline)), deadline)
+        for some in self._items(keys, self.deadline):
+            if self.standing.epoch != epoch:
+                error = DDictError("an epoch has begun meanwhile: what is left is not of one cut", hint="begin anew")
+                error.retryable = True
+                raise error
+            yield from some
+
+    def _items(
+        self, keys: list[tuple[int, list[bytes]]], deadline: Callable[[], float]
+    ) -> Iterator[list[tuple[Any, Any]]]:
+        for manager, its in keys:
+            for at in range(0, len(its), _AT_ONCE):
+                yield self._get_many(manager, its[at : at + _AT_ONCE], deadline())
+
+    def _get_many(self, manager: int, keys: list[bytes], deadline: float) -> list[tuple[Any, Any]]:
+        """Those that are there, with their values."""
+        answer = self.ask(manager, "many", *keys, deadline=deadline, ops=[["get", {}, 1]] * len(keys))
+        items = []
+        blobs = iter(answer.blobs)
+        for key, (error, own, count) in zip(keys, answer.fields["outcomes"], strict=True):
+            its = list(itertools.islice(blobs, count))
+            try:
+                if error is not None:
+                    raise REQUESTS.rebuild(error)
+                try:
+                    found = _found(own, its, copy=False)
+                except StaleValueError:
+                    found = self.get(manager, key, deadline=deadline)
+            except DDictKeyError:
+                continue  # deleted in between
+            items.append((decode_key(key), found.value))
+        return items
 
     def _join(self, deadline: float) -> None:
         with self._turn(deadline):
@@ -206,7 +378,7 @@ class Handle:
                 # The session must not keep the handle: when it is forgotten, it has left.
                 self.client.keepalive.begin(deadline)
                 with self._going_astray():
-                    self.standing.note(self._ask_in_epoch("join", self.standing.fields(), deadline))
+                    self.order("join", deadline)
                 self.standing.joined = True
                 self.client.keepalive.standings[self.standing.handle] = self.standing
                 _leave_at_exit()
@@ -225,11 +397,8 @@ class Handle:
     def _move(self, checkpoint_id: int, deadline: float, *, onwards: bool = False) -> None:
         standing = self.standing
         if standing.joined:
-            fields = {**standing.fields(), "c": checkpoint_id, "onwards": onwards}
             with self._going_astray():
-                state = self._ask_in_epoch("move", fields, deadline)
-            standing.note(state)
-            checkpoint_id = int(state["position"])
+                checkpoint_id = int(self.order("move", deadline, c=checkpoint_id, onwards=onwards)["position"])
         else:
             standing.tell()
         standing.checkpoint_id = checkpoint_id
@@ -263,15 +432,13 @@ class Handle:
 
     def _go_back(self, to: int, deadline: float, *, onwards: bool = False) -> None:
         standing = self.standing
-        if not (standing.joined or standing.has_written):
+        if not (standing.joined or standing.written != NOTHING):
             self._move(to, deadline)
             return
         standing.go_back(to, onwards=onwards)
-        fields = {**standing.fields(), "c": to}
-        if not standing.joined:
-            fields["session"] = None
+        own = {"c": to} if standing.joined else {"c": to, "session": None}
         try:
-            state = self._ask_in_epoch("go_back", fields, deadline)
+            state = self.order("go_back", deadline, **own)
         except FlashpointError as error:
             if isinstance(error, (DDictTimeoutError, DDictManagerLostError)):
                 standing.checkpoint_id = to  # it may be done but for a manager that is away
@@ -295,18 +462,14 @@ class Handle:
         with self._turn(deadline):  # to the end: what is heard is of where the handle is now
             self.standing.check_whole()
             self._finish_rollback(deadline)
-            wanted = self.standing.covers(checkpoint_id)
-            if self.standing.joined and wanted >= self.standing.checkpoint_id:
-                late = f": what it wrote there late is committed with {wanted}" if wanted > checkpoint_id else ""
+            if self.standing.joined and checkpoint_id >= self.standing.checkpoint_id:
                 raise InvalidArgumentError(
-                    f"is not behind this handle, which is at {self.standing.checkpoint_id}{late}",
+                    f"is not behind this handle, which is at {self.standing.checkpoint_id}",
                     argument="checkpoint_id",
                     value=checkpoint_id,
                     hint="checkpoint() first",
                 )
-            fields = {"w": self.standing.handle, "checkpoint_id": wanted, "if_written": if_written}
-            state = self._ask_in_epoch("await_commit", fields, deadline)
-            self.standing.note(state)
+            state = self.order("await_commit", deadline, checkpoint_id=checkpoint_id, if_written=if_written)
             return int(state["committed"])
 
     def sync(self, deadline: float) -> None:
@@ -314,7 +477,7 @@ class Handle:
         with self._turn(deadline):
             standing = self.standing
             is_answer = standing.lost is not None and standing.untold is None  # to what it was told
-            state = self._ask_in_epoch("newest", {}, deadline)
+            state = self.order("newest", deadline)
             to = max(0, int(state["committed"]))
             if is_answer or standing.going_back is not None or standing.wrote_above(to):
                 self._go_back(to, deadline, onwards=True)
@@ -323,7 +486,7 @@ class Handle:
 
     def restored(self, checkpoint_id: int, state: dict[str, Any]) -> None:
         """All managers hold what was persisted as this checkpoint, and nothing else."""
-        self.standing.went_back(checkpoint_id, state, restored=True)
+        self.standing.went_back(checkpoint_id, state)
 
     @contextlib.contextmanager
     def _turn(self, deadline: float) -> Iterator[None]:
@@ -354,15 +517,67 @@ class Handle:
                 self.client.keepalive.forget(self.standing)
 
 
-def _unless_overtaken(make: Callable[[], _Result], deadline: float) -> _Result:
-    """What ``make`` returns, made again where another thread of the handle has overtaken it. Raises
-    `DDictTimeoutError`: others did all the time."""
-    while True:
+def _told(whose: dict[str, Any]) -> dict[str, Any]:
+    """Return what managers are told of a handle."""
+    return {"c": whose["c"], "w": whose["w"], "e": whose["e"], "g": whose["g"]}
+
+
+def _found(fields: dict[str, Any], blobs: Sequence[bytes], copy: bool) -> Found:
+    if "path" in fields:
+        value = shared_memory.read_value(fields["path"], fields["v"], copy=copy)
+    elif "v" in fields:
+        value = shared_memory.read_object(blobs[0], fields["v"], copy=copy, file_size=fields["size"])
+    else:
+        value = codec.from_inline(blobs[0], copy=copy)
+    return Found(value, fields["s"])
+
+
+class Batch:
+    """Writes of one handle, by manager. Not thread-safe."""
+
+    def __init__(self, access: Handle) -> None:
+        self._access = access
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget what was collected."""
+        self._items: defaultdict[int, dict[bytes, bytes]] = defaultdict(dict)
+        self._bytes: Counter[int] = Counter()
+
+    def add(self, manager: int, key: bytes, inline: bytes, deadline: float) -> None:
+        """Collect a write; sends what there is for this manager if that is much. ``inline``: the value, by
+        `codec.to_inline`. Raises `FlashpointError`: what was sent could not be written."""
+        self._items[manager][key] = inline
+        self._bytes[manager] += len(key) + len(inline)
+        if len(self._items[manager]) >= _MOST or self._bytes[manager] >= _MOST_BYTES:
+            self._send(manager, deadline)
+
+    def discard(self, manager: int, key: bytes) -> None:
+        """Forget a write that a later one, which does not wait, has overtaken."""
+        self._items[manager].pop(key, None)
+
+    def flush(self, deadline: float) -> None:
+        """Send everything. Raises `FlashpointError`: some of it could not be written. That stays, to be sent again,
+        unless it is `DDictWritesLostError`: then all is lost with what the handle has written before."""
         try:
-            return make()
-        except StaleRequestError as error:
-            if time.monotonic() >= deadline:
-                raise DDictTimeoutError("other threads of this handle were always first") from error
+            for manager in list(self._items):
+                self._send(manager, deadline)
+        except DDictWritesLostError:
+            self.drop()
+            raise
+
+    def _send(self, manager: int, deadline: float) -> None:
+        if not (items := list(self._items[manager].items())):
+            return
+        blobs = [part for item in items for part in item]
+        ops = [["put", {}, 2] for _ in items]
+        answer = self._access.change(manager, "many", *blobs, ops=ops, again=True, deadline=deadline)
+        for error, _, _ in answer["outcomes"]:
+            if error is not None:
+                raise REQUESTS.rebuild(error)
+        # Only now: what was refused, or found nobody, must not be left out of the next checkpoint without a word.
+        self._items.pop(manager, None)
+        self._bytes.pop(manager, None)
 
 
 def _forget_handle(client: Client, pid: int, standing: Standing) -> None:

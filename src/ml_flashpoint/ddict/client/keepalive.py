@@ -28,11 +28,13 @@ from ml_flashpoint.ddict.errors import (
     writes_lost,
 )
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
+from ml_flashpoint.ddict.written import Written
 from ml_flashpoint.format.errors import FlashpointError
 
 _log = logging.getLogger(__name__)
 
 _WATCH_S = 20
+_PATIENCE_S = 900_000.0
 _LONGEST_PAUSE_S = 1.0
 _LEAVE_S = 5.0
 _CATCH_UP_S = 60.0
@@ -53,38 +55,35 @@ class Standing:
         self.checkpoint_id = checkpoint_id
         self.epoch = epoch
         self.joined = False  # whether it counts as writing: only then does it matter where it is, and that it leaves
-        self.uncommitted: dict[int, int] = {}
-        """For checkpoints that it wrote at, the one whose commit covers that, if it is not known to be committed."""
-        self.has_written = False
+        self.written = Written()  # since it went back last
         self.lost: tuple[str, int, int | None] | None = None
         """What it has to go back for before it writes or moves, as `errors.writes_lost` has it."""
         self.untold: DDictError | None = None  # what it has to be told before anything else
         self.generation = 0  # of its requests; see `fence`
-        self.rollbacks = 0  # that have begun
         self.going_back: Back | None = None  # the rollback that is not done: whatever the handle does next finishes it
         self.astray = False  # whether the coordinator may take it to be elsewhere
         self._session = session
-        self._fixed = -1
-        self._base = -1
+        self._base = (-1, 0)  # where the epoch began: a checkpoint and the number of its cut
         self._lock = threading.Lock()
 
     @property
     def is_known(self) -> bool:
         """Whether the coordinator is to hear of its end."""
-        return self.joined or self.astray or self.going_back is not None or bool(self.uncommitted)
+        return self.joined or self.astray or self.going_back is not None or self.written != Written()
 
     def fields(self) -> dict[str, Any]:
         """The fields of its requests."""
         with self._lock:
             back = self.going_back
-            counts = [need for at, need in self.uncommitted.items() if back is None or at <= back.to]
+            counts = self.written if back is None else self.written.back_to(back.to)
             return {
                 "w": self.handle,
                 "session": self._session,
                 "c": self.checkpoint_id,
                 "e": self.epoch,
                 "g": self.generation,
-                "need": max(counts, default=-1),
+                "written": counts.checkpoint,
+                "late": counts.late,
                 "back": -1 if back is None else back.to,
                 "onwards": back is not None and back.onwards,
             }
@@ -95,55 +94,32 @@ class Standing:
             self.generation = max(self.generation, generation + 1)
 
     def go_back(self, to: int, *, onwards: bool) -> None:
-        """A rollback begins. Set in this order, since others look without the lock: see `Handle.in_writing`."""
+        """A rollback begins."""
         with self._lock:
             self.going_back = Back(to, onwards)
-            self.rollbacks += 1
             self.generation += 1
 
     def wrote_above(self, checkpoint_id: int) -> bool:
         """Whether it may have written something above a committed checkpoint."""
         with self._lock:
-            return any(at > checkpoint_id for at in self.uncommitted)
+            return self.written.checkpoint > checkpoint_id
 
-    def wrote(self, at: int, epoch: int) -> None:
-        """It has written something at a checkpoint, in an epoch that may be over by now.
-
-        What is written at a checkpoint whose commit has begun is covered by the next one only.
-        """
+    def wrote(self, written: Written, epoch: int) -> None:
+        """It has written something, in an epoch that may be over by now."""
         with self._lock:
-            self.has_written = True
-            need = max(at, self._fixed + 1)
-            if epoch == self.epoch or need <= self._base:
-                self.uncommitted[at] = need
+            if epoch == self.epoch or not written.is_above(*self._base):
+                self.written = self.written.and_also(written)
             elif self.lost is None:
-                self._lose("another epoch has begun", self._base, None)
+                self._lose("another epoch has begun", self._base[0], None)
 
-    def covers(self, checkpoint_id: int) -> int:
-        """The checkpoint with whose commit all is committed that it wrote at this one and below."""
-        with self._lock:
-            return max([checkpoint_id, *(need for at, need in self.uncommitted.items() if at <= checkpoint_id)])
-
-    def note(self, state: dict[str, Any]) -> None:
-        """It heard where the dictionary is, having moved, joined or written without joining."""
-        committed = int(state["committed"])
-        with self._lock:
-            if int(state["epoch"]) == self.epoch:
-                self._fixed = int(state["fixed"])
-                self._forget_committed(committed)
-
-    def _forget_committed(self, committed: int) -> None:
-        self.uncommitted = {at: need for at, need in self.uncommitted.items() if need > committed}
-
-    def went_back(self, to: int, state: dict[str, Any], *, restored: bool = False) -> None:
+    def went_back(self, to: int, state: dict[str, Any]) -> None:
         """It is at ``to`` now, and nothing of it is left above."""
         with self._lock:
-            self.checkpoint_id, self.epoch = to, int(state["epoch"])
-            kept = {} if restored else {at: need for at, need in self.uncommitted.items() if at <= to}
-            self.uncommitted, self.lost, self.untold = kept, None, None
-            self.going_back, self.astray = None, False
-            self._fixed = int(state["fixed"])
-            self._forget_committed(int(state["committed"]))
+            is_same, self.checkpoint_id, self.epoch = self.epoch == int(state["epoch"]), to, int(state["epoch"])
+            # Where an epoch began with it, what is left of it is in the cut at its base.
+            self.written = self.written.back_to(to) if is_same else Written(min(self.written.checkpoint, to))
+            self.lost = self.untold = self.going_back = None
+            self.astray = False
 
     def catch_up(self, links: Links, deadline: float) -> None:
         """Hear what has begun; see `Coordinator.catch_up`."""
@@ -152,17 +128,17 @@ class Standing:
         with self._lock:
             if asked["e"] != self.epoch or (int(answer["epoch"]) == self.epoch and answer["lost"] is None):
                 return
-            self.epoch, self._fixed, self._base = int(answer["epoch"]), int(answer["fixed"]), int(answer["base"])
+            self.epoch, base = int(answer["epoch"]), int(answer["base"])
+            self._base = base, int(answer["cut"])
             if answer["lost"] is not None:
                 if self.lost is None or self.lost[0] != answer["lost"]:
-                    self._lose(str(answer["lost"]), self._base, answer["manager"])
+                    self._lose(str(answer["lost"]), base, answer["manager"])
                 return
-            # What it had written and is not lost was committed by then, at whatever checkpoint this epoch begins.
-            self._forget_committed(max(self._base, int(asked["need"])))
+            self.written = Written(min(self.written.checkpoint, base))  # all of it is in that cut
             if answer["taken"] and self.untold is None:
                 self.untold = DDictCheckpointRetiredError(
-                    f"what was committed at or below checkpoint {self.checkpoint_id} was taken back to {self._base}",
-                    checkpoint_id=max(self._base, 0),
+                    f"what was committed at or below checkpoint {self.checkpoint_id} was taken back to {base}",
+                    checkpoint_id=max(base, 0),
                     hint="sync_to_newest_checkpoint() goes to the newest committed one",
                 )
 
@@ -170,10 +146,12 @@ class Standing:
         to = min(max(base, 0), self.checkpoint_id)
         self.lost = why, to, manager
         self.untold = writes_lost(why, to, manager)
-        self.uncommitted = {}
+        self.written = Written()
 
     def tell(self) -> None:
         """Raise what it has to be told, once."""
+        if self.untold is None:
+            return
         with self._lock:
             untold, self.untold = self.untold, None
         if untold is not None:
@@ -268,7 +246,8 @@ class Keepalive:
                     self._attached.set()
                     pause, epoch = 0.01, 0
                     while not self._closed.is_set():
-                        exchange = Exchange(link, time.monotonic() + 2 * _WATCH_S)
+                        # A coordinator that is stopped takes its time. The end of either side breaks the connection.
+                        exchange = Exchange(link, time.monotonic() + _PATIENCE_S)
                         epoch = int(exchange.request("watch", {"s": _WATCH_S, "e": epoch}).fields["epoch"])
                         self._tell(epoch)
                 finally:

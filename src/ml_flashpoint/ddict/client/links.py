@@ -7,6 +7,7 @@ not answer is tried again. What requests mean is the caller's.
 from __future__ import annotations
 
 import contextlib
+import socket
 import sys
 import time
 from collections import defaultdict
@@ -53,13 +54,19 @@ class Place(NamedTuple):
 class Places:
     """Where managers are, and the coordinator. Each manager tells it when it begins, and it tells all others.
     ``node``: of this process; empty: none of Ray's. ``coordinator``: where that is. ``ask``: has it tell, within so
-    many seconds."""
+    many seconds. ``known``: what is known before."""
 
-    def __init__(self, node: str, coordinator: Address | None, ask: Callable[[float], Mapping[int, Place]]) -> None:
+    def __init__(
+        self,
+        node: str,
+        coordinator: Address | None,
+        ask: Callable[[float], Mapping[int, Place]],
+        known: Mapping[int, Place] | None = None,
+    ) -> None:
         self._node = node
         self._coordinator = coordinator
         self._ask = ask
-        self._known: Mapping[int, Place] = {}
+        self._known: Mapping[int, Place] = known or {}
 
     def find(self, manager: int, timeout_s: float, *, anew: bool) -> Address | None:
         """Where one is; None: not anywhere at the moment. ``anew``: it was not where this said last time. Raises
@@ -84,7 +91,20 @@ def locator(configuration: Configuration, node: str | None = None) -> Places:
     if configuration.coordinator is None:
         base = Path(configuration.base)
         places = {each: Place("", str(base / f"m-{each}.sock"), "", 0) for each in range(configuration.managers)}
-        return Places("", ("unix", str(base / "c.sock")), lambda timeout_s: places)
+        path = str(base / "c.sock")
+
+        def look(timeout_s: float) -> dict[int, Place]:
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.setblocking(False)  # a coordinator that is stopped accepts nothing
+                try:
+                    probe.connect(path)
+                except (ConnectionRefusedError, FileNotFoundError) as error:
+                    raise DDictDestroyedError(f"it was destroyed, or its creator ended: {error}") from error
+                except BlockingIOError:
+                    pass
+            return places
+
+        return Places("", ("unix", path), look, places)
     coordinator = check_address(configuration.coordinator)
 
     def ask(timeout_s: float) -> dict[int, Place]:
@@ -118,11 +138,14 @@ class Exchange:
         self._connection = connection
         self._deadline = deadline
         self.local = connection.local  # whether the manager is on this node, so that its memory can be mapped
+        self.late = -1  # the newest cut that a write of this came late for; see `written`
 
     def request(self, operation: str, fields: dict[str, Any], blobs: Sequence[Buffer] = ()) -> Reply:
         """One request; see `Connection.request`."""
         left = max(round(self._deadline - time.monotonic(), 3), 0.0)
-        return self._connection.request(operation, {**fields, "t": left}, blobs, timeout_s=left + GRACE_S)
+        reply = self._connection.request(operation, {**fields, "t": left}, blobs, timeout_s=left + GRACE_S)
+        self.late = max(self.late, reply.fields.get("late", -1))
+        return reply
 
 
 class Links:

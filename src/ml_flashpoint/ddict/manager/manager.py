@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ml_flashpoint.ddict.checkpoints.index import PartRef, part_ref
 from ml_flashpoint.ddict.checkpoints.snapshots import Snapshots
 from ml_flashpoint.ddict.client.links import Links, locator
 from ml_flashpoint.ddict.errors import (
@@ -30,7 +29,7 @@ from ml_flashpoint.ddict.errors import (
     StaleRequestError,
 )
 from ml_flashpoint.ddict.fence import Fence
-from ml_flashpoint.ddict.manager.requests import AT_ONCE, OPERATIONS, Result, deadline_of
+from ml_flashpoint.ddict.manager.requests import AT_ONCE, OPERATIONS, Result, SealedPart, deadline_of, sealed_part
 from ml_flashpoint.ddict.manager.shard import ENTRY_BYTES, Entry, Shard
 from ml_flashpoint.ddict.manager.slots import ValueSlots, allow_many_files
 from ml_flashpoint.ddict.manager.store import PartStore
@@ -51,12 +50,29 @@ _LOOK_S = 1.0
 _RETURN_S = 60.0
 
 
+class _Cut(NamedTuple):
+    """A cut, and the checkpoint that it is of."""
+
+    number: int
+    checkpoint_id: int
+
+
+_NO_CUT = _Cut(0, -1)
+
+
 class _Discarded(NamedTuple):
     """The last that was said of a handle that went back, or whose process was killed."""
 
     epoch: int
     number: int
     dead: bool = False  # whether its process was killed
+
+
+class _Prepared(NamedTuple):
+    """The part of a cut that this manager has."""
+
+    checkpoint_id: int
+    entries: list[Entry]
 
 
 @dataclass(eq=False, slots=True)
@@ -110,7 +126,9 @@ class Manager:
             values=self.slots,
             host=config.get("host") or "127.0.0.1",
         )
-        self._kept: dict[int, list[Entry]] = {}  # entries of checkpoints, as they were when each was prepared
+        self._kept: dict[int, _Prepared] = {}  # by the number of the cut
+        self._settled = 0  # the newest cut that is known to be committed
+        self._cut = _NO_CUT  # the newest that was prepared, or that this epoch began with
         self.parts = PartReader(self.run, number, self.slots, configuration.managers)
         self._ready = threading.Event()  # requests may come before
         self._lost: DDictManagerLostError | None = None
@@ -145,7 +163,7 @@ class Manager:
                 raise DDictManagerLostError("without replication its values are gone")
             with self._begun:
                 sealed = self.links.call(COORDINATOR, "sealed", me, deadline=deadline).fields["sealed"]
-                self._recover([part_ref(*each) for each in sealed])
+                self._recover([sealed_part(*each) for each in sealed])
             self.links.call(COORDINATOR, "returned", me, deadline=time.monotonic() + _RETURN_S)
         except Exception as error:  # lost with its thread, it would leave every client waiting
             _log.exception("manager %d cannot go on from where the one before it was", self.number)
@@ -238,7 +256,9 @@ class Manager:
                 "keys": len(self.shard),
                 "used_bytes": self.used_bytes,
                 "oldest": self.shard.oldest,
-                "sealed": sorted(self.snapshots.sealed()),
+                "sealed": sorted(
+                    {self._kept[cut].checkpoint_id for cut in self.snapshots.sealed() if cut in self._kept}
+                ),
                 "frozen": self.frozen,
                 "holders": self.snapshots.holders,
                 "copies": self.snapshots.copied_to(),
@@ -325,9 +345,10 @@ class Manager:
         self,
         epoch: int,
         base: int,
+        cut: int,
         keep: Sequence[int],
         pinned: Sequence[int],
-        sealed: Sequence[PartRef],
+        sealed: Sequence[SealedPart],
         restored: PersistedCheckpoint | None,
         run: str,
         frozen: bool,
@@ -336,10 +357,13 @@ class Manager:
         """Begin an epoch: drop all above its base. What a manager that was lost has, all others go back to.
 
         Args:
-            keep: checkpoints that can be gone back to, ``base`` included unless that is -1.
+            epoch: its number.
+            base: the checkpoint that it begins at; -1: empty.
+            cut: the newest that any manager was asked for. What is written at ``base`` from now on is late for it.
+            keep: cuts that can be gone back to, that of ``base`` included unless it is -1.
             pinned: others that are yet to be persisted.
             sealed: the snapshots that this manager has of them: one that was lost recovers these.
-            restored: read these from there, if they are not here.
+            restored: read the one cut from there, if it is not here.
             run: what is persisted from now on belongs to it.
             frozen, number: see `freeze`.
 
@@ -354,37 +378,41 @@ class Manager:
             if epoch > self.epoch or not self._ready.is_set():
                 if not self._ready.is_set():
                     self._recover(sealed)  # what was committed since it asked
-                if restored is not None and (self.parts.has_read or base not in self._kept):
-                    self._kept = {base: self.parts.take(restored)}  # what was here is no more
+                if restored is not None and (self.parts.has_read or keep[0] not in self._kept):
+                    self._kept = {keep[0]: _Prepared(base, self.parts.take(restored))}  # what was here is no more
                     self.snapshots.forget_after(-1)
-                self._load(epoch, base, keep)
+                self._load(epoch, _Cut(cut, base), keep)
                 self._retain(lambda each: each in keep or each in pinned)
                 self._ready.set()
             self.run.use(run)
         self.freeze(frozen, number)
 
-    def _load(self, epoch: int, base: int, keep: Sequence[int]) -> None:
+    def _load(self, epoch: int, cut: _Cut, keep: Sequence[int]) -> None:
+        base = cut.checkpoint_id
         with self.changed:
             if self.rules.snapshots:
-                wanted = {each: self._kept[each] for each in keep if each in self._kept}
+                wanted = dict(self._kept[each] for each in keep if each in self._kept)
                 if base >= 0 and base not in wanted:
                     causes = self._failures.get(base, "")
                     raise self._give_up(f"no whole copy of checkpoint {base} is left. {causes}")
                 self.shard.load(wanted.items())
                 self.shard.committed, self.shard.kept = base, frozenset(wanted)
+                self._cut = cut
             else:
                 self.shard.rollback(None, base)
             self.epoch = epoch
+            self._settled = 0
             self.fence.begin(epoch)
             self._discarded = {handle: each for handle, each in self._discarded.items() if each.epoch >= epoch}
             self.changed.notify_all()
 
-    def _recover(self, sealed: Sequence[PartRef]) -> None:
-        missing = [ref for ref in sealed if ref.step not in self._kept]
+    def _recover(self, sealed: Sequence[SealedPart]) -> None:
+        missing = {part.ref.step: part for part in sealed if part.ref.step not in self._kept}
         if missing:
-            found, self._failures = self.snapshots.recover(missing)
+            found, failures = self.snapshots.recover([part.ref for part in missing.values()])
+            self._failures = {missing[cut].checkpoint_id: error for cut, error in failures.items()}
             with self.changed:
-                self._kept.update(found)
+                self._kept |= {cut: _Prepared(missing[cut].checkpoint_id, its) for cut, its in found.items()}
 
     def discard(self, handle: str, to: int, number: int, dead: bool, epoch: int, generation: int) -> None:
         """Discard what a handle wrote above a checkpoint.
@@ -416,51 +444,59 @@ class Manager:
 
     # ---- checkpoints --------------------------------------------------------------------------------------
 
-    def prepare(self, epoch: int, checkpoint_id: int, committed: int) -> None:
-        """Note what belongs to a checkpoint, before anything of it can change. What was noted of others above the
-        committed one was called off."""
+    def late_for(self, checkpoint_id: int) -> Fields:
+        """What a write at a checkpoint is told, under the lock: the newest cut that it is late for, if any."""
+        return {"late": self._cut.number} if checkpoint_id <= self._cut.checkpoint_id else {}
+
+    def prepare(self, epoch: int, checkpoint_id: int, cut: int, committed: int) -> None:
+        """Note what belongs to a cut, before anything of it can change. Those above the committed cut were called
+        off."""
         with self.changed:
             self.check_epoch(epoch)
-            if checkpoint_id < self.shard.committed:  # it was under way for long
-                raise DDictError(f"checkpoint {self.shard.committed} has been committed since", manager=self.number)
+            if cut <= self._cut.number:
+                raise DDictError(f"cut {self._cut.number} has been asked for since", manager=self.number)
             self._retain(lambda each: each <= committed)
-            self._kept[checkpoint_id] = list(self.shard.entries(checkpoint_id))
-        if any(each > committed and each != checkpoint_id for each in self.snapshots.sealed()):
+            self._kept[cut] = _Prepared(checkpoint_id, list(self.shard.entries(checkpoint_id)))
+            self._cut = _Cut(cut, checkpoint_id)
+        if any(each > committed for each in self.snapshots.sealed()):
             self.snapshots.forget_after(committed)
 
-    def seal(self, epoch: int, checkpoint_id: int, deadline: float) -> str:
-        """Have verified copies of a prepared checkpoint; returns the name of the snapshot's part. Raises
-        `FlashpointError`: not now."""
+    def seal(self, epoch: int, cut: int, deadline: float) -> str:
+        """Have verified copies of a prepared cut; returns the name of the snapshot's part. Raises `FlashpointError`:
+        not now."""
         with self.changed:
             self.check_epoch(epoch)
-            entries = self._prepared(checkpoint_id)
-        return self.snapshots.seal(checkpoint_id, entries, max(0.1, deadline - time.monotonic())).name
+            entries = self._prepared(cut)
+        return self.snapshots.seal(cut, entries, max(0.1, deadline - time.monotonic())).name
 
-    def settle(self, epoch: int, oldest: int, keep: Sequence[int], pinned: Sequence[int], committed: int) -> None:
-        """Let go of what no one needs any more."""
+    def settle(
+        self, epoch: int, oldest: int, keep: Sequence[int], pinned: Sequence[int], committed: int, cut: int
+    ) -> None:
+        """Let go of what no one needs any more. ``cut``: of the checkpoint that is committed."""
         with self.changed:
             self.check_epoch(epoch)
-            if committed < self.shard.committed:
+            if cut < self._settled:
                 return  # the coordinator has given this request up
+            self._settled = cut
             self.shard.retire(oldest)
-            self.shard.committed, self.shard.kept = committed, frozenset(each for each in keep if each in self._kept)
+            kept = frozenset(self._kept[each].checkpoint_id for each in keep if each in self._kept)
+            self.shard.committed, self.shard.kept = committed, kept
             if self.waiting:
                 self.changed.notify_all()
-            self._retain(lambda each: each in keep or each in pinned or each > committed)
+            self._retain(lambda each: each in keep or each in pinned or each > cut)
         if self.rules.replicated:
             self.snapshots.retain(keep)
 
-    def persist(self, checkpoint_id: int) -> str:
-        """Write this manager's part of a prepared checkpoint; returns the receipt."""
-        entries = self._prepared(checkpoint_id)
+    def persist(self, checkpoint_id: int, cut: int) -> str:
+        """Write this manager's part of a committed cut; returns the receipt."""
+        entries = self._prepared(cut)
         index, items = encode(checkpoint_id, self.number, self.configuration.managers, entries)
         return self.run.persister.write_part(checkpoint_id, self.number, index, items)
 
-    def _prepared(self, checkpoint_id: int) -> list[Entry]:
-        entries = self._kept.get(checkpoint_id)
-        if entries is None:
-            raise DDictPersistError("this checkpoint was not prepared here", checkpoint_id=checkpoint_id)
-        return entries
+    def _prepared(self, cut: int) -> list[Entry]:
+        if cut not in self._kept:
+            raise DDictPersistError(f"cut {cut} was not prepared here", manager=self.number)
+        return self._kept[cut].entries
 
     def _retain(self, is_wanted: Callable[[int], bool]) -> None:
         with self.changed:

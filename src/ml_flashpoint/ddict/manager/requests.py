@@ -12,15 +12,16 @@ value id; the key is the first blob.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import struct
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
-from ml_flashpoint.ddict.checkpoints.index import part_ref
+from ml_flashpoint.ddict.checkpoints.index import PartRef, part_ref
 from ml_flashpoint.ddict.client.keys import MAX_KEY_BYTES, place
 from ml_flashpoint.ddict.errors import (
     REQUESTS,
@@ -34,7 +35,8 @@ from ml_flashpoint.ddict.errors import (
 )
 from ml_flashpoint.ddict.manager.shard import Entry, InlineValue, Value
 from ml_flashpoint.ddict.manager.slots import inline_number, number_to_inline
-from ml_flashpoint.ddict.persistence.persister import PersistedCheckpoint
+from ml_flashpoint.ddict.persistence.persister import PersistedCheckpoint, check_checkpoint_id
+from ml_flashpoint.ddict.written import Written
 from ml_flashpoint.format.errors import CapacityError, FlashpointError, ProtocolError
 from ml_flashpoint.net.client import check_address
 from ml_flashpoint.net.messages import Fields, integer, list_of, number, text
@@ -85,6 +87,18 @@ def integers(fields: Fields, name: str) -> list[int]:
     return value
 
 
+class SealedPart(NamedTuple):
+    """The snapshot that a manager has of a cut, whose number is its step."""
+
+    ref: PartRef
+    checkpoint_id: int
+
+
+def sealed_part(name: object, cut: object, checkpoint_id: object) -> SealedPart:
+    """A sealed part as the coordinator tells of it."""
+    return SealedPart(part_ref(name, cut), check_checkpoint_id(checkpoint_id))
+
+
 @operation
 def _put(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """Write a key: an inline value (blob), one that lies in a slot (``v``), or one to be put there (``v``, blobs).
@@ -106,15 +120,15 @@ def _put(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
     with manager.changed:
         if value_id is None:
             value: Value = InlineValue(blobs[1])
-            manager.make_room(value.nbytes, deadline)
+            manager.make_room(len(key) + value.nbytes, deadline)
         else:
             value = manager.slots.adopt(value_id)
             session.reserved.discard(value_id)
-        _check_change(manager, fields)
+        answer = _check_change(manager, fields)
         is_put = _is_as_expected(manager, key, fields)
         if is_put:
             manager.put(Entry(key, checkpoint_id, writer, value, persistent, broadcast))
-    return {"ok": is_put}, ()
+    return {"ok": is_put, **answer}, ()
 
 
 @operation
@@ -125,7 +139,7 @@ def _add(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
     amount, before = number(fields, "amount"), number(fields, "default")
     with manager.changed:
         manager.make_room(_NUMBER_BYTES, deadline)
-        _check_change(manager, fields)
+        answer = _check_change(manager, fields)
         found = manager.shard.find(key, checkpoint_id)
         if found is not None:
             known = inline_number(found.value.data) if isinstance(found.value, InlineValue) else None
@@ -135,7 +149,7 @@ def _add(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
         value = InlineValue(number_to_inline(before + amount))
         persistent, broadcast = (found.persistent, found.broadcast) if found else (False, False)
         manager.put(Entry(key, checkpoint_id, text(fields, "w"), value, persistent, broadcast))
-    return {"before": before}, ()
+    return {"before": before, **answer}, ()
 
 
 @operation
@@ -143,14 +157,14 @@ def _delete(manager: Manager, session: Session, fields: Fields, blobs: list[byte
     """Delete a key; ``x`` as for a put."""
     key, checkpoint_id = _key(blobs), integer(fields, "c")
     with manager.changed:
-        _check_change(manager, fields)
+        answer = _check_change(manager, fields)
         found = manager.shard.find(key, checkpoint_id)
         if found is None:
             raise DDictKeyError("no such key", checkpoint_id=checkpoint_id)
         if not _is_as_expected(manager, key, fields):
             return {"ok": False}, ()
         manager.put(Entry(key, checkpoint_id, text(fields, "w"), None, found.persistent, found.broadcast))
-    return {"ok": True}, ()
+    return {"ok": True, **answer}, ()
 
 
 @operation
@@ -189,7 +203,7 @@ def _get(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
     """
     key, checkpoint_id = _key(blobs), integer(fields, "c")
     with manager.changed:
-        manager.check_epoch(fields.get("e"))
+        _check_read(manager, fields)
         if manager.rules.wait_for_keys and fields.get("wait"):
             _wait_for_key(manager, session, key, checkpoint_id, deadline_of(fields))
         entry = manager.shard.find(key, checkpoint_id)
@@ -210,7 +224,7 @@ def _get(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
 @operation
 def _contains(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     with manager.changed:
-        manager.check_epoch(fields.get("e"))
+        _check_read(manager, fields)
         entry = manager.shard.find(_key(blobs), integer(fields, "c"))
         return {"found": entry is not None}, ()
 
@@ -226,7 +240,7 @@ def _wait_for(manager: Manager, session: Session, fields: Fields, blobs: list[by
         return entry is not None and entry.sequence != seen
 
     with manager.changed:
-        manager.check_epoch(fields.get("e"))
+        _check_read(manager, fields)
         return {"ok": manager.wait_for(has_changed, deadline, session.peer.is_gone)}, ()
 
 
@@ -236,7 +250,7 @@ def _keys(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]
     `bput` wrote only at one manager."""
     count, once = manager.configuration.managers, bool(fields.get("once"))
     with manager.changed:
-        manager.check_epoch(fields.get("e"))
+        _check_read(manager, fields)
         keys = [
             entry.key
             for entry in manager.shard.entries(integer(fields, "c"))
@@ -251,10 +265,10 @@ def _clear(manager: Manager, session: Session, fields: Fields, blobs: list[bytes
     """Delete all keys."""
     checkpoint_id, writer = integer(fields, "c"), text(fields, "w")
     with manager.changed:
-        _check_change(manager, fields)
+        answer = _check_change(manager, fields)
         for found in list(manager.shard.entries(checkpoint_id)):
             manager.put(Entry(found.key, checkpoint_id, writer, None, found.persistent, found.broadcast))
-    return {}, ()
+    return answer, ()
 
 
 @operation
@@ -263,7 +277,7 @@ def _many(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]
     that they have in common come with the request itself."""
     deadline = deadline_of(fields)
     outcomes: list[list[Any]] = []
-    is_full = False
+    is_full, late = False, -1
     answers: list[Buffer] = []
     at = 0
     for each in list_of(fields, "ops"):
@@ -276,6 +290,7 @@ def _many(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]
         own["t"] = 0.0 if is_full else max(0.0, deadline - time.monotonic())
         try:
             found, data = OPERATIONS[operation](manager, session, own, blobs[at : at + count])
+            late = max(late, found.get("late", -1))
             outcomes.append([None, found, len(data)])
             answers.extend(data)
         except (StaleEpochError, StaleRequestError):
@@ -284,7 +299,7 @@ def _many(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]
             is_full = is_full or isinstance(error, DDictFullError)  # all the others need not wait for room
             outcomes.append([REQUESTS.describe(error), {}, 0])
         at += count
-    return {"outcomes": outcomes}, answers
+    return {"outcomes": outcomes, "late": late}, answers
 
 
 def _key(blobs: list[bytes]) -> bytes:
@@ -293,14 +308,24 @@ def _key(blobs: list[bytes]) -> bytes:
     return blobs[0]
 
 
-def _check_change(manager: Manager, fields: Fields) -> None:
-    """Under the lock, immediately before a change: refuse one that came too late, or may not be made."""
+def _check_read(manager: Manager, fields: Fields) -> None:
+    """Under the lock, immediately before a read: refuse one of another epoch, and what its handle gave up before."""
+    manager.check_epoch(fields.get("e"))
+    if "g" in fields:
+        with contextlib.suppress(StaleRequestError):  # a read that comes late does no harm
+            manager.fence.hear(text(fields, "w"), integer(fields, "g"), manager.epoch)
+
+
+def _check_change(manager: Manager, fields: Fields) -> Fields:
+    """Under the lock, immediately before a change: refuse one that came too late, or may not be made. Return what all
+    changes answer; see `Manager.late_for`."""
     manager.check_epoch(fields.get("e"))
     handle = text(fields, "w")
     manager.fence.hear(handle, integer(fields, "g"), manager.epoch)
     if manager.is_dead(handle):
         raise StaleEpochError("the connection of this handle's process broke", manager=manager.number)
     _check_writable(manager)
+    return manager.late_for(integer(fields, "c"))
 
 
 def _check_writable(manager: Manager) -> None:
@@ -344,8 +369,8 @@ def _same(parse: Callable[..., Any], names: str, *how: Any) -> dict[str, Callabl
 
 
 _ARGUMENTS: dict[str, Callable[[Any, Fields], Any]] = {
-    **_same(integer, "back base checkpoint_id committed need to", -1),
-    **_same(integer, "before manager of oldest"),
+    **_same(integer, "back base checkpoint_id committed to", -1),
+    **_same(integer, "before cut manager of oldest"),
     **_same(integers, "keep pinned"),
     **_same(text, "incarnation node run"),
     **_same(_flag, "dead frozen if_written onwards"),
@@ -362,11 +387,12 @@ _ARGUMENTS: dict[str, Callable[[Any, Fields], Any]] = {
     "restored": lambda session, fields: (
         PersistedCheckpoint.from_fields(found) if (found := fields["restored"]) else None
     ),
-    "sealed": lambda session, fields: [part_ref(*each) for each in list_of(fields, "sealed")],
+    "sealed": lambda session, fields: [sealed_part(*each) for each in list_of(fields, "sealed")],
     "session": lambda session, fields: session,
     "session_id": lambda session, fields: text(fields, "session"),
     "session_if_any": lambda session, fields: None if fields.get("session") is None else text(fields, "session"),
     "timeout_s": lambda session, fields: left_of(fields),
+    "written": lambda session, fields: Written(integer(fields, "written", -1), integer(fields, "late", -1)),
     "until": lambda session, fields: time.monotonic() + integer(fields, "s"),
 }
 

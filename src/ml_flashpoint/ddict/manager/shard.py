@@ -251,4 +251,4 @@ def _seen_from(history: list[Entry], checkpoint_id: int) -> Entry | None:
 
 
 def _bytes_of(entry: Entry) -> int:
-    return 0 if entry.value is None else entry.value.nbytes + ENTRY_BYTES
+    return ENTRY_BYTES + len(entry.key) + (0 if entry.value is None else entry.value.nbytes)

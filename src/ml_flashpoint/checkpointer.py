@@ -198,7 +198,8 @@ class Checkpointer(engine.Checkpointer):
             events.emit(events.LoopHeld, self.ranks, self.base, step, seconds=seconds)
 
     def _save(self, step: int, tracked: TrackedState, *, explicit: bool) -> Save:
-        if step == self._attempted and (last := self._already(step)) is not None:
+        may_be_there = step == self._attempted or self.is_between_runs
+        if may_be_there and (last := self._already(step)) is not None:
             return last
         self._attempted = max(step, self._attempted)
         name, tree, error = SaveId(self.run, step), None, None

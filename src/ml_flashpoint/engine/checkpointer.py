@@ -193,6 +193,7 @@ class Checkpointer:
         self._writer = PartWriter()
         self._wanted: int | None = None  # size of slots to be made ahead
         self._is_skipping = self._closed = False
+        self._is_between_runs = False
         for other in list(_live):
             if other.base == self.base and not other.is_closed:
                 _log.warning("%s is opened again in this process, so the earlier Checkpointer is closed", self.base)
@@ -811,11 +812,13 @@ class Checkpointer:
         except BaseException:
             self._end_run(0.0)
             raise
+        self._is_between_runs = False
 
     def _end_run(self, deadline_s: float, last: Callable[[], None] | None = None) -> None:
         """End the board, after a last call on its thread. Saves that are not verified yet never will be."""
         give_up = time.monotonic() + deadline_s
         self._executor.drain(deadline_s)
+        self._is_between_runs |= self._run > 0
         board, self._board, self._run = self._board, None, 0
         if board is not None:
             board.close(max(give_up - time.monotonic(), 0.0), last)
@@ -878,6 +881,12 @@ class Checkpointer:
         return self._run
 
     @property
+    def is_between_runs(self) -> bool:
+        """True while a run of this process has ended and the next one could not begin, on all ranks: a filesystem was
+        full, perhaps. Nothing is saved until `latest` works again."""
+        return self._is_between_runs
+
+    @property
     def board_error(self) -> str | None:
         """The reason why nothing new can be verified now; None while the board works."""
         board = self._board
@@ -892,7 +901,7 @@ class Checkpointer:
         Raises:
             UnaskedVersionsError: there are.
         """
-        if not self._run:
+        if not self._run and not self._is_between_runs:
             raise self._unasked(call, hint)
 
     def _unasked(self, call: str = "latest()", hint: str | None = None) -> UnaskedVersionsError:

@@ -264,7 +264,8 @@ class LocalSaves:
             )
         checkpointer = self._open_base(version.parent)
         with self._entering:
-            if checkpointer.run and SaveId(checkpointer.run, version.step) <= self._entered:
+            name = SaveId(checkpointer.run, version.step)
+            if checkpointer.is_between_runs or (checkpointer.run and name <= self._entered):
                 checkpointer.latest()
             self._entered = SaveId(checkpointer.run, version.step)
         return checkpointer
@@ -306,70 +307,11 @@ class LocalSaves:
         """Give up saves that nobody goes on with: DCP does not say that a save has failed on another rank. Not done as
         DCP drops a state: that may be under any lock."""
         with self._lock:
-<<<<<<< HEAD
             self._open = [each for each in self._open if each.succeeded is None]
             gone = [each for each in self._open if each is not besides and each.is_over]
         for staged in gone:
             text = "given up: the checkpoint failed on another rank, or nobody has saved what was staged"
             staged.fail(SaveError(text, rank=self.rank))
-=======
-            gone = [each.save for each in self._open if each.is_abandoned]
-            self._open = [each for each in self._open if each.save not in gone]
-        text = "given up: the checkpoint failed on another rank, or was dropped before it was written"
-        for save in gone:
-            if isinstance(save, Staged):
-                save.fail(SaveError(text, rank=self.rank))
-            else:
-                self.fail(save, None, SaveError(text, rank=self.rank))
-
-    # ---- the calls of a save ----------------------------------------------------------------------------------
-
-    def enter(self, version: CheckpointContainerId) -> None:
-        """See `Saves`."""
-        self.give_up_abandoned()
-        checkpointer, step = self.checkpointer(version), version.step or 0
-        with self._entering:
-            if checkpointer.is_between_runs or (checkpointer.run and SaveId(checkpointer.run, step) <= self._entered):
-                checkpointer.latest()
-            self._entered = SaveId(checkpointer.run, step)
-
-    def begin(self, version: CheckpointContainerId, staged: Staged | None, owner: object) -> Save:
-        """See `Saves`."""
-        checkpointer, step = self.checkpointer(version), version.step or 0
-        if staged is not None:
-            save = staged.claim(checkpointer, step)
-            self.note_held(version, staged.held_s)
-            return save
-        self._give_up_left()
-        save = checkpointer.begin(step, explicit=True)
-        with self._lock:
-            self._open.append(_Open(weakref.ref(owner), save, threading.current_thread()))
-        return save
-
-    def fill(self, save: Save, tensors: Sequence[TensorItem], byte_items: Sequence[BytesItem]) -> None:
-        """See `Saves`."""
-        self._of(save).fill(save, tensors, byte_items)
-
-    def commit(self, save: Save, *, extra: Sequence[BytesItem] = (), labels: Mapping[str, str]) -> None:
-        """See `Saves`."""
-        self._of(save).commit(save, extra=extra, labels=labels)
-        save.committed.result()
-
-    def fail(self, save: Save | None, staged: Staged | None, error: BaseException) -> None:
-        """See `Saves`."""
-        if staged is not None:
-            staged.fail(error)
-        elif save is not None:
-            self._of(save).fail(save, error)
-
-    def note_held(self, version: CheckpointContainerId, seconds: float) -> None:
-        """See `Saves`."""
-        events.emit(events.LoopHeld, self._ranks, version.parent, version.step, seconds=seconds)
-
-    def _of(self, save: Save) -> Checkpointer:
-        assert save.version is not None
-        return self._open_base(save.version.parent)
->>>>>>> attack
 
     def wait(self, deadline_s: float) -> None:
         """Wait until saves in flight are committed, on whatever thread or process they are, at most for a time."""

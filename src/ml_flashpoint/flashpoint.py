@@ -192,9 +192,8 @@ class Flashpoint:
         """Say what to save and restore, before `resume` and the first save.
 
         Modules and optimizers are saved as they are sharded, and can be loaded by another number of ranks. The state
-        of anything else (schedulers, data loaders, counters) belongs to one rank, which gets its own back. On another
-        number of ranks, a state that was the same on all of them is everybody's. One that was not, and the place of a
-        loader in the data, which means something else then, need a ``reshard`` function.
+        of anything else (schedulers, data loaders, counters) belongs to one rank, which gets its own back; on another
+        number of ranks, one that differed between ranks, and the place of a loader, need a ``reshard`` function.
 
         Args:
             reshard: by name, or one for all of this call that are neither modules nor optimizers:
@@ -247,9 +246,8 @@ class Flashpoint:
     def resume(self, fallback: Callable[[], int | None] | None = None, *, step: int | None = None) -> int:
         """Restore the newest state that all ranks can load, or that of a step. Collective.
 
-        Versions that turn out to be damaged are left for older ones; what cannot be read just now is tried again for
-        ``FLASHPOINT_RECOVERY_DEADLINE_S`` first. Afterwards the filesystem is checked to have room for the checkpoints
-        to come. May be called again during training, to go back to the newest version.
+        May be called again during training, to go back to the newest version. For all else, and for what is raised, see
+        `Checkpointer.load`.
 
         Args:
             fallback: called on all ranks when memory has no version, or none that is sound; loads the state from
@@ -260,18 +258,6 @@ class Flashpoint:
         Returns:
             The number of steps done, which is where to go on; 0 if there is nothing to go on from. `step` counts on
             from there.
-
-        Raises:
-            ReshardError: the newest version is of another number of ranks, and nothing says what becomes of what
-                each of them had of its own. Names it, on all ranks; nothing older is loaded, nor the fallback called.
-            LoadError: there is a version that does not fit the tracked objects, whatever the fallback: lists all
-                differences. Or there are versions, none could be loaded (`NothingLoadableError`), and no fallback.
-                Going on would in the end overwrite them. May be called again: nothing is remembered of what failed. Or
-                there is no version of ``step``: names those there are.
-            CapacityError: the filesystem is too small.
-            InvalidArgumentError: ``fallback`` cannot be called.
-            FlashpointError: ranks lost each other, or their fallbacks returned different steps.
-            Exception: what the fallback raised; a `LoadError` on ranks where it did not.
         """
         self._check_usable()
         self._steps = self._checkpointer.load(self._tracked, step=step, fallback=fallback)

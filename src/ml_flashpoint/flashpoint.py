@@ -166,9 +166,7 @@ class Flashpoint:
         )
         self._deadline_s = seal_deadline_s() if deadline_s is None else deadline_s
         checked_bool("discard_existing", discard_existing)
-        self._world, self._pid = default_group(), os.getpid()
-        self._ranks = rank_group()
-        self._closed = False
+        self._world, self._ranks = default_group(), rank_group()
         place = os.path.realpath(self._base)
         _check_free(place)
         self._ranks.agree_on(every_n_steps=self._every)
@@ -397,7 +395,6 @@ class Flashpoint:
             FlashpointError: a save has failed, and failures are to be raised (``strict``).
         """
         deadline_s = self._deadline_s if deadline_s is None else checked_seconds("deadline_s", deadline_s)
-        self._check_process()
         ended = self._checkpointer.wait(deadline_s)
         self._raise_failure()
         return ended
@@ -473,20 +470,10 @@ class Flashpoint:
     @property
     def is_closed(self) -> bool:
         """True once it is closed, or where this process is a forked child."""
-        return self._closed or os.getpid() != self._pid
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise JobInUseError(
-                f"this Flashpoint belongs to process {self._pid}, which process {os.getpid()} was forked from",
-                rank=self._ranks.rank,
-                hint="save, load and wait in the process that it was constructed in",
-            )
+        return self._checkpointer.is_closed
 
     def _check_open(self) -> None:
-        if self._closed:
-            raise FlashpointError("this Flashpoint is closed", rank=self._ranks.rank)
-        self._check_process()
+        self._checkpointer.check_usable()
         if default_group() is not self._world:
             raise FlashpointError(
                 "torch.distributed was initialized or destroyed since this Flashpoint was constructed",
@@ -512,7 +499,6 @@ class Flashpoint:
     def _close(self, deadline_s: float) -> None:
         if self.is_closed:
             return
-        self._closed = True
         if not self._checkpointer.await_commits(deadline_s):
             _log.warning("closed while a save was under way: it may not be committed")
         self._checkpointer.close(deadline_s)

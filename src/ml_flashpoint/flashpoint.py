@@ -93,32 +93,15 @@ class Flashpoint:
     Args:
         base: base container of the job on this node: an absolute path, best on a tmpfs. Restarts use the same.
         every_n_steps: `step` saves at every so many. `flashpoint plan` computes a number for a job.
-        replication: who holds copies of whose parts: a strategy, ``"pairwise"``, ``"ring"`` or ``"none"``. By default
-            pairs of nodes, or nobody on a single node.
         strict: raise when a save has failed, from the next `step`, `save`, `wait` or `close`. By default failed saves
             are logged, counted in `health`, and survived.
-        handle_sigterm: with ``persist``, have the next `step`, `save` or `close` after SIGTERM wait until the newest
-            version is persisted, before the handler that was there before, or the default action, has its turn. Opened
-            in the main thread only; undone by `close`. Without ``persist``, SIGTERM is left alone.
-        grace_s: seconds at most that SIGTERM is held up.
-        safe_globals: further types that tracked objects may have in their state, as for
-            ``torch.serialization.safe_globals``. Tensors, plain values, containers and NumPy arrays need none.
-        deadline_s: seconds at most that a rank waits for the others where the structure of the state has changed, and
-            that `wait` and `close` wait. By default ``FLASHPOINT_SEAL_DEADLINE_S``, or 600.
         discard_existing: remove every version that is in the base container, on all nodes, before anything else. Not
             for a script that is started again after a crash: it would remove what it should resume from.
-        on_world_size_change: what becomes, on another number of ranks, of what each rank has of its own and no
-            ``reshard`` function of `track` is for. ``"raise"``: random number generators of new ranks are seeded anew,
-            what all ranks had alike is everybody's, and anything else is a `ReshardError`. ``"keep"``: rank r takes
-            that of rank r modulo the old number, random numbers and place in the data included.
-        overlap: copy what tracked optimizers update on CUDA devices while the next forward and backward run; see
-            `before_update`. What is on the CPU, and everything without it, is copied before a save returns.
-        keep: how many of the newest verified versions stay in memory, or a `Keep`.
         on_event: called with each `events.Event` of this base container, on a thread of its own.
-        persist: URL of a folder of this job alone that all nodes see. Verified versions are written there, too, in the
-            background, and `resume` takes the newest one where memory has none as new: see docs/persist.md.
-        persist_every, persist_keep: the first version at or after each multiple of so many steps; so many stay.
-        persist_bytes_per_s: most bytes that a rank writes there in a second.
+        replication, keep, safe_globals, overlap, on_world_size_change, deadline_s: see `Config`.
+        handle_sigterm, grace_s: see `Config.sigterm_grace_s`; False is None there.
+        persist, persist_every, persist_keep, persist_bytes_per_s: see `Persist`: verified versions are written there,
+            too, in the background, and `resume` takes the newest one where memory has none as new.
 
     Raises:
         InvalidArgumentError: an argument is unusable, or differs between ranks.

@@ -24,9 +24,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ml_flashpoint import Engine, Flashpoint
-from ml_flashpoint.config import Config
-from ml_flashpoint.engine.checkpointer import Checkpointer
+from ml_flashpoint import Checkpointer, Config, Flashpoint
 from ml_flashpoint.engine.save import Save
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.digest import digest_block
@@ -347,11 +345,11 @@ def save_again_while_full(report: Report, base: str, door: str) -> list[bool]:
     """Save a step again, which begins a new run, while no page is free; then go on. Return True for each that works."""
     filler, weights, counter = Path(base).parent / "filler", torch.nn.Linear(8, 8), _Counter()
     if door == "dcp":
-        engine = Engine.open(base)
+        engine = Checkpointer(base)
 
         def save(step: int) -> bool:
             try:
-                dcp.save(weights.state_dict(), checkpoint_id=engine.version(step), storage_writer=engine.writer)
+                dcp.save(weights.state_dict(), checkpoint_id=engine.id(step), storage_writer=engine.writer())
             except CheckpointException:
                 return False
             return True

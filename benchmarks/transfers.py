@@ -52,7 +52,7 @@ def _serve(pipe: Connection) -> None:
     view = memoryview(data)
     plain = socket.create_server(("127.0.0.1", 0))
     with TransferService(SECRET, _OneObject(view), host="127.0.0.1") as service:
-        digests = BlockDigester(view, SIZE, 2).finish()
+        digests = BlockDigester(view, SIZE).finish()
         pipe.send((service.address, plain.getsockname(), digests))
         while True:
             connection, _ = plain.accept()

@@ -36,7 +36,7 @@ _LAYERS = {
     "tools": "copy, verify, open, export, persist, remove: from store to store",
     "adapter.lightning": "adapters on adapters",
     "flashpoint": "the loop's five lines",
-    "facade": "saves and loads of Flashpoint; the place in the data",
+    "checkpointer": "the public face: states in and out; the place in the data",
     "adapter.megatron": "adapters; the dictionary",
     "adapter.pytorch": "DCP, which Megatron-LM's adapter saves and loads through, too",
     "engine": "saving, committing, copying, rounds, recovering, reading, persisting",

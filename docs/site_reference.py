@@ -20,8 +20,9 @@ PAGES: dict[str, tuple[str, list[str]]] = {
     "reference-flashpoint.md": (
         "Reference: any training loop",
         [
-            "ml_flashpoint:Flashpoint Keep rest_of_epoch open_version",
-            "ml_flashpoint.facade.health:Health Recovery",
+            "ml_flashpoint:Flashpoint Checkpointer Config Persist Keep rest_of_epoch open_version",
+            "ml_flashpoint.status:Health Recovery",
+            "ml_flashpoint.engine.save:Save",
             "ml_flashpoint.engine.recovery:KeptVersion",
             "ml_flashpoint.tools.items:OpenVersion",
         ],
@@ -29,7 +30,6 @@ PAGES: dict[str, tuple[str, list[str]]] = {
     "reference-dcp.md": (
         "Reference: PyTorch DCP",
         [
-            "ml_flashpoint:Engine",
             "ml_flashpoint.adapter.pytorch.memory_storage_writer:MemoryStorageWriter",
             "ml_flashpoint.adapter.pytorch.memory_storage_reader:MemoryStorageReader",
             "ml_flashpoint.adapter.pytorch.memory_stager:MemoryStager",

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from ml_flashpoint import Engine, Flashpoint, events, open_version
+from ml_flashpoint import Checkpointer, Flashpoint, events, open_version
 from tests.support.processes import REPOSITORY
 
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -28,7 +28,7 @@ _ELSEWHERE = {
     "tests/test_readme.py": (
         "mlf-jobs/first",
         "loss_of(model, batch)",
-        "Engine.open(",
+        'Checkpointer("/dev/shm/mlf-jobs/job-145"',
         "CheckpointObjectManager()",
         "find_latest()",
     ),
@@ -43,6 +43,7 @@ _RUN_HERE: list[tuple[str, str]] = [
     ("flashpoint.md", "fp.before_update()"),
     ("flashpoint.md", "fp.last_replicated"),
     ("flashpoint.md", "fp.versions()"),
+    ("flashpoint.md", "ckpt.load(state)"),
     ("README.md", "open_version("),
     ("object-format.md", "open_version("),
     ("object-format.md", "safe_open("),
@@ -51,7 +52,7 @@ _RUN_HERE: list[tuple[str, str]] = [
     ("operations.md", "events.subscribe("),
     ("local-checkpointing.md", "LazyCliqueReplicationStrategy("),
     ("local-checkpointing.md", "AsyncCallsQueue()"),
-    ("pytorch-dcp.md", "engine.writer.watch(optimizer)"),
+    ("pytorch-dcp.md", "engine.writer().watch(optimizer)"),
     ("pytorch-dcp.md", "staging_completion"),
     ("lightning.md", "ModelCheckpoint()"),
     ("lightning.md", "persist="),
@@ -152,6 +153,15 @@ def test_small_blocks_of_a_flashpoint(names: dict[str, Any], tmpfs: Path) -> Non
     fp.close()
 
 
+def test_a_loop_over_a_checkpointer(names: dict[str, Any], tmpfs: Path) -> None:
+    trained: list[int] = []
+    for steps in (2, 5):
+        found = {**names, "steps": steps, "train": lambda: trained.append(1)}
+        exec(block("flashpoint.md", "ckpt.load(state)", tmpfs), found)
+        assert found["save"].id.step == steps
+    assert len(trained) == 5
+
+
 def test_versions_are_read_from_outside(names: dict[str, Any], tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmpfs / "jobs"
     with Flashpoint(str(root / "job-145")) as fp:
@@ -220,10 +230,10 @@ def test_late_copies_by_dcp(tmpfs: Path) -> None:
     }
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with Engine.open(str(tmpfs / "job")) as engine:
+        with Checkpointer(str(tmpfs / "job")) as engine:
             names["engine"] = engine
             assert engine.latest() is None
-            exec(block("pytorch-dcp.md", "engine.writer.watch(optimizer)", tmpfs), names)
+            exec(block("pytorch-dcp.md", "engine.writer().watch(optimizer)", tmpfs), names)
             if not hasattr(dcp, "AsyncSaveResponse") and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9):
                 pytest.skip("torch has no staging future")
             exec(block("pytorch-dcp.md", "staging_completion", tmpfs), names)

@@ -132,7 +132,7 @@ def test_lines_run_and_go_on(tmpfs: Path, page: str) -> None:
         assert live(block, seed=4) == ([], parameters), "it is persisted"
 
 
-@pytest.mark.parametrize("part", ["Engine.open", "async_save"])
+@pytest.mark.parametrize("part", ["Checkpointer(", "async_save"])
 def test_lines_for_dcp_save_and_load(tmpfs: Path, part: str) -> None:
     def program(step: int) -> dict[str, Any]:
         state = {"weight": torch.full((64, 64), float(step)), "step": step}
@@ -150,7 +150,7 @@ def test_lines_for_dcp_save_and_load(tmpfs: Path, part: str) -> None:
         second["future"].result()
         loaded.append(second["state_dict"]["weight"][0, 0].item())
     assert loaded[0] == 3
-    if part == "Engine.open":
+    if part == "Checkpointer(":
         assert len(loaded) == 2, "steps 4 and 5"
 
 

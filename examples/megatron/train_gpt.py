@@ -25,7 +25,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from ml_flashpoint import Engine
+from ml_flashpoint import Checkpointer, Config, Persist
 from ml_flashpoint.adapter.megatron.load_strategies import MLFlashpointMegatronLoadStrategy
 from ml_flashpoint.adapter.megatron.save_strategies import MLFlashpointMegatronAsyncSaveStrategy
 from ml_flashpoint.adapter.megatron.save_utils import save_local_aware_megatron_checkpoint
@@ -103,9 +103,9 @@ class Memory:
     needs, once a process."""
 
     def __init__(self, base: str, persist: str | None, persist_every: int) -> None:
-        self.engine = Engine.open(base, persist=persist, persist_every=persist_every)
+        self.engine = Checkpointer(base, Config(persist=Persist.of(persist, persist_every)))
         # The queue below is of a kind that starts a process for each save, which this need not.
-        self.save_strategy = MLFlashpointMegatronAsyncSaveStrategy(self.engine.writer, child=False)
+        self.save_strategy = MLFlashpointMegatronAsyncSaveStrategy(self.engine.writer(), child=False)
         self.load_strategy = MLFlashpointMegatronLoadStrategy(checkpoint_loader=self.engine)
         self.queue = AsyncCallsQueue()
 
@@ -113,7 +113,7 @@ class Memory:
         """Start a save, after finalizing the one before."""
         self.queue.maybe_finalize_async_calls(blocking=True)
         request = save_local_aware_megatron_checkpoint(
-            training.sharded_state(step), self.engine.version(step), self.save_strategy, async_save=True
+            training.sharded_state(step), self.engine.id(step), self.save_strategy, async_save=True
         )
         assert request is not None
         self.queue.schedule_async_request(request)

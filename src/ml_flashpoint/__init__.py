@@ -13,7 +13,8 @@ from ml_flashpoint.extras import DISTRIBUTION as DISTRIBUTION
 from ml_flashpoint.extras import require
 
 if TYPE_CHECKING:
-    from ml_flashpoint.adapter.pytorch.engine import Engine
+    from ml_flashpoint.checkpointer import Checkpointer
+    from ml_flashpoint.config import Config, Persist
     from ml_flashpoint.data import rest_of_epoch
     from ml_flashpoint.flashpoint import Flashpoint
     from ml_flashpoint.ranks.retention import Keep
@@ -21,13 +22,24 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["Engine", "Flashpoint", "Keep", "__version__", "open_version", "rest_of_epoch"]
+__all__ = [
+    "Checkpointer",
+    "Config",
+    "Flashpoint",
+    "Keep",
+    "Persist",
+    "__version__",
+    "open_version",
+    "rest_of_epoch",
+]
 
 
 _LAZY = {
-    "Engine": "ml_flashpoint.adapter.pytorch.engine",
+    "Checkpointer": "ml_flashpoint.checkpointer",
+    "Config": "ml_flashpoint.config",
     "Flashpoint": "ml_flashpoint.flashpoint",
     "Keep": "ml_flashpoint.ranks.retention",
+    "Persist": "ml_flashpoint.config",
     "open_version": "ml_flashpoint.tools.items",
     "rest_of_epoch": "ml_flashpoint.data",
 }

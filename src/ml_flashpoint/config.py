@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ml_flashpoint.format.arguments import checked_integer, checked_seconds
+from ml_flashpoint.format.arguments import (
+    checked_bool,
+    checked_choice,
+    checked_globals,
+    checked_integer,
+    checked_seconds,
+)
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.ranks.retention import Keep, checked_keep
 from ml_flashpoint.ranks.strategies import ReplicationStrategy, checked_strategy
+from ml_flashpoint.state.archive import SafeGlobal
 from ml_flashpoint.stores.location import checked_url, is_url
 
 
@@ -74,7 +82,14 @@ class Config:
         replication: who holds copies of whose parts; None: pairs of nodes, or nobody on a single node.
         keep: verified versions that stay in memory: a `Keep`, or the number of the newest ones.
         persist: durable versions; None for none.
-        sigterm_grace_s: with ``persist``, seconds at most that SIGTERM is held up; None: it is left alone.
+        sigterm_grace_s: with ``persist``, seconds at most that SIGTERM is held up; None: SIGTERM is left alone.
+        safe_globals: further types that items which are no tensors may be made of, as for
+            ``torch.serialization.safe_globals``.
+        overlap: copy what optimizers update on CUDA devices while the next forward and backward run.
+        on_world_size_change: fate of what each rank has of its own, on another number of ranks: ``"raise"`` or
+            ``"keep"``; see `Flashpoint`.
+        deadline_s: seconds at most that a rank waits for the others where the structure of the state has changed, and
+            at the end; None: ``FLASHPOINT_SEAL_DEADLINE_S``.
 
     Raises:
         InvalidArgumentError: one is unusable.
@@ -83,15 +98,24 @@ class Config:
     replication: ReplicationStrategy | str | None = None
     keep: Keep | int = field(default_factory=Keep)
     persist: Persist | None = None
-    sigterm_grace_s: float | None = None
+    sigterm_grace_s: float | None = 20.0
+    safe_globals: Sequence[SafeGlobal] = ()
+    overlap: bool = False
+    on_world_size_change: str = "raise"
+    deadline_s: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "replication", checked_strategy(self.replication))
         object.__setattr__(self, "keep", checked_keep(self.keep))
+        object.__setattr__(self, "safe_globals", checked_globals(self.safe_globals))
         if self.persist is not None and not isinstance(self.persist, Persist):
             raise InvalidArgumentError("must be a Persist(...), or None", argument="persist", value=self.persist)
         if self.sigterm_grace_s is not None:
             checked_seconds("sigterm_grace_s", self.sigterm_grace_s)
+        if self.deadline_s is not None:
+            checked_seconds("deadline_s", self.deadline_s)
+        checked_bool("overlap", self.overlap)
+        checked_choice("on_world_size_change", self.on_world_size_change, "raise", "keep")
 
     @property
     def rule(self) -> Keep:

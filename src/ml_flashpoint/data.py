@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import itertools
 import logging
 import random
 import threading
-import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
@@ -39,6 +37,7 @@ from torch.utils.data import (
 )
 
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError
+from ml_flashpoint.state.archive import load_archive, save_archive
 from ml_flashpoint.state.private import generate_state
 from ml_flashpoint.state.random_numbers import capture_rng_state, restore_rng_state
 from ml_flashpoint.state.tracked import PlaceInData
@@ -61,7 +60,7 @@ class Epoch:
         start: generators and samplers when it began.
         position: batches given to the loop.
         ended: True once the loop was told that there are no more.
-        checksum: of the indices of these batches; None if unknown.
+        checksum: of the indices of these batches.
         workers: generators of each worker after its latest of these batches; empty without workers.
         own: state of a loader that has one, after these batches; None if the loader itself is to be asked.
         generators: states of the loader's generators after these batches; None if the generators are to be asked.
@@ -72,7 +71,7 @@ class Epoch:
     start: dict[str, Any] = field(default_factory=dict)
     position: int = 0
     ended: bool = False
-    checksum: int | None = 0
+    checksum: int = 0
     workers: list[bytes] = field(default_factory=list)
     own: dict[str, Any] | None = None
     generators: list[torch.Tensor] | None = None
@@ -157,6 +156,8 @@ class LoaderState(PlaceInData):
 
     Attributes:
         is_looped_over: True once a pass was begun, or if none need be: the loader has a state of its own.
+        epoch: the newest pass.
+        thread: takes its batches; 0 if nobody has yet.
 
     Raises:
         InvalidArgumentError: such a loader cannot be brought back to where it was.
@@ -169,71 +170,63 @@ class LoaderState(PlaceInData):
         self._stateful = _has_state(loader) and _has_state(loader.__class__)
         _check(name, loader, stateful=self._stateful)
         self.is_looped_over = self._stateful
-        self._epoch = Epoch()
+        self.epoch = Epoch()
+        self.thread = 0
         # The epoch that was loaded, until a step is done after a pass that went on from there.
         self._pending: Epoch | None = None
         self._loaded_generators: list[torch.Tensor] = []
         self._loaded_set_epoch: int | None = None
-        self._batches: weakref.ref[_Batches] | None = None  # the newest iterator
         self._pace: list[int] = []  # positions at the begin of its pass, and at each of its first steps
         self._warned: set[str] = set()
-        self._workers_shifted = False  # True while persistent workers have each other's numbers
-        self._iterator: Any = None  # the one that has persistent workers
-        self._indices: _Indices | None = None
 
     # ---- saving and loading -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values and tensors."""
-        epoch = self._epoch
-        state: dict[str, Any] = {
+        epoch = self.epoch
+        own, generators = (epoch.own, epoch.generators) if epoch.generators is not None else self.own_state()
+        if epoch.under_way and self._pace and _given_by(own) not in (epoch.position, None):
+            self.warn(_AHEAD)
+        return {
             "number": epoch.number,
             "ended": epoch.ended,
             "position": epoch.position,
             "set_epoch": self._set_epoch(),
             "dealing": _dealing_of(self.loader),
-            "generators": self._states() if epoch.generators is None else epoch.generators,
-        }
-        if self._stateful:
-            own = self.loader.state_dict() if epoch.own is None else epoch.own
-            if epoch.under_way and self._pace and _given_by(own) not in (epoch.position, None):
-                self._warn(_AHEAD_WITHIN)
-            return state | {"own": own}
-        return state | {
+            "generators": generators,
+            "own": own,
             "start": epoch.start,
             "checksum": epoch.checksum,
-            "workers": [_as_tensor(each) for each in epoch.workers],
-            "replicas": self._replicas(),
+            "workers": list(epoch.workers),
         }
+
+    def own_state(self) -> tuple[dict[str, Any] | None, list[torch.Tensor]]:
+        """Return the state of the loader, if it has one, and of its generators."""
+        return self.loader.state_dict() if self._stateful else None, self._states()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state with the next pass over the loader."""
-        state = state_dict
+        state, own = state_dict, state_dict["own"]
+        ended = state["ended"] or _is_finished(own)
+        pending = Epoch(
+            state["number"], state["start"], state["position"], ended, state["checksum"], state["workers"], own
+        )
         if self._stateful:
-            own, ended = state["own"], state["ended"] or _is_finished(state["own"])
-            pending = Epoch(state["number"], position=state["position"], ended=ended, own=own)
             self.loader.load_state_dict(own)
-        else:
-            position, checksum = state["position"], state["checksum"]
-            before, now = state["replicas"], self._replicas()
-            if before not in (now, None):  # ranks take turns: go on after as many samples as all of them have had
-                position, checksum = position * before // now, None
-            workers = [each.numpy().tobytes() for each in state["workers"]]
-            pending = Epoch(state["number"], state["start"], position, state["ended"], checksum, workers)
-        self._loaded_generators = state.get("generators", [])
+        self._loaded_generators = state["generators"]
         self._put_back(self._loaded_generators)
-        epoch = self._loaded_set_epoch = state.get("set_epoch")
+        epoch = self._loaded_set_epoch = state["set_epoch"]
         for sampler in self._samplers():
             if epoch is not None and hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
-        _deal(self.loader, state.get("dealing") if pending.under_way else None)
-        self._pending, self._epoch = pending, pending.again()
-        self._batches, self._pace = None, []
+        _deal(self.loader, state["dealing"] if pending.under_way else None)
+        self._pending, self.epoch = pending, pending.again()
+        self._pace = []
 
     def forget(self) -> None:
         """Undo a `load_state_dict` that was part of a load that failed elsewhere."""
         if self._pending is not None:
-            self._epoch, self._pending, self.restored = Epoch(), None, None
+            self.epoch, self._pending, self.restored = Epoch(), None, None
             _deal(self.loader)
 
     def _samplers(self) -> list[Any]:
@@ -270,10 +263,6 @@ class LoaderState(PlaceInData):
         epochs = (getattr(each, "epoch", None) for each in self._samplers() if hasattr(each, "set_epoch"))
         return next((each for each in epochs if isinstance(each, int)), None)
 
-    def _replicas(self) -> int:
-        replicas = getattr(self.loader.sampler, "num_replicas", None)
-        return replicas if isinstance(replicas, int) and replicas > 0 else 1
-
     # ---- a pass over the loader ---------------------------------------------------------------------------
 
     def begin(self, through: Through | None) -> Iterator[Any]:
@@ -282,9 +271,9 @@ class LoaderState(PlaceInData):
         Raises:
             LoadError: the loader does not give what it gave to the run that was saved.
         """
-        if self._pace and self._epoch.ended:  # nothing was left of what was loaded
+        if self._pace and self.epoch.ended:  # nothing was left of what was loaded
             self._pending = None
-        resumed, before = self._pending is not None, self._pending or self._epoch
+        resumed, before = self._pending is not None, self._pending or self.epoch
         goes_on = resumed and before.under_way and (self._stateful or not self._is_next_epoch(before))
         if goes_on:
             if self.restored is not None:
@@ -292,52 +281,32 @@ class LoaderState(PlaceInData):
             self._put_back(self._loaded_generators)
         else:
             _deal(self.loader)
-        make = self._begin_stateful if self._stateful else self._begin_plain
-        epoch, inner = make(before, goes_on, resumed)
+        if self._stateful:
+            epoch, inner = self._begin_stateful(before, goes_on, resumed)
+        else:
+            epoch, inner = self._begin_plain(before, goes_on)
         if not goes_on:
             self._pending = None
-        self._epoch, self._pace, self.is_looped_over = epoch, [epoch.position], True
-        batches = _Batches(
-            inner,
-            epoch,
-            0 if self._stateful else self.loader.num_workers,
-            through=through,
-            ahead=lambda: (self.loader.state_dict() if self._stateful else None, self._states()),
-            is_current=lambda batches: self._batches is not None and self._batches() is batches,
-            warn=self._warn,
-        )
-        self._batches = weakref.ref(batches)
-        return batches
+        self.epoch, self._pace, self.thread, self.is_looped_over = epoch, [epoch.position], 0, True
+        return _Batches(self, epoch, inner, through)
 
-    def _begin_plain(self, before: Epoch, goes_on: bool, resumed: bool) -> tuple[Epoch, Iterator[Any]]:
-        loader, now = self.loader, self._capture()
-        dealt_anew = goes_on and not before.start  # by other ranks, whose generators and workers mean nothing here
-        goes_on = goes_on and not dealt_anew
-        if goes_on:
+    def _begin_plain(self, before: Epoch, goes_on: bool) -> tuple[Epoch, Iterator[Any]]:
+        now = self._capture()
+        if goes_on and before.start:
             epoch = before.again()
-        else:
-            samplers = [each.state_dict() if _has_state(each) else None for each in self._samplers()]
-            epoch = Epoch(before.number + (not dealt_anew), {**now, "samplers": samplers})
-        # Persistent workers are not seeded again for their second epoch: their successors leave the seed out.
-        persistent = loader.num_workers > 0 and loader.persistent_workers
-        anew = persistent and (resumed or self._workers_shifted)
-        if anew:
-            self._iterator = None  # workers of a resumed epoch were numbered otherwise
-        if persistent:
-            epoch.workers = list(before.workers)
-        self._workers_shifted = persistent and goes_on
-        late = anew and epoch.number > 1 and not dealt_anew
-        draw = _Draw(epoch, lambda *skipped: self._compare(epoch, *skipped), lambda: self._to_start(epoch), late=late)
-        with self._in_place(draw, epoch, resumed=goes_on or anew):
-            if not goes_on:
-                return epoch, iter(loader)
-            self._to_start(epoch)
-            try:
-                inner = iter(loader)
-                draw.skip()
-            finally:
-                self._restore(now)
-        return epoch, inner
+            with self._in_place(epoch) as indices:
+                self._to_start(epoch)
+                try:
+                    inner = iter(self.loader)
+                    indices.skip()
+                finally:
+                    self._restore(now)
+            return epoch, inner
+        samplers = [each.state_dict() if _has_state(each) else None for each in self._samplers()]
+        # The rest of an epoch that other ranks have begun has nothing of their generators and workers.
+        epoch = Epoch(before.number + (not goes_on), {**now, "samplers": samplers})
+        with self._in_place(epoch):
+            return epoch, iter(self.loader)
 
     def _begin_stateful(self, before: Epoch, goes_on: bool, resumed: bool) -> tuple[Epoch, Iterator[Any]]:
         if not resumed or not (goes_on or _is_finished(before.own)):
@@ -379,60 +348,43 @@ class LoaderState(PlaceInData):
             vars(loader).pop("_get_iterator", None)
 
     @contextlib.contextmanager
-    def _in_place(self, draw: _Draw, epoch: Epoch, *, resumed: bool) -> Iterator[None]:
+    def _in_place(self, epoch: Epoch) -> Iterator[_Indices]:
         """Have the loader make an iterator that takes over indices that are counted, and workers that go on."""
-        loader, old = self.loader, (self.loader.collate_fn, self.loader.worker_init_fn)
-        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        sampler = getattr(loader, name)
-        indices = self._indices = self._indices or _Indices(sampler)
-        indices.draw = draw.begin
-        theirs, loader._iterator = loader._iterator, self._iterator
-        object.__setattr__(loader, name, indices)  # torch lets nobody change it, since iterators keep the old one
+        loader, name = self.loader, "sampler" if self.loader.batch_sampler is None else "batch_sampler"
+        indices = _Indices(getattr(loader, name), epoch, self._name)
+        instead = {name: indices, "persistent_workers": False}
+        if loader.num_workers:
+            instead["collate_fn"] = _Reporting(loader.collate_fn)
+            if epoch.position:
+                instead["worker_init_fn"] = _GoingOn(loader.worker_init_fn, epoch.workers, epoch.position)
+        theirs = {each: getattr(loader, each) for each in instead}
         try:
-            if loader.num_workers:
-                loader.collate_fn = _Reporting(loader.collate_fn)
-                if resumed:
-                    loader.worker_init_fn = _GoingOn(old[1], epoch.workers, epoch.position)
-            yield
+            for each, value in instead.items():
+                object.__setattr__(loader, each, value)  # torch lets nobody change some, since iterators keep old ones
+            yield indices
         finally:
-            object.__setattr__(loader, name, sampler)
-            loader.collate_fn, loader.worker_init_fn = old
-            self._iterator, loader._iterator = loader._iterator, theirs
+            for each, value in theirs.items():
+                object.__setattr__(loader, each, value)
 
     def stepped(self) -> None:
         """Take note that the program has done a step of training, or saves."""
         if not self._pace:
             return
         self._pending = None
-        batches = None if self._batches is None else self._batches()
-        if batches is not None and batches.thread not in (0, threading.get_ident()):
-            self._warn(_ANOTHER_THREAD)
+        if self.thread not in (0, threading.get_ident()):
+            self.warn(_AHEAD)
         elif len(self._pace) < 4:
-            self._pace.append(self._epoch.position)
+            self._pace.append(self.epoch.position)
             if len(self._pace) == 4:
                 start, first, second, third = self._pace
                 if first - start > second - first == third - second > 0:
-                    self._warn(_AHEAD)
+                    self.warn(_AHEAD)
 
-    def _warn(self, text: str) -> None:
+    def warn(self, text: str) -> None:
+        """Log a warning about the loop, once."""
         if text not in self._warned:
             self._warned.add(text)
             _log.warning("%r: %s", self._name, text)
-
-    def _compare(self, epoch: Epoch, given: int, checksum: int) -> None:
-        """Compare what was skipped with what was given before.
-
-        Raises:
-            LoadError: it was something else.
-        """
-        if epoch.checksum is None:
-            epoch.checksum = checksum
-        if (given, checksum) != (epoch.position, epoch.checksum):
-            raise LoadError(
-                f"{self._name!r} does not give the {epoch.position} batches again that it gave before: its data, the "
-                "size of a batch or the sampler's seed are others, or the sampler has a state that nobody saves",
-                hint=f"make the loader as it was, {_STATEFUL}, or begin the epoch anew by not tracking {self._name!r}",
-            )
 
     def _is_next_epoch(self, epoch: Epoch) -> bool:
         """Return True if the program has gone on to the next epoch by itself, after the last batch of the one
@@ -477,19 +429,15 @@ def _has_state(value: object) -> bool:
     return all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict"))
 
 
-def _as_tensor(content: bytes) -> torch.Tensor:
-    if not content:
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
-
-
 def _is_finished(own: dict[str, Any] | None) -> bool:
     """Return True if a loader of torchdata has told its loop that there are no more batches, by its state."""
     return bool(own and own.get("_iterator_finished"))
 
 
-def _given_by(own: dict[str, Any]) -> int | None:
+def _given_by(own: dict[str, Any] | None) -> int | None:
     """Return the batches that a loader of torchdata has given in this epoch, by its state; None if it is of another."""
+    if own is None:
+        return None
     if isinstance(given := own.get("_num_yielded"), int):
         return given
     snapshot, since = own.get("_snapshot"), own.get("_steps_since_snapshot")
@@ -501,46 +449,24 @@ def _given_by(own: dict[str, Any]) -> int | None:
 
 
 class _Indices:
-    """The stand-in for a loader's sampler: the same indices, counted, after those of batches that were given
-    already."""
+    """The stand-in for a loader's sampler: the same indices, counted, after those of batches that were given already.
 
-    def __init__(self, sampler: Any) -> None:
-        self._sampler = sampler
-        self.draw: Callable[[Any], Iterator[Any]] = iter
+    Args:
+        epoch: keeps count.
+        name: of the loader, for errors.
+    """
+
+    def __init__(self, sampler: Any, epoch: Epoch, name: str) -> None:
+        self._sampler, self._epoch, self._name = sampler, epoch, name
+        self._to_skip, self._checksum = 0, 0
+        self._drawn: Iterator[Any] = iter(())
 
     def __len__(self) -> int:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        return self.draw(self._sampler)
-
-
-class _Draw:
-    """The indices of one pass.
-
-    Args:
-        epoch: keeps count.
-        check: called with the number and the checksum of the indices that were left out.
-        to_start: puts the generators back to where they were when the epoch began.
-        late: leave out what is drawn before the first index.
-    """
-
-    def __init__(
-        self, epoch: Epoch, check: Callable[[int, int], None], to_start: Callable[[], None], *, late: bool
-    ) -> None:
-        self._epoch = epoch
-        self._check, self._to_start = check, to_start
-        self._late = late
-        self._skip = epoch.position
-        self._drawn: Iterator[Any] | None = None
-        self._sampler: Any = None
-        self._skipped = True
-        self._checksum = 0
-
-    def begin(self, sampler: Any) -> Iterator[Any]:
-        """Return the indices of the batches to fetch. Called more than once where torch makes its iterator so."""
-        self._sampler, self._skipped, self._checksum = sampler, False, 0
-        self._drawn = None if self._late else iter(sampler)
+        # Called more than once where torch makes its iterator so.
+        self._drawn, self._to_skip, self._checksum = iter(self._sampler), self._epoch.position, 0
         return self._rest()
 
     def skip(self) -> None:
@@ -549,22 +475,19 @@ class _Draw:
         Raises:
             LoadError: they are others than those of the run that was saved.
         """
-        if self._skipped:
+        expected, self._to_skip = self._to_skip, 0
+        if not expected:
             return
-        self._epoch.drawn.clear()
-        if self._drawn is None:
-            self._to_start()
-            self._drawn = iter(self._sampler)
-        given = 0
-        for batch in itertools.islice(self._drawn, self._skip):
-            given += 1
-            self._count(batch)
-        self._check(given, self._checksum)
-        self._skipped = True
+        given = sum(1 for _ in map(self._count, itertools.islice(self._drawn, expected)))
+        if (given, self._checksum) != (expected, self._epoch.checksum):
+            raise LoadError(
+                f"{self._name!r} does not give the {expected} batches again that it gave before: its data, the "
+                "size of a batch or the sampler's seed are others, or the sampler has a state that nobody saves",
+                hint=f"make the loader as it was, {_STATEFUL}, or begin the epoch anew by not tracking {self._name!r}",
+            )
 
     def _rest(self) -> Iterator[Any]:
         self.skip()
-        assert self._drawn is not None
         for batch in self._drawn:
             self._count(batch)
             self._epoch.drawn.append(self._checksum)
@@ -577,74 +500,50 @@ class _Draw:
 class _Fetched(NamedTuple):
     """The facts about a batch that count once the loop has it; see `Epoch`."""
 
-    checksum: int | None
+    checksum: int
     worker: bytes
-    ahead: tuple[dict[str, Any] | None, list[torch.Tensor]] | None
+    ahead: tuple[dict[str, Any] | None, list[torch.Tensor] | None]
 
 
 class _Batches(Iterator[Any]):
     """The batches of a pass, counted as the loop takes them.
 
     Args:
-        inner: the loader's own iterator.
+        state: of the loader.
         epoch: keeps count.
-        workers: their number, of a loader whose workers report; 0 if they do not.
+        inner: the loader's own iterator.
         through: takes them before the loop does.
-        ahead: gives the state of the loader, if it has one, and of its generators; called where ``through`` may fetch
-            batches before the loop has them.
-        is_current: says if no other pass over the loader was begun since.
-        warn: called with a text.
     """
 
-    def __init__(
-        self,
-        inner: Iterator[Any],
-        epoch: Epoch,
-        workers: int,
-        *,
-        through: Through | None,
-        ahead: Callable[[], tuple[dict[str, Any] | None, list[torch.Tensor]]],
-        is_current: Callable[[_Batches], bool],
-        warn: Callable[[str], None],
-    ) -> None:
-        self._epoch = epoch
-        self._workers = workers
-        self._is_current, self._warn = is_current, warn
+    def __init__(self, state: LoaderState, epoch: Epoch, inner: Iterator[Any], through: Through | None) -> None:
+        self._state, self._epoch = state, epoch
         self._fetched: deque[_Fetched] = deque()
-        if through is not None:
+        ahead = None if through is None else state.own_state
+        if ahead is not None:
             epoch.own, epoch.generators = copy.deepcopy(ahead())
-        self._given = iter((through or iter)(_fetch(inner, epoch, None if through is None else ahead, self._fetched)))
-        self.thread = 0
+        self._given = iter((through or iter)(_fetch(inner, epoch, ahead, self._fetched)))
 
     def __next__(self) -> Any:
-        self.thread = threading.get_ident()
+        epoch, state = self._epoch, self._state
+        state.thread = threading.get_ident()
         try:
             batch = next(self._given)
         except StopIteration:
-            self._epoch.ended, self._epoch.own, self._epoch.generators = True, None, None
+            epoch.ended, epoch.own, epoch.generators = True, None, None
             if self._fetched:
-                self._warn(_NOT_ONE_FOR_EACH)
+                state.warn(_NOT_ONE_FOR_EACH)
             raise
-        if not self._is_current(self):
-            self._warn(_TWO_ITERATORS)
-        if self._fetched:
-            self._count(self._fetched.popleft())
-        else:
-            self._warn(_NOT_ONE_FOR_EACH)
-        return batch
-
-    def _count(self, batch: _Fetched) -> None:
-        epoch = self._epoch
-        if self._workers:
-            if len(epoch.workers) != self._workers:
-                epoch.workers = [b""] * self._workers
-            if batch.worker:
-                epoch.workers[epoch.position % self._workers] = batch.worker
+        if state.epoch is not epoch:
+            state.warn(_TWO_ITERATORS)
+        if not self._fetched:
+            state.warn(_NOT_ONE_FOR_EACH)
+            return batch
+        epoch.checksum, worker, (epoch.own, epoch.generators) = self._fetched.popleft()
+        if workers := state.loader.num_workers:
+            epoch.workers = epoch.workers or [b""] * workers
+            epoch.workers[epoch.position % workers] = worker or epoch.workers[epoch.position % workers]
         epoch.position += 1
-        if batch.checksum is not None:
-            epoch.checksum = batch.checksum
-        if batch.ahead is not None:
-            epoch.own, epoch.generators = batch.ahead
+        return batch
 
 
 def _fetch(
@@ -655,8 +554,8 @@ def _fetch(
         worker = b""
         if isinstance(batch, _Tagged):
             batch, worker = batch
-        checksum = epoch.drawn.popleft() if epoch.drawn else None
-        fetched.append(_Fetched(checksum, worker, None if ahead is None else copy.deepcopy(ahead())))
+        checksum = epoch.drawn.popleft() if epoch.drawn else 0
+        fetched.append(_Fetched(checksum, worker, (None, None) if ahead is None else copy.deepcopy(ahead())))
         yield batch
 
 
@@ -719,18 +618,14 @@ class _GoingOn:
 
 
 def _captured() -> bytes:
-    kind, key, *rest = np.random.get_state(legacy=True)
-    keys = torch.from_numpy(np.asarray(key).astype(np.int64))
-    stream = io.BytesIO()
-    torch.save((torch.get_rng_state(), random.getstate(), (kind, keys, *rest)), stream)
-    return stream.getvalue()
+    return save_archive((torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)), "", allowed=None)
 
 
 def _put_back(state: bytes) -> None:
-    of_torch, of_python, (kind, keys, *rest) = torch.load(io.BytesIO(state), weights_only=True)
+    of_torch, of_python, of_numpy = load_archive(state, "a worker's generators", path="a loader")
     torch.set_rng_state(of_torch)
     random.setstate(of_python)
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    np.random.set_state(of_numpy)
 
 
 # ---- the rest of an epoch, dealt to another number of ranks ----------------------------------------------------
@@ -760,7 +655,7 @@ def rest_of_epoch(states: list[Any], rank: int, world_size: int) -> dict[str, An
         )
     if differing := [name for name in _ALIKE if any(state[name] != first[name] for state in reported)]:
         raise LoadError(f"ranks were at different places in the data: {differing[0]} differs")
-    if "own" in first and not first["number"]:
+    if first["own"] is not None and not first["number"]:
         raise LoadError(
             "nobody has looped over fp.batches(loader), so nothing tells how many batches ranks had",
             hint="loop over fp.batches(loader) from the first step on",
@@ -773,12 +668,13 @@ def rest_of_epoch(states: list[Any], rank: int, world_size: int) -> dict[str, An
         **{name: first[name] for name in _ALIKE},
         "position": 0,
         "dealing": dealing,
-        "own": {},  # which StatefulDataLoader takes for a loader that nobody has iterated over
+        "own": None
+        if first["own"] is None
+        else {},  # which StatefulDataLoader takes for a loader that nobody has iterated over
         "start": {},
         "checksum": 0,
         "generators": own.get("generators", []),
         "workers": [],
-        "replicas": None,
     }
 
 
@@ -851,17 +747,10 @@ def _deal(loader: DataLoader[Any], dealing: Mapping[str, int] | None = None) -> 
         )
 
 
-_ANOTHER_THREAD = (
-    "another thread takes the batches, ahead of training, and a restart leaves out those that were not trained on. Give"
-    " whatever fetches ahead as fp.batches(loader, through=...), and loop over that in the training thread"
-)
-_AHEAD_WITHIN = (
-    "its class has an __iter__ that takes batches ahead, and a state_dict() that counts those, too: a restart leaves"
-    " out what was not trained on"
-)
 _AHEAD = (
-    "more batches were taken before the first step than before each of the next. If something fetches ahead, a restart"
-    " leaves out what was not trained on: give it as fp.batches(loader, through=...), and loop over that"
+    "batches are taken ahead of training, and a restart leaves out those that were not trained on. Give whatever takes"
+    " them ahead as fp.batches(loader, through=...), and loop over that in the training thread; if the loader's own"
+    " __iter__ does, have its state_dict() leave them out"
 )
 _NOT_ONE_FOR_EACH = (
     "through= has not given one batch for each that it took, in their order, so that a restart goes on with other data"

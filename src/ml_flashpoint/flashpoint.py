@@ -1,16 +1,19 @@
 """`Flashpoint`: memory-first checkpoints for anyone with a training loop.
 
-The schedule, the policy for failed saves, and what happens when memory has nothing to load. Saving and loading are
-`facade.saving`'s and `facade.loading`'s, on top of the engine; what is tracked is `state.tracked`'s.
+A counter, a schedule, and a policy for failed saves, over a `Checkpointer`. What is tracked is `state.tracked`'s, the
+place in the data is `data`'s.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import time
+import re
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -18,41 +21,37 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ml_flashpoint import events
+from ml_flashpoint.checkpointer import Checkpointer
 from ml_flashpoint.config import Config, Persist
-from ml_flashpoint.copy.overlap import Overlap
 from ml_flashpoint.data import LoaderBatches, Loaders, Through
-from ml_flashpoint.engine.checkpointer import Checkpointer
+from ml_flashpoint.engine.notices import tell
 from ml_flashpoint.engine.recovery import KeptVersion
 from ml_flashpoint.engine.schedule import checked_every, passes_multiple
 from ml_flashpoint.engine.signals import answer_sigterm
-from ml_flashpoint.facade.health import Health, Recovery
-from ml_flashpoint.facade.launcher import warn_of_shared_store
-from ml_flashpoint.facade.loading import Loads, checked_wanted, fall_back
-from ml_flashpoint.facade.notices import size, tell
-from ml_flashpoint.facade.room import check_room
-from ml_flashpoint.facade.saving import Saves
 from ml_flashpoint.format.arguments import (
     checked_base,
     checked_bool,
     checked_callable,
-    checked_choice,
-    checked_globals,
+    checked_grace,
     checked_integer,
     checked_seconds,
 )
 from ml_flashpoint.format.checkpoint_id_types import MAX_STEP
-from ml_flashpoint.format.errors import DeadlineError, FlashpointError, JobInUseError
+from ml_flashpoint.format.errors import FlashpointError, JobInUseError, SaveError, SkippedError
+from ml_flashpoint.format.failure_kinds import text_of
 from ml_flashpoint.format.knobs import exit_deadline_s, seal_deadline_s
+from ml_flashpoint.format.manifest import Manifest
 from ml_flashpoint.ranks.rank_group import default_group, rank_group
 from ml_flashpoint.ranks.retention import Keep
 from ml_flashpoint.ranks.strategies import ReplicationStrategy
 from ml_flashpoint.state.archive import SafeGlobal
 from ml_flashpoint.state.tracked import Reshard, TrackedState, checked_reshard
+from ml_flashpoint.status import Health, Recovery
 
 _log = logging.getLogger(__name__)
 
 _IF_UNASKED = "call resume() before the first step, or construct with discard_existing=True"
-
+_DIGITS = re.compile(r"\d+")
 
 _live: weakref.WeakKeyDictionary[Flashpoint, str] = weakref.WeakKeyDictionary()
 
@@ -154,44 +153,38 @@ class Flashpoint:
         self._base = checked_base(base)
         self._every = checked_every(every_n_steps)
         self._strict = checked_bool("strict", strict)
-        handle_sigterm, grace_s = checked_bool("handle_sigterm", handle_sigterm), checked_seconds("grace_s", grace_s)
-        allowed = checked_globals(safe_globals)
-        self._deadline_s = seal_deadline_s() if deadline_s is None else checked_seconds("deadline_s", deadline_s)
-        overlap = checked_bool("overlap", overlap)
-        change = checked_choice("on_world_size_change", on_world_size_change, "raise", "keep")
         on_event = checked_callable("on_event", on_event, "of one event")
         config = Config(
             replication=replication,
             keep=keep,
             persist=Persist.of(persist, persist_every, persist_keep, persist_bytes_per_s),
-            sigterm_grace_s=grace_s if handle_sigterm else None,
+            sigterm_grace_s=checked_grace(handle_sigterm, grace_s),
+            safe_globals=safe_globals,
+            overlap=overlap,
+            on_world_size_change=on_world_size_change,
+            deadline_s=deadline_s,
         )
+        self._deadline_s = seal_deadline_s() if deadline_s is None else deadline_s
         checked_bool("discard_existing", discard_existing)
         self._world, self._pid = default_group(), os.getpid()
         self._ranks = rank_group()
         self._closed = False
         place = os.path.realpath(self._base)
         _check_free(place)
-        self._ranks.agree_on(every_n_steps=self._every, on_world_size_change=change)
+        self._ranks.agree_on(every_n_steps=self._every)
         self._checkpointer = Checkpointer(self._base, config, discard_existing=discard_existing)
         _live[self] = place
         self._loaders = Loaders()
         self._tracked = self._tracked_type(self._ranks.rank, self._ranks.world_size)
-        self._saves = Saves(
-            self._tracked,
-            self._checkpointer,
-            Overlap(wanted=overlap),
-            safe_globals=allowed,
-            deadline_s=self._deadline_s,
-        )
-        self._loads = Loads(self._tracked, self._checkpointer, safe_globals=allowed, on_world_size_change=change)
         self._steps = 0
         self._tracking_ended = False
         self._told = False  # that saving works
+        self._lock = threading.Lock()
+        self._failures = self._failures_in_a_row = 0
+        self._failure: FlashpointError | None = None  # the latest one, until it is raised
+        self._last_error: str | None = None
         self._resumed_from: int | None = None
-        self._last_recovery: Recovery | None = None
         self._unsubscribe = on_event and events.add_subscriber(on_event, self._base, argument="on_event")
-        warn_of_shared_store(self._ranks.rank)
 
     # ---- what is saved ------------------------------------------------------------------------------------
 
@@ -230,7 +223,7 @@ class Flashpoint:
         for name, value in named.items():
             self._tracked.add(name, self._loaders.tracked(name, value), functions.get(name))
             if isinstance(value, Optimizer) and self._watches_optimizers:
-                self._saves.overlap.watch(value)
+                self._checkpointer.overlap.watch(value)
         return self
 
     def batches(self, loader: DataLoader[Any], through: Through | None = None) -> LoaderBatches:
@@ -280,40 +273,13 @@ class Flashpoint:
             FlashpointError: ranks lost each other, or their fallbacks returned different steps.
             Exception: what the fallback raised; a `LoadError` on ranks where it did not.
         """
-        fallback = checked_callable("fallback", fallback, "without arguments that loads a state and returns its step")
-        wanted = checked_wanted(step, fallback)
         self._check_usable()
-        began, ranks = time.perf_counter(), self._ranks
-        self._saves.overlap.before_update()
-        ranks.together(self._await_commits, DeadlineError("a save of another rank is still under way", rank=ranks.rank))
-        outcome = self._loads.load(wanted)
-        source = outcome.source
-        if outcome.version is not None:
-            step = outcome.version.step or 0
-        elif fallback is not None:
-            if (why := outcome.why()) is not None:
-                _log.error("falling back, and what is in memory will be overwritten: %s", why)
-            step, source = fall_back(ranks, fallback), "fallback"
-        else:
-            outcome.refuse_to_start_anew()
-            step, source = 0, "nothing"
-        self._checkpointer.go_on_from(outcome.version)
-        self._saves.begin_run()
-        self._steps = step
-        self._resumed_from = None if outcome.version is None else step
-        self._check_room()
-        self._last_recovery = outcome.recovery(step, source, time.perf_counter() - began)
-        seconds = self._last_recovery.total_s
-        events.emit(events.Resumed, ranks, self._base, step, source=source, seconds=seconds)
-        tell(_log, ranks.rank, "%s", self._last_recovery.in_words(str(self._base)))
-        return step
-
-    def _await_commits(self) -> None:
-        if not self._saves.await_commits(self._deadline_s):
-            raise DeadlineError("a save is still under way", rank=self._ranks.rank)
-
-    def _check_room(self) -> None:
-        check_room(self._checkpointer, self._tracked.expected_bytes())
+        self._steps = self._checkpointer.load(self._tracked, step=step, fallback=fallback)
+        recovery = self._checkpointer.last_load
+        assert recovery is not None
+        self._resumed_from = None if recovery.version is None else self._steps
+        tell(_log, self._ranks.rank, "%s", recovery.in_words(str(self._base)))
+        return self._steps
 
     def versions(self) -> list[KeptVersion]:
         """Return what this job holds in memory and `resume` can load, newest save first. Collective.
@@ -342,7 +308,7 @@ class Flashpoint:
         self._steps += 1
         self._loaders.stepped()
         if passes_multiple(self._every, self._steps - 1, self._steps):
-            self._saves.save(self._steps, explicit=False)
+            self._save(self._steps, explicit=False)
         self._raise_failure()
         return self._steps
 
@@ -363,7 +329,7 @@ class Flashpoint:
         self._prepare()
         step = self._steps if step is None else checked_integer("step", step, 0, MAX_STEP)
         self._loaders.stepped()
-        self._saves.save(step, explicit=True)
+        self._save(step, explicit=True)
         self._raise_failure()
 
     def _prepare(self) -> None:
@@ -377,15 +343,57 @@ class Flashpoint:
         With ``overlap``, to be called before anything but its ``step()`` changes parameters of a tracked optimizer, or
         its state, on a CUDA device. Otherwise the save fails, and later saves return when all is copied.
         """
-        self._saves.overlap.before_update()
+        self._checkpointer.overlap.before_update()
+
+    # ---- what becomes of saves ----------------------------------------------------------------------------
+
+    def _save(self, step: int, *, explicit: bool) -> None:
+        """Save. A save that fails is logged and counted."""
+        try:
+            save = self._checkpointer.save(step, self._tracked, explicit=explicit)
+        except Exception as error:
+            self._fail(step, error)
+        else:
+            save.committed.add_done_callback(partial(self._ended, step))
+
+    def _ended(self, step: int, committed: Future[Manifest]) -> None:
+        error = committed.exception()
+        if error is None:
+            with self._lock:
+                if self._failures_in_a_row:
+                    _log.warning("saves work again from step %d on", step)
+                self._failures_in_a_row = 0
+        elif not isinstance(error, SkippedError):
+            self._fail(step, error)
+
+    def _fail(self, step: int, error: BaseException) -> None:
+        failure = error if isinstance(error, FlashpointError) else None
+        failure = failure or SaveError(text_of(error), step=step, rank=self._ranks.rank)
+        text = str(failure)
+        with self._lock:
+            self._failures += 1
+            self._failures_in_a_row += 1
+            # A job that cannot save says so again and again, but not at every step. Steps and paths are in the text.
+            same = self._last_error is not None and _DIGITS.sub("", text) == _DIGITS.sub("", self._last_error)
+            loud = not same or self._failures_in_a_row.bit_count() == 1
+            self._last_error, self._failure = text, failure
+            _log.log(
+                logging.ERROR if loud else logging.DEBUG,
+                "the save of step %s failed (%d in a row), training goes on: %s",
+                step,
+                self._failures_in_a_row,
+                text,
+            )
 
     def _raise_failure(self) -> None:
         """Called at the end of everything that saves or waits."""
-        if not self._told and (saved := self._checkpointer.stats.last_committed) is not None:
+        stats = self._checkpointer.stats
+        if not self._told and stats.last_committed is not None:
             self._told = True
-            what = "first save works: step %s, %s of this rank in memory; it held training up for %.3f s"
-            tell(_log, self._ranks.rank, what, saved, size(self._saves.bytes), self._saves.blocked_s)
-        failure = self._saves.take_failure()
+            what = "first save works: step %s, %.3g MB of this rank in memory; it held training up for %.3f s"
+            tell(_log, self._ranks.rank, what, stats.last_committed, stats.bytes / 1e6, stats.blocked_s)
+        with self._lock:
+            failure, self._failure = self._failure, None
         if self._strict and failure is not None:
             raise failure
 
@@ -404,9 +412,7 @@ class Flashpoint:
         """
         deadline_s = self._deadline_s if deadline_s is None else checked_seconds("deadline_s", deadline_s)
         self._check_process()
-        until = time.monotonic() + deadline_s
-        # A save that is passed over is not waited for by the engine, but becomes this rank's newest version.
-        ended = self._saves.await_commits(deadline_s) and self._checkpointer.wait(max(until - time.monotonic(), 1e-3))
+        ended = self._checkpointer.wait(deadline_s)
         self._raise_failure()
         return ended
 
@@ -421,7 +427,7 @@ class Flashpoint:
     def last_saved(self) -> int | None:
         """Step of the newest version of which this rank's part is committed: saved since construction or `resume`, or
         resumed from. None if there is none."""
-        saved = self._saves.last_saved
+        saved = self._checkpointer.stats.last_committed
         return self._resumed_from if saved is None else saved
 
     @property
@@ -434,25 +440,25 @@ class Flashpoint:
     @property
     def last_recovery(self) -> Recovery | None:
         """The last `resume`; None before."""
-        return self._last_recovery
+        return self._checkpointer.last_load
 
     @property
     def health(self) -> Health:
         """The way saving goes, now."""
-        saves, stats, persist = self._saves, self._checkpointer.stats, self._checkpointer.persist_health
-        errors = stats.copy_error or self._checkpointer.board_error or persist.error
+        stats, persist = self._checkpointer.stats, self._checkpointer.persist_health
+        board_error = self._checkpointer.board_error
         return Health(
             saves=stats.committed,
             skipped=stats.skipped,
-            failures=saves.failures,
-            last_error=saves.last_error,
+            failures=self._failures,
+            last_error=self._last_error,
             replication_error=stats.copy_error,
-            agreement_error=self._checkpointer.board_error,
-            blocked_s=saves.blocked_s,
-            blocked_total_s=saves.blocked_total_s,
-            committed_s=saves.committed_s,
-            bytes=saves.bytes,
-            degraded=bool(saves.failures_in_a_row or errors),
+            agreement_error=board_error,
+            blocked_s=stats.blocked_s,
+            blocked_total_s=stats.blocked_total_s,
+            committed_s=stats.committed_s,
+            bytes=stats.bytes,
+            degraded=bool(self._failures_in_a_row or stats.copy_error or board_error or persist.error),
             persisted=persist.persisted,
             persist_error=persist.error,
             persist_lag=persist.lag,
@@ -465,7 +471,7 @@ class Flashpoint:
         Args:
             prefix: of the names.
         """
-        saved, copied, recovery = self.last_saved, self.last_replicated, self._last_recovery
+        saved, copied, recovery = self.last_saved, self.last_replicated, self.last_recovery
         found = self.health.scalars(prefix)
         if saved is not None:
             found[f"{prefix}last_saved"] = float(saved)
@@ -521,8 +527,7 @@ class Flashpoint:
         if self.is_closed:
             return
         self._closed = True
-        self._saves.overlap.close()
-        if not self._saves.await_commits(deadline_s):
+        if not self._checkpointer.await_commits(deadline_s):
             _log.warning("closed while a save was under way: it may not be committed")
         self._checkpointer.close(deadline_s)
         if self._unsubscribe is not None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ml_flashpoint import Engine
+from ml_flashpoint import Checkpointer
 from ml_flashpoint.cli.copy import copy
 from ml_flashpoint.cli.inspect import diff, inspect
 from tests.support.forked import call_team
@@ -57,8 +57,8 @@ def test_what_differs(tmpfs: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         "number": 1,
         "kind": torch.ones(1),
     }
-    with Engine.open(tmpfs / "job") as engine:
-        dcp.save(state, checkpoint_id=engine.version(1), storage_writer=engine.writer)
+    with Checkpointer(tmpfs / "job") as engine:
+        dcp.save(state, checkpoint_id=engine.id(1), storage_writer=engine.writer())
         assert copy(str(tmpfs / "job"), str(tmp_path)) == 0
         state["bit"][1] = -0.0
         state["few"][3] += 2
@@ -66,7 +66,7 @@ def test_what_differs(tmpfs: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         state["fp8"][0] = 2
         state |= {"wider": torch.ones(3), "new": torch.ones(1), "text": "b", "kind": 3}
         del state["gone"]
-        dcp.save(state, checkpoint_id=engine.version(2), storage_writer=engine.writer)
+        dcp.save(state, checkpoint_id=engine.id(2), storage_writer=engine.writer())
     capsys.readouterr()
     assert diff(str(tmp_path), str(tmpfs / "job"), prefix="") == 1
     assert sorted(_out(capsys)) == [

@@ -34,7 +34,7 @@ class EngineDoor(Door):
         found = self._checkpointer.latest()
         if found is None:
             return None
-        with self._checkpointer.reader(found) as version:
+        with self._checkpointer.open_version(found) as version:
             reader = version.open(0)
             state: State = {e.key: reader.tensor(e.key).clone() for e in reader.layout.tensors}
             state |= {e.key: json.loads(bytes(reader.bytes_of(e.key))) for e in reader.layout.byte_items}

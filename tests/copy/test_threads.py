@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ml_flashpoint.copy import cpu
-from ml_flashpoint.copy.cpu import _Jobs, copy_all, threads_for
+from ml_flashpoint.copy.cpu import _do_all, copy_all, threads_for
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.format.errors import InvalidArgumentError
 
@@ -43,14 +43,14 @@ def test_several_threads_work_at_once() -> None:
         meet()
         seen.add(threading.get_ident())
 
-    _Jobs(iter([job, job])).run(2)
+    _do_all(iter([job, job]), 2)
     assert len(seen) == 2
 
 
 def test_one_thread_does_it_all_if_there_are_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "run_on_pool", lambda job: False)
+    monkeypatch.setattr(cpu, "run_on_pool", lambda job: None)
     done: list[int] = []
-    _Jobs(iter([lambda n=n: done.append(n) for n in range(9)])).run(4)
+    _do_all(iter([lambda n=n: done.append(n) for n in range(9)]), 4)
     assert done == list(range(9))
 
 
@@ -70,7 +70,7 @@ def test_a_failure_elsewhere_is_raised_once_nobody_is_at_work() -> None:
             over.set()
 
     with pytest.raises(OSError, match="from another thread"):
-        _Jobs(iter([job, job])).run(2)
+        _do_all(iter([job, job]), 2)
     assert over.is_set()
 
 
@@ -89,7 +89,7 @@ def test_an_interrupt_waits_for_the_others() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        _Jobs(iter([job, job, lambda: pytest.fail("a job after an interrupt")])).run(2)
+        _do_all(iter([job, job, lambda: pytest.fail("a job after an interrupt")]), 2)
     assert ended.is_set()
 
 
@@ -113,7 +113,7 @@ def test_a_signal_while_others_are_waited_for_is_raised_when_they_are_done() -> 
     before = signal.signal(signal.SIGINT, raises)
     try:
         with pytest.raises(KeyboardInterrupt):
-            _Jobs(iter([job, job])).run(2)
+            _do_all(iter([job, job]), 2)
     finally:
         signal.signal(signal.SIGINT, before)
     assert ended.is_set()
@@ -125,7 +125,7 @@ def test_jobs_that_cannot_be_made_are_a_failure() -> None:
         raise ValueError("no more")
 
     with pytest.raises(ValueError, match="no more"):
-        _Jobs(jobs()).run(3)
+        _do_all(jobs(), 3)
 
 
 def test_a_child_copies_too(four: None) -> None:

@@ -13,8 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from ml_flashpoint import Flashpoint
-from ml_flashpoint.adapter.pytorch.engine import Engine
+from ml_flashpoint import Checkpointer, Flashpoint
 from tests.support.played_device import lock_slots
 
 pytestmark = pytest.mark.cuda
@@ -126,17 +125,17 @@ def test_dcp_with_tensors_of_every_kind(tmpfs: Path, asynchronous: bool) -> None
             "host": torch.ones(3) * factor,
         }
 
-    engine = Engine.open(str(tmpfs / "job"))
+    engine = Checkpointer(str(tmpfs / "job"))
     for step in (1, 2):  # the first is copied before it is known where to
         source = make(step)
-        version = engine.version(step)
+        version = engine.id(step)
         if asynchronous:
-            done: Any = dcp.async_save(source, checkpoint_id=version, storage_writer=engine.writer)
+            done: Any = dcp.async_save(source, checkpoint_id=version, storage_writer=engine.writer())
             for name in ("plain", "host"):
                 source[name].zero_()
             getattr(done, "upload_completion", done).result()
         else:
-            dcp.save(source, checkpoint_id=version, storage_writer=engine.writer)
+            dcp.save(source, checkpoint_id=version, storage_writer=engine.writer())
         target = make(0)
         dcp.load(target, checkpoint_id=version, storage_reader=engine.reader(version))
         expected = make(step)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ml_flashpoint.facade.launcher import VARIABLE, _keeps_lives_apart
+from ml_flashpoint.engine.launcher import VARIABLE, _keeps_lives_apart
 from tests.support import warm
 from tests.support.cluster import free_port
 from tests.support.processes import child_environment

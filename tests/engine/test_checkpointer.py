@@ -45,7 +45,7 @@ def test_a_save_is_staged_committed_and_verified(checkpointer: Checkpointer) -> 
     save.verified.result(30)
     assert save.staged.done()
     assert save.id == SaveId(1, 5)
-    assert str(save.version) == str(checkpointer.version(5)) == f"{checkpointer.base}/step-5_ckpt"
+    assert str(save.version) == str(checkpointer.id(5)) == f"{checkpointer.base}/step-5_ckpt"
     assert dict(manifest.labels) == {"door": "test", "table": "t1"}
     found = safetensors.torch.load_file(Path(save.version) / manifest.objects[0].name)
     assert found["model.w"].tolist() == [500.0] * jobs.SIZE
@@ -196,7 +196,7 @@ begin_and_commit(Checkpointer(sys.argv[1]), 1)
 """
     subprocess.run([sys.executable, "-c", script, str(tmpfs / "job")], check=True, timeout=60)
     with Checkpointer(tmpfs / "job") as checkpointer:
-        assert checkpointer.latest() == checkpointer.version(1)
+        assert checkpointer.latest() == checkpointer.id(1)
 
 
 # ---- several ranks -------------------------------------------------------------------------------------------

@@ -105,7 +105,8 @@ def test_without_a_free_slot_a_copy_is_refused_in_time(tmpfs: Path) -> None:
         job.copied(1)
         job.copied(2)
         job(0, "hear", 3, [1], 2)
-        assert "CapacityError" in job(0, "push_crafted", 1, RUN, version="step-3_ckpt")
+        refused = job(0, "push_crafted", 1, RUN, version="step-3_ckpt")
+        assert "ReplicationError" in refused  # later there may be one, and the save is not lost
         assert job.steps_at(1) == [1, 2]
 
 

@@ -53,7 +53,7 @@ def test_failed_saves_do_not_stop_training(base: Path, caplog: pytest.LogCapture
         assert health.last_error is not None
         assert str(base) in health.last_error
     assert job.digests() == training.undisturbed(6)
-    told = [r for r in caplog.records if r.name.startswith("ml_flashpoint.facade") and r.levelno >= logging.ERROR]
+    told = [r for r in caplog.records if r.name.startswith("ml_flashpoint.flashpoint") and r.levelno >= logging.ERROR]
     assert 1 <= len(told) < 5
 
 

@@ -153,7 +153,7 @@ def test_a_step_that_was_saved_again_is_read_by_its_path_as_it_was_saved_last(ba
             made.verified.result(30)
 
         def attempt_of(step: int) -> int:
-            with engine.reader(engine.version(step)) as reader:
+            with engine.open_version(engine.id(step)) as reader:
                 values = reader.open(0).tensor("values")
                 found = [attempt for attempt in range(3) if torch.equal(values, content(0, step, attempt, 3000))]
             return found[0]

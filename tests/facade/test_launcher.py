@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from ml_flashpoint.facade.launcher import VARIABLE, warn_of_shared_store
+from ml_flashpoint.engine.launcher import VARIABLE, warn_of_shared_store
 
 rendezvous = importlib.import_module("torch.distributed.rendezvous")
 

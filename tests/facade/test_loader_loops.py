@@ -228,13 +228,13 @@ def straight_on(fp: Flashpoint, loader: Loader) -> None:
 @pytest.mark.parametrize(
     ("loop", "make", "message"),
     [
-        (outside(one_ahead), plain, "more batches were taken before the first step"),
-        (outside(thread_ahead), plain, "another thread takes the batches"),
+        (outside(one_ahead), plain, "batches are taken ahead of training"),
+        (outside(thread_ahead), plain, "batches are taken ahead of training"),
         (two_at_a_time, plain, "an iterator gives batches that was begun before another one"),
         (on_after_resume, plain, "an iterator gives batches that was begun before .* resume"),
         (past_the_batches, plain, "nobody loops over fp.batches"),
         (every_other, plain, "through= has not given one batch for each"),
-        (straight_on, lambda: with_own_loop(one_ahead), "an __iter__ that takes batches ahead"),
+        (straight_on, lambda: with_own_loop(one_ahead), "batches are taken ahead of training"),
     ],
 )
 def test_a_loop_that_a_restart_changes_is_told_so_once(

@@ -12,7 +12,6 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SubsetRandomSampler,
@@ -44,8 +43,6 @@ def test_crashes_anywhere_change_nothing(tmpfs: Path, kind: str) -> None:
     together: list[float] = []
     # In the first epoch, at its end, right after the next one began, and in the midst of the last one.
     crashes = [3, epoch, epoch + 1, 2 * epoch + 2, None]
-    if "persistent" in kind:
-        crashes = [3, epoch + 1, None]  # torch takes seconds to end such workers
     for life, crash_at in enumerate(crashes):
         (losses, parameters), _ = train(kind, tmpfs / "job", crash_at, seed=life)
         together += losses
@@ -103,21 +100,6 @@ def test_other_data_is_refused(tmpfs: Path) -> None:
             fp.track(loader=changed).resume()
             with pytest.raises(LoadError, match="'loader' does not give the 3 batches again"):
                 list(fp.batches(changed))
-
-
-def test_other_number_of_ranks_goes_on_after_what_all_had(tmpfs: Path) -> None:
-    sampler = DistributedSampler(range(SAMPLES), 2, 0, shuffle=False)
-    loader = DataLoader(loaders.Numbers(), batch_size=2, sampler=sampler)
-    with Flashpoint(tmpfs / "job") as fp:
-        fp.track(loader=loader)
-        for _ in range(3):
-            next(iterator := iter(fp.batches(loader)))
-        next(iterator), next(iterator)
-        fp.save(1)
-    alone = DataLoader(range(SAMPLES), batch_size=2, sampler=DistributedSampler(range(SAMPLES), 1, 0, shuffle=False))
-    with Flashpoint(tmpfs / "job") as fp:
-        fp.track(loader=alone).resume()
-        assert next(iter(fp.batches(alone))).tolist() == [12, 13]
 
 
 class Stream(IterableDataset[int]):

@@ -21,7 +21,7 @@ def test_an_older_version_is_not_gone_back_to(tmpfs: Path) -> None:
         assert fp.resume() == 0
         fp.step()
     with Checkpointer(tmpfs / "job", Config(keep=2)) as engine:
-        assert engine.latest() == engine.version(1)
+        assert engine.latest() == engine.id(1)
         save = engine.begin(2, explicit=True)
         engine.fill(save, [("a", torch.ones(10))])
         engine.commit(save)

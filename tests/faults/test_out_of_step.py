@@ -28,5 +28,9 @@ def test_a_rank_that_comes_late_delays_the_verdict_and_nothing_else(tmpfs: Path)
         assert team.results(120) == [(6, 6)] * 2
 
 
+def test_a_holder_whose_slot_is_read_delays_the_verdict_and_nothing_else(tmpfs: Path) -> None:
+    assert call_team(worker.finds_its_slot_read, tmpfs, 2) == [3, 3]
+
+
 def test_two_jobs_in_one_process_group_do_not_cross(tmpfs: Path) -> None:
     assert call_team(worker.saves_in_two_jobs, tmpfs, 2, 30) == [[(0, 30)] * 2] * 2

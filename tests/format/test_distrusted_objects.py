@@ -126,7 +126,7 @@ class TestDistrust:
             "a": described(),
         }
         layout = parse_header(file_of(header, bytes(8)), len(file_of(header)) + 8).layout
-        assert [entry.key for entry in layout.entries] == ["a", "e", "b"]
+        assert [entry.key for entry in layout.tensors] == ["a", "e", "b"]
 
     @pytest.mark.parametrize(
         "header",

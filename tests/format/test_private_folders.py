@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ml_flashpoint.format.errors import FlashpointError, SaveError, UnreadableError, UnsafePathError
-from ml_flashpoint.format.private_folders import check_unplanted, check_way, make_base, open_folder
+from ml_flashpoint.format.private_folders import check_unplanted, check_way, make_tree, open_folder
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.container import BaseContainer, Owner
 from ml_flashpoint.memory.lock import JobLock
@@ -118,7 +118,7 @@ def test_links_in_a_circle_end(tmpfs: Path) -> None:
     (tmpfs / "b").symlink_to("a")
     _is_refused_way = pytest.raises(UnsafePathError, match="too many")
     with _is_refused_way:
-        make_base(tmpfs / "a" / "job")
+        make_tree(tmpfs / "a" / "job", tmpfs / "a" / "job")
 
 
 def test_a_base_that_cannot_be_made_says_what_to_do(tmpfs: Path) -> None:
@@ -267,6 +267,6 @@ def test_want_of_descriptors_says_nothing_about_a_folder(tmpfs: Path) -> None:
         with pytest.raises(OSError, match="Too many open files") as caught:
             open_folder(tmpfs)
         with pytest.raises(UnreadableError, match="Too many open files"):
-            make_base(tmpfs)
+            make_tree(tmpfs, tmpfs)
     assert caught.value.errno == errno.EMFILE
     os.close(open_folder(tmpfs))

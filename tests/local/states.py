@@ -107,7 +107,7 @@ def everything() -> dict[Any, Any]:
         "stream": io.BytesIO(b"content"),
         "numbers": [0, -1, 2**63, -(2**500), 1.5, float("inf"), -0.0, 1e-320, 3 + 4j, True, None],
         "text": ["", "é", "\ud800", "line\nend"],
-        "torch": [torch.float16, torch.strided, torch.channels_last, torch.device("cpu"), weight.shape],
+        "torch": [torch.float16, torch.strided, torch.device("cpu"), weight.shape],
         "sets": [{1, 2}, frozenset({"a"}), slice(1, None, 2), range(0, 9, 3)],
         "enum": {Colour.RED: Colour.BLUE},
         "ordered": OrderedDict(b=1, a=2),

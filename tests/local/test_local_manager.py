@@ -241,7 +241,7 @@ def test_what_another_door_has_saved_is_told_from_what_is_lost(tmpfs: Path) -> N
     manager.save(state(1), 1)
     manager.close()
     with Checkpointer(tmpfs / "job") as engine:
-        assert engine.latest() == engine.version(1)
+        assert engine.latest() == engine.id(1)
         save = engine.begin(2)
         engine.fill(save, [("a", torch.ones(10))])
         engine.commit(save)
@@ -288,7 +288,7 @@ def test_a_failed_asynchronous_save_is_told_when_it_is_finalized(manager: LocalC
     assert request is not None
     queue = AsyncCallsQueue()
     queue.schedule_async_request(request)
-    with pytest.raises(CheckpointingException, match=r"rank 0.*cannot be stored"):
+    with pytest.raises(CheckpointingException, match=r"rank 0.*cannot be saved"):
         queue.maybe_finalize_async_calls(blocking=True)
     assert (manager.latest_iteration, value_of(manager.load())) == (1, 1)
     # Again, at once.

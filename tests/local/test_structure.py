@@ -147,7 +147,7 @@ def test_a_type_that_cannot_be_found_again_is_refused_when_saving(manager: Local
 
 @pytest.mark.parametrize("value", [lambda: 0, defaultdict(lambda: 0)], ids=["function", "factory"])
 def test_what_cannot_be_stored_is_refused(manager: LocalCheckpointManager, value: Any) -> None:
-    with pytest.raises(CheckpointingException, match=r"cannot be stored.*state_dict\.place"):
+    with pytest.raises(CheckpointingException, match=r"state_dict\.place.*cannot be saved"):
         manager.save(BasicTensorAwareStateDict({"place": value}), 1)
 
 

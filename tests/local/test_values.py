@@ -104,8 +104,8 @@ VALUES: dict[str, Any] = {
     "deque": deque([torch.ones(1), np.float32(1), Pair(1, 2)], maxlen=5),
     "counter": collections.Counter(a=2),
     "enumerations": [Kind.TEXT, Bits.A, Colour.RED],
-    "torch": [torch.per_tensor_affine, torch.preserve_format, torch.sparse_csr, torch.complex32, torch.Size([])],
-    "rest": [..., io.BytesIO(b"abc"), io.BytesIO(), bytearray(b"\0" * 2000), frozenset({(1, None)})],
+    "torch": [torch.sparse_csr, torch.complex32, torch.Size([])],
+    "rest": [io.BytesIO(b"abc"), io.BytesIO(), bytearray(b"\0" * 2000), frozenset({(1, None)})],
     "generators": [torch.Generator().get_state(), np.random.default_rng(1).bit_generator.state],
     "numpy keys": {np.int64(1): 1, np.str_("a\0"): 2, (np.float32(1), None): 3, b"b" * 2000: 4},
 }
@@ -255,7 +255,7 @@ _hashable = (
     | st.decimals(allow_nan=False)
     | st.fractions()
     | st.uuids()
-    | st.sampled_from([*Colour, *Kind, torch.float32, torch.Size([1, 2]), torch.device("cpu"), torch.strided, ...])
+    | st.sampled_from([*Colour, *Kind, torch.float32, torch.Size([1, 2]), torch.device("cpu"), torch.strided])
     | st.builds(range, st.integers(), st.integers(), st.integers(1))
 )
 _leaves = (
@@ -297,7 +297,7 @@ def _check_any(manager: LocalCheckpointManager, examples: int) -> None:
         if any(type(each) in _UNABLE for each in _everything_in(nest)):
             refused = refusal(manager, nest)
             assert refused is not None
-            assert "loading would refuse" in refused or "cannot be stored" in refused
+            assert "loading would refuse" in refused or "cannot be saved" in refused or "could not be loaded" in refused
         else:
             assert_equal(round_trip(manager, nest), nest)
 

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import xxhash
 
-from ml_flashpoint.format import digest
 from ml_flashpoint.format.errors import (
     CapacityError,
     DigestMismatchError,
@@ -23,6 +22,7 @@ from ml_flashpoint.format.errors import (
 )
 from ml_flashpoint.format.manifest import ObjectRecord, encode, object_name
 from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.net import blocks as blocks_module
 from ml_flashpoint.net.blocks import BlockChecker
 from ml_flashpoint.net.channel import ConnectionLostError
 from ml_flashpoint.net.peer import PeerConnection
@@ -202,15 +202,7 @@ def test_checking_ends_before_the_buffer_is_given_back() -> None:
 
 def test_checking_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that may not start one just now recovers nevertheless, and is not told that damage is sound."""
-    start = threading.Thread.start
-
-    def refuse(thread: threading.Thread) -> None:
-        if thread.name.startswith("flashpoint-digest"):
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    monkeypatch.setattr(digest, "_pool", None)
+    monkeypatch.setattr(blocks_module, "run_on_pool", lambda job: None)
     data = pattern(3 * BLOCK + 1)
     damaged = bytearray(data)
     damaged[2 * BLOCK] ^= 1

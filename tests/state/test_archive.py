@@ -63,10 +63,6 @@ class Colour(enum.Enum):
     RED = 1
 
 
-class Words(dict):  # type: ignore[type-arg]
-    pass
-
-
 made: list[str] = []
 
 
@@ -147,7 +143,7 @@ def test_an_old_torch_is_warned_of_once(monkeypatch: pytest.MonkeyPatch, caplog:
 # ---- what is not allowed --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [Suspect(), len, Suspect, Words(a=1)])
+@pytest.mark.parametrize("value", [Suspect(), len, Suspect])
 def test_what_is_not_allowed_is_refused_with_its_place_unless_it_is_listed(value: Any) -> None:
     kind = value if callable(value) else type(value)
     with pytest.raises(UnsafeContentError, match=rf"model\.part\.1.*{kind.__name__}"):
@@ -249,20 +245,19 @@ def test_what_is_forged_is_damaged(name: str) -> None:
     "pickle",
     [
         b"\x80\x02cbuiltins\nbytearray\n\x8a\x08\xff\xff\xff\xff\xff\xff\xff\x7f\x85R.",
-        b"\x80\x02cbuiltins\nbytes\nJ\xff\xff\xff\x7f\x85R.",
         b"\x80\x02ctorch\nFloatTensor\n\x8a\x08\xff\xff\xff\xff\xff\xff\xff\x1f\x85R.",
     ],
-    ids=["bytearray", "bytes", "tensor"],
+    ids=["bytearray", "tensor"],
 )
 def test_absurd_sizes_are_damage(pickle: bytes) -> None:
     with pytest.raises(DamagedError):
         _load(archive_of(pickle))
 
 
-@pytest.mark.parametrize("value", [np.zeros(2), np.float32(1), np.dtype("f8"), VALUES["nested"]])
+@pytest.mark.parametrize("value", [np.zeros(2), np.float32(1), np.dtype("f8")])
 def test_what_torch_would_read_unchecked_is_refused_whatever_the_program_has_allowed(value: Any) -> None:
     with torch.serialization.safe_globals([(np.ndarray, "numpy.ndarray"), np.dtype]):
-        with pytest.raises(UnsafeContentError, match=r"numpy|_rebuild_nested_tensor"):
+        with pytest.raises(UnsafeContentError, match="numpy"):
             _load(pickled(value), allowed=[np.dtype, np.ndarray])
         assert save_archive(value, "value")
 
@@ -300,13 +295,13 @@ def test_an_instance_that_can_be_called_is_not_called(kind: Any) -> None:
     made.clear()
     task = parts_of(saved(kind("forged")))[0][2:-1]
     forged = archive_of(b"\x80\x02ctorch._tensor\n_rebuild_from_type_v2\n(" + task + b"ctorch\nTensor\n)}tR.")
-    with pytest.raises(DamagedError, match=r"not callable|no attribute|name"):
+    with pytest.raises(DamagedError, match="can be called"):
         _load(forged)
     assert made == []
 
 
 def test_a_name_is_the_same_wherever_its_module_ends() -> None:
-    pickle = pickled(VALUES["nested"])
+    pickle = pickled(torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 4)]))
     for name in (b"ctorch\n_utils._rebuild_nested_tensor\n", b"ctorch._utils\n_rebuild_nested_tensor\n"):
         forged, records = parts_of(pickle)
         forged = forged.replace(b"ctorch._utils\n_rebuild_nested_tensor\n", name)
@@ -316,40 +311,8 @@ def test_a_name_is_the_same_wherever_its_module_ends() -> None:
 
 def test_records_whose_names_differ_in_case_are_damage() -> None:
     for name in ("DATA.PKL", "Data.pkl"):
-        with pytest.raises(DamagedError, match="two records"):
+        with pytest.raises(DamagedError, match="two records of one name"):
             _load(archive_of(b"\x80\x02N.", {name: b"\x80\x02K\x01."}))
-
-
-_MADE = b"cml_flashpoint.state.archive\n_made\n"
-_DEEP = 300_000
-NESTED = {
-    "tuples that are hashed": b"})" + b"\x85" * _DEEP + b"K\x01s",
-    "slices": b"cbuiltins\nslice\nN" * _DEEP + b"N" + b"\x86R" * _DEEP,
-    "queues": (_MADE + b"X\x05\0\0\0deque]") * _DEEP + b"N" + b"aN\x87R" * _DEEP,
-    "arrays": (_MADE + b"X\x07\0\0\0objectsK\x01\x85]") * _DEEP + b"N" + b"a\x87R" * _DEEP,
-}
-
-
-@pytest.mark.parametrize("name", NESTED)
-def test_what_is_nested_too_deeply_to_be_freed_is_damage(name: str) -> None:
-    with pytest.raises(DamagedError, match="nested too deeply"):
-        _load(archive_of(b"\x80\x02" + NESTED[name] + b"."))
-
-
-def test_large_values_are_not_nested_deeply() -> None:
-    value = {f"key {number}": [(number, {"a": number}), {number}] for number in range(20_000)}
-    assert _load(save_archive(value, "value")) == value
-
-
-def test_no_memory_is_made_of_elements_that_share_it() -> None:
-    octets = torch.zeros(1, dtype=torch.uint8).expand(1 << 33)
-    for value in ((octets, "|u1", (1 << 33,), False), (octets.view(torch.int8), torch.qint8, 1.0, 0)):
-        kind = "array" if value[0].dtype is torch.uint8 else "quantized"
-        pickle, records = parts_of(saved(value))
-        text = b"X" + len(kind).to_bytes(4, "little") + kind.encode()
-        body = pickle[2:-1].replace(b"(", b"(" + text, 1)
-        with pytest.raises(DamagedError, match="more bytes than its memory"):
-            _load(archive_of(b"\x80\x02" + _MADE + body + b"R.", records))
 
 
 def test_types_that_archives_name_must_be_of_their_kind() -> None:

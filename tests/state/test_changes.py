@@ -372,7 +372,7 @@ class Checked:
         flat, _ = flatten_state_dict(dict(tree.state))
         assert saved.keys() == flat.keys()
         for key, value in flat.items():
-            assert _is_same(saved[key], value.made_of if isinstance(value, PackedState) else value), key
+            assert _is_same(saved[key], value.value if isinstance(value, PackedState) else value), key
         fresh = Offer(tree)
         assert fresh.plan == self.offer.plan, "a plan that no longer fits would be used"
         return self.plan is before

@@ -195,7 +195,7 @@ def test_values_are_as_they_were_when_they_were_taken() -> None:
     captured = share.capture(tree)
     state["a"][1].append(3)
     state["s"].values().zero_()
-    _, items = share.named(captured, [], lambda fqn, value: repr(value).encode())
+    _, items = share.named(captured, [], lambda fqn, value: repr(getattr(value, "value", value)).encode())
     content = dict(items)
     assert content["a"] == b"[1, [2]]"
     assert content["p"] == b"b'abc'"
@@ -224,7 +224,7 @@ def test_what_cannot_be_saved_is_told_by_name() -> None:
             raise ValueError("not me")
 
     share, tree = _share({"a": Uncopied()})
-    with pytest.raises(SaveError, match=r"'a' cannot be copied.*not me"):
+    with pytest.raises(SaveError, match=r"'a' cannot be saved.*not me"):
         share.capture(tree)
 
 

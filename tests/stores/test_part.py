@@ -12,7 +12,7 @@ from ml_flashpoint.format.errors import DamagedError
 from ml_flashpoint.format.manifest import ObjectRecord
 from ml_flashpoint.stores import part as module
 from ml_flashpoint.stores.directory import Directory
-from ml_flashpoint.stores.part import PieceMemory, StoredObject, check_blocks
+from ml_flashpoint.stores.part import StoredObject, check_blocks
 
 BLOCK = 1000
 
@@ -25,25 +25,20 @@ def written(path: Path, size: int, file_size: int) -> tuple[bytes, ObjectRecord]
     return data, ObjectRecord(name, size, file_size, digests, BLOCK)
 
 
-def content(path: Path, record: ObjectRecord, memory: PieceMemory | None) -> bytes:
+def content(path: Path, record: ObjectRecord) -> bytes:
     def read(begin: int, into: memoryview) -> None:
         Directory(path.parent).read_into(path.name, begin, into)
         check_blocks(record, begin, into, str(path))
 
-    return b"".join(map(bytes, StoredObject(record, read, str(path)).pieces(memory)))
+    return b"".join(map(bytes, StoredObject(record, read, str(path)).pieces()))
 
 
-def test_memory_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_whole_file_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PIECE_BYTES", 2 * BLOCK)
     monkeypatch.setattr(module, "_ZEROS", bytes(300))
-    buffer = PieceMemory()
     for size, file_size in ((5500, 6500), (700, 700), (0, 1), (4000, 4299)):
         data, record = written(tmp_path / "object", size, file_size)
-        for each in (buffer, None):
-            assert content(tmp_path / "object", record, each) == data + bytes(file_size - size)
-        memory = buffer._memory
-        assert len(memory) == 2 * BLOCK
-    assert memory is buffer.of(10).obj
+        assert content(tmp_path / "object", record) == data + bytes(file_size - size)
 
 
 @pytest.mark.parametrize("change", [0, 4999])
@@ -51,7 +46,7 @@ def test_what_is_damaged_is_not_handed_out(tmp_path: Path, change: int) -> None:
     data, record = written(tmp_path / "object", 5000, 5000)
     (tmp_path / "object").write_bytes(data[:change] + bytes([data[change] ^ 1]) + data[change + 1 :])
     with pytest.raises(DamagedError):
-        content(tmp_path / "object", record, PieceMemory())
+        content(tmp_path / "object", record)
     (tmp_path / "object").write_bytes(data[:-1])
     with pytest.raises(DamagedError, match="ends at byte"):
-        content(tmp_path / "object", record, PieceMemory())
+        content(tmp_path / "object", record)

@@ -76,6 +76,12 @@ class Door:
             return
         self.async_save(state, step, **checkpointer(mode), **options).result(RESULT_TIMEOUT_S)
 
+    def put(self, step: int, tensors: Any, byte_items: Any = (), **labels: str) -> None:
+        """Save a version by other means than DCP's."""
+        save = self.saver.saves.begin(CheckpointContainerId(self.version(step)), None)
+        save.fill(tensors, byte_items)
+        save.commit(labels=labels)
+
     def latest(self) -> int | None:
         """The step that a recovery would go on from."""
         found = self.loader.get_latest_complete_checkpoint(self.base)

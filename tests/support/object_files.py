@@ -19,11 +19,10 @@ def filled(layout: Layout, file_size: int, metadata: Mapping[str, str] | None = 
 
 def check_consistent(layout: Layout, file_size: int) -> None:
     """Entries and gaps follow each other without overlap from the data's start to the layout's size."""
-    spans = sorted([(entry.begin, entry.end) for entry in layout.entries] + list(layout.gaps))
+    entries = sorted((*layout.tensors, *layout.byte_items), key=lambda entry: (entry.begin, entry.end))
+    spans = sorted([(entry.begin, entry.end) for entry in entries] + list(layout.gaps))
     assert [begin for begin, _ in spans] == [layout.data_start, *(end for _, end in spans)][: len(spans)]
-    assert layout.size == (layout.entries[-1].end if layout.entries else layout.data_start) <= file_size
-    for entry in layout.entries:
+    assert layout.size == (entries[-1].end if entries else layout.data_start) <= file_size
+    for entry in entries:
         assert entry.nbytes == math.prod(entry.shape) * ITEMSIZES[entry.dtype]
-    assert len({entry.key for entry in layout.entries} | layout.aliases.keys()) == len(layout.entries) + len(
-        layout.aliases
-    )
+    assert len({entry.key for entry in entries} | layout.aliases.keys()) == len(entries) + len(layout.aliases)

@@ -241,9 +241,9 @@ def test_a_version_of_which_the_manifest_cannot_be_read_is_not_passed_over(job: 
 
 def test_what_is_no_base_container_is_an_error_of_ours(tmpfs: Path) -> None:
     (tmpfs / "file").write_text("no folder")
-    with pytest.raises(UnreadableError, match="Not a directory"):
+    with pytest.raises(ObjectNotFoundError, match="no version here"):
         open_version(tmpfs / "file")
-    with pytest.raises(UnreadableError, match="Not a directory"):
+    with pytest.raises(ObjectNotFoundError, match="no version here"):
         copy_version(tmpfs / "file", tmpfs / "copies")
 
 

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as dcp
 
-from ml_flashpoint import Flashpoint
-from ml_flashpoint.adapter.pytorch.engine import Engine
+from ml_flashpoint import Checkpointer, Config, Flashpoint
 from tests.support.state_digest import digest
 from tests.workers.distributed_training import base
 
@@ -82,13 +81,13 @@ def save_structures_by_dcp(report: Report, rank: int, phases: list[list[int]], s
     torch.set_num_threads(1)
     errors: list[str | None] = []
     most, step, state = 0, 0, dict[str, torch.Tensor]()
-    with Engine.open(base(), replication="pairwise") as engine:
+    with Checkpointer(base(), Config(replication="pairwise")) as engine:
         for sizes in phases:
             for _ in range(saves):
                 step += 1
                 state = {f"p{n}": torch.full((size // 4,), float(step * 100 + n)) for n, size in enumerate(sizes)}
                 dist.barrier()
-                future: Any = dcp.async_save(state, checkpoint_id=engine.version(step), storage_writer=engine.writer)
+                future: Any = dcp.async_save(state, checkpoint_id=engine.id(step), storage_writer=engine.writer())
                 try:
                     getattr(future, "upload_completion", future).result(60)
                     errors.append(None)

@@ -9,7 +9,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ml_flashpoint import Engine
+from ml_flashpoint import Checkpointer, Config
 from tests.support.sharded import sharded_state
 from tests.workers.distributed_training import base
 
@@ -18,9 +18,9 @@ def save(report: Callable[..., None], rank: int, world_size: int, steps: list[in
     """Save the states of these steps."""
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (world_size,))
-    with Engine.open(base(), replication=replication) as engine:
+    with Checkpointer(base(), Config(replication=replication)) as engine:
         for step in steps:
-            dcp.save(sharded_state(step, mesh), checkpoint_id=engine.version(step), storage_writer=engine.writer)
+            dcp.save(sharded_state(step, mesh), checkpoint_id=engine.id(step), storage_writer=engine.writer())
         assert engine.wait(60)
 
 
@@ -29,6 +29,6 @@ def save_large(report: Callable[..., None], rank: int, world_size: int, tensors:
     mesh = init_device_mesh("cpu", (world_size,))
     local = {f"t{each}": torch.full((nbytes // world_size,), each, dtype=torch.uint8) for each in range(tensors)}
     state = {name: DTensor.from_local(tensor, mesh, [Shard(0)]) for name, tensor in local.items()}
-    with Engine.open(base(), replication="none") as engine:
-        dcp.save(state, checkpoint_id=engine.version(1), storage_writer=engine.writer)
+    with Checkpointer(base(), Config(replication="none")) as engine:
+        dcp.save(state, checkpoint_id=engine.id(1), storage_writer=engine.writer())
         assert engine.wait(60)

@@ -66,7 +66,7 @@ class Rank:
         self.rank = self.checkpointer.ranks.rank
 
     def version(self, step: int) -> CheckpointContainerId:
-        return self.checkpointer.version(step)
+        return self.checkpointer.id(step)
 
     def save(self, size: str, step: int, life: int, *, explicit: bool = True) -> Save:
         """Save, and return when this rank's part is committed."""
@@ -101,7 +101,7 @@ class Rank:
 
     def check(self, size: str, version: CheckpointContainerId) -> tuple[int, int]:
         """Compare this rank's part; where fewer ranks saved it than there are now, one of theirs."""
-        reader = self.checkpointer.reader(version)
+        reader = self.checkpointer.open_version(version)
         rank = self.rank % reader.world_size
         part = reader.open(rank)
         said = json.loads(bytes(part.bytes_of("note")))

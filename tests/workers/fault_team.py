@@ -28,7 +28,7 @@ def team_read_all(report: Report, rank: int) -> int | None:
     engine = Rank(base_here(), replicate=True)
     found = engine.checkpointer.latest()
     if found is not None:
-        with engine.checkpointer.reader(found) as reader:
+        with engine.checkpointer.open_version(found) as reader:
             for part in range(reader.world_size):
                 opened = reader.open(part)
                 opened.ensure(0, opened.record.size)

@@ -100,7 +100,6 @@ VALUES: dict[str, Any] = {
         torch.quantize_per_tensor(torch.ones(0, 3), 0.5, 1, torch.quint8)[:, 1],
         torch.quantize_per_channel(torch.ones(2, 3), torch.ones(2), torch.zeros(2), 0, torch.qint8),
     ],
-    "nested": torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 4)]),
 }
 
 

@@ -112,7 +112,7 @@ def play_engine(report: Report, rank: int, steps: Sequence[int], back: int) -> l
                 version = checkpointer.latest()
             assert version is not None
             said.append(version.step)
-            with checkpointer.reader(version) as reader:
+            with checkpointer.open_version(version) as reader:
                 values = reader.open(rank).tensor("values")
                 assert torch.equal(values, content(rank, version.step, 0, 5000))
             if dist.is_initialized():

@@ -114,7 +114,6 @@ LOADERS: dict[str, Callable[[], Made]] = {
     "workers": lambda: _plain(**_FORKED, shuffle=True),
     "workers, augmented": lambda: _plain(**_FORKED, shuffle=True, augment=True),
     "workers, own generator": lambda: _own_generator(**_FORKED, augment=True),
-    "workers, persistent": lambda: _plain(**_FORKED, shuffle=True, augment=True, persistent_workers=True),
     "workers, distributed": lambda: _distributed(**_FORKED, prefetch_factor=1, augment=True),
 }
 

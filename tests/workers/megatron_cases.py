@@ -112,7 +112,7 @@ def fully_parallel_load(door: Door, other: TorchDist) -> None:
 def _header_bytes(door: Door, step: int) -> int:
     """Bytes of tensors in this rank's object."""
     version = _id(door, step)
-    with door.writer.checkpointer(version).reader(version) as reader:
+    with door.writer.checkpointer(version).open_version(version) as reader:
         return sum(entry.nbytes for entry in reader.open(rank()).layout.tensors)
 
 

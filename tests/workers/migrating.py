@@ -11,8 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
-from ml_flashpoint import Flashpoint
-from ml_flashpoint.adapter.pytorch.engine import Engine
+from ml_flashpoint import Checkpointer, Flashpoint
 
 
 class Killed(Exception):
@@ -57,7 +56,7 @@ class Loop:
             pass
         finally:
             for kept in (self.names.get("fp"), self.names.get("engine")):
-                if isinstance(kept, (Flashpoint, Engine)):
+                if isinstance(kept, (Flashpoint, Checkpointer)):
                     kept.close()
         return self
 

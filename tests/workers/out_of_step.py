@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from pathlib import Path
 
 import torch.distributed as dist
 from torch import nn
 
-from ml_flashpoint import Flashpoint
+from ml_flashpoint import Flashpoint, events
+from ml_flashpoint.engine import copying
 from ml_flashpoint.format.errors import SaveError, SkippedError
+from ml_flashpoint.format.save_id import SaveId
 from tests.support.forked import Report
 from tests.workers.fault_engine import Rank
 
@@ -79,6 +82,35 @@ def comes_late(report: Report, rank: int) -> tuple[int, int | None]:
     assert found is not None
     engine.close()
     return found[0], verified
+
+
+def finds_its_slot_read(report: Report, rank: int) -> int | None:
+    """Somebody reads the slot that a holder has for the copy of step 3, until that copy was refused. The newest
+    verified step."""
+    copying.ROOM_S = 0.2  # type: ignore[misc]
+    engine = Rank(base(), replicate=True)
+    for step in (1, 2):
+        engine.save("tiny", step, 0)
+        assert engine.checkpointer.wait(60)
+        dist.barrier()
+    refused = threading.Event()
+
+    def hear(event: events.Event) -> None:
+        if isinstance(event, events.ReplicationFailed):
+            refused.set()
+
+    with contextlib.ExitStack() as reading, events.subscribe(hear):
+        if rank == 1:
+            reading.enter_context(engine.checkpointer.container.open_part(SaveId(engine.checkpointer.run, 1), 0))
+        dist.barrier()
+        engine.save("tiny", 3, 0)
+        assert rank == 1 or refused.wait(60)
+        dist.barrier()
+    assert engine.checkpointer.wait(60)
+    verified = engine.checkpointer.stats.last_verified
+    dist.barrier()
+    engine.close()
+    return verified
 
 
 def saves_in_two_jobs(report: Report, rank: int, steps: int) -> list[tuple[int, int | None]]:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from ml_flashpoint import Engine
+from ml_flashpoint import Checkpointer, Config, Persist
 from tests.workers.distributed_training import base
 
 Report = Callable[..., None]
@@ -112,6 +112,10 @@ def train(report: Report, rank: int, door: str, url: str, steps: int, options: d
     return life
 
 
+def _config(url: str, options: dict[str, Any]) -> Config:
+    return Config(persist=Persist(url, options["persist_every"]), sigterm_grace_s=options.get("grace_s", 20.0))
+
+
 def _train_by_dcp(report: Report, url: str, steps: int, options: dict[str, Any], leaves: bool) -> Life:
     toy, began, then = Toy(sharded=True), 0, ""
 
@@ -119,7 +123,7 @@ def _train_by_dcp(report: Report, url: str, steps: int, options: dict[str, Any],
         model, optimizer = get_state_dict(toy.model, toy.optimizer)
         return {"model": model, "optimizer": optimizer, "step": 0}
 
-    engine = Engine.open(base(), persist=url, **options)
+    engine = Checkpointer(base(), _config(url, options))
     if (latest := engine.latest()) is not None:
         loaded = state()
         dcp.load(loaded, checkpoint_id=latest, storage_reader=engine.reader(latest))
@@ -130,7 +134,7 @@ def _train_by_dcp(report: Report, url: str, steps: int, options: dict[str, Any],
     report("resumed", began, source)
     for step in range(began + 1, steps + 1):
         toy.step(step)
-        dcp.save(state() | {"step": step}, checkpoint_id=engine.version(step), storage_writer=engine.writer)
+        dcp.save(state() | {"step": step}, checkpoint_id=engine.id(step), storage_writer=engine.writer())
         report("step", step, engine.persist_health.persisted)
     now = toy.digest()
     _end(engine, leaves)
@@ -163,8 +167,8 @@ def _train_by_megatron(report: Report, url: str, steps: int, options: dict[str, 
         dist.all_gather(shares, share)
         return torch.cat(shares)
 
-    engine = Engine.open(base(), persist=url, **options)
-    save_strategy = MLFlashpointMegatronAsyncSaveStrategy(engine.writer, child=False)
+    engine = Checkpointer(base(), _config(url, options))
+    save_strategy = MLFlashpointMegatronAsyncSaveStrategy(engine.writer(), child=False)
     load_strategy = MLFlashpointMegatronLoadStrategy(checkpoint_loader=engine)
     queue = AsyncCallsQueue()
     if (latest := engine.latest()) is not None:
@@ -176,7 +180,7 @@ def _train_by_megatron(report: Report, url: str, steps: int, options: dict[str, 
     report("resumed", began, source)
     for step in range(began + 1, steps + 1):
         toy.step(step)
-        request = save_local_aware_megatron_checkpoint(state(step), engine.version(step), save_strategy, True)
+        request = save_local_aware_megatron_checkpoint(state(step), engine.id(step), save_strategy, True)
         queue.schedule_async_request(request)
         queue.maybe_finalize_async_calls(blocking=True)
         assert save_strategy.last_error is None
@@ -227,7 +231,7 @@ def refuse_another_number_of_ranks(report: Report, rank: int, url: str) -> str:
     return "nothing"
 
 
-def _end(engine: Engine, leaves: bool) -> None:
+def _end(engine: Checkpointer, leaves: bool) -> None:
     if leaves:
         atexit._run_exitfuncs()  # which a child of multiprocessing does not
     else:

@@ -216,7 +216,7 @@ def go_on(report: Report, rank: int, steps: Sequence[int]) -> list[tuple[int, bo
         if not checkpointer.run:
             version = checkpointer.latest()
             assert version is not None
-            with checkpointer.reader(version) as reader:
+            with checkpointer.open_version(version) as reader:
                 assert float(reader.open(rank).tensor("model.w")[0]) == 100.0 * version.step + rank
         for step in steps:
             begin_and_commit(checkpointer, step).verified.result(30)

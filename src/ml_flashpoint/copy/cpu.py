@@ -9,6 +9,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -147,7 +148,7 @@ def copy_all(
         if on_copied is not None and pieces:
             on_copied(0, nbytes)
         return
-    _Jobs(_jobs(targets, sources, pieces, on_copied)).run(threads_for(nbytes))
+    _do_all(_jobs(targets, sources, pieces, on_copied), threads_for(nbytes))
 
 
 def cpu_clone(tensor: torch.Tensor) -> torch.Tensor:
@@ -164,7 +165,7 @@ def cpu_clones(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _copy_on_host(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     pieces = cut(target.nbytes for target in targets)
-    _Jobs(_jobs(targets, sources, pieces, None)).run(threads_for(pieces[-1].done if pieces else 0))
+    _do_all(_jobs(targets, sources, pieces, None), threads_for(pieces[-1].done if pieces else 0))
 
 
 def _jobs(
@@ -224,70 +225,42 @@ def _check_memory(tensors: Sequence[torch.Tensor], argument: str) -> None:
         raise InvalidArgumentError("a tensor has elements and no memory", argument=argument)
 
 
-class _Jobs:
-    """Jobs that this thread and some of the pool take from one iterator."""
+def _do_all(jobs: Iterator[Callable[[], None]], threads: int) -> None:
+    """Do jobs that this thread and some of the pool take from one iterator. Return, or raise, once no thread is at
+    work: the memory may go then.
 
-    def __init__(self, jobs: Iterator[Callable[[], None]]) -> None:
-        self._jobs = jobs
-        self._busy: set[int] = set()  # threads
-        self._error: BaseException | None = None
-        self._changed = threading.Condition()
+    Raises:
+        BaseException: the error of the first job that failed, or an interrupt. The other jobs are not done.
+    """
+    inference = torch.is_inference_mode_enabled()  # of a thread each, and says what may be written to
+    taking, failures = threading.Lock(), list[BaseException]()
 
-    def run(self, threads: int) -> None:
-        """Do all jobs. Return, or raise, once no thread is at work: the memory may go then.
-
-        Raises:
-            BaseException: the error of the first job that failed, or an interrupt. The other jobs are not done.
-        """
-        inference = torch.is_inference_mode_enabled()  # of a thread each, and says what may be written to
-
-        def help_out() -> None:
-            with torch.inference_mode(inference):
-                self._work()
-
-        interrupt: BaseException | None = None
-        try:
-            for _ in range(threads - 1):
-                if not run_on_pool(help_out):
-                    break
-            self._work()
-        except BaseException as error:
-            interrupt = error
-        while True:
-            try:
-                with self._changed:
-                    self._jobs = iter(())
-                    self._busy.discard(threading.get_ident())
-                    self._changed.wait_for(lambda: not self._busy)
-                break
-            except BaseException as error:
-                interrupt = error
-        if (failed := interrupt or self._error) is not None:
-            raise failed
-
-    def _work(self) -> None:
-        thread = threading.get_ident()
-        while True:
-            with self._changed:
-                self._busy.discard(thread)
-                self._changed.notify_all()
+    def work() -> None:
+        with torch.inference_mode(inference):
+            while not failures:
                 try:
-                    job = next(self._jobs, None)
+                    with taking:
+                        job = next(jobs, None)
+                    if job is None:
+                        return
+                    job()
                 except BaseException as error:
-                    job = None
-                    self._fail(error)
-                if job is None:
-                    return
-                self._busy.add(thread)
-            try:
-                job()
-            except BaseException as error:
-                with self._changed:
-                    self._fail(error)
+                    failures.append(error)
 
-    def _fail(self, error: BaseException) -> None:
-        self._error = self._error or error
-        self._jobs = iter(())
+    helpers = []
+    try:
+        helpers = [run_on_pool(work) for _ in range(threads - 1)]
+        work()
+    except BaseException as error:
+        failures.append(error)
+    while True:
+        try:
+            wait([helper for helper in helpers if helper is not None and not helper.cancel()])
+            break
+        except BaseException as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
 
 
 # ---- targets whose elements share memory ------------------------------------------------------------------------

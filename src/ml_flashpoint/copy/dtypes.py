@@ -70,5 +70,5 @@ def octets_of(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def described(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Key, dtype's name and shape of each, as `format.object_layout` takes them."""
+    """Key, dtype's name and shape of each, as `format.object_format` takes them."""
     return [(key, dtype_name(tensor.dtype), tuple(tensor.shape)) for key, tensor in tensors]

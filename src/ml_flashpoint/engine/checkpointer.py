@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -216,6 +217,7 @@ class Checkpointer:
             replication=repr(self.strategy),
             keep=repr(rule),
             persist=repr(self.config.persist),
+            on_world_size_change=self.config.on_world_size_change,
         )
         self._together(partial(self._clean, discard_existing=discard_existing))
         self._status = StatusBoard(self.container, self._job, ranks, self.strategy)
@@ -312,7 +314,7 @@ class Checkpointer:
 
     # ---- names ---------------------------------------------------------------------------------------------
 
-    def version(self, step: int) -> CheckpointContainerId:
+    def id(self, step: int) -> CheckpointContainerId:
         """Return the name of the version of a step, whether there is one or not."""
         return CheckpointContainerId.create_child(self.base, CheckpointContainerId.format_version_container(step))
 
@@ -345,7 +347,8 @@ class Checkpointer:
             save.id = self._call(step, save.terms)
         with self._lock:
             self._saves.add(save)
-        save.verified.add_done_callback(lambda _: self._forget(save))
+        for future in (save.committed, save.verified):
+            future.add_done_callback(lambda _: self._forget(save))
         return save
 
     def _call(self, step: int, terms: Terms) -> SaveId:
@@ -357,8 +360,9 @@ class Checkpointer:
         return found
 
     def _forget(self, save: Save) -> None:
-        with self._lock:
-            self._saves.discard(save)
+        if save.committed.done() and save.verified.done():
+            with self._lock:
+                self._saves.discard(save)
 
     def name(self, save: Save, step: int) -> None:
         """Give a save that was begun without a step its step. Raises as `begin` does; the save has failed then.
@@ -586,13 +590,14 @@ class Checkpointer:
         except FlashpointError:  # which is that of the futures
             return
         assert save.id is not None
-        board, size = self._board, manifest.objects[0].size
+        board, size, seconds = self._board, manifest.objects[0].size, time.monotonic() - save.terms.began
         with self._lock:
             self.stats.committed += 1
             self.stats.last_committed = save.id.step
+            self.stats.bytes, self.stats.committed_s = size, seconds
             self._is_skipping = False
         self._wanted = size
-        self._emit(events.PartCommitted, save.id.step, bytes=size, seconds=time.monotonic() - save.terms.began)
+        self._emit(events.PartCommitted, save.id.step, bytes=size, seconds=seconds)
         if board is not None:
             board.commit(save.id)
         saves.end(save.committed, manifest)
@@ -715,7 +720,13 @@ class Checkpointer:
 
     def _wait(self, deadline_s: float) -> bool:
         with self._lock:
-            futures = [save.verified for save in self._saves]
+            futures: list[Future[Any]] = [each for save in self._saves for each in (save.committed, save.verified)]
+        return not concurrent.futures.wait(futures, deadline_s).not_done
+
+    def await_commits(self, deadline_s: float) -> bool:
+        """Wait until this rank's parts of all saves are committed, or have failed. Return True if in time."""
+        with self._lock:
+            futures = [save.committed for save in self._saves]
         return not concurrent.futures.wait(futures, deadline_s).not_done
 
     def _wait_for_copies(self, deadline_s: float) -> bool:
@@ -760,7 +771,7 @@ class Checkpointer:
     def _find(self, wanted: int | None) -> CheckpointContainerId | None:
         self._check_usable()
         self._found = self._recovery.find(wanted, excluded=self._excluded, retained=self._retained())
-        return None if self._found is None else self.version(self._found.save.step)
+        return None if self._found is None else self.id(self._found.save.step)
 
     def go_on_from(self, version: CheckpointContainerId | None) -> None:
         """Begin a new run, which goes on from a version that `newest` or `bring` has returned, or from none of those
@@ -771,7 +782,7 @@ class Checkpointer:
         """
         self._check_usable()
         chosen, persist = None if version is None else self._found, self.config.persist
-        if version is not None and (chosen is None or self.version(chosen.save.step) != version):
+        if version is not None and (chosen is None or self.id(chosen.save.step) != version):
             raise InvalidArgumentError("is not the version that was found last", argument="version", value=version)
         self._end_run(seal_deadline_s())
         self._copies.end()
@@ -790,7 +801,7 @@ class Checkpointer:
             persist_every=0 if persist is None else persist.every,
             persister_is_busy=lambda: self._persister is not None and self._persister.is_busy,
         )
-        self.stats.last_verified = None
+        self.stats.last_committed = self.stats.last_verified = None
         if self._persister is not None:
             self._persister.heard(verdict)
         # Before a board pushes what was recovered.
@@ -831,7 +842,7 @@ class Checkpointer:
 
     def discard(self, version: CheckpointContainerId) -> None:
         """Do not find a version again until `reconsider`: it could not be loaded. The same on all ranks."""
-        if self._found is not None and self.version(self._found.save.step) == version:
+        if self._found is not None and self.id(self._found.save.step) == version:
             self._excluded.add(self._found.save)
 
     def reconsider(self) -> None:
@@ -843,10 +854,21 @@ class Checkpointer:
         self._check_usable()
         return self._recovery.versions()
 
-    def reader(self, version: CheckpointContainerId | str | os.PathLike[str]) -> VersionReader:
+    def open_version(self, version: CheckpointContainerId | str | os.PathLike[str]) -> VersionReader:
         """Return a reader of a version: the one that was found last, or another one that is in memory here or at the
         holders of this job's ranks."""
         return self._recovery.reader(version)
+
+    def check_room(self, expected_bytes: int) -> None:
+        """Check that every node has room for the versions that its ranks keep. Collective.
+
+        Args:
+            expected_bytes: bytes that this rank saves.
+
+        Raises:
+            CapacityError: a node has not. On all ranks.
+        """
+        self._recovery.check_room(expected_bytes)
 
     # ---- life ----------------------------------------------------------------------------------------------
 

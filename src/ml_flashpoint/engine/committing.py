@@ -21,13 +21,13 @@ from ml_flashpoint.copy.cpu import Piece, copy_all, cpu_clones, cut, threads_for
 from ml_flashpoint.copy.dtypes import described, dtype_name, torch_dtype
 from ml_flashpoint.copy.late import LateCopy
 from ml_flashpoint.format import knobs
-from ml_flashpoint.format.digest import BlockDigester, block_count, digest_workers
+from ml_flashpoint.format.digest import BlockDigester, block_count
 from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError
 from ml_flashpoint.format.manifest import ObjectRecord
 from ml_flashpoint.format.object_format import (
     Entry,
-    HeaderTemplate,
     Layout,
+    encode_header,
     layout_from_entries,
     plan_layout,
     with_byte_items,
@@ -86,7 +86,7 @@ class Staged:
         if self._digester is None:
             begin, end = self.digests_begin, self._blocks.stop * self.block_size
             buffer = self.slot.buffer[begin:end]
-            self._digester = BlockDigester(buffer, end - begin, digest_workers(), block_size=self.block_size)
+            self._digester = BlockDigester(buffer, end - begin, block_size=self.block_size)
         return self._digester
 
     @property
@@ -178,7 +178,6 @@ class PartWriter:
         self._views: weakref.WeakKeyDictionary[Slot, tuple[Layout, Sequence[torch.Tensor]]] = (
             weakref.WeakKeyDictionary()
         )
-        self._template = HeaderTemplate()
         self._lock = threading.Lock()
 
     # ---- staging -------------------------------------------------------------------------------------------
@@ -388,8 +387,7 @@ class PartWriter:
         if layout.size > size:
             return None
         try:
-            with self._lock:
-                header = self._template.encode(layout, size, filled.metadata)
+            header = encode_header(layout, size, filled.metadata)
         except CapacityError:
             return None
         filled.layout, filled.byte_items = layout, items

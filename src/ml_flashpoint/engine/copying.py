@@ -350,15 +350,27 @@ class _HeldCopies:
             def take() -> Slot:
                 return _taken(pool, manifest, SlotRequest(save, frozenset(self._retained()) - {save}))
 
-            until = time.monotonic() + ROOM_S
-            slot = retrying(take, until, f"making room for a copy of {PartName.of(manifest)}", also=(CapacityError,))
+            until, what = time.monotonic() + ROOM_S, f"making room for a copy of {PartName.of(manifest)}"
+            with self._lasting_shortages(pool, manifest):
+                slot = retrying(take, until, what, also=(CapacityError,))
             try:
                 with slot.buffer[: manifest.objects[0].size] as view:
                     yield view
             except BaseException:
                 pool.free(slot)
                 raise
-            pool.commit(slot, manifest)
+            with self._lasting_shortages(pool, manifest):
+                pool.commit(slot, manifest)
+
+    @contextlib.contextmanager
+    def _lasting_shortages(self, pool: Pool, manifest: Manifest) -> Iterator[None]:
+        """Raise a `CapacityError` only where no slot could be had later, either: the save is lost then. Slots that are
+        read are free again soon, and the filesystem may be full for a moment."""
+        try:
+            yield
+        except CapacityError as error:
+            lasting = pool.shortage(manifest.objects[0].file_size, self._retained())
+            raise lasting or ReplicationError(f"no copy can be taken in just now: {error}") from error
 
     def _check_run(self, run: int) -> None:
         with self._changed:  # ranks begin a run together, but not at one instant

@@ -17,10 +17,9 @@ import torch
 from ml_flashpoint.copy.cpu import typed_view
 from ml_flashpoint.copy.dtypes import torch_dtype
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.digest import digest_workers, verify_blocks
+from ml_flashpoint.format.digest import verify_blocks
 from ml_flashpoint.format.errors import (
     DamagedError,
-    LoadError,
     ObjectNotFoundError,
     PrunedError,
     UnreadableError,
@@ -255,7 +254,7 @@ class MemoryParts:
             path = os.fspath(container.base / save.version / record.name)
             if (save, rank) not in self._checked:
                 bytes_of = buffer[: record.size]
-                verify_blocks(bytes_of, record.digests, record.block_size, path=path, workers=digest_workers())
+                verify_blocks(bytes_of, record.digests, record.block_size, path=path)
                 self._checked.add((save, rank))
             stack.push(opened.pop_all())
             return ObjectReader(manifest, local=buffer, path=path)
@@ -354,11 +353,7 @@ def waited_for(call: Callable[[], _T], url: str, deadline_s: float | None = None
     """
     deadline_s = recovery_deadline_s() if deadline_s is None else deadline_s
     until = time.monotonic() + deadline_s
-    try:
-        bounded = Bounded(lambda: retrying(call, until, f"reading at {url}", also=(LoadError,)))
-        return bounded.result(deadline_s + _LATE_S)
-    except LoadError as error:
-        raise UnreadableError(str(error)) from error
+    return Bounded(lambda: retrying(call, until, f"reading at {url}")).result(deadline_s + _LATE_S)
 
 
 def _runs(blocks: Sequence[int]) -> list[tuple[int, int]]:

@@ -161,7 +161,7 @@ class DurableTier:
 
     def _read(self) -> Listing:
         until = time.monotonic() + recovery_deadline_s()
-        found = retrying(lambda: self.store.versions(), until, f"listing {self.url}", also=(LoadError,))
+        found = retrying(lambda: self.store.versions(), until, f"listing {self.url}")
         problems = tuple(f"{each.folder} ({each.problem})" for each in found if each.problem)
         return Listing(tuple(each for each in found if each.counts), problems)
 
@@ -348,6 +348,30 @@ class Recovery:
             except (FlashpointError, OSError):  # the other ranks wait for this one
                 has_room = False
         return ranks.all_ok(has_room)
+
+    def check_room(self, expected_bytes: int) -> None:
+        """See `Checkpointer.check_room`."""
+        ranks, kept = self.ranks, self.keep.beside_newest
+        sizes = [slot_size(json.loads(blob)) for blob in ranks.gather(json.dumps(expected_bytes).encode())]
+
+        def check() -> None:
+            here = ranks.topology.ranks_of(ranks.node)
+            held = [each for rank in here for each in self.strategy.held_by(rank, ranks.topology)]
+            needed = (2 + kept) * sum(sizes[rank] for rank in (*here, *held))
+            available = self._free_beside(()) - ROOM
+            if needed > available:
+                base, beside = self.container.base, f", {kept} of them kept beside the newest" if kept else ""
+                raise CapacityError(
+                    f"checkpoints of {len(here)} rank(s) need {needed} bytes in {base} ({2 + kept} own versions"
+                    f"{beside}, as many of {len(held)} peers), but only {available} bytes are available",
+                    needed_bytes=needed,
+                    available_bytes=available,
+                    path=base,
+                    hint="enlarge the tmpfs (mount -o remount,size=...) or the container, free memory, "
+                    + ("keep fewer versions, or replicate less" if kept else "or replicate less"),
+                )
+
+        ranks.together(check, CapacityError("another node has too little room; its log says how much", rank=ranks.rank))
 
     def _free_beside(self, listed: Collection[SaveId]) -> int:
         """Return the bytes on this node that new slots can have: free ones, and those of slots that are not listed."""

@@ -85,6 +85,8 @@ class SaveStats:
         copied_bytes, copied_s: bytes of this rank's parts that holders have acknowledged, and the time that took.
         copy_error: reason why copies are missing now; None while copying works.
         error: reason of the newest save that failed.
+        bytes, committed_s: of the newest part that was committed: its size, and the seconds from the save's begin.
+        blocked_s, blocked_total_s: seconds that the newest save, and all of them, kept the training loop.
     """
 
     committed: int = 0
@@ -97,6 +99,10 @@ class SaveStats:
     copied_s: float = 0.0
     copy_error: str | None = None
     error: str | None = None
+    bytes: int = 0
+    committed_s: float = 0.0
+    blocked_s: float = 0.0
+    blocked_total_s: float = 0.0
 
 
 def end(future: Future[_T], result: _T) -> bool:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import operator
 import os
 import re
-from functools import total_ordering
-from typing import Any, NoReturn, SupportsIndex, TypeVar
+from typing import SupportsIndex, TypeVar
 
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, InvalidNameError
 
@@ -56,6 +55,15 @@ def validate_segment(name: str) -> str:
     return name
 
 
+def is_segment(name: object) -> bool:
+    """Return True if `validate_segment` takes a name."""
+    try:
+        validate_segment(name)  # type: ignore[arg-type]
+    except InvalidNameError:
+        return False
+    return True
+
+
 def _split_absolute(path: str | os.PathLike[str]) -> tuple[str, ...]:
     raw = os.fspath(path)
     if not isinstance(raw, str):
@@ -68,51 +76,34 @@ def _split_absolute(path: str | os.PathLike[str]) -> tuple[str, ...]:
     return segments
 
 
-def _sort_key(segments: tuple[str, ...]) -> tuple[tuple[int, str], ...]:
-    # Versions order by step, after all other names, so that max() of a base's versions is the newest one.
-    # A step has exactly one spelling, hence equal keys mean equal segments.
-    steps = (CheckpointContainerId.parse_version_container(segment) for segment in segments)
-    return tuple((-1, segment) if step is None else (step, "") for segment, step in zip(segments, steps, strict=True))
+class _AbsoluteId(str):
+    """A validated, normalised absolute path: what both kinds of id share."""
 
+    __slots__ = ()
 
-@total_ordering
-class _AbsoluteId:
-    """An immutable, validated, normalised absolute path: what both kinds of id share."""
-
-    __slots__ = ("_path", "_segments")
-
-    _path: str
-    _segments: tuple[str, ...]
-
-    def __init__(self, string: str | os.PathLike[str]) -> None:
-        segments = _split_absolute(string)
-        object.__setattr__(self, "_segments", segments)
-        object.__setattr__(self, "_path", "/" + "/".join(segments))
+    def __new__(cls: type[_Id], string: str | os.PathLike[str]) -> _Id:
+        """Return the id of a path. Pickles come through here, too."""
+        return super().__new__(cls, "/" + "/".join(_split_absolute(string)))
 
     @property
     def path(self) -> str:
         """The normalised absolute path."""
-        return self._path
+        return str(self)
 
     @property
     def data(self) -> str:
-        """The same as :attr:`path`: the string that this id equals."""
-        return self._path
+        """The same as :attr:`path`."""
+        return str(self)
 
     @property
     def segments(self) -> tuple[str, ...]:
         """The names on the way from the root, at least one."""
-        return self._segments
+        return tuple(self.split("/")[1:])
 
     @property
     def name(self) -> str:
         """The last segment."""
-        return self._segments[-1]
-
-    def is_relative_to(self, base: str | os.PathLike[str]) -> bool:
-        """Whether this is ``base`` or lies below it, by whole segments (``/jobs/1`` is not below ``/job``)."""
-        above = _split_absolute(base)
-        return self._segments[: len(above)] == above
+        return self.segments[-1]
 
     def get_parent(self, levels_up: int = 1) -> CheckpointContainerId | None:
         """Return the container ``levels_up`` levels above, ``None`` where that is the root directory or above it.
@@ -122,51 +113,17 @@ class _AbsoluteId:
         """
         if isinstance(levels_up, bool) or not isinstance(levels_up, int) or levels_up < 1:
             raise InvalidArgumentError("must be an integer of at least 1", argument="levels_up", value=levels_up)
-        above = self._segments[:-levels_up]
+        above = self.segments[:-levels_up]
         return CheckpointContainerId("/" + "/".join(above)) if above else None
 
-    def __str__(self) -> str:
-        return self._path
-
-    def __fspath__(self) -> str:
-        return self._path
-
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._path!r})"
-
-    def __eq__(self, other: object) -> bool:
-        # An id is its normalised string, for == and in sets and dictionaries, whichever kind of id it is: else two
-        # ids could equal one string and not each other.
-        if isinstance(other, str):
-            return self._path == other
-        if not isinstance(other, _AbsoluteId):
-            return NotImplemented
-        return self._path == other._path
-
-    def __lt__(self: _Id, other: _Id) -> bool:
-        if type(other) is not type(self):
-            return NotImplemented
-        return _sort_key(self._segments) < _sort_key(other._segments)
-
-    def __hash__(self) -> int:
-        return hash(self._path)
-
-    def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise AttributeError(f"{type(self).__name__} is immutable")
-
-    def __delattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"{type(self).__name__} is immutable")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Through the constructor, so that an id from a pickle is validated like any other.
-        return type(self), (self._path,)
+        return f"{type(self).__name__}({self.path!r})"
 
 
 class CheckpointContainerId(_AbsoluteId):
     """Name of a directory of a checkpoint: a job's base container, a version, or anything between.
 
-    Immutable, hashable, picklable and ordered: siblings compare by name, versions by step. `str()` and
-    `os.fspath()` give the normalised path, which the id equals and has the hash of.
+    The id is its normalised path, a `str`.
 
     Args:
         string: absolute path. Repeated and trailing slashes are dropped.
@@ -187,7 +144,7 @@ class CheckpointContainerId(_AbsoluteId):
             InvalidNameError: the parent or a name is not valid.
         """
         above = CheckpointContainerId(parent_container_id)
-        return CheckpointContainerId("/".join([above.path, *map(validate_segment, (child_id, *names))]))
+        return CheckpointContainerId("/".join([above, *map(validate_segment, (child_id, *names))]))
 
     @staticmethod
     def of_version(path: object) -> CheckpointContainerId | None:
@@ -235,7 +192,7 @@ class CheckpointContainerId(_AbsoluteId):
         Raises:
             InvalidNameError: there is none, since the root directory is not a container.
         """
-        return CheckpointContainerId("/" + "/".join(self._segments[:-1]))
+        return CheckpointContainerId("/" + "/".join(self.segments[:-1]))
 
     @property
     def step(self) -> int | None:
@@ -246,7 +203,7 @@ class CheckpointContainerId(_AbsoluteId):
 class CheckpointObjectId(_AbsoluteId):
     """Name of one object (file) in a container.
 
-    Immutable, hashable, picklable and ordered like `CheckpointContainerId`.
+    The id is its normalised path, a `str`.
 
     Args:
         string: absolute path of at least two segments. Repeated and trailing slashes are dropped.
@@ -258,10 +215,12 @@ class CheckpointObjectId(_AbsoluteId):
 
     __slots__ = ()
 
-    def __init__(self, string: str | os.PathLike[str]) -> None:
-        super().__init__(string)
-        if len(self._segments) < 2:
-            raise InvalidNameError(f"an object must lie in a container: {_shown(self._path)}")
+    def __new__(cls, string: str | os.PathLike[str]) -> CheckpointObjectId:
+        """Return the id of a path. Raise an `InvalidNameError` if there is none."""
+        made = super().__new__(cls, string)
+        if len(made.segments) < 2:
+            raise InvalidNameError(f"an object must lie in a container: {_shown(made)}")
+        return made
 
     @staticmethod
     def from_container(parent_container_id: str | os.PathLike[str], object_name: str) -> CheckpointObjectId:
@@ -279,4 +238,4 @@ class CheckpointObjectId(_AbsoluteId):
     @property
     def container(self) -> CheckpointContainerId:
         """The container that the object lies in."""
-        return CheckpointContainerId("/" + "/".join(self._segments[:-1]))
+        return CheckpointContainerId("/" + "/".join(self.segments[:-1]))

@@ -1,7 +1,7 @@
 """How tensors of each dtype are stored in objects. Dtypes are known by torch's names, such as ``float32``.
 
 Owns which dtypes go into a safetensors file under its own dtype names, and which are stored as plain bytes
-with their true dtype and shape beside them. Where the bytes lie is up to `format.object_layout`, and which of
+with their true dtype and shape beside them. Where the bytes lie is up to `format.object_format`, and which of
 these dtypes the torch at hand has is up to `copy.dtypes`.
 
 Written natively is what every safetensors release since 0.4.2 reads. Later releases know more dtypes; those

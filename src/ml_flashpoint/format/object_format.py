@@ -1,7 +1,7 @@
 """The form of one object: a safetensors file that is planned first and filled in place.
 
-Owns the header, in both directions; `format.object_layout` plans what it says (its names are importable from
-here). Reading, writing and mapping files, and moving tensors, is up to others.
+Owns where everything in an object lies, and the header that says so, in both directions. Reading, writing and mapping
+files, and moving tensors, is up to others.
 
 An object is a valid safetensors file, so that any tool opens it, with these habits:
 
@@ -21,14 +21,15 @@ import itertools
 import json
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from json.encoder import encode_basestring_ascii
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ml_flashpoint.format.dtypes import (
     BYTES,
+    ITEMSIZES,
     MAX_SIZE,
     parse_file_type,
     parse_true_type,
@@ -36,42 +37,26 @@ from ml_flashpoint.format.dtypes import (
     tensor_nbytes,
 )
 from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, ObjectFormatError
-from ml_flashpoint.format.object_layout import (
-    ALIGNMENT,
-    DEFAULT_RESERVE,
-    MAX_HEADER_BYTES,
-    METADATA_KEY,
-    RESERVED_PREFIX,
-    Entry,
-    Layout,
-    find_gaps,
-    header_space,
-    layout_from_entries,
-    plan_layout,
-    with_byte_items,
-)
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = [
-    "ALIGNMENT",
-    "DEFAULT_RESERVE",
-    "MAX_HEADER_BYTES",
-    "RESERVED_PREFIX",
-    "Entry",
-    "HeaderTemplate",
-    "Layout",
-    "ParsedHeader",
-    "encode_header",
-    "header_length",
-    "header_space",
-    "layout_from_entries",
-    "parse_header",
-    "plan_layout",
-    "with_byte_items",
-]
+ALIGNMENT: Final = 4096
+"""The data of an object starts at a multiple of this many bytes."""
 
+RESERVED_PREFIX: Final = "__flashpoint__."
+"""Keys and metadata that start like this are the format's own."""
+
+METADATA_KEY: Final = "__metadata__"
+"""The key that safetensors itself reserves."""
+
+DEFAULT_RESERVE: Final = 16 * 1024
+"""Bytes left in a header for metadata and for byte items to come, unless asked otherwise."""
+
+MAX_HEADER_BYTES: Final = 100_000_000
+"""Longest header that safetensors reads, without the 8 bytes of its length."""
+
+_RESERVE_A_TENSOR: Final = 24  # the names that tensors get in the end may be longer than those that they are staged by
 _FORMAT_VERSION: Final = "1"
 _FORMAT: Final = RESERVED_PREFIX + "format"
 _ALIAS: Final = RESERVED_PREFIX + "alias."
@@ -86,83 +71,230 @@ _NOT_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
 _Description = tuple[int, int, str, tuple[int, ...]]  # offsets of begin and end, dtype, shape
 
 
-class HeaderTemplate:
-    """Encodes headers of layouts that mostly have the same tensors, redoing only what changed.
+# ---- layout ---------------------------------------------------------------------------------------------------------
 
-    Gives what `encode_header` gives, in time proportional to the byte items and the metadata as long as the
-    entries before the first byte item and `data_start` are those of the layout encoded before. Not
-    thread-safe.
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor or byte item of an object.
+
+    Attributes:
+        key: its name, unique in the object.
+        dtype: dtype of the tensor, by its name in `format.dtypes`; ``uint8`` for a byte item.
+        shape: shape of the tensor; the number of bytes for a byte item.
+        begin: offset of its first byte from the start of the file.
+        end: offset after its last byte.
+        kind: whether it is a tensor, or bytes that stand for something else.
     """
 
-    def __init__(self) -> None:
-        self._data_start = 0
-        self._entries: tuple[Entry, ...] = ()
-        self._text = ""
-        self._marks = ""
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+    kind: Literal["tensor", "bytes"] = "tensor"
 
-    def encode(self, layout: Layout, file_size: int, metadata: Mapping[str, str] | None = None) -> bytes:
-        """Return the header of an object; see `encode_header`."""
-        if not layout.size <= file_size <= MAX_SIZE:
-            raise InvalidArgumentError(
-                f"the file must have from {layout.size} to {MAX_SIZE} bytes",
-                argument="file_size",
-                value=file_size,
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where everything in an object lies. Made by functions that see to its consistency; immutable.
+
+    Attributes:
+        tensors: the entries that are tensors, by rising offset; those with several names once.
+        byte_items: the entries that are byte items, by rising offset.
+        aliases: for each further name of an entry, the key of that entry.
+        data_start: offset of the data in the file, which is the length of the header with its padding.
+        size: offset after the last entry; what follows in the file is unused.
+        gaps: unused ranges between entries, as offsets of begin and end in the file.
+    """
+
+    tensors: tuple[Entry, ...]
+    byte_items: tuple[Entry, ...]
+    aliases: Mapping[str, str]
+    data_start: int
+    size: int
+    gaps: tuple[tuple[int, int], ...] = ()
+
+    @cached_property
+    def by_key(self) -> Mapping[str, Entry]:
+        """The entries by their keys and by their aliases."""
+        entries = {entry.key: entry for entry in (*self.tensors, *self.byte_items)}
+        return entries | {name: entries[kept] for name, kept in self.aliases.items()}
+
+    @cached_property
+    def tensor_texts(self) -> tuple[str, str]:
+        """The tensors, and what marks their dtypes, as text in a header."""
+        start, marks, texts = self.data_start, [], []
+        for entry in self.tensors:
+            stored = stored_tensor(entry.dtype, entry.shape)
+            texts.append(
+                f'{encode_basestring_ascii(entry.key)}:{{"dtype":"{stored.file_dtype}",'
+                f'"shape":[{stored.file_shape}],"data_offsets":[{entry.begin - start},{entry.end - start}]}}'
             )
-        count = len(self._entries)
-        rest = layout.entries[count:]
-        # Where entries are the same objects as before, and they mostly are, they are not looked at.
-        if (
-            layout.data_start != self._data_start
-            or layout.entries[:count] != self._entries
-            or (rest and rest[0].kind == "tensor")
-        ):
-            rest = self._renew(layout)
-        fillers = [(f"{_GAP}{index}", begin, end) for index, (begin, end) in enumerate(layout.gaps)]
-        if layout.size < file_size:
-            fillers.append((_TAIL, layout.size, file_size))
-        start = layout.data_start
-        parts = [
-            f'"{METADATA_KEY}":{{{self._metadata_text(rest, layout.aliases, metadata or {})}}}',
-            self._text,
-            *_entry_texts(rest, start),
-            *(_bytes_text(key, begin - start, end - start) for key, begin, end in fillers),
-        ]
-        content = f"{{{','.join(filter(None, parts))}}}".encode("ascii")
-        needed = _LENGTH.size + len(content)
-        if needed > start:
-            raise CapacityError(
-                "the header does not fit before the data",
-                needed_bytes=needed,
-                available_bytes=start,
-                hint="plan the layout anew, with a larger reserve",
-            )
-        return (_LENGTH.pack(start - _LENGTH.size) + content).ljust(start, b" ")
+            if stored.true_type is not None:
+                marks.append(_mark_text(_DTYPE + entry.key, stored.true_type))
+        return ",".join(texts), ",".join(marks)
 
-    def _renew(self, layout: Layout) -> tuple[Entry, ...]:
-        entries = tuple(itertools.takewhile(lambda entry: entry.kind == "tensor", layout.entries))
-        self._data_start = layout.data_start
-        self._entries = entries
-        self._text = ",".join(_entry_texts(entries, layout.data_start))
-        self._marks = ",".join(_entry_marks(entries))
-        return layout.entries[len(entries) :]
 
-    def _metadata_text(self, rest: Iterable[Entry], aliases: Mapping[str, str], metadata: Mapping[str, str]) -> str:
-        for item in metadata.items():
-            if not all(_is_text(text) for text in item) or item[0].startswith(RESERVED_PREFIX):
-                raise InvalidArgumentError(
-                    f"metadata must be text, with keys that do not start with {RESERVED_PREFIX}",
-                    argument="metadata",
-                    value=item,
-                )
-        # Some tools only open files that name the framework that their tensors are from.
-        plain = {"format": "pt", **metadata, _FORMAT: _FORMAT_VERSION}
-        marks = [
-            *(_mark_text(key, value) for key, value in plain.items()),
-            *(_mark_text(_ALIAS + name, kept) for name, kept in aliases.items()),
-            self._marks,
-            *_entry_marks(rest),
-        ]
-        return ",".join(filter(None, marks))
+def plan_layout(
+    tensors: Iterable[tuple[str, str, Sequence[int]]],
+    byte_items: Iterable[tuple[str, int]] = (),
+    aliases: Mapping[str, str] | None = None,
+    reserve: int = DEFAULT_RESERVE,
+) -> Layout:
+    """Return a layout without gaps.
+
+    Tensors come by falling element size and then as given, so that each is aligned to its elements; byte
+    items come after them as given. The same tensors, aliases and keys of byte items give the same
+    `data_start`, whatever the lengths of the byte items.
+
+    Args:
+        tensors: key, dtype and shape of each.
+        byte_items: key and length in bytes of each.
+        aliases: for each further name of one of these, its key.
+        reserve: bytes to leave free in the header, for metadata and for byte items that may be added later.
+
+    Raises:
+        InvalidArgumentError: A key is used twice or is reserved; a dtype is quantized; a shape is that of no
+            tensor; an alias leads nowhere; or the header would be longer than the format allows.
+    """
+    given = [(key, stored_tensor(dtype, tuple(shape))) for key, dtype, shape in tensors]
+    items = list(byte_items)
+    entries: list[Entry] = []
+    offset = 0
+    for key, stored in sorted(given, key=lambda pair: -ITEMSIZES[pair[1].dtype]):
+        entries.append(Entry(key, stored.dtype, stored.shape, offset, offset + stored.nbytes))
+        offset += stored.nbytes
+    # As long as the header can get: whatever the lengths of the byte items, and with a tail.
+    longest = tuple(Entry(key, "uint8", (0,), MAX_SIZE, 2 * MAX_SIZE, "bytes") for key, _ in items)
+    relative = Layout(tuple(entries), longest, dict(aliases or {}), 0, MAX_SIZE)
+    _check_names(relative)
+    length = _LENGTH.size + len(_header_text(relative, 2 * MAX_SIZE, {})) + _RESERVE_A_TENSOR * len(entries) + reserve
+    start = -(-length // ALIGNMENT) * ALIGNMENT
+    if start - _LENGTH.size > MAX_HEADER_BYTES:
+        raise InvalidArgumentError(
+            f"the header would take {length} bytes, more than safetensors reads ({MAX_HEADER_BYTES})",
+            argument="tensors",
+            hint="use shorter keys, or several objects",
+        )
+    placed = tuple(Entry(each.key, each.dtype, each.shape, each.begin + start, each.end + start) for each in entries)
+    end = start + offset
+    behind = _place_byte_items(items, end)
+    layout = Layout(placed, behind, relative.aliases, start, _checked_size(behind[-1].end if behind else end))
+    return _with_texts_of(relative, layout)
+
+
+def layout_from_entries(entries: Iterable[Entry], data_start: int, aliases: Mapping[str, str] | None = None) -> Layout:
+    """Return the layout of tensors whose places were decided elsewhere. They may leave gaps.
+
+    Args:
+        entries: of tensors, each as long as its dtype and shape say, in any order.
+        data_start: a multiple of `ALIGNMENT`, with room for the header before it.
+        aliases: for each further name of an entry, its key.
+
+    Raises:
+        InvalidArgumentError: entries overlap, lie before ``data_start`` or are not aligned to their elements, or have
+            keys or aliases that `plan_layout` would refuse.
+    """
+    placed = tuple(sorted(entries, key=_place))
+    for entry in placed:
+        if entry.begin % ITEMSIZES[entry.dtype]:
+            raise InvalidArgumentError("an entry must be aligned to its elements", argument="entry", value=entry)
+    gaps, size = _gaps(placed, data_start)
+    layout = Layout(placed, (), dict(aliases or {}), data_start, _checked_size(size), gaps)
+    _check_names(layout)
+    return layout
+
+
+def with_byte_items(layout: Layout, byte_items: Iterable[tuple[str, int]], begin: int = 0) -> Layout:
+    """Return a layout with the same tensors in the same places and other byte items, after the last tensor.
+
+    `data_start` stays, so the header may turn out too long if byte items were added: encode it before
+    anything is written. Cheap if the keys of the byte items stay: nothing is computed for each tensor.
+
+    Args:
+        layout: the layout as it is.
+        byte_items: key and length in bytes of each.
+        begin: byte items lie at or behind this offset, too.
+
+    Raises:
+        InvalidArgumentError: a key is used twice or is reserved, or an alias leads nowhere.
+    """
+    items = list(byte_items)
+    end = layout.tensors[-1].end if layout.tensors else layout.data_start
+    behind = _place_byte_items(items, max(begin, end))
+    # A gap between tensors was there before, and may be there behind them.
+    gaps = tuple(gap for gap in layout.gaps if gap[1] <= end)
+    if behind and behind[0].begin != end:
+        gaps += ((end, behind[0].begin),)
+    changed = replace(layout, byte_items=behind, size=_checked_size(behind[-1].end if behind else end), gaps=gaps)
+    if [entry.key for entry in behind] != [entry.key for entry in layout.byte_items]:
+        _check_names(changed)
+    return _with_texts_of(layout, changed)
+
+
+def _with_texts_of(layout: Layout, other: Layout) -> Layout:
+    """Return the other layout, of the same tensors: what was made for each tensor is not made again."""
+    other.__dict__["tensor_texts"] = layout.tensor_texts
+    return other
+
+
+def _place(entry: Entry) -> tuple[int, int]:
+    return entry.begin, entry.end
+
+
+def _gaps(entries: Iterable[Entry], data_start: int) -> tuple[tuple[tuple[int, int], ...], int]:
+    """Return the ranges between entries, given by rising offset, and the offset after the last entry."""
+    gaps = []
+    offset = data_start
+    for entry in entries:
+        if entry.begin < offset:
+            raise InvalidArgumentError(f"an entry must not begin before offset {offset}", argument="entry", value=entry)
+        if entry.begin > offset:
+            gaps.append((offset, entry.begin))
+        offset = entry.end
+    return tuple(gaps), offset
+
+
+def _place_byte_items(items: Iterable[tuple[str, int]], offset: int) -> tuple[Entry, ...]:
+    entries = []
+    for key, length in items:
+        entries.append(Entry(key, "uint8", (length,), offset, offset + length, "bytes"))
+        offset += length
+    return tuple(entries)
+
+
+def _checked_size(size: int) -> int:
+    if size > MAX_SIZE:
+        raise InvalidArgumentError(f"an object must not exceed {MAX_SIZE} bytes", argument="size")
+    return size
+
+
+def _check_names(layout: Layout) -> None:
+    keys = [entry.key for entry in (*layout.tensors, *layout.byte_items)]
+    names, known = [*keys, *layout.aliases], set(keys)
+    try:
+        together = "".join(names)
+        together.encode()
+    except (TypeError, UnicodeEncodeError) as error:
+        raise InvalidArgumentError(f"a key must be text: {error}", argument="keys") from None
+    if len(known | layout.aliases.keys()) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InvalidArgumentError("a key must not be used twice", argument="keys", value=twice)
+    if "__" in together:  # seldom, and much cheaper to find out than each key's beginning
+        for name in names:
+            if name.startswith(RESERVED_PREFIX) or name == METADATA_KEY:
+                raise InvalidArgumentError("this key is reserved", argument="keys", value=name)
+    if not known.issuperset(layout.aliases.values()):
+        raise InvalidArgumentError("an alias must lead to a key", argument="aliases", value=layout.aliases)
+
+
+# ---- writing a header -----------------------------------------------------------------------------------------------
 
 
 def encode_header(layout: Layout, file_size: int, metadata: Mapping[str, str] | None = None) -> bytes:
@@ -171,13 +303,57 @@ def encode_header(layout: Layout, file_size: int, metadata: Mapping[str, str] | 
     Args:
         layout: where its entries lie.
         file_size: bytes of the whole file; what lies after `layout.size` is marked as unused.
-        metadata: anything to say about the object. ``format: pt`` is added unless there is a `format`.
+        metadata: anything to say about the object: text, under keys that are not reserved. ``format: pt`` is added
+            unless there is a `format`.
 
     Raises:
         CapacityError: the header does not fit.
-        InvalidArgumentError: the file is too small, or the metadata is not text or uses a reserved key.
     """
-    return HeaderTemplate().encode(layout, file_size, metadata)
+    content = _header_text(layout, file_size, metadata or {}).encode("ascii")
+    start = layout.data_start
+    if _LENGTH.size + len(content) > start:
+        raise CapacityError(
+            "the header does not fit before the data",
+            needed_bytes=_LENGTH.size + len(content),
+            available_bytes=start,
+            hint="plan the layout anew, with a larger reserve",
+        )
+    return (_LENGTH.pack(start - _LENGTH.size) + content).ljust(start, b" ")
+
+
+def _header_text(layout: Layout, file_size: int, metadata: Mapping[str, str]) -> str:
+    start, (tensors, dtypes) = layout.data_start, layout.tensor_texts
+    # Some tools only open files that name the framework that their tensors are from.
+    plain = {"format": "pt", **metadata, _FORMAT: _FORMAT_VERSION}
+    marks = [
+        *(_mark_text(key, value) for key, value in plain.items()),
+        *(_mark_text(_ALIAS + name, kept) for name, kept in layout.aliases.items()),
+        dtypes,
+        *(_mark_text(_BYTES_MARK + entry.key, "") for entry in layout.byte_items),
+    ]
+    octets = [
+        *((entry.key, entry.begin, entry.end) for entry in layout.byte_items),
+        *((f"{_GAP}{index}", begin, end) for index, (begin, end) in enumerate(layout.gaps)),
+    ]
+    if layout.size < file_size:
+        octets.append((_TAIL, layout.size, file_size))
+    parts = [
+        f'"{METADATA_KEY}":{{{",".join(filter(None, marks))}}}',
+        tensors,
+        *(
+            f'{encode_basestring_ascii(key)}:{{"dtype":"{BYTES}","shape":[{end - begin}],'
+            f'"data_offsets":[{begin - start},{end - start}]}}'
+            for key, begin, end in octets
+        ),
+    ]
+    return f"{{{','.join(filter(None, parts))}}}"
+
+
+def _mark_text(key: str, value: str) -> str:
+    return f"{encode_basestring_ascii(key)}:{encode_basestring_ascii(value)}"
+
+
+# ---- reading a header -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -257,8 +433,10 @@ def _parse(header: bytes, data_start: int, file_size: int | None) -> ParsedHeade
             raise ValueError(f"{key!a} is marked, but is not an entry")
     if not marks.aliases.keys().isdisjoint(content):
         raise ValueError("a key is both an entry and an alias")
-    gaps, size = find_gaps(entries, data_start)
-    return ParsedHeader(Layout(tuple(entries), marks.aliases, data_start, size, gaps), marks.plain)
+    gaps, size = _gaps(entries, data_start)
+    tensors = tuple(entry for entry in entries if entry.kind == "tensor")
+    byte_items = tuple(entry for entry in entries if entry.kind == "bytes")
+    return ParsedHeader(Layout(tensors, byte_items, marks.aliases, data_start, size, gaps), marks.plain)
 
 
 def _load_json(header: bytes) -> dict[str, Any]:
@@ -388,36 +566,3 @@ def _is_text(value: object) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _entry_texts(entries: Iterable[Entry], data_start: int) -> Iterator[str]:
-    for entry in entries:
-        begin, end = entry.begin - data_start, entry.end - data_start
-        if entry.kind == "bytes":
-            # Not by stored_tensor, whose cache is no place for ever changing lengths.
-            yield _bytes_text(entry.key, begin, end)
-        else:
-            stored = stored_tensor(entry.dtype, entry.shape)
-            yield (
-                f'{encode_basestring_ascii(entry.key)}:{{"dtype":"{stored.file_dtype}",'
-                f'"shape":[{stored.file_shape}],"data_offsets":[{begin},{end}]}}'
-            )
-
-
-def _bytes_text(key: str, begin: int, end: int) -> str:
-    name = encode_basestring_ascii(key)
-    return f'{name}:{{"dtype":"{BYTES}","shape":[{end - begin}],"data_offsets":[{begin},{end}]}}'
-
-
-def _entry_marks(entries: Iterable[Entry]) -> Iterator[str]:
-    for entry in entries:
-        if entry.kind == "bytes":
-            yield _mark_text(_BYTES_MARK + entry.key, "")
-        else:
-            true_type = stored_tensor(entry.dtype, entry.shape).true_type
-            if true_type is not None:
-                yield _mark_text(_DTYPE + entry.key, true_type)
-
-
-def _mark_text(key: str, value: str) -> str:
-    return f"{encode_basestring_ascii(key)}:{encode_basestring_ascii(value)}"

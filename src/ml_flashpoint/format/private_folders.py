@@ -20,12 +20,13 @@ import errno
 import functools
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 from ml_flashpoint.format.errors import FlashpointError, UnreadableError, UnsafePathError
 from ml_flashpoint.format.failure_kinds import is_shortage
+from ml_flashpoint.format.files import open_regular
 
 _MAX_LINKS: Final = 40
 _TRIES: Final = 8
@@ -35,53 +36,45 @@ _REFUSALS: Final = (errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EPERM)
 _OVERFLOW = Path("/proc/sys/kernel/overflowuid")
 
 
-def make_base(base: Path) -> None:
-    """Make a base container if there is none, and the folders on the way, with mode 0700; check it.
-
-    Raises:
-        UnsafePathError: others could have planted it, or could write to it, or to a folder on the way.
-        UnreadableError: it cannot be made or looked at just now.
-        FlashpointError: it cannot be made.
-    """
-    with _reported(base):
-        _where_folders_may_go(lambda: _make_base(base))
-
-
-def _make_base(base: Path) -> None:
-    if os.path.isdir(base):  # one look along the way is enough
-        return check_folder(check_way(base))
-    real = check_way(base.parent) / base.name
-    for folder in (*reversed(real.parents), real):
-        if not os.path.lexists(folder):
-            with contextlib.suppress(FileExistsError):
-                folder.mkdir(mode=_MODE)
-    check_folder(check_way(base))
-
-
 def make_tree(base: Path, folder: Path) -> None:
-    """Make a base container and a folder below it, each with mode 0700, and check all of them.
+    """Make a base container and a folder below it, and the folders on the way, each with mode 0700; check all of them.
 
     Raises:
-        UnsafePathError: see :func:`make_base` and :func:`make_private`.
+        UnsafePathError: others could have planted one, or could write to the base container, or to a folder on the way.
+        UnreadableError: the base container cannot be made or looked at just now.
         FlashpointError: the base container cannot be made.
         OSError: another folder cannot be made or opened.
     """
     names = folder.relative_to(base).parts
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            _make_base(base)
+            for depth in range(len(names)):
+                make_private(base.joinpath(*names[: depth + 1]))
+            return
+        except FileNotFoundError:  # who used it last may be removing it
+            if not tries_left:
+                raise
 
-    def make() -> None:
-        make_base(base)
-        for depth in range(len(names)):
-            make_private(base.joinpath(*names[: depth + 1]))
 
-    _where_folders_may_go(make)
-
-
-def _where_folders_may_go(make: Callable[[], None]) -> None:
-    """Make folders, and again if one goes meanwhile: who used it last may be removing it."""
-    for _ in range(_TRIES - 1):
-        with contextlib.suppress(FileNotFoundError):
-            return make()
-    make()
+def _make_base(base: Path) -> None:
+    try:
+        if not os.path.isdir(base):  # one look along the way is enough
+            real = check_way(base.parent) / base.name
+            for folder in (*reversed(real.parents), real):
+                if not os.path.lexists(folder):
+                    with contextlib.suppress(FileExistsError):
+                        folder.mkdir(mode=_MODE)
+        check_folder(check_way(base))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        kind = UnreadableError if is_shortage(error) else FlashpointError
+        raise kind(
+            f"the base container cannot be made: {error.strerror}",
+            path=base,
+            hint="take a folder that this user may write to, such as /dev/shm/<user>/<job>",
+        ) from error
 
 
 def make_private(folder: Path) -> None:
@@ -169,16 +162,9 @@ def open_own(path: Path, flags: int) -> int:
         UnsafePathError: something else lies there, or a file of somebody else.
         OSError: it cannot be opened.
     """
-    try:
-        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-    except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
-            raise
-        raise UnsafePathError(f"this is no file of ours: {error.strerror}", path=path, hint="remove it") from error
+    descriptor = open_regular(path, flags)
     try:
         check_owner(descriptor, path)
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise UnsafePathError("this is no regular file", path=path, hint="remove it")
     except BaseException:
         os.close(descriptor)
         raise
@@ -277,16 +263,3 @@ def _overflow_uid() -> int:
 
 def _is_mapped() -> bool:
     return Path("/proc/self/uid_map").read_text().split() != ["0", "0", "4294967295"]
-
-
-@contextlib.contextmanager
-def _reported(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        kind = UnreadableError if is_shortage(error) else FlashpointError
-        raise kind(
-            f"the base container cannot be made: {error.strerror}",
-            path=path,
-            hint="take a folder that this user may write to, such as /dev/shm/<user>/<job>",
-        ) from error

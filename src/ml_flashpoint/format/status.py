@@ -11,6 +11,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from ml_flashpoint.format.errors import UnsafePathError
 from ml_flashpoint.format.events import (
     AgreementFailed,
     Event,
@@ -28,6 +29,7 @@ from ml_flashpoint.format.events import (
     VersionVerified,
     has_types_of,
 )
+from ml_flashpoint.format.files import read_file
 from ml_flashpoint.format.private_folders import open_own
 
 SCHEMA = 1
@@ -176,9 +178,7 @@ def write_status(path: Path, status: RankStatus) -> None:
 
 def read_status(path: Path) -> RankStatus | None:
     """Return the status in a rank's file; None if there is nothing that can be read."""
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        with open(os.open(path, flags), "rb") as file:
-            return RankStatus.from_json(file.read(_MOST_BYTES))
-    except OSError:
+        return RankStatus.from_json(read_file(path, _MOST_BYTES))
+    except (OSError, UnsafePathError):
         return None

@@ -329,7 +329,7 @@ class LocalCheckpointManager(OverlappingDoor):
             state.restore_tensor_device()
             return state
 
-        with self._engine.reader(version) as reader:
+        with self._engine.open_version(version) as reader:
             part, header = joint.step(version, open_part)
             self._meshes.prepare(header.meshes, self._ranks)
             return joint.step(version, read_part)

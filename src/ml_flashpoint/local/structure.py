@@ -30,7 +30,7 @@ from ml_flashpoint.copy.cpu import copy_all
 from ml_flashpoint.copy.dtypes import STORABLE_DTYPES
 from ml_flashpoint.engine.committing import BytesItem, TensorItem
 from ml_flashpoint.engine.reader import ObjectReader
-from ml_flashpoint.format.errors import DamagedError, FlashpointError, InvalidArgumentError, UnsafeContentError
+from ml_flashpoint.format.errors import DamagedError, FlashpointError, InvalidArgumentError
 from ml_flashpoint.local.base_state_dict import TensorAwareStateDict
 from ml_flashpoint.local.basic_state_dict import BasicTensorAwareStateDict
 from ml_flashpoint.local.dtensors import Meshes, MeshKey, describe_placement, rebuild
@@ -38,10 +38,8 @@ from ml_flashpoint.local.errors import CheckpointingException
 from ml_flashpoint.state.archive import (
     SafeGlobal,
     attributes_of,
-    cannot_be_pickled,
     is_plain,
     load_archive,
-    place_of,
     save_archive,
 )
 
@@ -62,8 +60,8 @@ def encode(
         among them as bytes. And the header and the archive, as byte items.
 
     Raises:
-        UnsafeContentError: it holds a value of a type that is not allowed.
-        InvalidArgumentError: it holds something that cannot be stored.
+        InvalidArgumentError: it contains itself.
+        UnsafeContentError: it holds something that cannot be stored, or a type that is not allowed.
     """
     wrapped = type(state) is BasicTensorAwareStateDict and not state.is_away
     value = state.state_dict if wrapped else state  # type: ignore[attr-defined]
@@ -71,18 +69,11 @@ def encode(
     tensors = _Tensors(meshes)
     try:
         _find_paths(value, "", paths)
-        archive = save_archive(value, "state_dict", allowed=allowed, leaves=tensors, hint=_HINT)
-    except UnsafeContentError:
-        raise
     except RecursionError:
         raise InvalidArgumentError(
             "is nested too deeply, or contains itself", argument="state_dict", value=type(state)
         ) from None
-    except Exception as error:  # of whatever kind pickling raises
-        where = place_of(value, "state_dict", cannot_be_pickled)
-        raise InvalidArgumentError(
-            f"cannot be stored: {type(error).__name__}: {error}", argument=where, value=type(value)
-        ) from error
+    archive = save_archive(value, "state_dict", allowed=allowed, leaves=tensors, hint=_HINT)
     items = tensors.named(paths)
     header = {
         "local": VERSION,

@@ -351,6 +351,16 @@ class BaseContainer:
             found += sorted((folder / name for name in names_in(folder) if _NUMBER.fullmatch(name)), key=_number)
         return found
 
+    def passing(self) -> int:
+        """Return the bytes of slots that are being made or removed just now."""
+        found = 0
+        for folder in self._slot_folders():
+            for name in names_in(folder):
+                if name.endswith(TEMPORARY):
+                    with contextlib.suppress(FileNotFoundError):
+                        found += (folder / name).stat().st_blocks * 512
+        return found
+
     def free_path(self, folder: Path) -> Path:
         """Return a path for one more slot in a folder."""
         names = [name for name in names_in(folder) if _NUMBER.fullmatch(name)]

@@ -283,8 +283,8 @@ class Pool:
         # The save waits while a slot is made. Beyond ``keep + 1`` that is for `prepare`, unless no slot is free.
         for may_grow in sorted({False, request.may_grow}):
             fits = count < slot_limit(self.keep, may_grow=may_grow, extra=self.extra)
-            spare = count > self.keep
-            may_make = can_make and fits and self._may_make(wanted if spare else least, request.left_alone, spare=spare)
+            size_of_new = wanted if count > self.keep else least
+            may_make = can_make and fits and self._may_make(size_of_new, request.left_alone, count)
             chosen = choose(self._slots, request, locked, may_make=may_make)
             if chosen is not None:
                 return chosen
@@ -323,10 +323,13 @@ class Pool:
         with self._lock:
             slots = tuple(self._slots)
         # Slots that are too small are replaced once they are free, and those of ranks that are elsewhere removed.
-        available = sum(left.size for left in self._left())  # first: the board's thread may be at that
+        # Before what is free now: threads and other ranks may be removing some.
+        available = sum(left.size for left in self._left()) + self.container.passing()
         available += self._available() + sum(slot.size for slot in slots if slot.size < size)
         stay = sorted(slot.size if slot.size < size else 0 for slot in slots if slot.save in retained)
         available -= sum(stay[: self.keep])
+        if len(slots) <= self.keep:
+            available -= self._missing_elsewhere(size, len(slots))
         if sum(slot.size >= size for slot in slots) > self.keep or available >= size:
             return None
         return CapacityError(
@@ -372,27 +375,28 @@ class Pool:
             wanted = self._wanted(size, exact=False)
             count = len(self._slots) + self._making
             most = slot_limit(self.keep, may_grow=request.may_grow, extra=self.extra)
-            if count >= most or not self._may_make(wanted, request.left_alone, spare=count > self.keep):
+            if count >= most or not self._may_make(wanted, request.left_alone, count):
                 return False
             self._making += 1
         return self._make(wanted, replace(request, save=None), State.EMPTY, least=wanted) is not None
 
-    def _may_make(self, size: int, retained: Collection[SaveId], *, spare: bool) -> bool:
-        """Return True if there is room for one slot more. A spare one leaves as much for the program, and what the
-        other pools of this node lack: they may be about to replace a slot."""
+    def _may_make(self, size: int, retained: Collection[SaveId], count: int) -> bool:
+        """Return True if there is room for one slot more than ``count``, once each other pool of this node has as many,
+        up to ``keep + 1``: one that has none may be needed first. A spare one leaves as much for the program."""
         left = sum(each.size for each in self._left() if each.save not in retained)
-        needed = size
-        if spare:
-            needed += size + sum(map(self._missing, self._owners - {self.owner}, itertools.repeat(size)))
+        needed = self._missing_elsewhere(size, min(count, self.keep + 1)) + (2 * size if count > self.keep else size)
         return self._available() + left >= needed
 
-    def _missing(self, owner: Owner, size: int) -> int:
-        """Return the bytes that another pool of this node lacks for ``keep + 1`` slots of at least ``size``."""
-        sizes = []
-        for path in self.container.slot_paths(owner):
-            with contextlib.suppress(FileNotFoundError):
-                sizes.append(path.stat().st_size)
-        return max(0, (self.keep + 1) * max([size, *sizes]) - sum(sizes))
+    def _missing_elsewhere(self, size: int, count: int) -> int:
+        """Return the bytes that the other pools of this node lack for ``count`` slots each, of at least ``size``."""
+        missing = 0
+        for owner in self._owners - {self.owner}:
+            sizes = []
+            for path in self.container.slot_paths(owner):
+                with contextlib.suppress(FileNotFoundError):
+                    sizes.append(path.stat().st_size)
+            missing += max(0, count * max([size, *sizes]) - sum(sizes))
+        return missing
 
     def _available(self) -> int:
         return available_bytes(self._folder) - ROOM

@@ -7,6 +7,7 @@ owner tries for an exclusive one before it reuses the slot.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import enum
 import errno
@@ -20,10 +21,10 @@ from typing import TYPE_CHECKING
 
 from ml_flashpoint.copy.pinned import PageLock
 from ml_flashpoint.format import knobs
-from ml_flashpoint.format.digest import BlockDigester, digest_workers
+from ml_flashpoint.format.digest import BlockDigester
 from ml_flashpoint.format.errors import CapacityError, DamagedError, SaveError
 from ml_flashpoint.format.manifest import ObjectRecord
-from ml_flashpoint.format.object_format import HeaderTemplate, Layout
+from ml_flashpoint.format.object_format import Layout, encode_header
 from ml_flashpoint.format.private_folders import open_own
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.capacity import available_bytes
@@ -227,7 +228,6 @@ class Slot:
         byte_items: Sequence[bytes] = (),
         *,
         metadata: Mapping[str, str] | None = None,
-        template: HeaderTemplate | None = None,
     ) -> ObjectRecord:
         """Write the byte items and the header of an object whose tensors are in place, and digest its blocks.
 
@@ -236,7 +236,6 @@ class Slot:
             layout: where everything lies.
             byte_items: content of ``layout.byte_items``, in their order.
             metadata: goes into the header.
-            template: encodes headers; one that encoded a layout with the same entries before is fast.
 
         Returns:
             The record of the object for its manifest.
@@ -247,12 +246,12 @@ class Slot:
         if layout.size > self.size:
             text = "the object does not fit into its slot"
             raise CapacityError(text, needed_bytes=layout.size, available_bytes=self.size, path=self.path)
-        header = (template or HeaderTemplate()).encode(layout, self.size, metadata)
+        header = encode_header(layout, self.size, metadata)
         for entry, data in zip(layout.byte_items, byte_items, strict=True):
             self.buffer[entry.begin : entry.end] = data
         self.buffer[: layout.data_start] = header
         block_size = knobs.block_bytes()
-        with BlockDigester(self.buffer, layout.size, digest_workers(), block_size=block_size) as digester:
+        with BlockDigester(self.buffer, layout.size, block_size=block_size) as digester:
             if layout.size:
                 digester.advance(0, layout.size)
             digests = digester.finish()
@@ -278,9 +277,12 @@ class Slot:
         Also where a forked child still maps the file, as the workers of a data loader do.
         """
         self._pages.release()
-        self.path.unlink(missing_ok=True)
+        going = self.path.with_name(f"{self.path.name}{TEMPORARY}")
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(self.path, going)
         if _libc.fallocate(self._descriptor, _PUNCH_HOLE | _KEEP_SIZE, 0, self.size) != 0:
             _log.debug("cannot free the pages of %s: %s", self.path, os.strerror(ctypes.get_errno()))
+        going.unlink(missing_ok=True)  # last: its room is not lost to sight meanwhile
         self.close()
 
     def close(self) -> None:

@@ -91,7 +91,7 @@ class BlockChecker:
         """Have a block checked that is in its place."""
         with self._changed:
             self._waiting.append(block)
-        if self._record.block_size <= _INLINE_BYTES or not run_on_pool(self._check_next):
+        if self._record.block_size <= _INLINE_BYTES or run_on_pool(self._check_next) is None:
             self._check_next()
 
     def finish(self, deadline_s: float) -> None:

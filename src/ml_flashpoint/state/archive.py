@@ -4,9 +4,8 @@ Owns the allow-list. Always allowed are what torch allows, plain values of the s
 scalars, and dataclasses, namedtuples and enums of modules that this process has imported; users list other types. A
 name in an archive never leads to code that is not on this list, and no module is imported because an archive names it.
 
-Some values are written otherwise than pickle would write them, so that nothing of NumPy is ever unpickled and no
-constructor of a dataclass runs: as calls of one function, which checks its arguments. An archive that pickle wrote
-(DCP's planners write those) is read as well, unless it holds such values.
+NumPy's values, dataclasses, namedtuples and enums are written as calls of one function, which checks its arguments: no
+pickle of NumPy is read, and no constructor of a dataclass runs.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ import pathlib
 import pickle
 import pickletools
 import re
-import struct
 import sys
 import threading
 import types
@@ -40,6 +38,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import xxhash
+from torch.torch_version import TorchVersion
 
 from ml_flashpoint.format.errors import DamagedError, FlashpointError, UnsafeContentError
 from ml_flashpoint.format.numpy_values import array_of, describe_dtype, dtype_of, scalar_of
@@ -50,7 +49,7 @@ SafeGlobal = Callable[..., Any] | tuple[Callable[..., Any], str]
 _log = logging.getLogger(__name__)
 _INLINE_BYTES = 1024
 _MOST_KNOWN = 100_000
-_SAFE_SINCE = (2, 10)
+_SAFE_SINCE = "2.10"
 HINT = "keep plain values in it, or pass safe_globals=[{}] if you trust that"
 
 
@@ -81,37 +80,29 @@ def save_archive(
 
     Args:
         name: what errors call the value.
-        allowed: further types that may be in it; None if `check_archive` follows.
+        allowed: further types that may be in it; None if nothing is to be refused.
         leaves: keeps tensors. Also asked for them, since the archive is loaded once.
         hint: of the error for a type that is not allowed; ``{}`` stands for the type.
 
     Raises:
-        UnsafeContentError: it holds a type that is not allowed. Names the place and the type.
-        Exception: pickling it fails.
+        UnsafeContentError: it holds something that cannot be pickled, or a type that is not allowed. Names the place.
     """
-    data, pickled = _pickled(value, leaves)
-    if allowed is not None:
-        # Values of the same types are loaded alike, but for integers that torch has no opcode for.
-        seen = (frozenset(_GLOBALS.findall(pickled)), b"\x8b" in pickled, _names(allowed))
-        _check(seen, data, value, name, allowed, leaves, hint)
-    return data
-
-
-def check_archive(data: bytes, value: Any, name: str, *, allowed: Sequence[SafeGlobal] = (), hint: str = HINT) -> None:
-    """Raise if `load_archive` would refuse what `save_archive` has returned.
-
-    Raises:
-        UnsafeContentError: it would. Names the place and the type.
-    """
-    _check((xxhash.xxh3_128_digest(data), _names(allowed)), data, value, name, allowed, None, hint)
-
-
-def _check(
-    seen: Any, data: bytes, value: Any, name: str, allowed: Sequence[SafeGlobal], leaves: Leaves | None, hint: str
-) -> None:
+    try:
+        data, pickled = _pickled(value, leaves)
+    except UnsafeContentError:
+        raise
+    except RecursionError:
+        raise UnsafeContentError(f"the state of {name!r} is nested too deeply, or contains itself") from None
+    except Exception as error:  # of whatever kind pickling raises
+        where = place_of(value, name, lambda each: _is_refused(each, None, leaves))
+        raise UnsafeContentError(f"the state of {where!r} cannot be saved: {_text(error)}") from error
+    if allowed is None:
+        return data
+    # Values of the same types are loaded alike, but for integers that torch has no opcode for.
+    seen = (frozenset(_GLOBALS.findall(pickled)), b"\x8b" in pickled, _names(allowed))
     why = _refusal(data, allowed, leaves, seen)
     if why is None:
-        return
+        return data
     where = place_of(value, name, lambda each: _is_refused(each, allowed, leaves))
     if isinstance(why, _UnknownNameError):
         text = f"the state of {where!r} holds {why}, which loading would refuse, because such types may run code"
@@ -192,12 +183,12 @@ class _StorageError(Exception):
     """An archive needs the memory of a tensor."""
 
 
-def _is_refused(value: Any, allowed: Sequence[SafeGlobal], leaves: Any) -> bool:
+def _is_refused(value: Any, allowed: Sequence[SafeGlobal] | None, leaves: Leaves | None) -> bool:
     try:
         data, _ = _pickled(value, leaves)
     except Exception:  # of whatever kind pickling raises
         return True
-    return _refusal(data, allowed, leaves) is not None
+    return allowed is not None and _refusal(data, allowed, leaves) is not None
 
 
 def place_of(value: Any, name: str, is_bad: Callable[[Any], bool]) -> str:
@@ -211,15 +202,6 @@ def place_of(value: Any, name: str, is_bad: Callable[[Any], bool]) -> str:
         if is_bad(each):
             return place_of(each, f"{name}.{key}" if name else str(key), is_bad)
     return name
-
-
-def cannot_be_pickled(value: Any) -> bool:
-    """Return whether `save_archive` fails, whatever is allowed."""
-    try:
-        _pickled(value, None)
-    except Exception:  # of whatever kind pickling raises
-        return True
-    return False
 
 
 def by_name(allowed: Iterable[SafeGlobal]) -> tuple[tuple[Callable[..., Any], str], ...]:
@@ -298,15 +280,14 @@ def check_bytes(data: Any, key: str, *, path: str, allowed: Sequence[SafeGlobal]
 def warn_of_old_torch() -> None:
     """Log one warning in this process if torch reads forged archives less safely than it should."""
     global _warned
-    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
-    if _warned or found is None or (int(found[1]), int(found[2])) >= _SAFE_SINCE:
+    if _warned or TorchVersion(torch.__version__) >= _SAFE_SINCE:
         return
     _warned = True
     _log.warning(
-        "torch %s can be made to write outside of its memory by a forged checkpoint (CVE-2026-24747): use torch %d.%d "
-        "or later where others can write to checkpoints",
+        "torch %s can be made to write outside of its memory by a forged checkpoint (CVE-2026-24747): use torch %s or "
+        "later where others can write to checkpoints",
         torch.__version__,
-        *_SAFE_SINCE,
+        _SAFE_SINCE,
     )
 
 
@@ -327,17 +308,14 @@ _GLOBALS = re.compile(rb"c([\w.\x80-\xff]+\n[\w.\x80-\xff]+)\n")
 _REFUSED = re.compile(r"GLOBAL ([^\s]+)")
 # Torch would call these: of NumPy if the program has allowed it, the others unchecked.
 _NEVER = re.compile(rb"cnumpy[\w.]*\n|ctorch[.\n]_utils[.\n]_rebuild_(nested_tensor|qtensor)\n")
-# Deeper values end the process when they are hashed or freed.
-_DEEPEST = 5_000
-_NESTING = (b"t", b"\x85", b"\x86", b"\x87", b"R", b"\x81")
-_TAKEN = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "REDUCE": 2, "NEWOBJ": 2, "BINPERSID": 1}
-_FILLED = {"APPEND": 1, "SETITEM": 2, "BUILD": 1, "APPENDS": 0, "SETITEMS": 0}
 
 
 def _load(data: Any, allowed: Sequence[SafeGlobal], device_of: Any, leaves: Leaves | None) -> Any:
     with memoryview(data) as octets, octets.cast("B") as whole:
-        stream = _rewritten(_records(whole))
-    maker = _Maker(allowed)
+        records = _records(whole)
+    pickled = records["data.pkl"]
+    _check_names(pickled)
+    maker = _Maker(allowed, pickled)
     words = [*_WORDS, *by_name(allowed), (maker, f"{__name__}._made")]
     if leaves is not None:
         words.append((leaves.give, f"{__name__}._leaf"))
@@ -348,86 +326,42 @@ def _load(data: Any, allowed: Sequence[SafeGlobal], device_of: Any, leaves: Leav
         present = set(torch.serialization.get_safe_globals())
         with torch.serialization.safe_globals([word for word in words if word not in present]):
             try:
-                value = torch.load(stream, map_location=_Devices(device_of), weights_only=True, mmap=False)
+                return torch.load(_zipped(records), map_location=_Devices(device_of), weights_only=True, mmap=False)
             except pickle.UnpicklingError as error:
                 if (found := _REFUSED.search(str(error))) is not None:
                     raise _UnknownNameError(found[1].rstrip(".")) from None
                 raise
-    maker.finish()
-    return value
 
 
-def _records(whole: memoryview) -> dict[str, memoryview]:
-    """The records of an archive, by their names in it."""
+def _records(whole: memoryview) -> dict[str, bytes]:
+    """Return the records of an archive by their names. Torch is given an archive of them that is written here: it reads
+    archives in its own way, and so cannot find others in them."""
     if bytes(whole[:4]) != b"PK\x03\x04":
         raise _NoArchiveError
     try:
         with zipfile.ZipFile(io.BytesIO(whole)) as file:
             entries = file.infolist()
+            for entry in entries:
+                if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > len(whole):
+                    raise ValueError(f"its record {entry.filename!r} is not stored plainly")
+                entry.CRC = None  # type: ignore[assignment] # torch can be told to write none
+            found = {entry.filename.partition("/")[2]: file.read(entry) for entry in entries}
     except zipfile.BadZipFile:
         raise _NoArchiveError from None
-    found: dict[str, memoryview] = {}
-    seen: set[str] = set()
-    for entry in entries:
-        name = entry.filename.partition("/")[2]
-        head = struct.unpack("<4s22xHH", whole[entry.header_offset : entry.header_offset + 30])
-        begin = entry.header_offset + 30 + head[1] + head[2]
-        data = whole[begin : begin + entry.file_size]
-        if head[0] != b"PK\x03\x04" or entry.compress_type != zipfile.ZIP_STORED or len(data) != entry.file_size:
-            raise ValueError(f"its record {entry.filename!r} is not stored plainly")
-        if name.lower() in seen:  # torch finds records by names in any case
-            raise ValueError(f"it has two records {name!r}")
-        seen.add(name.lower())
-        found[name] = data
-    if sum(map(len, found.values())) > len(whole):
-        raise ValueError("its records overlap")
+    if len({name.lower() for name in found}) < len(entries):  # torch finds records by names in any case
+        raise ValueError("it has two records of one name")
     if "constants.pkl" in found or "data.pkl" not in found:
         raise _NoArchiveError
-    return found
+    return {"version": b"3\n", **found}
 
 
-def _rewritten(records: Mapping[str, memoryview]) -> io.BytesIO:
-    """An archive of these records. Torch reads archives in its own way, and so cannot find others in them.
-
-    Raises:
-        _UnknownNameError: its pickle names something that torch must not be asked for.
-    """
-    pickled = bytes(records["data.pkl"])
+def _check_names(pickled: bytes) -> None:
+    """Raise if a pickle names something that torch must not be asked for."""
     if _NEVER.search(pickled):
         for code, argument, _ in pickletools.genops(pickled):
             found = str(argument).replace(" ", "\n")
             if code.name == "GLOBAL" and _NEVER.match(f"c{found}\n".encode()):
                 raise _UnknownNameError(found.replace("\n", "."))
-    if sum(map(pickled.count, _NESTING)) > _DEEPEST and _depth(pickled) > _DEEPEST:
-        raise ValueError("its values are nested too deeply")
-    return _zipped({"version": b"3\n", **records})
-
-
-def _depth(pickled: bytes) -> int:
-    """Return how deeply the values of a pickle are nested."""
-    deepest, stack, outer, memo = 0, list[int](), list[list[int]](), dict[Any, int]()
-    for code, argument, _ in pickletools.genops(pickled):
-        name = code.name
-        if name == "MARK":
-            outer.append(stack)
-            stack = []
-        elif name in ("BINPUT", "LONG_BINPUT"):
-            memo[argument] = stack[-1]
-        elif name in ("BINGET", "LONG_BINGET"):
-            stack.append(memo[argument])
-        elif name in _TAKEN or name in _FILLED or name == "TUPLE":
-            count = _TAKEN.get(name) or _FILLED.get(name)
-            taken = stack[-count:] if count else stack
-            stack = stack if count else outer.pop()
-            del stack[len(stack) - (count or 0) :]
-            depth = 1 + max(taken, default=0)
-            if name in _FILLED:
-                depth = max(depth, stack.pop())
-            stack.append(depth)
-            deepest = max(deepest, depth)
-        elif code.stack_after:
-            stack.append(0)
-    return deepest
 
 
 def _zipped(records: Mapping[str, Any]) -> io.BytesIO:
@@ -463,7 +397,7 @@ def _text(error: BaseException) -> str:
 
 def _made(kind: str, *args: Any) -> Any:
     """Stand in a pickle for what `_Maker` makes."""
-    return _Maker(())(kind, *args)
+    return _Maker((), b"")(kind, *args)
 
 
 def _leaf(*described: Any) -> Any:
@@ -472,28 +406,15 @@ def _leaf(*described: Any) -> Any:
 
 
 class _Maker:
-    """Makes the values that are not written as pickle would write them, from arguments that it does not trust.
+    """Makes the values that are not written as pickle would write them, from arguments that it does not trust."""
 
-    Instances that can be called are none before `finish`: torch calls whatever an archive says makes a tensor.
-    """
-
-    def __init__(self, allowed: Sequence[SafeGlobal]) -> None:
+    def __init__(self, allowed: Sequence[SafeGlobal], pickled: bytes) -> None:
         self._listed = {name: kind for kind, name in by_name(allowed)}
-        safe = by_name(torch.serialization.get_safe_globals())
-        self._trusted = [*self._listed.values(), *(kind for kind, _ in safe)]
-        self._unfinished: list[tuple[Any, type, dict[str, Any]]] = []
-
-    def finish(self) -> None:
-        """Make instances of their types that are none yet."""
-        for made, kind, attributes in self._unfinished:
-            if type(made) is _Unfinished:
-                made.__dict__.clear()
-                made.__class__ = kind
-            set_attributes(made, attributes)
+        self._torch_calls = b"_rebuild_from_type" in pickled  # which calls whatever it is given
 
     def __call__(self, kind: str, *args: Any) -> Any:
         own: dict[str, Callable[..., Any]]
-        own = {"instance": self._instance, "tuple": self._tuple, "member": self._member, "filled": self._filled}
+        own = {"instance": self._instance, "tuple": self._tuple, "member": self._member}
         return (own.get(kind) or _MAKERS[kind])(*args)
 
     def _found(self, name: Any, is_such: Callable[[type], bool]) -> Any:
@@ -505,14 +426,9 @@ class _Maker:
     def _instance(self, name: Any, attributes: Any) -> Any:
         if type(attributes) is not dict or not all(type(each) is str for each in attributes):
             raise TypeError("attributes that are no dict")
-        kind = self._found(name, is_plain)
-        made: Any = object.__new__(kind)
-        if not callable(made):
-            return new_instance(kind, attributes)
-        with contextlib.suppress(TypeError):  # it has slots, and is without attributes instead
-            _Unfinished(kind, {}).__class__ = kind
-            made = _Unfinished(kind, attributes)
-        self._unfinished.append((made, kind, attributes))
+        made = new_instance(self._found(name, is_plain), attributes)
+        if self._torch_calls and callable(made):
+            raise TypeError(f"{name} can be called, and the archive has a tensor with attributes or of another class")
         return made
 
     def _tuple(self, name: Any, values: Any) -> Any:
@@ -523,28 +439,6 @@ class _Maker:
 
     def _member(self, name: Any, member: Any) -> Any:
         return self._found(name, lambda kind: issubclass(kind, enum.Enum))._member_map_[member]
-
-    def _filled(self, kind: Any, args: Any, items: Any, pairs: Any) -> Any:
-        if not any(kind is each for each in self._trusted) or (type(items), type(pairs)) != (list, dict):
-            raise TypeError(f"{kind!r} may not be made")
-        made = kind.__new__(kind, *args)
-        if items:
-            made.extend(items)
-        for key, value in pairs.items():
-            made[key] = value
-        return made
-
-
-class _Unfinished:
-    """An instance of a type that it is given later."""
-
-    def __init__(self, kind: Any, attributes: Mapping[str, Any]) -> None:
-        self.kind = kind
-        self.attributes = attributes
-
-    def __hash__(self) -> int:
-        by_content = self.kind.__hash__ is not object.__hash__
-        return hash(new_instance(self.kind, self.attributes)) if by_content else object.__hash__(self)
 
 
 class _Reducers(dict[type, Any]):
@@ -573,8 +467,6 @@ class _Reducers(dict[type, Any]):
             reducer = lambda value: (_made, ("tuple", _checked_name(type(value)), tuple(value)))  # noqa: E731
         elif is_plain(kind):
             reducer = lambda value: (_made, ("instance", _checked_name(type(value)), attributes_of(value)))  # noqa: E731
-        elif issubclass(kind, (list, dict)) and kind not in (collections.OrderedDict, collections.Counter):
-            reducer = _of_container
         self[kind] = reducer
         return reducer
 
@@ -588,11 +480,8 @@ def _of_tensor(leaves: Leaves | None, storages: bool, value: torch.Tensor) -> An
         return _leaf, described
     if not storages:
         raise _StorageError
-    if type(value) in (torch.Tensor, torch.nn.Parameter) and (value.layout is not torch.strided or value.is_nested):
-        if value.requires_grad:  # which torch forgets of these
-            return _made, ("gradient", value.detach(), type(value) is torch.nn.Parameter)
-        if value.is_nested and value.layout is torch.strided:
-            return _made, ("nested", list(value.unbind()), value.dtype)
+    if value.requires_grad and value.layout is not torch.strided and type(value) in (torch.Tensor, torch.nn.Parameter):
+        return _made, ("gradient", value.detach(), type(value) is torch.nn.Parameter)  # which torch forgets
     if type(value) is torch.Tensor and value.is_quantized and value.dtype in _QUANTIZED:
         if value.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
             return _made, ("quantized", value.int_repr(), value.dtype, value.q_scale(), value.q_zero_point())
@@ -626,46 +515,24 @@ def _of_enum(value: Any) -> Any:
     return _made, ("member", _checked_name(type(value)), value.name)
 
 
-def _of_container(value: Any) -> Any:
-    """Containers of other types, into which torch fills no items."""
-    reduced = value.__reduce_ex__(2)
-    if not isinstance(reduced, tuple) or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
-        return reduced
-    _, (kind, *args), state, items, pairs = (*reduced, None, None, None)[:5]
-    return _made, ("filled", kind, args, list(items or ()), dict(pairs or ())), state
-
-
 def _of_defaultdict(value: Any) -> Any:
     factory = value.default_factory
     name = next((name for name, each in _FACTORIES.items() if each is factory), None)
     return _made, ("defaultdict", name or factory, dict(value))
 
 
-def _of_time(value: Any) -> Any:
-    names = ["year", "month", "day"] * isinstance(value, datetime.date)
-    names += ["hour", "minute", "second", "microsecond", "tzinfo"] * hasattr(value, "hour")
-    fields = [getattr(value, name) for name in names]
-    return _made, (type(value).__name__, *fields, *([value.fold] if hasattr(value, "fold") else []))
-
-
-def _of_constant(value: Any) -> Any:
-    return _made, ("constant", str(value).removeprefix("torch."))
-
-
+# As protocol 4 has them, with `fold`.
+_of_time = operator.methodcaller("__reduce_ex__", 4)
 _FACTORIES: dict[Any, Any] = {each.__name__: each for each in (dict, list, set, int, float, str)}
 _QUANTIZED = (torch.quint8, torch.qint8, torch.qint32)
 _REDUCERS: dict[type, Any] = {
     np.ndarray: _of_array,
     collections.defaultdict: _of_defaultdict,
     collections.deque: lambda value: (_made, ("deque", list(value), value.maxlen)),
-    datetime.date: _of_time,
     datetime.time: _of_time,
     datetime.datetime: _of_time,
     io.BytesIO: lambda value: (_made, ("stream", value.getvalue(), value.tell())),
     torch.Generator: lambda value: (_made, ("generator", str(value.device), value.get_state())),
-    torch.memory_format: _of_constant,
-    torch.qscheme: _of_constant,
-    type(...): lambda value: (_made, ("ellipsis",)),
 }
 
 
@@ -696,29 +563,18 @@ def _quantized(values: Any, dtype: Any, scale: Any, zero: Any, axis: Any = None)
     return made
 
 
-def _nested(parts: Any, dtype: Any) -> torch.Tensor:
-    device = parts[0].device if parts else torch.device("cpu")
-    return torch.nested.nested_tensor([_exactly(each) for each in parts], dtype=dtype, device=device)
-
-
 def _generator(device: Any, state: Any) -> torch.Generator:
     made = torch.Generator(str(device))
     made.set_state(_exactly(state))
     return made
 
 
-def _constant(name: Any) -> Any:
-    if not isinstance(value := vars(torch).get(name), (torch.memory_format, torch.qscheme)):
-        raise ValueError(f"torch has no constant {name!r}")
-    return value
-
-
 def _string(value: Any) -> Any:
-    return np.str_(value) if type(value) is str else np.bytes_(_bytes(value))
+    return np.str_(value) if type(value) is str else np.bytes_(value)
 
 
 def _stream(data: Any, position: Any) -> io.BytesIO:
-    made = io.BytesIO(_bytes(data))
+    made = io.BytesIO(data)
     made.seek(position)
     return made
 
@@ -726,8 +582,6 @@ def _stream(data: Any, position: Any) -> io.BytesIO:
 def _exactly(value: Any) -> torch.Tensor:
     if type(value) is not torch.Tensor:
         raise TypeError(f"a {type(value).__name__} in the place of a tensor")
-    if value.layout is torch.strided and not value.is_nested and value.nbytes > value.untyped_storage().nbytes():
-        raise ValueError("a tensor of more bytes than its memory has")
     return value
 
 
@@ -738,63 +592,22 @@ _MAKERS: dict[str, Callable[..., Any]] = {
     "string": _string,
     "dtype": dtype_of,
     "quantized": _quantized,
-    "nested": _nested,
     "gradient": lambda value, is_parameter: (
         torch.nn.Parameter(_exactly(value)) if is_parameter else _exactly(value).requires_grad_()
     ),
     "generator": _generator,
-    "constant": _constant,
     "deque": lambda items, most: collections.deque(items, most),
     "defaultdict": lambda factory, items: collections.defaultdict(
         _FACTORIES[factory] if type(factory) is str else factory, items
     ),
-    "date": datetime.date,
-    "time": lambda *fields: datetime.time(*fields[:-1], fold=fields[-1]),
-    "datetime": lambda *fields: datetime.datetime(*fields[:-1], fold=fields[-1]),
     "stream": _stream,
-    "ellipsis": lambda: ...,
 }
 
 
-# What pickle itself writes of the standard library. These believe no internal form.
-
-
-def _bytes(data: Any = b"", encoding: Any = "latin1") -> bytes:
-    if type(data) is bytes:
-        return data
-    if type(data) is not str or encoding not in ("latin1", "latin-1"):
-        raise ValueError(f"bytes in the encoding {encoding!r}")
-    return data.encode("latin1")
-
-
-def _frozenset(items: Any = ()) -> frozenset[Any]:
-    if type(items) not in (list, tuple):
-        raise TypeError("items that are no list")
-    return frozenset(items)
-
-
-def _from_bytes(kind: Any) -> Callable[..., Any]:
-    def make(data: Any, *zone: Any) -> Any:
-        _, (name, *fields) = _of_time(kind(_bytes(data), *zone))
-        return _MAKERS[name](*fields)
-
-    return make
-
-
-def _fraction(numerator: Any, denominator: Any = 1) -> fractions.Fraction:
-    if type(numerator) is str:  # of Python 3.11 and older
-        numerator, _, denominator = numerator.partition("/")
-    return fractions.Fraction(int(numerator), int(denominator or 1))
-
-
 _WORDS: list[SafeGlobal] = [
-    (_bytes, "builtins.bytes"),
-    (_frozenset, "builtins.frozenset"),
-    (slice, "builtins.slice"),
-    (range, "builtins.range"),
-    *((_from_bytes(kind), f"datetime.{kind.__name__}") for kind in (datetime.date, datetime.time, datetime.datetime)),
-    (_fraction, "fractions.Fraction"),
-    *(datetime.timedelta, datetime.timezone, decimal.Decimal, uuid.UUID, Namespace),
+    (lambda: b"", "builtins.bytes"),  # called for no bytes alone
+    *(frozenset, slice, range, datetime.date, datetime.time, datetime.datetime, datetime.timedelta, datetime.timezone),
+    *(decimal.Decimal, fractions.Fraction, uuid.UUID, Namespace),
     *(
         (kind, f"pathlib{sub}.{kind.__name__}")
         for sub in ("", "._local")  # of Python 3.13
@@ -852,22 +665,13 @@ def new_instance(kind: type, attributes: Mapping[str, Any]) -> Any:
         TypeError, AttributeError: it cannot have them.
     """
     instance: Any = object.__new__(kind)
-    set_attributes(instance, attributes)
-    return instance
-
-
-def set_attributes(instance: Any, attributes: Mapping[str, Any]) -> None:
-    """Give an instance these attributes, without running anything of its type's own.
-
-    Raises:
-        TypeError, AttributeError: it cannot have them.
-    """
-    slots = _slots_of(type(instance))
+    slots = _slots_of(kind)
     for name, value in attributes.items():
         if name in slots:
             slots[name].__set__(instance, value)
         else:
             instance.__dict__[name] = value
+    return instance
 
 
 def _slots_of(kind: type) -> dict[str, types.MemberDescriptorType]:

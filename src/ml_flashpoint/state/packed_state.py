@@ -1,46 +1,69 @@
-"""State of what is neither module nor optimizer, and everything else that is saved as bytes.
-
-Owns when such bytes are refused: what could not be loaded again is not saved.
-"""
+"""State of what is neither module nor optimizer, and everything else that is saved as bytes."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
-from ml_flashpoint.state.archive import SafeGlobal, check_archive, save_archive
+import torch
+
+from ml_flashpoint.copy.tensors import is_plain_strided
+from ml_flashpoint.format.errors import SaveError
+from ml_flashpoint.state.archive import SafeGlobal, place_of, save_archive
+from ml_flashpoint.state.private import tree_leaves
 
 PACKED = "_flashpoint"
 """Top-level key of the packed items, ``_flashpoint.rank-00003.<name>``; no tracked name starts like it."""
 
 
-class PackedState(bytes):
-    """State of one tracked object on one rank: an archive of ``torch.save``, made when the save began; or nothing yet,
-    if it can be made later.
+class PackedState:
+    """State of one tracked object on one rank: one item, which is packed once the save has begun.
 
     Attributes:
-        made_of: what was packed, to say where in it something is that cannot be saved; or what is to be packed, a copy
-            of the state as it was when the save began.
-        is_packed: whether it has the archive.
+        value: the state, which nothing changes any more.
     """
 
-    made_of: Any = None
-    is_packed = True
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
 
-    @classmethod
-    def later(cls, state: Any) -> PackedState:
-        """To be packed when its bytes are asked for.
 
-        Args:
-            state: nothing changes it any more.
-        """
-        packed = cls()
-        packed.made_of, packed.is_packed = state, False
-        return packed
+def copied(value: Any, name: str) -> Any:
+    """Return a copy of a value, so that training does not change what is written.
+
+    Raises:
+        SaveError: it cannot be copied; names the place.
+    """
+    try:
+        made, devices = _copied(value)
+    except Exception as error:  # of whatever kind a value's own copying raises
+        where = place_of(value, name, _cannot_be_copied) if not isinstance(error, RecursionError) else name
+        raise SaveError(f"the state of {where!r} cannot be saved: {type(error).__name__}: {error}") from error
+    for device in devices:  # another thread writes the copy, for which the device works in another order
+        torch.cuda.current_stream(device).synchronize()
+    return made
+
+
+def _copied(value: Any) -> tuple[Any, set[torch.device]]:
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    known: dict[int, Any] = {
+        id(each): each.detach().clone().requires_grad_(each.requires_grad)
+        for each in tensors
+        if each.grad_fn is not None or not is_plain_strided(each)  # of which torch makes no deep copies
+    }
+    return copy.deepcopy(value, known), {each.device for each in tensors if each.is_cuda}
+
+
+def _cannot_be_copied(value: Any) -> bool:
+    try:
+        _copied(value)
+    except Exception:  # of whatever kind a value's own copying raises
+        return True
+    return False
 
 
 def item_bytes(fqn: str, value: Any, *, allowed: Sequence[SafeGlobal] = ()) -> bytes:
-    """The bytes that are saved of a value: what ``torch.save`` writes.
+    """Return the bytes that are saved of a value: what ``torch.save`` writes.
 
     Args:
         fqn: its name, for errors.
@@ -51,10 +74,6 @@ def item_bytes(fqn: str, value: Any, *, allowed: Sequence[SafeGlobal] = ()) -> b
         UnsafeContentError: it holds a type that loading does not allow.
     """
     hint = "keep plain values in it, or pass Flashpoint(..., safe_globals=[{}]) if you trust that"
-    if not isinstance(value, PackedState):
-        return save_archive(value, fqn, allowed=allowed, hint=hint)
-    name = fqn.rpartition(".")[2]
-    if not value.is_packed:
-        return save_archive(value.made_of, name, allowed=allowed, hint=hint)
-    check_archive(value, value.made_of, name, allowed=allowed, hint=hint)
-    return value
+    if isinstance(value, PackedState):
+        fqn, value = fqn.rpartition(".")[2], value.value
+    return save_archive(value, fqn, allowed=allowed, hint=hint)

@@ -7,7 +7,6 @@ object, and every cache below depends on that identity.
 
 from __future__ import annotations
 
-import copy
 import functools
 import hashlib
 import pickle
@@ -29,7 +28,8 @@ from ml_flashpoint.copy.tensors import (
     storable_name,
     whole_copy,
 )
-from ml_flashpoint.format.errors import NotStagedError, SaveError
+from ml_flashpoint.format.errors import NotStagedError
+from ml_flashpoint.state.packed_state import PackedState, copied
 from ml_flashpoint.state.plain_modes import plain_modes
 from ml_flashpoint.state.private import ShardedTensor
 from ml_flashpoint.state.replicas import Replica
@@ -37,7 +37,7 @@ from ml_flashpoint.state.tree import Path, Structure, Tree, elements
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _PLAIN_VALUES = frozenset({bool, int, float, str, bytes, type(None)})
-_IMMUTABLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_IMMUTABLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, PackedState)
 
 
 def item_keys(items: Sequence[WriteItem]) -> list[str]:
@@ -282,7 +282,8 @@ class Share:
         for number in plan.others:
             fqn, source = self.items[number].index.fqn, self._sources[number]
             if self.items[number].type is WriteItemType.BYTE_IO:
-                captured.values[number] = _copied(source.value(tree), fqn)
+                value = source.value(tree)
+                captured.values[number] = value if isinstance(value, _IMMUTABLE) else copied(value, fqn)
             else:
                 captured.whole[number] = whole_copy(source.tensor(tree), fqn)
         return captured
@@ -351,13 +352,3 @@ def _is_flat(value: Any) -> bool:
     """Return True if a value is one of the plain types, or a list or tuple of such."""
     kinds = set(map(type, value)) if type(value) in (list, tuple) else {type(value)}
     return kinds <= _PLAIN_VALUES
-
-
-def _copied(value: Any, fqn: str) -> Any:
-    """Copy a value, so that training does not change what is written."""
-    if isinstance(value, _IMMUTABLE):
-        return value
-    try:
-        return copy.deepcopy(value)
-    except Exception as error:  # of whatever kind a value's own copying raises
-        raise SaveError(f"the value {fqn!r} cannot be copied: {type(error).__name__}: {error}") from error

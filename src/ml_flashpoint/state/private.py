@@ -19,6 +19,7 @@ from torch.utils._pytree import SequenceKey as SequenceKey
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
 from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 from torch.utils.data._utils.worker import _generate_state
 
 generate_state: Any = _generate_state

@@ -1,6 +1,6 @@
 """The state that ranks have of their own, on another number of ranks: who takes whose, and what is made anew.
 
-All ranks take three steps together, and vote after each (`facade.loading`):
+All ranks take three steps together, and vote after each (`checkpointer`):
 
 1. Each rank reads its share of what the ranks that saved had of their own, and tells a digest of each state.
 2. State that was the same on all of them is everybody's. Generators go on where their rank is still there, and are

@@ -15,7 +15,6 @@ archive an object. `resharding` decides about it on another number of ranks.
 from __future__ import annotations
 
 import contextlib
-import copy
 import heapq
 import itertools
 import logging
@@ -24,7 +23,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
-import numpy as np
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
@@ -35,11 +33,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from ml_flashpoint.copy.cuda import device_today
 from ml_flashpoint.copy.tensors import held_bytes
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, SaveError
-from ml_flashpoint.state.archive import cannot_be_pickled, place_of, save_archive
 from ml_flashpoint.state.fit import check_fit
 from ml_flashpoint.state.modules import ModuleState, freeze_parameters
 from ml_flashpoint.state.optimizers import OptimizerState, parameters_of
-from ml_flashpoint.state.packed_state import PACKED, PackedState
+from ml_flashpoint.state.packed_state import PACKED, PackedState, copied
 from ml_flashpoint.state.private import ShardedTensor, tree_leaves
 from ml_flashpoint.state.random_numbers import GeneratorState, RestoredRng, capture_rng_state, restore_rng_state
 
@@ -55,9 +52,6 @@ Reshard = Callable[[list[Any], int, int], Any]
 """``reshard(states, rank, world_size)``: this rank's state, of those of all ranks that saved, by rank."""
 
 _PACKED_KEY = re.compile(rf"{PACKED}\.rank-(\d{{5,}})\.(\w+)")
-_LARGE_PACKED = 64 << 20
-_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.Tensor, np.ndarray})
-_SMALL = 1 << 20
 
 
 class Stateful(Protocol):
@@ -132,7 +126,6 @@ class TrackedState:
         self._others: dict[str, Stateful] = {}
         self._reshards: dict[str, Reshard] = {}
         self._given: list[object] = []
-        self._warned_large: set[str] = set()
         self._warned_of_weights = False
 
     @property
@@ -231,14 +224,14 @@ class TrackedState:
         if not self._warned_of_weights:
             self._warned_of_weights = True
             self._warn_of_weights(packed)
-        packed[RNG] = PackedState.later(capture_rng_state())
-        packed[FROZEN] = PackedState.later({name: module.frozen() for name, module in self._module_states.items()})
+        packed[RNG] = PackedState(capture_rng_state())
+        packed[FROZEN] = PackedState({name: module.frozen() for name, module in self._module_states.items()})
         return {**state, PACKED: {rank_key(self.rank): packed}}
 
     def _warn_of_weights(self, packed: Mapping[str, PackedState]) -> None:
         """Warn of optimizers whose parameters nothing that is tracked has in its state."""
         places = (PlaceInData, GeneratorState, LRScheduler)
-        others = [packed[name].made_of for name, other in self._others.items() if not isinstance(other, places)]
+        others = [packed[name].value for name, other in self._others.items() if not isinstance(other, places)]
         with contextlib.suppress(RecursionError):
             others = tree_leaves(others)
         shapes = {leaf.shape for leaf in others if isinstance(leaf, torch.Tensor)}
@@ -254,26 +247,13 @@ class TrackedState:
                 )
 
     def _pack(self, name: str, state_dict: Callable[[], Any]) -> PackedState:
-        value = None
         try:
-            value = state_dict()
-            if _is_plain(value):
-                return PackedState.later(copy.deepcopy(value))
-            data = PackedState(save_archive(value, name, allowed=None))
+            return PackedState(copied(state_dict(), name))
+        except SaveError:
+            raise
         except Exception as error:
-            where = place_of(value, name, cannot_be_pickled)
-            raise SaveError(
-                f"the state of {where!r} cannot be saved: {type(error).__name__}: {error}", rank=self.rank
-            ) from error
-        data.made_of = value
-        if len(data) > _LARGE_PACKED and name not in self._warned_large:
-            self._warned_large.add(name)
-            _log.warning(
-                "the state of %r has %d bytes and is saved by torch.save, which is slow: track modules instead",
-                name,
-                len(data),
-            )
-        return data
+            text = f"the state of {name!r} cannot be saved: {type(error).__name__}: {error}"
+            raise SaveError(text, rank=self.rank) from error
 
     def expected_bytes(self) -> int:
         """Return the bytes that a rank's part takes at most when training is under way: of what is replicated, each
@@ -434,27 +414,3 @@ def _sharded_bytes(tensor: torch.Tensor) -> int | None:
     if isinstance(tensor, ShardedTensor):
         return sum(shard.tensor.nbytes for shard in tensor.local_shards())
     return None
-
-
-def _is_plain(value: Any) -> bool:
-    """Return True if a small state can be copied now and packed later: pickling takes ten times as long as the copy."""
-    try:
-        leaves = tree_leaves(value, is_leaf=lambda each: type(each) not in (dict, list, tuple))
-    except RecursionError:
-        return False
-    if not set(map(type, leaves)) <= _PLAIN:
-        return False
-    arrays = [leaf for leaf in leaves if isinstance(leaf, np.ndarray)]
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    return (
-        len(leaves) + sum(array.nbytes for array in arrays) < _SMALL
-        and not any(array.dtype.hasobject for array in arrays)
-        and all(_is_small_and_plain(tensor) for tensor in tensors)
-    )
-
-
-def _is_small_and_plain(tensor: torch.Tensor) -> bool:
-    plain = tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_quantized
-    if not plain or tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
-        return False
-    return not tensor.is_nested and tensor.untyped_storage().nbytes() < _SMALL >> 4

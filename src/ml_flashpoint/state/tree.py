@@ -33,6 +33,7 @@ class Tree:
 
     Args:
         state: dictionaries and lists of tensors and other values.
+        is_leaf: says of a value that it is no container; by default those are that torch's pytree knows.
 
     Attributes:
         state: the same.
@@ -40,13 +41,14 @@ class Tree:
         spec: the containers and their keys; equal for two states if their leaves are in the same places.
     """
 
-    def __init__(self, state: Mapping[str, Any]) -> None:
+    def __init__(self, state: Mapping[str, Any], is_leaf: Callable[[Any], bool] | None = None) -> None:
         self.state = state
-        self.leaves, self.spec = tree_flatten(state)
+        self._is_leaf = is_leaf
+        self.leaves, self.spec = tree_flatten(state, is_leaf)
 
     def places(self) -> dict[Path, int]:
         """Return the number of each leaf by its path."""
-        found, _ = tree_flatten_with_path(self.state)
+        found, _ = tree_flatten_with_path(self.state, self._is_leaf)
         return {tuple(map(_part, keys)): number for number, (keys, _) in enumerate(found)}
 
 

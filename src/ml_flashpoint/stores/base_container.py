@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import stat
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -24,28 +24,26 @@ from ml_flashpoint.format.errors import (
     SaveError,
     UnreadableError,
 )
+from ml_flashpoint.format.files import open_regular
 from ml_flashpoint.format.manifest import (
     Manifest,
-    ObjectRecord,
     manifest_name,
     parse_manifest_name,
     parse_object_name,
-    read_manifest,
-    write_manifest,
 )
 from ml_flashpoint.format.private_folders import check_folder, check_way
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory import container
 from ml_flashpoint.memory.lineage import RunRecord, read_records
 from ml_flashpoint.memory.lock import PRIVATE, locked_out
-from ml_flashpoint.stores.directory import Directory, read_fully
-from ml_flashpoint.stores.part import pruned, stored_object
-from ml_flashpoint.stores.version_store import Content, Removed, Version, VersionStore
+from ml_flashpoint.stores.directory import Directory
+from ml_flashpoint.stores.files import reading
+from ml_flashpoint.stores.part import pruned
+from ml_flashpoint.stores.version_store import Removed, Version, VersionStore
 
-_TRIES: Final = 50
-_LOOK_EVERY_S: Final = 0.01
+_LOCK_S: Final = 0.5
+_PAUSE_S: Final = 0.01
 _STAT_BLOCK: Final = 512
-_TO_READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class BaseContainer(VersionStore):
@@ -59,42 +57,41 @@ class BaseContainer(VersionStore):
 
     def __init__(self, base: str | os.PathLike[str]) -> None:
         self.base = Path(os.path.abspath(base))
-        self.path = str(self.base)
+        super().__init__(Directory(self.base), str(self.base))
+
+    def folder_of(self, version: str, save_id: str) -> str:
+        """See `VersionStore.folder_of`."""
+        return version
 
     def folders(self) -> list[str]:
         """Return the names of the versions' folders; none if there is no base container."""
         entries: list[os.DirEntry[str]] = []
-        with _reading(self.base, "the versions cannot be listed"), contextlib.suppress(FileNotFoundError):
+        with reading(self.base), contextlib.suppress(FileNotFoundError):
             entries = [entry for entry in os.scandir(self.base) if entry.is_dir(follow_symlinks=False)]
         is_version = CheckpointContainerId.parse_version_container
         return [entry.name for entry in entries if is_version(entry.name) is not None]
 
     def versions(self) -> list[Version]:
         """See `VersionStore.versions`. Manifests are not read, but for one of each save."""
-        found: list[Version] = []
-        with _reading(self.base, "the versions cannot be listed"):
-            for name in self.folders():
-                saves: dict[str, list[int]] = {}
-                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                    for parsed in map(parse_manifest_name, sorted(os.listdir(self.base / name))):
-                        if parsed is not None and SaveId.parse(name, parsed[1]) is not None:
-                            saves.setdefault(parsed[1], []).append(parsed[0])
-                found += filter(None, (self._version(name, save_id, ranks) for save_id, ranks in saves.items()))
-        return sorted(found, key=lambda version: version.order, reverse=True)
+        found: list[Version | None] = []
+        for name in self.folders():
+            saves: dict[str, list[int]] = {}
+            for parsed in map(parse_manifest_name, self.files.list(name)):
+                if parsed is not None and SaveId.parse(name, parsed[1]) is not None:
+                    saves.setdefault(parsed[1], []).append(parsed[0])
+            found += [self._version(name, save_id, ranks) for save_id, ranks in saves.items()]
+        return sorted(filter(None, found), key=lambda version: version.order, reverse=True)
 
     def _version(self, name: str, save_id: str, ranks: list[int]) -> Version | None:
-        step, problem = CheckpointContainerId.parse_version_container(name), ""
+        found = Version(CheckpointContainerId.parse_version_container(name) or 0, save_id, name, tuple(ranks), 0, True)
         for rank in ranks:
             try:
-                size = read_manifest(self.base / name / manifest_name(rank, save_id)).world_size
-                return Version(step or 0, save_id, name, tuple(ranks), size, True)
+                return replace(found, world_size=self.manifest(found, rank).world_size, problem="")
             except ObjectNotFoundError:
                 continue  # removed meanwhile
             except DamagedError as error:
-                problem = str(error)
-        if not problem:
-            return None
-        return Version(step or 0, save_id, name, tuple(ranks), counts=True, problem=problem)
+                found = replace(found, problem=str(error))
+        return found if found.problem else None
 
     def records(self) -> list[RunRecord]:
         """See `VersionStore.records`."""
@@ -102,66 +99,9 @@ class BaseContainer(VersionStore):
             return read_records(container.BaseContainer(self.base, make=False))
         return []
 
-    def manifest(self, version: Version, rank: int) -> Manifest:
-        """See `VersionStore.manifest`."""
-        if rank not in version.ranks:
-            raise ObjectNotFoundError("this node has no part of it", step=version.step, rank=rank, path=self.path)
-        part = (version.folder, rank, version.save_id)
-        try:
-            return read_manifest(self._manifest_path(*part))
-        except (DamagedError, ObjectNotFoundError):
-            if not self.has(*part):
-                raise pruned(*part, self.path) from None
-            raise
-
-    def _manifest_path(self, version: str, rank: int, save_id: str) -> Path:
-        return self.base / version / manifest_name(rank, save_id)
-
-    def check_sizes(self, manifest: Manifest) -> None:
-        """See `VersionStore.check_sizes`."""
-        for record in manifest.objects:
-            path = self.path_of(manifest, record)
-            wrong = ""
-            try:
-                with _reading(path, "the object"):
-                    status = os.stat(path, follow_symlinks=False)
-                if not stat.S_ISREG(status.st_mode):
-                    wrong = "the object is not a regular file"
-                elif status.st_size != record.file_size:
-                    wrong = f"the object has {status.st_size} bytes, and {record.file_size} were committed"
-            except FileNotFoundError:
-                wrong = "the object is missing"
-            if wrong:
-                part = (manifest.version, manifest.rank, manifest.save_id)
-                error = DamagedError(wrong, rank=manifest.rank, path=path)
-                raise error if self.has(*part) else pruned(*part, self.path)
-
-    def path_of(self, manifest: Manifest, record: ObjectRecord) -> str:
-        """See `VersionStore.path_of`."""
-        return str(self.base / manifest.version / record.name)
-
-    def read_into(self, manifest: Manifest, record: ObjectRecord, begin: int, into: memoryview) -> None:
-        """See `VersionStore.read_into`."""
-        path = self.path_of(manifest, record)
-        try:
-            with _reading(path, "the object"):
-                descriptor = os.open(path, _TO_READ)
-                try:
-                    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                        raise DamagedError("the object is not a regular file", step=manifest.step, path=path)
-                    if not read_fully(descriptor, into, begin):
-                        raise DamagedError("the object is too short", step=manifest.step, path=path)
-                finally:
-                    os.close(descriptor)
-        except FileNotFoundError as error:
-            part = (manifest.version, manifest.rank, manifest.save_id)
-            if not self.has(*part):
-                raise pruned(*part, self.path) from error
-            raise ObjectNotFoundError("the object is gone", step=manifest.step, path=path) from error
-
     def has(self, version: str, rank: int, save_id: str) -> bool:
         """See `VersionStore.has`. The manifest goes first."""
-        return os.path.lexists(self._manifest_path(version, rank, save_id))
+        return os.path.lexists(self.base / version / manifest_name(rank, save_id))
 
     def exists(self) -> bool:
         """See `VersionStore.exists`."""
@@ -183,40 +123,25 @@ class BaseContainer(VersionStore):
     @contextlib.contextmanager
     def _locked(self, path: str, part: tuple[str, int, str]) -> Iterator[None]:
         try:
-            with _reading(path, "the object"):
-                descriptor = os.open(path, _TO_READ)
-        except FileNotFoundError as error:
+            with reading(path):
+                descriptor = open_regular(Path(path), os.O_RDONLY)
+        except ObjectNotFoundError as error:
             raise pruned(*part, self.path) from error
         try:
-            for tries_left in reversed(range(_TRIES)):
+            give_up = time.monotonic() + _LOCK_S
+            while True:
                 try:
-                    with _reading(path, "it cannot be locked"):
-                        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:  # the owner looks, for some microseconds, whether anybody reads it
-                    if not tries_left:
+                    if time.monotonic() > give_up:
                         raise pruned(*part, self.path) from None
-                    time.sleep(_LOOK_EVERY_S)
+                    time.sleep(_PAUSE_S)
+                except OSError as error:
+                    raise UnreadableError(f"it cannot be locked: {error.strerror}", path=path) from error
             yield
         finally:
             os.close(descriptor)
-
-    def write_part(self, manifest: Manifest, content: Content) -> bool:
-        """See `VersionStore.write_part`. For folders of copies: a job's own parts are in its slots."""
-        folder, files = self.base / manifest.version, Directory(self.base)
-        with contextlib.suppress(FlashpointError):
-            if read_manifest(folder / manifest_name(manifest.rank, manifest.save_id)) == manifest:
-                for record in manifest.objects:
-                    stored_object(manifest, [self], record).check()
-                return False
-        try:
-            folder.mkdir(mode=0o700, exist_ok=True)
-        except OSError as error:
-            raise SaveError(f"the folder cannot be made: {error.strerror}", path=folder) from error
-        for record in manifest.objects:
-            files.write(f"{manifest.version}/{record.name}", content(record))
-        write_manifest(folder, manifest, fsync=True)
-        return True
 
     def remove(self, step: int | None, check: Callable[[], None] = lambda: None) -> Removed:
         """Remove versions with their memory, or all that the job has left; see `VersionStore.remove`.
@@ -284,14 +209,3 @@ def _memory_below(root: Path) -> int:
                 status = os.lstat(os.path.join(folder, name))
                 found[status.st_ino] = status.st_blocks * _STAT_BLOCK
     return sum(found.values())
-
-
-@contextlib.contextmanager
-def _reading(path: str | os.PathLike[str], what: str) -> Iterator[None]:
-    """Raise an `UnreadableError` for errors of the system but that a file is gone, or locked."""
-    try:
-        yield
-    except (FileNotFoundError, BlockingIOError):
-        raise
-    except OSError as error:
-        raise UnreadableError(f"{what}: {error.strerror}", path=path) from error

@@ -12,9 +12,7 @@ import errno
 import fcntl
 import logging
 import os
-import secrets
 import shutil
-import stat
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -22,17 +20,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ml_flashpoint.format.at_exit import close_in_children
-from ml_flashpoint.format.errors import DamagedError, JobInUseError, LoadError, SaveError
-from ml_flashpoint.format.manifest import sync_directory
+from ml_flashpoint.format.errors import DamagedError, JobInUseError, ObjectNotFoundError, SaveError
+from ml_flashpoint.format.files import as_octets, open_regular, replace_file, sync_directory, writing
 from ml_flashpoint.format.private_folders import check_unplanted
-from ml_flashpoint.stores.files import Files, as_octets, reading, split_name, writing
+from ml_flashpoint.stores.files import Files, reading, split_name
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _log = logging.getLogger(__name__)
 
-_BUFFER_BYTES: Final = 2**20
 _POLL_S: Final = 0.05
 _NO_LOCKS: Final = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
@@ -50,24 +47,9 @@ class Directory(Files):
     def write(self, name: str, chunks: Iterable[Buffer]) -> int:
         """Write a temporary file, fsync, rename, and fsync the folder; see `Files.write`."""
         target = self._path(name)
-        temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
-        written = 0
         with writing(target):
             _make_directory(target.parent)
-            try:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-                with open(os.open(temporary, flags, 0o644), "wb", buffering=_BUFFER_BYTES) as file:
-                    for chunk in chunks:
-                        written += file.write(as_octets(chunk))
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(temporary, target)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    temporary.unlink(missing_ok=True)
-                raise
-            sync_directory(target.parent)
-        return written
+            return replace_file(target, chunks, fsync=True, mode=0o644)
 
     def size(self, name: str) -> int:
         """See `Files.size`."""
@@ -87,11 +69,10 @@ class Directory(Files):
         if path != self._root and path.is_symlink():
             raise DamagedError("this is a symbolic link", path=path)
         try:
-            return sorted(os.listdir(path))
-        except (FileNotFoundError, NotADirectoryError):
+            with reading(path):
+                return sorted(os.listdir(path))
+        except ObjectNotFoundError:
             return []
-        except OSError as error:
-            raise LoadError(f"the folder cannot be read: {error.strerror}", path=path) from error
 
     def remove(self, name: str) -> None:
         """See `Files.remove`."""
@@ -155,13 +136,9 @@ class Directory(Files):
         """Yield a descriptor of a regular file, and its size."""
         path = self._path(name)
         with reading(path):
-            # Without O_NONBLOCK, a FIFO of this name would block the reader for good.
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            descriptor = open_regular(path, os.O_RDONLY)
             try:
-                status = os.fstat(descriptor)
-                if not stat.S_ISREG(status.st_mode):
-                    raise DamagedError("this is not a regular file", path=path)
-                yield descriptor, status.st_size
+                yield descriptor, os.fstat(descriptor).st_size
             finally:
                 os.close(descriptor)
 

@@ -28,15 +28,10 @@ from ml_flashpoint.format.errors import (
     InvalidArgumentError,
     ManifestError,
     ObjectNotFoundError,
-    PrunedError,
-    SaveError,
 )
 from ml_flashpoint.format.manifest import (
-    MAX_MANIFEST_BYTES,
     Manifest,
     ObjectRecord,
-    decode,
-    encode,
     manifest_name,
     object_name,
     parse_manifest_name,
@@ -44,9 +39,8 @@ from ml_flashpoint.format.manifest import (
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.stores.files import Files, watched_files
 from ml_flashpoint.stores.ownership import PERIOD_S, owned_files
-from ml_flashpoint.stores.part import stored_object
 from ml_flashpoint.stores.records import MAX_RECORD_BYTES, decode_record, encode_record
-from ml_flashpoint.stores.version_store import Content, Removed, Version, VersionStore
+from ml_flashpoint.stores.version_store import Removed, Version, VersionStore
 
 _log = logging.getLogger(__name__)
 
@@ -109,30 +103,16 @@ class DurableVersions(VersionStore):
         url: of the user, for messages.
     """
 
+    durable = True
+
     def __init__(self, files: Files, url: str = "") -> None:
-        self.files = files
-        self.path = url or files.path_of("")
+        super().__init__(files, url or files.path_of(""))
+
+    def folder_of(self, version: str, save_id: str) -> str:
+        """See `VersionStore.folder_of`."""
+        return folder_of(version, save_id)
 
     # ---- writing ------------------------------------------------------------------------------------------
-
-    def write_part(self, manifest: Manifest, content: Content) -> bool:
-        """See `VersionStore.write_part`."""
-        record, folder = only_object(manifest), folder_of(manifest.version, manifest.save_id)
-        name = f"{folder}/{manifest_name(manifest.rank, manifest.save_id)}"
-        with contextlib.suppress(DamagedError, ObjectNotFoundError, PrunedError):  # the usual case
-            if self._read_manifest(name) == manifest:
-                stored_object(manifest, [self]).check()
-                return False
-        written = self.files.write(f"{folder}/{record.name}", content(record))
-        if written != record.file_size:
-            raise SaveError(
-                f"{written} bytes were written, and not {record.file_size}",
-                step=manifest.step,
-                rank=manifest.rank,
-                path=self.path_of(manifest, record),
-            )
-        self.files.write(name, [encode(manifest)])
-        return True
 
     def ranks_there(self, version: str, save_id: str) -> set[int]:
         """Return the ranks whose parts of a save are there."""
@@ -200,25 +180,12 @@ class DurableVersions(VersionStore):
 
     def manifest(self, version: Version, rank: int) -> Manifest:
         """See `VersionStore.manifest`."""
-        if rank not in version.ranks:
-            raise ObjectNotFoundError(f"it was saved by {version.world_size} ranks", step=version.step, rank=rank)
-        manifest = self._read_manifest(f"{version.folder}/{manifest_name(rank, version.save_id)}")
-        only_object(manifest, self.files.path_of(version.folder))
+        manifest = super().manifest(version, rank)
+        path = self.files.path_of(version.folder)
+        only_object(manifest, path)
         if manifest.world_size != version.world_size:
-            path = self.files.path_of(version.folder)
             raise ManifestError(f"this is a part of {manifest.world_size} ranks", rank=rank, path=path)
         return manifest
-
-    def _read_manifest(self, name: str) -> Manifest:
-        return decode(self.files.read(name, limit=MAX_MANIFEST_BYTES), self.files.path_of(name))
-
-    def check_sizes(self, manifest: Manifest) -> None:
-        """See `VersionStore.check_sizes`."""
-        record = only_object(manifest)
-        size = self.files.size(f"{folder_of(manifest.version, manifest.save_id)}/{record.name}")
-        if size != record.file_size:
-            path = self.path_of(manifest, record)
-            raise DamagedError(f"the file has {size} bytes, and not {record.file_size} as recorded", path=path)
 
     def check_parts(self, version: Version) -> None:
         """Check that all parts of a version are there, with their sizes. Content is not read.
@@ -228,14 +195,6 @@ class DurableVersions(VersionStore):
         """
         for rank in version.ranks:
             self.check_sizes(self.manifest(version, rank))
-
-    def read_into(self, manifest: Manifest, record: ObjectRecord, begin: int, into: memoryview) -> None:
-        """See `VersionStore.read_into`."""
-        self.files.read_into(f"{folder_of(manifest.version, manifest.save_id)}/{record.name}", begin, into)
-
-    def path_of(self, manifest: Manifest, record: ObjectRecord) -> str:
-        """See `VersionStore.path_of`."""
-        return self.files.path_of(f"{folder_of(manifest.version, manifest.save_id)}/{record.name}")
 
     def has(self, version: str, rank: int, save_id: str) -> bool:
         """See `VersionStore.has`. The marker goes first."""

@@ -6,7 +6,6 @@ Owns what a name may be, and the package's errors for those of a filesystem. Imp
 from __future__ import annotations
 
 import contextlib
-import errno
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -14,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from ml_flashpoint.format.checkpoint_id_types import validate_segment
 from ml_flashpoint.format.errors import (
-    CapacityError,
     DamagedError,
     FlashpointError,
     InvalidNameError,
-    LoadError,
     ObjectNotFoundError,
-    SaveError,
+    UnreadableError,
+    UnsafePathError,
 )
+from ml_flashpoint.format.files import text_of_system
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -43,18 +42,11 @@ def split_name(name: str, *, allow_root: bool = False) -> tuple[str, ...]:
     return tuple(map(validate_segment, name.split("/")))
 
 
-def as_octets(buffer: Buffer) -> memoryview:
-    """Return a contiguous buffer as one dimension of bytes, without copying it."""
-    view = memoryview(buffer)
-    # A view with a zero in its shape cannot be cast.
-    return view.cast("B") if view.nbytes else memoryview(bytearray())
-
-
 class Files(ABC):
     """Files under one root. Names are relative, with slashes; a folder comes with the first file in it.
 
     Calls block. Several threads may read, and write files of different names. Writing and removing raise a `SaveError`
-    (`CapacityError` if there is no room), reading a `LoadError` for what may pass.
+    (`CapacityError` if there is no room), reading an `UnreadableError` for what may pass.
     """
 
     @abstractmethod
@@ -116,36 +108,18 @@ class Files(ABC):
 
 
 @contextlib.contextmanager
-def writing(path: object, errors: type[Exception] = OSError) -> Iterator[None]:
-    """Raise a `CapacityError` or `SaveError` for these errors of a filesystem."""
-    try:
-        yield
-    except FlashpointError:
-        raise
-    except errors as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise CapacityError("no room for the file", path=str(path)) from error
-        raise SaveError(f"cannot be written: {_text_of(error)}", path=str(path)) from error
-
-
-@contextlib.contextmanager
 def reading(path: object, errors: type[Exception] = OSError) -> Iterator[None]:
-    """Raise an `ObjectNotFoundError`, `DamagedError` or `LoadError` for these errors of a filesystem."""
+    """Raise an `ObjectNotFoundError`, `DamagedError` or `UnreadableError` for these errors of a filesystem."""
     try:
         yield
+    except UnsafePathError as error:
+        raise DamagedError(error.message, path=str(path)) from error
     except FlashpointError:
         raise
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ObjectNotFoundError("there is no such file", path=str(path)) from error
     except errors as error:
-        if isinstance(error, OSError) and error.errno == errno.ELOOP:
-            raise DamagedError("this is a symbolic link", path=str(path)) from error
-        raise LoadError(f"cannot be read: {_text_of(error)}", path=str(path)) from error
-
-
-def _text_of(error: Exception) -> str:
-    text = error.strerror if isinstance(error, OSError) else None
-    return text or f"{type(error).__name__}: {error}"
+        raise UnreadableError(f"cannot be read: {text_of_system(error)}", path=str(path)) from error
 
 
 def watched_files(files: Files, moved: Callable[[], None]) -> Files:

@@ -11,7 +11,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.digest import verify_blocks
@@ -19,7 +19,6 @@ from ml_flashpoint.format.errors import (
     DamagedError,
     DigestMismatchError,
     FlashpointError,
-    LoadError,
     ObjectNotFoundError,
     PrunedError,
     UnreadableError,
@@ -28,7 +27,9 @@ from ml_flashpoint.format.failure_kinds import is_damage
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, manifest_name
 from ml_flashpoint.format.object_format import Entry, Layout, header_length, parse_header
 from ml_flashpoint.stores.files import PIECE_BYTES
-from ml_flashpoint.stores.version_store import VersionStore
+
+if TYPE_CHECKING:
+    from ml_flashpoint.stores.version_store import VersionStore
 
 _log = logging.getLogger(__name__)
 
@@ -113,15 +114,11 @@ class StoredObject:
                 self._verified(start, into[start - begin : start - begin + taken])
                 block += -(-taken // size)
 
-    def pieces(self, memory: PieceMemory | None = None) -> Iterator[memoryview]:
-        """Yield the whole file: bytes that count, then zeros for unused room. A piece is valid until the next one.
-
-        Args:
-            memory: to read into, of a caller that reads often.
-        """
+    def pieces(self) -> Iterator[memoryview]:
+        """Yield the whole file: bytes that count, then zeros for unused room. A piece is valid until the next one."""
         record = self.record
         piece = max(PIECE_BYTES // record.block_size, 1) * record.block_size
-        view = (memory or PieceMemory()).of(min(piece, record.size))
+        view = memoryview(bytearray(min(piece, record.size)))
         for begin in range(0, record.size, piece):
             content = view[: min(piece, record.size - begin)]
             self._verified(begin, content)
@@ -185,7 +182,7 @@ def stored_object(
                 store.read_into(manifest, of, begin, into)
                 check_blocks(of, begin, into, path)
                 return
-            except (DamagedError, ObjectNotFoundError, PrunedError, UnreadableError, LoadError) as error:
+            except (DamagedError, ObjectNotFoundError, PrunedError, UnreadableError) as error:
                 known = (manifest.version, manifest.rank, manifest.save_id)
                 gone = isinstance(error, (DigestMismatchError, ObjectNotFoundError)) and not store.has(*known)
                 failures.append(pruned(*known, store.path) if gone else error)
@@ -195,20 +192,6 @@ def stored_object(
         raise next((error for error in failures if not is_damage(error)), failures[0])
 
     return StoredObject(of, read, stores[0].path_of(manifest, of))
-
-
-class PieceMemory:
-    """Memory to read pieces into, kept from one object to the next: to fault in new pages takes as long as to read
-    some pieces, and to free them keeps the GIL. For one object at a time."""
-
-    def __init__(self) -> None:
-        self._memory = bytearray()
-
-    def of(self, size: int) -> memoryview:
-        """Return so many bytes of it."""
-        if len(self._memory) < size:
-            self._memory = bytearray(size)
-        return memoryview(self._memory)[:size]
 
 
 def pruned(version: str, rank: int, save_id: str, path: str) -> PrunedError:

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from ml_flashpoint.format.errors import DamagedError, FlashpointError, InvalidArgumentError, ObjectNotFoundError
-from ml_flashpoint.stores.files import PIECE_BYTES, Files, as_octets, reading, split_name, writing
+from ml_flashpoint.format.files import as_octets, writing
+from ml_flashpoint.stores.files import PIECE_BYTES, Files, reading, split_name
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -14,9 +14,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.manifest import Manifest, ObjectRecord
+from ml_flashpoint.format.errors import DamagedError, ObjectNotFoundError, PrunedError, SaveError
+from ml_flashpoint.format.manifest import (
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    ObjectRecord,
+    decode,
+    encode,
+    manifest_name,
+)
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.lineage import RunRecord
+from ml_flashpoint.stores.files import Files
+from ml_flashpoint.stores.part import stored_object
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -84,17 +94,24 @@ class Version:
 
 
 class VersionStore(ABC):
-    """A place that holds versions. Calls block; several threads may read, and write parts of different ranks.
+    """Versions in files. Calls block; several threads may read, and write parts of different ranks.
 
-    What cannot be read just now is a `LoadError` or an `UnreadableError`, and no reason for an older version.
+    What cannot be read just now is an `UnreadableError`, and no reason for an older version.
 
-    Attributes:
-        path: its path or URL.
-        durable: True if its versions outlive memory: then the newest one is removed only when that is asked for.
+    Args:
+        files: in which they are.
+        path: path or URL, for messages.
     """
 
-    path: str
-    durable = True
+    durable: bool
+    """True if its versions outlive memory: then the newest one is removed only when that is asked for."""
+
+    def __init__(self, files: Files, path: str) -> None:
+        self.files, self.path = files, path
+
+    @abstractmethod
+    def folder_of(self, version: str, save_id: str) -> str:
+        """Return the folder of a save."""
 
     @abstractmethod
     def exists(self) -> bool:
@@ -105,37 +122,8 @@ class VersionStore(ABC):
         """Return all versions, the newest save first, with those that are incomplete or damaged."""
 
     @abstractmethod
-    def manifest(self, version: Version, rank: int) -> Manifest:
-        """Return the manifest of a rank's part, checked.
-
-        Raises:
-            ObjectNotFoundError: there is no such part.
-            DamagedError: the manifest is not as it was saved.
-            PrunedError: a running job has removed the version.
-        """
-
-    @abstractmethod
-    def check_sizes(self, manifest: Manifest) -> None:
-        """Check that the objects of a part are there, and as long as they should be. Raises what `manifest` raises."""
-
-    @abstractmethod
-    def read_into(self, manifest: Manifest, record: ObjectRecord, begin: int, into: memoryview) -> None:
-        """Fill a view with bytes of an object, from byte ``begin`` on. Raises what `manifest` raises."""
-
-    @abstractmethod
     def has(self, version: str, rank: int, save_id: str) -> bool:
         """Return False if a part was removed since it was listed: then nothing about it is damage."""
-
-    @abstractmethod
-    def path_of(self, manifest: Manifest, record: ObjectRecord) -> str:
-        """Return the path or URL of an object."""
-
-    @abstractmethod
-    def write_part(self, manifest: Manifest, content: Content) -> bool:
-        """Write a part, durably: its objects, then its manifest. Return False if it was there already.
-
-        A part that is there is compared with its digests, and written anew if it differs.
-        """
 
     @abstractmethod
     def remove(self, step: int | None, check: Callable[[], None] = lambda: None) -> Removed:
@@ -149,6 +137,59 @@ class VersionStore(ABC):
             ObjectNotFoundError: there is none.
             SaveError: one cannot be removed; those removed before are gone.
         """
+
+    def manifest(self, version: Version, rank: int) -> Manifest:
+        """Return the manifest of a rank's part, checked.
+
+        Raises:
+            ObjectNotFoundError: there is no such part.
+            DamagedError: the manifest is not as it was saved.
+        """
+        if rank not in version.ranks:
+            raise ObjectNotFoundError("there is no part of this rank", step=version.step, rank=rank, path=self.path)
+        return self._manifest(f"{version.folder}/{manifest_name(rank, version.save_id)}")
+
+    def _manifest(self, name: str) -> Manifest:
+        return decode(self.files.read(name, limit=MAX_MANIFEST_BYTES), self.files.path_of(name))
+
+    def check_sizes(self, manifest: Manifest) -> None:
+        """Check that the objects of a part are there, and as long as they should be. Raises what `manifest` raises."""
+        for record in manifest.objects:
+            size = self.files.size(self._name_of(manifest, record))
+            if size != record.file_size:
+                text = f"the object has {size} bytes, and {record.file_size} were committed"
+                raise DamagedError(text, rank=manifest.rank, path=self.path_of(manifest, record))
+
+    def read_into(self, manifest: Manifest, record: ObjectRecord, begin: int, into: memoryview) -> None:
+        """Fill a view with bytes of an object, from byte ``begin`` on. Raises what `manifest` raises."""
+        self.files.read_into(self._name_of(manifest, record), begin, into)
+
+    def path_of(self, manifest: Manifest, record: ObjectRecord) -> str:
+        """Return the path or URL of an object."""
+        return self.files.path_of(self._name_of(manifest, record))
+
+    def _name_of(self, manifest: Manifest, record: ObjectRecord) -> str:
+        return f"{self.folder_of(manifest.version, manifest.save_id)}/{record.name}"
+
+    def write_part(self, manifest: Manifest, content: Content) -> bool:
+        """Write a part, durably: its objects, then its manifest. Return False if it was there already.
+
+        A part that is there is compared with its digests, and written anew if it differs.
+        """
+        folder = self.folder_of(manifest.version, manifest.save_id)
+        name = f"{folder}/{manifest_name(manifest.rank, manifest.save_id)}"
+        with contextlib.suppress(DamagedError, ObjectNotFoundError, PrunedError):  # the usual case
+            if self._manifest(name) == manifest:
+                for record in manifest.objects:
+                    stored_object(manifest, [self], record).check()
+                return False
+        for record in manifest.objects:
+            written = self.files.write(f"{folder}/{record.name}", content(record))
+            if written != record.file_size:
+                text = f"{written} bytes were written, and not {record.file_size}"
+                raise SaveError(text, step=manifest.step, rank=manifest.rank, path=self.path_of(manifest, record))
+        self.files.write(name, [encode(manifest)])
+        return True
 
     def records(self) -> list[RunRecord]:
         """Return the records of runs that the store has, by which versions exist; none if it has no records."""

@@ -74,6 +74,7 @@ def copy_version(
 
 def _copy(version: FoundVersion, folder: Path, progress: Progress) -> Path:
     def make(hidden: Path) -> Path:
+        (hidden / version.name).mkdir(mode=0o700)
         _write_parts(version, BaseContainer(hidden), progress, at_a_time=1)
         return hidden / version.name
 

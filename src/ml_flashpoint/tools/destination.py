@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ml_flashpoint.format.errors import SaveError
-from ml_flashpoint.format.manifest import sync_directory
+from ml_flashpoint.format.files import sync_directory
 from ml_flashpoint.format.private_folders import check_unplanted
 
 

@@ -27,8 +27,7 @@ from ml_flashpoint.copy.dtypes import bytes_of, dtype_name
 from ml_flashpoint.format.arguments import checked_choice
 from ml_flashpoint.format.dtypes import stored_tensor
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError
-from ml_flashpoint.format.object_format import encode_header
-from ml_flashpoint.format.object_layout import plan_layout
+from ml_flashpoint.format.object_format import encode_header, plan_layout
 from ml_flashpoint.tools.destination import make_whole
 from ml_flashpoint.tools.items import OpenVersion, VersionItems
 from ml_flashpoint.tools.sources import FoundVersion, Progress, Source, no_progress, stores_of, with_newest

@@ -66,7 +66,7 @@ class Checks(Callback):
 
     def _note(self, hook: str) -> None:
         assert self.ours.flashpoint is not None
-        late = self.ours.flashpoint._saves.overlap._late
+        late = self.ours.flashpoint._checkpointer.overlap._late
         self.under_way[hook].append(late is not None and not late.over)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -88,7 +88,7 @@ class Checks(Callback):
 
     def on_train_epoch_end(self, *_: Any) -> None:
         assert self.ours.flashpoint is not None
-        late = self.ours.flashpoint._saves.overlap._late
+        late = self.ours.flashpoint._checkpointer.overlap._late
         self.under_way["end"].append(late is not None and not late.over)
 
 

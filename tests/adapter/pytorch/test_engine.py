@@ -1,4 +1,4 @@
-"""`Engine`: opening, saving, loading and ending by one object, in one process and on two nodes."""
+"""`Checkpointer`: opening, saving, loading and ending by one object, in one process and on two nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ml_flashpoint import Engine, events
+from ml_flashpoint import Checkpointer, Config, events
 from ml_flashpoint.format.errors import InvalidArgumentError, UnsafeContentError
 from ml_flashpoint.ranks.collectives import Collectives
 from tests.support.forked import Report, call_team
@@ -29,7 +29,7 @@ def in_background(*args: Any, **options: Any) -> None:
     saving.result()
 
 
-def loaded(engine: Engine) -> tuple[int | None, float]:
+def loaded(engine: Checkpointer) -> tuple[int | None, float]:
     into = state(-1)
     latest = engine.latest()
     if latest is None:
@@ -40,27 +40,27 @@ def loaded(engine: Engine) -> tuple[int | None, float]:
 
 
 def test_saves_and_loads(tmpfs: Path, process_group: None) -> None:
-    with Engine.open(tmpfs / "job") as engine:
+    with Checkpointer(tmpfs / "job") as engine:
         assert loaded(engine) == (None, -1.0)
         for step in (1, 2):
-            dcp.save(state(step), checkpoint_id=engine.version(step), storage_writer=engine.writer)
-        assert engine.writer is engine.writer
+            dcp.save(state(step), checkpoint_id=engine.id(step), storage_writer=engine.writer())
+        assert engine.writer() is engine.writer()
         assert engine.wait(30)
         assert loaded(engine) == (2, 2.0)
     engine.close()  # once more does no harm
-    with Engine.open(tmpfs / "job") as engine:
+    with Checkpointer(tmpfs / "job") as engine:
         assert loaded(engine) == (2, 2.0)
-    with Engine.open(tmpfs / "job", discard_existing=True) as engine:
+    with Checkpointer(tmpfs / "job", discard_existing=True) as engine:
         assert loaded(engine) == (None, -1.0)
 
 
 def test_how_long_saves_hold_the_loop_is_told(tmpfs: Path, process_group: None) -> None:
     told: list[events.Event] = []
-    with Engine.open(tmpfs / "job") as engine, events.subscribe(told.append):
-        dcp.save(state(1), checkpoint_id=engine.version(1), storage_writer=engine.writer)
+    with Checkpointer(tmpfs / "job") as engine, events.subscribe(told.append):
+        dcp.save(state(1), checkpoint_id=engine.id(1), storage_writer=engine.writer())
         began = time.perf_counter()
         future: Any = dcp.async_save(
-            state(2), checkpoint_id=engine.version(2), storage_writer=engine.writer, async_stager=engine.writer
+            state(2), checkpoint_id=engine.id(2), storage_writer=engine.writer(), async_stager=engine.writer()
         )
         held_s = time.perf_counter() - began
         future.result()
@@ -74,22 +74,22 @@ def test_how_long_saves_hold_the_loop_is_told(tmpfs: Path, process_group: None) 
 
 
 def test_refuses_to_bury_what_nobody_asked_about(tmpfs: Path, process_group: None) -> None:
-    with Engine.open(tmpfs / "job") as engine:
-        dcp.save(state(1), checkpoint_id=engine.version(1), storage_writer=engine.writer)
-    with Engine.open(tmpfs / "job") as engine:
+    with Checkpointer(tmpfs / "job") as engine:
+        dcp.save(state(1), checkpoint_id=engine.id(1), storage_writer=engine.writer())
+    with Checkpointer(tmpfs / "job") as engine:
         for call in (dcp.save, in_background):
             with pytest.raises(CheckpointException, match="nobody has asked about"):
-                call(state(2), checkpoint_id=engine.version(2), storage_writer=engine.writer)
+                call(state(2), checkpoint_id=engine.id(2), storage_writer=engine.writer())
         assert loaded(engine) == (1, 1.0)
-        dcp.save(state(2), checkpoint_id=engine.version(2), storage_writer=engine.writer)
+        dcp.save(state(2), checkpoint_id=engine.id(2), storage_writer=engine.writer())
 
 
 def test_a_closed_one_says_so(tmpfs: Path, process_group: None) -> None:
-    with Engine.open(tmpfs / "job") as engine:
-        dcp.save(state(1), checkpoint_id=engine.version(1), storage_writer=engine.writer)
+    with Checkpointer(tmpfs / "job") as engine:
+        dcp.save(state(1), checkpoint_id=engine.id(1), storage_writer=engine.writer())
     for call in (dcp.save, in_background):
         with pytest.raises(CheckpointException, match=r"(?s)closed"):
-            call(state(2), checkpoint_id=engine.version(2), storage_writer=engine.writer)
+            call(state(2), checkpoint_id=engine.id(2), storage_writer=engine.writer())
 
 
 class Unknown:
@@ -97,8 +97,8 @@ class Unknown:
 
 
 def test_what_may_be_unpickled_is_that_of_writer_and_reader(tmpfs: Path, process_group: None) -> None:
-    with Engine.open(tmpfs / "job") as engine, pytest.raises(CheckpointException) as refused:
-        dcp.save({"x": Unknown()}, checkpoint_id=engine.version(1), storage_writer=engine.writer)
+    with Checkpointer(tmpfs / "job") as engine, pytest.raises(CheckpointException) as refused:
+        dcp.save({"x": Unknown()}, checkpoint_id=engine.id(1), storage_writer=engine.writer())
     assert isinstance(refused.value.failures[0][0], UnsafeContentError)
 
 
@@ -107,29 +107,36 @@ def test_what_may_be_unpickled_is_that_of_writer_and_reader(tmpfs: Path, process
     [
         ({"replication": "both"}, "replication"),
         ({"replication": 2}, "replication"),
-        ({"discard_existing": 1}, "discard_existing"),
         ({"safe_globals": "x"}, "safe_globals"),
+        ({"keep": 0}, "keep"),
+        ({"overlap": 1}, "overlap"),
+        ({"on_world_size_change": "ask"}, "on_world_size_change"),
+        ({"deadline_s": 0}, "deadline_s"),
+        ({"sigterm_grace_s": 0}, "sigterm_grace_s"),
+        ({"persist": "s3://bucket"}, "persist"),
     ],
 )
 def test_refuses_bad_arguments(tmpfs: Path, options: dict[str, Any], argument: str) -> None:
     with pytest.raises(InvalidArgumentError) as refused:
-        Engine.open(tmpfs / "job", **options)
+        Config(**options)
     assert refused.value.argument == argument
-    Engine.open(tmpfs / "job").close()  # nothing is left open
+    with pytest.raises(InvalidArgumentError, match="discard_existing"):
+        Checkpointer(tmpfs / "job", discard_existing=1)  # type: ignore[arg-type]
+    Checkpointer(tmpfs / "job").close()  # nothing is left open
 
 
 def on_two_nodes(report: Report, rank: int, replication: str) -> tuple[list[int], int | None, float]:
     base = Path(os.environ["FLASHPOINT_TEST_BASE"])
-    with Engine.open(base, replication=replication) as engine:
+    with Checkpointer(base, Config(replication=replication)) as engine:
         for step in (1, 2):
-            dcp.save(state(step), checkpoint_id=engine.version(step), storage_writer=engine.writer)
+            dcp.save(state(step), checkpoint_id=engine.id(step), storage_writer=engine.writer())
         assert engine.wait(60)
         copies = list(engine.strategy.copies_of(rank, engine.ranks.topology))
     dist.barrier()
     if rank == 1 and replication != "none":
         shutil.rmtree(base)  # the node was replaced
     dist.barrier()
-    with Engine.open(base, replication=replication) as engine:
+    with Checkpointer(base, Config(replication=replication)) as engine:
         return copies, *loaded(engine)
 
 
@@ -154,10 +161,10 @@ def collectives_of_opening_and_looking(report: Report, rank: int) -> tuple[int, 
     for name in ("reduce", "broadcast"):
         setattr(Collectives, name, counted(getattr(Collectives, name)))
     base = Path(os.environ["FLASHPOINT_TEST_BASE"])
-    with Engine.open(base) as engine:
+    with Checkpointer(base) as engine:
         found = engine.latest()
         if found is None:
-            dcp.save(state(1), checkpoint_id=engine.version(1), storage_writer=engine.writer)
+            dcp.save(state(1), checkpoint_id=engine.id(1), storage_writer=engine.writer())
             assert engine.wait(60)
     return len(calls), found and found.step
 

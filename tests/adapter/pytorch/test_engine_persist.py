@@ -1,4 +1,4 @@
-"""`Engine` with a durable store, in one process."""
+"""`Checkpointer` with a durable store, in one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ml_flashpoint import Engine
+from ml_flashpoint import Checkpointer, Config, Persist
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.format.knobs import BLOCK_BYTES_VARIABLE
 from ml_flashpoint.stores.directory import Directory
@@ -36,21 +36,21 @@ def state(value: float) -> dict[str, Any]:
     return {"weight": torch.full((300, 7), float(value)), "value": value}
 
 
-def save(engine: Engine, step: int, value: float | None = None) -> None:
+def save(engine: Checkpointer, step: int, value: float | None = None) -> None:
     saved = state(step if value is None else value)
-    dcp.save(saved, checkpoint_id=engine.version(step), storage_writer=engine.writer)
+    dcp.save(saved, checkpoint_id=engine.id(step), storage_writer=engine.writer())
     assert engine.wait(30)
 
 
-def read(engine: Engine, step: int) -> float:
+def read(engine: Checkpointer, step: int) -> float:
     into = state(-1)
-    version = engine.version(step)
+    version = engine.id(step)
     dcp.load(into, checkpoint_id=version, storage_reader=engine.reader(version))
     assert bool((into["weight"] == into["value"]).all())
     return float(into["value"])
 
 
-def newest(engine: Engine) -> tuple[int | None, str, float]:
+def newest(engine: Checkpointer) -> tuple[int | None, str, float]:
     latest = engine.latest()
     assert latest is not None
     assert latest.step is not None
@@ -60,16 +60,16 @@ def newest(engine: Engine) -> tuple[int | None, str, float]:
 
 
 @pytest.mark.parametrize(("argument", "value"), REFUSED)
-def test_refuses_what_the_facade_refuses_in_its_words(base: Path, argument: str, value: Any) -> None:
-    options: dict[str, Any] = {"persist": "memory://any", argument: value}
+def test_refuses_what_the_facade_refuses_in_its_words(argument: str, value: Any) -> None:
+    name = argument.removeprefix("persist_").replace("persist", "url")
+    options: dict[str, Any] = {"url": "memory://any", name: value}
     with pytest.raises(InvalidArgumentError) as refused:
-        Engine.open(base, **options)
+        Persist(**options)
     assert str(refused.value) == refusal(argument, value)
-    assert not base.exists()
 
 
 def test_verified_versions_are_persisted_and_told_of(base: Path, store: Path) -> None:
-    with Engine.open(base, persist=str(store), persist_every=2, persist_keep=2) as engine:
+    with Checkpointer(base, Config(persist=Persist(str(store), every=2, keep=2))) as engine:
         assert engine.latest() is None
         for step in range(1, 8):
             save(engine, step)
@@ -82,21 +82,21 @@ def test_verified_versions_are_persisted_and_told_of(base: Path, store: Path) ->
 
 
 def test_latest_is_the_newer_of_memory_and_store(base: Path, store: Path) -> None:
-    with Engine.open(base, persist=str(store)) as engine:
+    with Checkpointer(base, Config(persist=Persist(str(store)))) as engine:
         save(engine, 3)
     shutil.copytree(base, base.with_name("kept"), ignore=shutil.ignore_patterns("lock"))
-    with Engine.open(base, persist=str(store)) as engine:
+    with Checkpointer(base, Config(persist=Persist(str(store)))) as engine:
         assert newest(engine) == (3, "memory", 3)
         save(engine, 4)
     shutil.rmtree(base)
-    with Engine.open(base, persist=str(store)) as engine:
+    with Checkpointer(base, Config(persist=Persist(str(store)))) as engine:
         assert newest(engine) == (4, "persisted", 4)
         report = engine.last_recovery
         assert report is not None
         assert (report.version, report.world_size) == ("step-4_ckpt", 1)
     shutil.rmtree(base)
     base.with_name("kept").rename(base)
-    with Engine.open(base, persist=str(store)) as engine:
+    with Checkpointer(base, Config(persist=Persist(str(store)))) as engine:
         assert newest(engine) == (4, "persisted", 4)
         save(engine, 5)
         assert newest(engine) == (5, "memory", 5)
@@ -105,8 +105,8 @@ def test_latest_is_the_newer_of_memory_and_store(base: Path, store: Path) -> Non
 def test_no_more_is_read_than_is_wanted(base: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(BLOCK_BYTES_VARIABLE, "4096")
     saved = {"wanted": torch.rand(10_000), "other": torch.rand(1_000_000)}
-    with Engine.open(base, persist=str(store)) as engine:
-        dcp.save(saved, checkpoint_id=engine.version(1), storage_writer=engine.writer)
+    with Checkpointer(base, Config(persist=Persist(str(store)))) as engine:
+        dcp.save(saved, checkpoint_id=engine.id(1), storage_writer=engine.writer())
     shutil.rmtree(base)
     read: list[int] = []
     real = Directory.read_into
@@ -115,7 +115,7 @@ def test_no_more_is_read_than_is_wanted(base: Path, store: Path, monkeypatch: py
         read.append(len(into))
         real(self, name, begin, into)
 
-    with monkeypatch.context() as patched, Engine.open(base, persist=str(store)) as engine:
+    with monkeypatch.context() as patched, Checkpointer(base, Config(persist=Persist(str(store)))) as engine:
         patched.setattr(Directory, "read_into", counted)
         latest = engine.latest()
         assert latest is not None
@@ -126,26 +126,26 @@ def test_no_more_is_read_than_is_wanted(base: Path, store: Path, monkeypatch: py
 
 
 def test_a_step_that_is_saved_again_is_not_taken_for_the_persisted_one(base: Path, store: Path) -> None:
-    with Engine.open(base, persist=str(store)) as engine:
+    with Checkpointer(base, Config(persist=Persist(str(store)))) as engine:
         save(engine, 3)
     shutil.rmtree(base)
-    with Engine.open(base, persist=str(store)) as engine:
+    with Checkpointer(base, Config(persist=Persist(str(store)))) as engine:
         assert newest(engine) == (3, "persisted", 3)
         save(engine, 3, value=30)
         assert read(engine, 3) == 30
 
 
 def test_what_was_gone_back_from_is_not_persisted_at_the_end(base: Path, store: Path) -> None:
-    with Engine.open(base, persist=str(store), persist_every=1000, keep=3) as engine:
+    with Checkpointer(base, Config(keep=3, persist=Persist(str(store), every=1000))) as engine:
         for step in (1, 2, 3):
             save(engine, step)
-        assert engine.go_back(2) == engine.version(2)
+        assert engine.go_back(2) == engine.id(2)
         assert read(engine, 2) == 2
     assert persisted_steps(store) == []
 
 
 def test_a_process_that_is_about_to_end_has_it_persisted(base: Path, store: Path) -> None:
-    with Engine.open(base, persist=str(store), persist_every=1000) as engine:
+    with Checkpointer(base, Config(persist=Persist(str(store), every=1000))) as engine:
         save(engine, 1)
         assert engine.persist_health.persisted is None
         assert engine.finish(30)
@@ -155,7 +155,7 @@ def test_a_process_that_is_about_to_end_has_it_persisted(base: Path, store: Path
 
 
 def test_without_a_store_there_is_nothing_to_tell(base: Path) -> None:
-    with Engine.open(base) as engine:
+    with Checkpointer(base) as engine:
         save(engine, 1)
         assert engine.finish(30)
         assert engine.persist_health.persisted is None
@@ -166,7 +166,7 @@ def test_without_a_store_there_is_nothing_to_tell(base: Path) -> None:
 def test_a_planned_end_waits_longer_for_a_slow_store(base: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     monkeypatch.setenv("FLASHPOINT_EXIT_DEADLINE_S", "0.05")
     with faulty_files() as faults:
-        engine = Engine.open(base, persist=faults.url, persist_every=1)
+        engine = Checkpointer(base, Config(persist=Persist(faults.url, every=1)))
         faults.now = "hang"
         save(engine, 1)
         assert faults.met.wait(20)

@@ -38,8 +38,8 @@ def _state(*names: str) -> dict[str, Any]:
 
 
 def _needed(omission: Omission, state: dict[str, Any]) -> list[str]:
-    leaves = TensorLeaves(state)
-    return [leaves.paths[leaves.indices.index(i)] for i in omission.needed(leaves)]
+    leaves = TensorLeaves(state, omission.places)
+    return [leaves.places.paths[leaves.indices.index(i)] for i in omission.needed(leaves)]
 
 
 def test_plans_tell_what_is_left_to_others() -> None:
@@ -84,7 +84,7 @@ def test_what_others_write_is_left_out_from_the_next_save_on() -> None:
     omission = Omission()
     state = _state("a", "b", "c")
     assert _needed(omission, state) == ["a", "b", "c"]
-    omission.watch(_saved({"b", "c"}), whole=True)
+    omission.watch(_saved({"b", "c"}))
     assert _needed(omission, state) == ["a"]
     assert _needed(omission, _state("a", "b", "c")) == ["a"]
 
@@ -92,7 +92,7 @@ def test_what_others_write_is_left_out_from_the_next_save_on() -> None:
 def test_another_structure_is_staged_whole() -> None:
     omission = Omission()
     _needed(omission, _state("a", "b"))
-    omission.watch(_saved({"b"}), whole=True)
+    omission.watch(_saved({"b"}))
     for state in (_state("b", "a"), _state("a", "b", "c"), {"a": torch.ones(3), "b": torch.ones(4)}, _state("b")):
         assert _needed(omission, state) == list(state)
 
@@ -100,20 +100,16 @@ def test_another_structure_is_staged_whole() -> None:
 def test_a_save_of_an_earlier_structure_teaches_nothing() -> None:
     omission = Omission()
     _needed(omission, _state("a", "b"))
-    late = _saved({"b"})
+    omission.watch(_saved({"b"}))
     _needed(omission, _state("a", "b", "c"))
-    omission.watch(_saved(None), whole=True)
-    _needed(omission, _state("a", "b"))
     assert _needed(omission, _state("a", "b")) == ["a", "b"]
-    omission.watch(late, whole=True)
-    assert _needed(omission, _state("a", "b")) == ["a"]
 
 
 def test_an_outcome_that_is_not_known_yet_teaches_later() -> None:
     omission = Omission()
     _needed(omission, _state("a", "b"))
     save: Any = _Staged()
-    omission.watch(save, whole=True)
+    omission.watch(save)
     assert _needed(omission, _state("a", "b")) == ["a", "b"]
     save.others, save.succeeded = frozenset({"b"}), True
     assert _needed(omission, _state("a", "b")) == ["a"]
@@ -124,9 +120,9 @@ def test_tied_tensors_are_left_out_only_if_others_write_them_under_every_name() 
     state = {"a": tied, "b": tied, "c": torch.ones(3)}
     omission = Omission()
     _needed(omission, state)
-    omission.watch(_saved({"a", "c"}), whole=True)
+    omission.watch(_saved({"a", "c"}))
     assert _needed(omission, state) == ["a"]
-    omission.watch(_saved({"a", "b"}), whole=False)
+    omission.watch(_saved({"a", "b"}))
     assert _needed(omission, state) == ["c"]
 
 
@@ -134,7 +130,7 @@ def test_a_name_that_stands_for_two_places_leaves_nothing_out() -> None:
     state = {"a": {"b": torch.ones(1)}, "a.b": torch.zeros(1)}
     omission = Omission()
     _needed(omission, state)
-    omission.watch(_saved({"a.b"}), whole=True)
+    omission.watch(_saved({"a.b"}))
     assert len(omission.needed(TensorLeaves(state))) == 2
 
 
@@ -142,11 +138,11 @@ def test_a_failure_is_answered_by_staging_the_whole_and_learning_anew() -> None:
     omission = Omission()
     state = _state("a", "b", "c")
     _needed(omission, state)
-    omission.watch(_saved({"b"}), whole=True)
+    omission.watch(_saved({"b"}))
     assert _needed(omission, state) == ["a", "c"]
-    omission.watch(_saved({"a"}, RuntimeError()), whole=False)
+    omission.watch(_saved({"a"}, RuntimeError()))
     assert _needed(omission, state) == ["a", "b", "c"]
-    omission.watch(_saved({"a"}), whole=True)
+    omission.watch(_saved({"a"}))
     assert _needed(omission, state) == ["b", "c"]
 
 
@@ -159,7 +155,7 @@ def test_failures_that_come_again_leave_out_what_all_plans_do() -> None:
         needed = set(_needed(omission, state))
         lacks = (set(state) - plans[turn % 2]) - needed
         failed += bool(lacks)
-        omission.watch(_saved(plans[turn % 2], RuntimeError() if lacks else None), whole=len(needed) == 3)
+        omission.watch(_saved(plans[turn % 2], RuntimeError() if lacks else None))
     assert failed == 2
     assert _needed(omission, state) == ["a", "b"]
 
@@ -168,9 +164,9 @@ def test_a_failure_whose_plan_is_known_teaches_as_much() -> None:
     omission = Omission()
     state = _state("a", "b")
     _needed(omission, state)
-    omission.watch(_saved(None, RuntimeError()), whole=True)
+    omission.watch(_saved(None, RuntimeError()))
     assert _needed(omission, state) == ["a", "b"]
-    omission.watch(_saved({"b"}, RuntimeError()), whole=True)
+    omission.watch(_saved({"b"}, RuntimeError()))
     assert _needed(omission, state) == ["a"]
-    omission.watch(_saved({"b"}, RuntimeError()), whole=False)  # not because of what was left out
+    omission.watch(_saved({"b"}, RuntimeError()))  # not because of what was left out
     assert _needed(omission, state) == ["a"]

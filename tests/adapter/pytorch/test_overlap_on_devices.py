@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlan
 
-from ml_flashpoint import Engine
+from ml_flashpoint import Checkpointer
 from ml_flashpoint.adapter.pytorch.memory_stager import HAS_FUTURES, MemoryStager
 from ml_flashpoint.format.errors import InvalidArgumentError
 from tests.support.dcp import RESULT_TIMEOUT_S, Door, checkpointer
@@ -198,7 +198,7 @@ def test_an_optimizer_whose_steps_call_no_hooks_is_told_of(door: Door, caplog: p
 
 def test_bad_arguments(tmpfs: Path) -> None:
     with (
-        Engine.open(tmpfs / "job") as engine,
+        Checkpointer(tmpfs / "job") as engine,
         pytest.raises(InvalidArgumentError, match=r"optimizer=.*Linear"),
     ):
-        engine.writer.watch(nn.Linear(1, 1))  # type: ignore[arg-type]
+        engine.writer().watch(nn.Linear(1, 1))  # type: ignore[arg-type]

@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidArgumentError, InvalidNameError, NothingLoadableError
 from tests.support.dcp import Door
 from tests.support.forked import Report, call_team
@@ -165,7 +164,7 @@ def test_metadata_says_what_torchs_own_does(door: Door, tmp_path: Path) -> None:
 
 
 def test_versions_of_other_doors_are_refused(door: Door, caplog: pytest.LogCaptureFixture) -> None:
-    door.saver.save(CheckpointContainerId(door.version(3)), [("w", torch.ones(100))])
+    door.put(3, [("w", torch.ones(100))])
     with pytest.raises(CheckpointException) as raised:
         _load(door, 3)
     assert "not saved through DCP" in _why(raised.value, caplog)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from ml_flashpoint import Engine
+from ml_flashpoint import Checkpointer
 from ml_flashpoint.adapter.pytorch import memory_stager
 from ml_flashpoint.adapter.pytorch.memory_stager import MemoryStager
 from ml_flashpoint.format.errors import InvalidArgumentError
@@ -125,14 +125,14 @@ def test_older_releases_of_torch_get_a_state(door: Door, monkeypatch: pytest.Mon
 
 
 def test_an_engine_has_one(tmpfs: Path) -> None:
-    with Engine.open(tmpfs / "job") as engine:
-        assert engine.stager is engine.stager
+    with Checkpointer(tmpfs / "job") as engine:
+        assert engine.stager() is engine.stager()
         for step in (1, 2):
             response = dcp.async_save(
                 {"w": torch.full((3,), float(step))},
-                checkpoint_id=engine.version(step),
-                storage_writer=engine.writer,
-                async_stager=engine.stager,
+                checkpoint_id=engine.id(step),
+                storage_writer=engine.writer(),
+                async_stager=engine.stager(),
             )
             response.upload_completion.result(RESULT_TIMEOUT_S)  # type: ignore[union-attr]
         found = {"w": torch.zeros(3)}

@@ -33,7 +33,6 @@ from torch.distributed.checkpoint.metadata import (
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
 from ml_flashpoint.adapter.pytorch.metadata_format import encode_metadata
 from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE, ItemPlace
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from tests.support.dcp import Door
 from tests.support.tensors import assert_same
 
@@ -148,11 +147,10 @@ def _crafted(
     kind = TensorStorageMetadata(properties, size, chunks) if as_tensor else BytesStorageMetadata()
     index = MetadataIndex("x", torch.Size([0]) if as_tensor else None)
     made = Metadata({"x": kind}, planner_data={"x": ("x",)}, storage_data={index: ItemPlace(0, "x")})
-    version = CheckpointContainerId(door.version(1))
     described = encode_metadata(metadata(made)) if encoded is None else encoded
     items = [("x", data), (METADATA_KEY, described)]
-    door.saver.save(version, [("other", torch.ones(2))], items, labels={METADATA_SCOPE: "global"})
-    return str(version)
+    door.put(1, [("other", torch.ones(2))], items, **{METADATA_SCOPE: "global"})
+    return door.version(1)
 
 
 def _load(door: Door, state: dict[str, Any], *, planner: Any = None, **reader: Any) -> dict[str, Any]:

@@ -20,10 +20,10 @@ from ml_flashpoint.adapter.lightning.checkpoint_io import FlashpointCheckpointIO
 from ml_flashpoint.adapter.lightning.engine import TrainerFlashpoint
 from ml_flashpoint.adapter.lightning.strategies import check_callbacks, is_sharded, join_processes
 from ml_flashpoint.adapter.trainer_loops import ends_something, updates_by_step
+from ml_flashpoint.checkpointer import checked_wanted
 from ml_flashpoint.config import Config, Persist
+from ml_flashpoint.engine.notices import tell
 from ml_flashpoint.engine.schedule import checked_every, checked_skip, passes_multiple
-from ml_flashpoint.facade.loading import checked_wanted
-from ml_flashpoint.facade.notices import tell
 from ml_flashpoint.format.arguments import (
     checked_base,
     checked_bool,

@@ -76,7 +76,7 @@ class TrainerFlashpoint(Flashpoint):
         optimization, forward and backward are run by their ``step()``, and Lightning says when they are through:
         :meth:`before_update`."""
         for optimizer in trainer.optimizers:
-            self._saves.overlap.watch(optimizer, announced=trainer.lightning_module.automatic_optimization)
+            self._checkpointer.overlap.watch(optimizer, announced=trainer.lightning_module.automatic_optimization)
 
     @property
     def world_size(self) -> int:
@@ -139,7 +139,7 @@ class TrainerFlashpoint(Flashpoint):
             FlashpointError: a save has failed, and failures are to be raised (``strict``).
         """
         self._prepare()
-        self._saves.save(step, explicit=False)
+        self._save(step, explicit=False)
         self._raise_failure()
 
     # ---- loading ------------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ class TrainerFlashpoint(Flashpoint):
         Raises:
             CapacityError: the filesystem is too small.
         """
-        self._check_room()
+        self._checkpointer.check_room(self._tracked.expected_bytes())
 
 
 @contextlib.contextmanager

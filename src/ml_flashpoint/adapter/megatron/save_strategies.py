@@ -313,7 +313,8 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         planner: Any = SimpleNamespace(resolve_data=lambda item: data[item.index])
         tensors, byte_items = self._writer.items(planned.plan, planner, planned.keys, safe_globals=object_types())
         byte_items = [*byte_items, *sidecar_items(writing.files)]
-        staged = self._writer.stage_tensors(save, tensors, [METADATA_KEY, *(key for key, _ in byte_items)])
+        byte_keys, late = [METADATA_KEY, *(key for key, _ in byte_items)], self._writer.late(tensors)
+        staged = checkpointer.stage(save, tensors, byte_keys, late=late)
         named = [(key, copy) for (key, _), copy in zip(tensors, staged, strict=True)]
 
         def items() -> tuple[list[TensorItem], list[BytesItem]]:

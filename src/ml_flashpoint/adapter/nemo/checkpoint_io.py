@@ -5,12 +5,10 @@ Paths elsewhere go on to the `CheckpointIO` that was there before. Saving and lo
 
 from __future__ import annotations
 
-import io
 import logging
 import os
+import shutil
 import tempfile
-import zipfile
-from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -117,8 +115,11 @@ class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[mis
             self._context = {}
             try:
                 with tempfile.TemporaryDirectory() as folder:
-                    TrainerContext.from_trainer(self._trainer).io_dump(Path(folder) / "context", yaml_attrs=["model"])
-                    self._context = {CONTEXT_FILE: _zipped(Path(folder) / "context")}
+                    context = Path(folder) / "context"
+                    TrainerContext.from_trainer(self._trainer).io_dump(context, yaml_attrs=["model"])
+                    self._context = {
+                        CONTEXT_FILE: Path(shutil.make_archive(f"{context}-all", "zip", context)).read_bytes()
+                    }
             except Exception as error:  # of whatever kind what the user's objects consist of raises
                 _log.error(
                     "checkpoints in memory are saved without NeMo's context: %s: %s", type(error).__name__, error
@@ -168,7 +169,7 @@ class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[mis
 
 
 class MLFlashpointAsyncFinalizableCheckpointIO(AsyncFinalizableCheckpointIO):  # type: ignore[misc]
-    """Finalizes asynchronous saves: ours in a queue of their own, the trainer's in theirs.
+    """Finalizes asynchronous saves: ours one by one, the trainer's in their queue.
 
     Ours are committed without being finalized. That only tells all ranks what became of a save, so it is done before
     the next one and at the end, where it waits for nothing, and not at every step, where all ranks would have to agree.
@@ -179,17 +180,12 @@ class MLFlashpointAsyncFinalizableCheckpointIO(AsyncFinalizableCheckpointIO):  #
 
     def __init__(self, checkpoint_io: MLFlashpointCheckpointIO) -> None:
         super().__init__(checkpoint_io)
-        self._ours: deque[AsyncRequest] = deque()
-
-    @property
-    def _alternate(self) -> CheckpointIO:
-        io: MLFlashpointCheckpointIO = self.checkpoint_io
-        return io.alternate
+        self._last: AsyncRequest | None = None  # of ours, until it is finalized
 
     @property
     def unfinalized(self) -> int:
         """Number of our saves that are not finalized."""
-        return len(self._ours)
+        return int(self._last is not None)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
@@ -197,18 +193,16 @@ class MLFlashpointAsyncFinalizableCheckpointIO(AsyncFinalizableCheckpointIO):  #
         """Collective: save. In the base container, it is staged on return, and nothing else is waited for."""
         ours: MLFlashpointCheckpointIO = self.checkpoint_io
         if not ours.parts.engine.holds(path):
-            self._alternate.save_checkpoint(checkpoint, path, storage_options)
+            ours.alternate.save_checkpoint(checkpoint, path, storage_options)
             return
         finalize = (storage_options or {}).pop("finalize_fn", None)
         self._finalize_ours()
         request = ours.save_checkpoint(checkpoint, path, storage_options)
-        if request is None:  # ours are not asynchronous
-            if finalize is not None:
-                finalize()
-            return
-        if finalize is not None:
+        self._last = request
+        if request is not None and finalize is not None:
             request.add_finalize_fn(finalize)
-        self._ours.append(request)
+        elif finalize is not None:  # ours are not asynchronous
+            finalize()
 
     def maybe_finalize_save_checkpoint(self, blocking: bool = False) -> bool:
         """Finalize what can be.
@@ -220,28 +214,18 @@ class MLFlashpointAsyncFinalizableCheckpointIO(AsyncFinalizableCheckpointIO):  #
             Whether a save was finalized.
         """
         finalized = self._finalize_ours() if blocking else False
-        if isinstance(self._alternate, AsyncFinalizableCheckpointIO):
-            finalized = bool(self._alternate.maybe_finalize_save_checkpoint(blocking)) or finalized
+        alternate = self.checkpoint_io.alternate
+        if isinstance(alternate, AsyncFinalizableCheckpointIO):
+            finalized = bool(alternate.maybe_finalize_save_checkpoint(blocking)) or finalized
         return finalized
 
     def _finalize_ours(self) -> bool:
-        """Collective: finalize all of our saves, in order."""
-        finalized = bool(self._ours)
-        while self._ours:
-            for finalize in self._ours.popleft().finalize_fns:
-                finalize()
-        return finalized
+        request, self._last = self._last, None
+        for finalize in [] if request is None else request.finalize_fns:
+            finalize()
+        return request is not None
 
     def teardown(self) -> None:
-        """Tear both down. Saves that are not finalized are so because training has failed: ranks may be lost."""
-        self._ours.clear()
+        """Tear both down. A save that is not finalized is so because training has failed: ranks may be lost."""
+        self._last = None
         self.checkpoint_io.teardown()
-
-
-def _zipped(folder: Path) -> bytes:
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
-        for path in sorted(folder.rglob("*")):
-            if path.is_file():
-                archive.write(path, path.relative_to(folder))
-    return stream.getvalue()

@@ -11,10 +11,32 @@ from typing import Any
 from torch.distributed.checkpoint import state_dict_saver
 
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
+from ml_flashpoint.adapter.pytorch.staged_state import StagedStateDict
 from ml_flashpoint.format.errors import InvalidArgumentError
 
 HAS_FUTURES = hasattr(state_dict_saver, "AsyncSaveResponse")
 """Whether this torch takes futures of what is staged: since 2.9."""
+
+
+class _StagingFuture(Future[dict[str, Any]]):
+    """A staged state, once all of it is copied. The first to ask for the result waits for that, as DCP's thread does
+    before it saves; so no thread has to wait beside it."""
+
+    def __init__(self, state: StagedStateDict) -> None:
+        super().__init__()
+        self._copying: StagedStateDict | None = state
+        if state.staged.is_copied:
+            self._end()
+
+    def _end(self) -> None:
+        state, self._copying = self._copying, None
+        if state is not None:
+            state.staged.await_copies()
+            self.set_result(state)
+
+    def result(self, timeout: float | None = None) -> dict[str, Any]:
+        self._end()
+        return super().result(timeout)
 
 
 class MemoryStager:
@@ -43,7 +65,11 @@ class MemoryStager:
 
     def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]] | dict[str, Any]:
         """Called by DCP, which takes either."""
-        return self._writer.stage_in_background(state_dict) if HAS_FUTURES else self._writer.stage(state_dict)
+        return (
+            _StagingFuture(self._writer.stage(state_dict, promised=True))
+            if HAS_FUTURES
+            else self._writer.stage(state_dict)
+        )
 
     def synchronize_staging(self) -> None:
         """Have what this thread gives to the devices from now on wait for the copy."""

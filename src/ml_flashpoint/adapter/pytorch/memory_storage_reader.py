@@ -265,10 +265,7 @@ class MemoryStorageReader(StorageReader):
 
 
 def _opener_of(loader: object) -> Callable[[CheckpointContainerId], VersionReader]:
-    if isinstance(loader, Checkpointer):
-        checkpointer = loader
-        return lambda version: Checkpointer.reader(checkpointer, version)  # an `Engine` has one of its own
-    if isinstance(loader, DefaultMLFlashpointCheckpointLoader):
+    if isinstance(loader, (Checkpointer, DefaultMLFlashpointCheckpointLoader)):
         return loader.open_version
     raise InvalidArgumentError(
         "must be a Checkpointer or a DefaultMLFlashpointCheckpointLoader", argument="checkpoint_loader", value=loader

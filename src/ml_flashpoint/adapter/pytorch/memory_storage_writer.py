@@ -11,9 +11,7 @@ import os
 import threading
 import time
 import uuid
-import weakref
 from collections.abc import Sequence
-from concurrent.futures import Future as StagingFuture
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,16 +24,18 @@ from torch.futures import Future
 
 from ml_flashpoint.adapter.pytorch.metadata_format import encode_metadata
 from ml_flashpoint.adapter.pytorch.omission import Omission, left_to_others, tensor_names
-from ml_flashpoint.adapter.pytorch.plan_items import WrittenPlan, resolve_items, written_plan
-from ml_flashpoint.adapter.pytorch.saves import GIVEN_S, LocalSaves, Saves, Staged
+from ml_flashpoint.adapter.pytorch.plan_items import resolve_items, results_of
+from ml_flashpoint.adapter.pytorch.saves import LocalSaves, Staged
+from ml_flashpoint.adapter.pytorch.saving_process import RemoteSave, RemoteSaves
 from ml_flashpoint.adapter.pytorch.seed import DefaultMLFlashpointCheckpointSaver
-from ml_flashpoint.adapter.pytorch.staged_state import StagedStateDict, listen
+from ml_flashpoint.adapter.pytorch.staged_state import StagedStateDict, forget_reading, staged_state_read
 from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE
 from ml_flashpoint.adapter.pytorch.tensor_leaves import TensorLeaves
+from ml_flashpoint.copy.collection import collection_paused
+from ml_flashpoint.copy.late import LateCopy
 from ml_flashpoint.copy.overlap import Overlap, OverlappingDoor
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.engine.committing import BytesItem, TensorItem
-from ml_flashpoint.engine.save import Save
 from ml_flashpoint.format.arguments import ignored
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidArgumentError, SaveError
@@ -54,40 +54,19 @@ class _Call:
     """A save of DCP's on one thread, from `reset` on. DCP runs the whole of it there, and may run two at once.
 
     Attributes:
-        staged: what it reads that was staged. save: begun and not committed. trouble: why it cannot be written.
+        staged: what it reads that was staged. save: the save, once begun. trouble: why it cannot be written.
         own_tensors: names of the tensors in this rank's own plan.
     """
 
     version: CheckpointContainerId | None = None
     staged: Any = None
-    save: Any = None
+    save: Staged | RemoteSave | None = None
     trouble: Exception | None = None
     is_coordinator: bool = False
     use_collectives: bool = True
     own_tensors: frozenset[str] | None = None
     save_id: str = field(default_factory=lambda: str(uuid.uuid4()))
     began: float = field(default_factory=time.perf_counter)
-
-
-class _StagingFuture(StagingFuture[dict[str, Any]]):
-    """A staged state, once all of it is copied. The first to ask for the result waits for that, as DCP's thread does
-    before it saves; so no thread has to wait beside it."""
-
-    def __init__(self, state: StagedStateDict) -> None:
-        super().__init__()
-        self._copying: StagedStateDict | None = state
-        if state.staged.is_copied:
-            self._end()
-
-    def _end(self) -> None:
-        state, self._copying = self._copying, None
-        if state is not None:
-            state.staged.await_copies()
-            self.set_result(state)
-
-    def result(self, timeout: float | None = None) -> dict[str, Any]:
-        self._end()
-        return super().result(timeout)
 
 
 class MemoryStorageWriter(OverlappingDoor, StorageWriter):
@@ -130,16 +109,13 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         self._set_up(_saves_of(checkpoint_saver), by_name(safe_globals), trust_bytes)
         self.saver = checkpoint_saver
 
-    def _set_up(self, saves: Saves, safe_globals: tuple[SafeGlobal, ...], trust_bytes: bool) -> None:
+    def _set_up(self, saves: LocalSaves | RemoteSaves, safe_globals: tuple[SafeGlobal, ...], trust_bytes: bool) -> None:
         self._saves = saves
         self._safe_globals = safe_globals
         self._trust_bytes = trust_bytes
         self._thread = threading.local()
-        self._written: WrittenPlan | None = None
         self._omission = Omission()
         self._overlap = Overlap()
-        self._stager_thread: int | None = None
-        self._in_flight: tuple[Staged, weakref.ref[StagedStateDict]] | None = None
 
     def __getstate__(self) -> tuple[Any, ...]:
         saves = self._saves
@@ -164,27 +140,18 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
 
     # ---- for adapters that plan before they stage -------------------------------------------------------------
 
-    def checkpointer(self, version: CheckpointContainerId) -> Checkpointer:
-        """Return the checkpointer of a version's base container. Collective the first time.
+    def enter(self, version: CheckpointContainerId) -> Checkpointer:
+        """Return the checkpointer of a version that all ranks are about to save. Collective the first time, and where
+        the step was saved before: that begins a new run.
 
         Raises:
             InvalidArgumentError: the path is that of no version, or another base container is open.
         """
-        return self._local.checkpointer(version)
+        return self._local.enter(version)
 
-    def enter(self, version: CheckpointContainerId) -> Checkpointer:
-        """Note that all ranks are about to save a version, and return its checkpointer. Collective the first time, and
-        where the step was saved before: that begins a new run."""
-        self._local.enter(version)
-        return self._local.checkpointer(version)
-
-    def stage_tensors(
-        self, save: Save, tensors: Sequence[TensorItem], byte_keys: Sequence[str] = ()
-    ) -> Sequence[torch.Tensor]:
-        """Copy tensors into the slot of a save, those of watched optimizers late; see `Checkpointer.stage`."""
-        assert save.version is not None
-        late = self._overlap.begin(tensor for _, tensor in tensors)
-        return self.checkpointer(save.version).stage(save, tensors, byte_keys, late=late)
+    def late(self, tensors: Sequence[TensorItem]) -> LateCopy | None:
+        """Return a late copy of those tensors that watched optimizers update, for `Checkpointer.stage`."""
+        return self._overlap.begin(tensor for _, tensor in tensors)
 
     def items(
         self, plan: SavePlan, planner: SavePlanner, keys: list[str], *, safe_globals: Sequence[SafeGlobal] = ()
@@ -206,121 +173,79 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
 
     # ---- AsyncStager --------------------------------------------------------------------------------------
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def stage(self, state_dict: dict[str, Any], *, promised: bool = False) -> StagedStateDict:
         """Copy the tensors of a state dict into a slot; the state dict returned consists of the copies.
 
         Tensors that other ranks write, known from the last save of the same structure, are left out: in their
         places are tensors without data. A failure is kept and raised by the write, where DCP tells all ranks.
 
+        Args:
+            promised: the caller changes no tensor on a CUDA device before all is copied. Where an optimizer is watched,
+                only what that updates is copied late; else all that is there.
+
         Returns:
             A state that can be saved once, by any thread, or in another process if pickled.
         """
-        return self._stage(state_dict)
-
-    def stage_in_background(self, state_dict: dict[str, Any]) -> StagingFuture[dict[str, Any]]:
-        """The same for who promises to change no tensor on a CUDA device before the future that is returned is done.
-        Where an optimizer is watched, only what such update is copied meanwhile; else all that is there.
-
-        Returns:
-            What :meth:`stage` does, once all is copied. It raises nothing: what fails is raised by the write.
-        """
-        return _StagingFuture(self._stage(state_dict, promised=True))
-
-    def _stage(self, state_dict: dict[str, Any], *, promised: bool = False) -> StagedStateDict:
         began = time.perf_counter()
-        self._stager_thread = threading.get_ident()
         self._overlap.before_update()
-        self._await_previous()
-        self.give_up()  # a save of this thread that has failed on another rank has a slot
 
         def state_of(staged: Staged) -> dict[str, Any]:
-            leaves, needed = TensorLeaves({}), list[int]()
-            copies: Sequence[torch.Tensor] = ()
-            try:
-                staged.begin()
-                leaves = TensorLeaves(state_dict)
-                if leaves.error is not None:
-                    raise leaves.error
-                needed = self._omission.needed(leaves)
-                names = leaves.names
-                tensors = [(names[i], leaves.tensors[i]) for i in needed]
-                late = self._overlap.begin((tensor for _, tensor in tensors), promised=promised)
-                copies = staged.copy(tensors, late)
-            except Exception as error:  # not raised here, where it would leave the other ranks waiting
-                _log.error("staging failed: %s", error)
-                staged.fail(error)
-                needed = []
-            replacements = [torch.empty_like(t, device="meta") for t in leaves.tensors]
-            for index, copy in zip(needed, copies, strict=True):
-                replacements[index] = copy
-            self._omission.watch(staged, whole=len(needed) == len(leaves.tensors))
+            with collection_paused():
+                state = self._staged(staged, state_dict, promised=promised)
             staged.held_s = time.perf_counter() - began
-            return leaves.rebuild(replacements)
+            return state
 
-        state = self._local.stage(state_of)
-        self._in_flight = state.staged, weakref.ref(state)
-        return state
+        return self._local.stage(state_of)
 
-    def _await_previous(self) -> None:
-        previous, self._in_flight = self._in_flight, None
-        if previous is not None:
-            self._local.await_previous(*previous)
+    def _staged(self, staged: Staged, state_dict: dict[str, Any], *, promised: bool) -> dict[str, Any]:
+        leaves, needed = TensorLeaves({}), list[int]()
+        copies: Sequence[torch.Tensor] = ()
+        try:
+            leaves = TensorLeaves(state_dict, self._omission.places)
+            if leaves.error is not None:
+                raise leaves.error
+            needed, names = self._omission.needed(leaves), leaves.names
+            tensors = [(names[i], leaves.tensors[i]) for i in needed]
+            copies = staged.copy(tensors, self._overlap.begin((tensor for _, tensor in tensors), promised=promised))
+            self._omission.watch(staged)
+        except Exception as error:  # not raised here, where it would leave the other ranks waiting
+            _log.error("staging failed: %s", error)
+            staged.fail(error)
+            needed = []
+        replacements = [torch.empty_like(tensor, device="meta") for tensor in leaves.tensors]
+        for index, copy in zip(needed, copies, strict=True):
+            replacements[index] = copy
+        return leaves.rebuild(replacements)
 
     def synchronize_staging(self) -> None:
         """Have what this thread gives to the devices from now on wait for the copy; watched optimizers do so anyway."""
         self.before_update()
 
     def give_up(self) -> None:
-        """Give up what the calling thread has begun to save and DCP has not finished: it failed on another rank."""
-        call = self._call
-        listen(None)
-        if call.save is not None:
-            error = SaveError("the checkpoint failed on another rank", rank=self._saves.rank)
-            self._saves.fail(call.save, call.staged, error)
-        self._thread.call = _Call()
-        if isinstance(self._saves, LocalSaves):
-            self._saves.give_up_abandoned()
+        """Give up saves that DCP has not finished, and does nothing with any more: they failed on another rank."""
+        self._local.give_up()
 
     def close(self) -> None:
         """Watch no optimizers any more, have saves in flight committed within ``FLASHPOINT_EXIT_DEADLINE_S``, and break
         off what saving processes write then. The checkpointer stays open. Safe to call twice."""
         self.stop_watching()
-        self.give_up()
-        if isinstance(self._saves, LocalSaves):
-            self._saves.wait(exit_deadline_s())
-            self._saves.server.close()
+        self._local.wait(exit_deadline_s())
+        self._local.server.close()
 
     # ---- StorageWriter ------------------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a save on the calling thread; one that it left unfinished is given up."""
-        if threading.get_ident() == self._stager_thread:
-            self._await_previous()
-        elif self._stager_thread is not None:
-            time.sleep(GIVEN_S)
-        self.give_up()
-        call = self._call
+        """Begin a save on the calling thread."""
+        if isinstance(self._saves, LocalSaves):
+            self._saves.await_previous()
+        self._thread.call = call = _Call()
+        forget_reading()
         try:
             if checkpoint_id is None:
                 raise InvalidArgumentError("DCP gave no checkpoint id", argument="checkpoint_id", value=None)
             call.version = CheckpointContainerId(checkpoint_id)
-            self._saves.enter(call.version)
         except Exception as error:  # raised by the write, where DCP tells all ranks
             call.trouble = error
-        listen(self._take)
-
-    def _take(self, staged: Any) -> None:
-        """Save what was staged: the thread that saves reads it."""
-        call = self._call
-        if call.staged is not None or call.save is not None:
-            return
-        call.staged = staged
-        staged.worker = threading.current_thread()
-        if call.trouble is None and call.version is not None:
-            try:
-                call.save = self._saves.begin(call.version, staged, call)
-            except Exception as error:
-                call.trouble = error
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -328,12 +253,13 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         return CheckpointContainerId.of_version(checkpoint_id) is not None
 
     def storage_meta(self) -> StorageMeta | None:
-        """Return what DCP tells planners about this save. DCP asks before anything can fail, so the save begins here:
-        ranks learn of a save that only some of them write."""
+        """Return what DCP tells planners about this save. DCP asks once it has read the state, and before anything can
+        fail, so the save begins here: ranks learn of a save that only some of them write."""
         call = self._call
-        if call.save is None and call.trouble is None and call.version is not None:
+        if call.trouble is None and call.version is not None:
+            call.staged = staged_state_read()
             try:
-                call.save = self._saves.begin(call.version, None, call)
+                call.save = self._saves.begin(call.version, call.staged)
             except Exception as error:
                 call.trouble = error
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=call.save_id)
@@ -369,26 +295,23 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         Raises:
             FlashpointError: through DCP, on every rank. The next save is not affected.
         """
-        listen(None)
         call = self._call
-        if call.staged is not None:
-            call.staged.others = left_to_others(planner, call.own_tensors, plan)
+        if call.trouble is not None:
+            raise call.trouble
+        if call.save is None:
+            raise SaveError("write_data comes before reset and storage_meta")
+        call.save.others = left_to_others(planner, call.own_tensors, plan)
         try:
-            if call.trouble is not None:
-                raise call.trouble
-            if call.save is None:
-                raise SaveError("write_data comes before reset and storage_meta")
-            keys = known.keys if (known := self._written) is not None and known.plan is plan else item_keys(plan.items)
+            keys = item_keys(plan.items)
             tensors, byte_items = self.items(plan, planner, keys)
-            self._saves.fill(call.save, tensors, byte_items)
+            call.save.fill(tensors, byte_items)
             if not call.is_coordinator and call.use_collectives:
                 self._commit(call, {})
         except BaseException as error:
-            self._fail(call, error)
+            call.save.fail(error)
             raise
-        written = self._written = written_plan(self._written, plan, keys, tensors, byte_items, self._saves.rank)
         future: Future[list[WriteResult]] = Future()
-        future.set_result(written.results)
+        future.set_result(results_of(plan, keys, tensors, byte_items, self._saves.rank))
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -404,18 +327,15 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
             scope = "global" if call.use_collectives else "rank"
             self._commit(call, {METADATA_SCOPE: scope}, [(METADATA_KEY, encode_metadata(metadata, self._safe_globals))])
         except BaseException as error:
-            self._fail(call, error)
+            call.save.fail(error)
             raise
 
     def _commit(self, call: _Call, labels: dict[str, str], extra: Sequence[BytesItem] = ()) -> None:
-        self._saves.commit(call.save, extra=extra, labels={"door": "dcp", **labels})
-        call.save = None
-        if call.staged is None and call.version is not None:
+        assert call.save is not None
+        assert call.version is not None
+        call.save.commit(extra=extra, labels={"door": "dcp", **labels})
+        if call.staged is None and isinstance(self._saves, LocalSaves):
             self._saves.note_held(call.version, time.perf_counter() - call.began)
-
-    def _fail(self, call: _Call, error: BaseException) -> None:
-        save, call.save = call.save, None
-        self._saves.fail(save, call.staged, error)
 
 
 def _saves_of(saver: Checkpointer | DefaultMLFlashpointCheckpointSaver) -> LocalSaves:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -19,22 +18,6 @@ from ml_flashpoint.copy.tensors import is_plain_strided, materialized
 from ml_flashpoint.engine.committing import BytesItem, TensorItem
 from ml_flashpoint.format.errors import NotStagedError, UnsafeContentError
 from ml_flashpoint.state.archive import SafeGlobal, refuse_unloadable, save_archive
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenPlan:
-    """The items of a plan as they were written. Its parts do not change any more.
-
-    Attributes:
-        keys: names of the items in the object, as the plan's items.
-        sizes: bytes of each.
-        results: given to DCP.
-    """
-
-    plan: SavePlan
-    keys: list[str]
-    sizes: dict[str, int]
-    results: list[WriteResult]
 
 
 def resolve_items(
@@ -92,22 +75,12 @@ def _loadable(content: bytes, item: WriteItem, planner: SavePlanner, allowed: tu
 _HINT = "keep plain values in it, or pass safe_globals=[{}] to writer and reader if you trust that"
 
 
-def written_plan(
-    known: WrittenPlan | None,
-    plan: SavePlan,
-    keys: list[str],
-    tensors: list[TensorItem],
-    byte_items: list[BytesItem],
-    rank: int,
-) -> WrittenPlan:
-    """Return the items of a plan as a rank wrote them: ``known`` if it is of the same plan, which planners that cache
-    plans give again, and no item has changed its size."""
-    sizes = {key: tensor.nbytes for key, tensor in tensors}
-    sizes.update((key, len(data)) for key, data in byte_items)
-    if known is not None and known.plan is plan and known.sizes == sizes:
-        return known
-    results = [
+def results_of(
+    plan: SavePlan, keys: list[str], tensors: list[TensorItem], byte_items: list[BytesItem], rank: int
+) -> list[WriteResult]:
+    """Return the results of a plan's items, as a rank wrote them."""
+    sizes = {key: tensor.nbytes for key, tensor in tensors} | {key: len(data) for key, data in byte_items}
+    return [
         WriteResult(index=item.index, size_in_bytes=sizes[key], storage_data=ItemPlace(rank, key))
         for item, key in zip(plan.items, keys, strict=True)
     ]
-    return WrittenPlan(plan, keys, sizes, results)

@@ -9,8 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -38,38 +37,6 @@ _TAKE_UP_S = 10.0
 """Seconds after which a single rank goes on beside a staged state that no thread has begun to save."""
 
 
-class Saves(Protocol):
-    """The calls by which a writer saves, in the process that trains or in a saving process. In order: enter, begin,
-    fill, commit; or fail.
-
-    Attributes:
-        rank, world_size: of the trainer.
-    """
-
-    rank: int
-    world_size: int
-
-    def enter(self, version: CheckpointContainerId) -> None:
-        """Note that all ranks are about to save a version. Collective where its base container is not open yet, or
-        where its step was saved before: that begins a new run."""
-
-    def begin(self, version: CheckpointContainerId, staged: Any, owner: object) -> Any:
-        """Start a save of what was staged, or of what `fill` is given if ``staged`` is None. It is given up once
-        ``owner`` is gone."""
-
-    def fill(self, save: Any, tensors: Sequence[TensorItem], byte_items: Sequence[BytesItem]) -> None:
-        """Bring all items into one object."""
-
-    def commit(self, save: Any, *, extra: Sequence[BytesItem] = (), labels: Mapping[str, str]) -> None:
-        """Commit the object; return when this rank's part is committed."""
-
-    def fail(self, save: Any, staged: Any, error: BaseException) -> None:
-        """Give up a save, None if it could not even be begun, and what was staged for it, if anything."""
-
-    def note_held(self, version: CheckpointContainerId, seconds: float) -> None:
-        """Publish how long a save has held the loop."""
-
-
 class Clones(MappedFile):
     """Copies of tensors in a file without a name, for a save whose base container is not known yet.
 
@@ -91,28 +58,8 @@ class Clones(MappedFile):
         copy_all(self.views, tensors)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class _Open:
-    """A save that is given up once its owner is gone, or the thread that saves has ended: DCP does not say that a save
-    has failed on another rank, and a traceback may keep the owner."""
-
-    owner: weakref.ref[Any]
-    save: Staged | Save
-    thread: threading.Thread | None = None
-
-    @property
-    def is_abandoned(self) -> bool:
-        thread = self.save.worker if isinstance(self.save, Staged) else self.thread
-        return self.owner() is None or (thread is not None and not thread.is_alive())
-
-    @property
-    def has_ended(self) -> bool:
-        save = self.save
-        return save.succeeded is not None if isinstance(save, Staged) else save.committed.done()
-
-
 class Staged:
-    """The tensors of a state, copied for one save.
+    """A save of DCP's, with the tensors that were copied for it; one that was not staged has none.
 
     Args:
         saves: the saves that it is one of.
@@ -122,8 +69,10 @@ class Staged:
         save: None before it is begun.
         error: why there is nothing to save; raised by the write, where DCP tells all ranks.
         others: names of this rank's tensors that other ranks write, once its final plan is known; see `omission`.
-        held_s: time that staging held the training loop.
-        worker: the thread that saves it, or that waits for another process.
+        held_s: time that staging held the training loop; 0 if nothing was staged.
+        thread: carries it on: saves it, or waits for the process that does. None before.
+        state: refers to the state that consists of the copies, for as long as DCP keeps that.
+        is_claimed: True once a save has read what was staged.
     """
 
     def __init__(self, saves: LocalSaves, checkpointer: Checkpointer | None) -> None:
@@ -131,26 +80,26 @@ class Staged:
         self.error: BaseException | None = None
         self.others: frozenset[str] | None = None
         self.held_s = 0.0
-        self.worker: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
+        self.state: Callable[[], object] = lambda: self
+        self.is_claimed = False
         self._saves = saves
         self._checkpointer = checkpointer
         self._clones: Clones | None = None
         self._late: LateCopy | None = None
-        self._lock = threading.Lock()
-        self._claimed = False
+        self._stager = threading.current_thread()
         self._threads = weakref.WeakSet(threading.enumerate())
 
-    def begin(self) -> None:
-        """Begin the save, if a base container is known. Raises as `Checkpointer.begin`."""
-        if self._checkpointer is not None:
-            self.save = self._checkpointer.begin(explicit=True)
-
     def copy(self, tensors: Sequence[TensorItem], late: LateCopy | None) -> Sequence[torch.Tensor]:
-        """Copy tensors away, and return the copies in order. Raises `FlashpointError` if that cannot be done."""
-        if self.save is None or self._checkpointer is None:
+        """Begin the save, if a base container is known, and copy tensors away. Return the copies in order.
+
+        Raises:
+            FlashpointError: that cannot be done.
+        """
+        if self._checkpointer is None:
             self._clones = Clones([tensor for _, tensor in tensors])
             return self._clones.views
-        self._late = late
+        self.save, self._late = self._checkpointer.begin(explicit=True), late
         return self._checkpointer.stage(self.save, tensors, late=late)
 
     @property
@@ -167,17 +116,9 @@ class Staged:
         except SaveError as error:
             self.fail(error)
 
-    def claim(self, checkpointer: Checkpointer, step: int) -> Save:
-        """Return the save, which now has a step and all copies. Only one thread or process may.
-
-        Raises:
-            SaveError: staging failed, or another one has claimed it.
-            FlashpointError: as `Checkpointer.name`.
-        """
-        with self._lock:
-            claimed, self._claimed = self._claimed, True
-        if claimed:
-            raise SaveError("what was staged was saved or given up before, and is not kept")
+    def claim(self, checkpointer: Checkpointer, step: int) -> None:
+        """Give the save its step, on the thread that saves it. Raises `FlashpointError`, also if staging failed."""
+        self.thread = self.thread or threading.current_thread()
         self.await_copies()
         failure, self._checkpointer = self.error, checkpointer
         try:
@@ -192,7 +133,17 @@ class Staged:
             if failure is not None:
                 raise SaveError(f"staging failed: {failure}", step=step) from failure
             raise
-        return self.save
+
+    def fill(self, tensors: Sequence[TensorItem], byte_items: Sequence[BytesItem]) -> None:
+        """Bring all items into one object."""
+        checkpointer, save = self._begun
+        checkpointer.fill(save, tensors, byte_items)
+
+    def commit(self, *, extra: Sequence[BytesItem] = (), labels: Mapping[str, str]) -> None:
+        """Commit the object; return when this rank's part is committed."""
+        checkpointer, save = self._begun
+        checkpointer.commit(save, extra=extra, labels=labels)
+        save.committed.result()
 
     def fail(self, error: BaseException) -> None:
         """Give it up. Safe to repeat, and after it was committed."""
@@ -208,13 +159,32 @@ class Staged:
             return self.save.committed.exception() is None
         return None if self.error is None else False
 
+    @property
+    def is_over(self) -> bool:
+        """True if DCP does nothing with it any more: its thread has ended or begins another save, its state is dropped,
+        or, on the thread that has staged it, no thread has been started for it."""
+        current = threading.current_thread()
+        if self.thread is not None:
+            return self.thread is current or not self.thread.is_alive()
+        if self.state() is None:
+            return True
+        # DCP starts a thread for each asynchronous save before that returns.
+        started = set(threading.enumerate()).difference(self._threads)
+        return current is self._stager and all(each.name.startswith("flashpoint-") for each in started)
+
+    @property
+    def _begun(self) -> tuple[Checkpointer, Save]:
+        if self.save is None or self._checkpointer is None:
+            raise SaveError("nothing was staged")
+        return self._checkpointer, self.save
+
     # ---- for another process ----------------------------------------------------------------------------------
 
     def sent(self, state: dict[str, Any]) -> tuple[Any, ...]:
         """Return what the state is pickled as."""
-        if threading.current_thread() not in self._threads:
+        if (thread := threading.current_thread()) is not self._stager:
             time.sleep(GIVEN_S)  # for pickling, its thread would keep the interpreter's lock
-        self.worker = threading.current_thread()
+            self.thread = thread
         self.await_copies()
         return self._saves.server.send(self, state)
 
@@ -231,30 +201,10 @@ class Staged:
         """Return the copy, or a part of it, that lies at an offset. Raises `SaveError` if there is none."""
         if self._clones is not None:
             return self._clones.tensor_at(offset, dtype, shape)
-        if self.save is None or self._checkpointer is None:
-            raise SaveError("nothing was staged")
+        checkpointer, save = self._begun
         if self.error is not None:
             raise self.error
-        return self._checkpointer.tensor_at(self.save, offset, dtype, shape)
-
-    # ---- order ------------------------------------------------------------------------------------------------
-
-    def is_over(self, *, alone: bool) -> bool:
-        """Return True if DCP does nothing with it any more; ``alone``, as a single rank without collectives: if it has
-        its step."""
-        if alone and (self._claimed or self.error is not None):
-            return True
-        worker = self.worker
-        if worker is not None:
-            return worker is threading.current_thread() or not worker.is_alive()
-        # DCP starts a thread for each asynchronous save before that returns.
-        started = set(threading.enumerate()).difference(self._threads)
-        return all(each.name.startswith("flashpoint-") for each in started)
-
-    @property
-    def is_waiting(self) -> bool:
-        """True if no save has read it yet."""
-        return not self._claimed and self.worker is None
+        return checkpointer.tensor_at(save, offset, dtype, shape)
 
 
 class LocalSaves:
@@ -279,8 +229,9 @@ class LocalSaves:
         self._lock = threading.Lock()
         self._entering = threading.Lock()
         self._entered = SaveId(0, -1)
-        self._left: list[Staged] = []
-        self._open: list[_Open] = []
+        self._open: list[Staged] = []
+        self._previous: Staged | None = None
+        self._stager: threading.Thread | None = None
 
     @classmethod
     def of(cls, checkpointer: Checkpointer) -> LocalSaves:
@@ -297,8 +248,9 @@ class LocalSaves:
 
         return cls(checkpointer.ranks, open_base, lambda: checkpointer)
 
-    def checkpointer(self, version: CheckpointContainerId) -> Checkpointer:
-        """Return the checkpointer of a version's base container. Collective the first time.
+    def enter(self, version: CheckpointContainerId) -> Checkpointer:
+        """Return the checkpointer of a version that all ranks are about to save. Collective where its base container is
+        not open yet, or where its step was saved before: that begins a new run.
 
         Raises:
             InvalidArgumentError: the path is that of no version, or another base container is open.
@@ -310,110 +262,86 @@ class LocalSaves:
                 value=str(version),
                 hint="CheckpointContainerId.create_child(base, CheckpointContainerId.format_version_container(step))",
             )
-        return self._open_base(version.parent)
+        checkpointer = self._open_base(version.parent)
+        with self._entering:
+            if checkpointer.run and SaveId(checkpointer.run, version.step) <= self._entered:
+                checkpointer.latest()
+            self._entered = SaveId(checkpointer.run, version.step)
+        return checkpointer
+
+    # ---- order ------------------------------------------------------------------------------------------------
 
     def stage(self, state_of: Callable[[Staged], dict[str, Any]]) -> StagedStateDict:
         """Return a staged state: what a function returns that copies its tensors. The function raises nothing."""
-        self._give_up_left()
-        self.give_up_abandoned()
+        self._stager = threading.current_thread()
+        self.await_previous()
+        self.give_up()
         staged = Staged(self, self._opened())
         state = StagedStateDict(state_of(staged), staged)
+        staged.state = weakref.ref(state)
+        self._previous = staged
         with self._lock:
-            self._open.append(_Open(weakref.ref(state), staged))
+            self._open.append(staged)
         return state
 
-    def await_previous(self, staged: Staged, state: weakref.ref[StagedStateDict]) -> None:
-        """Let an asynchronous save go on first. A single rank waits until that save has its step: steps rise in the
-        order of the calls. Several wait until it is over: DCP's collectives of two saves on one group would be mixed
-        up, and DCP's own tutorial does not wait."""
-        began, alone = time.monotonic(), self.world_size == 1
-        while state() is not None and not staged.is_over(alone=alone):
-            waited = time.monotonic() - began
-            if waited > seal_deadline_s() or (alone and staged.is_waiting and waited > _TAKE_UP_S):
-                _log.error("an asynchronous save is still in flight after %.0f s; going on", waited)
-                break
+    def await_previous(self) -> None:
+        """Let the asynchronous save that was staged last go on first; on another thread than stages, for a moment.
+
+        A single rank waits until that save has its step: steps rise in the order of the calls. Several wait until it is
+        over: DCP's collectives of two saves on one group would be mixed up, and DCP's own tutorial does not wait.
+        """
+        if self._stager is not threading.current_thread():
+            if self._stager is not None:
+                time.sleep(GIVEN_S)
+            return
+        staged, self._previous, alone = self._previous, None, self.world_size == 1
+        until = time.monotonic() + (_TAKE_UP_S if alone else seal_deadline_s())
+        while staged is not None and not (staged.is_over or (alone and (staged.is_claimed or staged.error))):
+            if time.monotonic() > until:
+                _log.error("an asynchronous save is still in flight; going on")
+                return
             time.sleep(_POLL_S)
-        if staged.is_waiting:
-            self._left.append(staged)
 
-    def _give_up_left(self) -> None:
-        """Give up what was staged and nobody has begun to save, as another save needs the slot: no thread or process
-        could be started, and a traceback keeps the state."""
-        left, self._left = self._left, []
-        for staged in left:
-            if staged.is_waiting:
-                staged.fail(SaveError("given up: nobody has saved what was staged", rank=self.rank))
-
-    def give_up_abandoned(self) -> None:
-        """Give up saves that nobody goes on with. Not done as an owner goes: that may be under any lock."""
+    def give_up(self, *, besides: Staged | None = None) -> None:
+        """Give up saves that nobody goes on with: DCP does not say that a save has failed on another rank. Not done as
+        DCP drops a state: that may be under any lock."""
         with self._lock:
-            gone = [each.save for each in self._open if each.is_abandoned]
-            self._open = [each for each in self._open if each.save not in gone]
-        text = "given up: the checkpoint failed on another rank, or was dropped before it was written"
-        for save in gone:
-            if isinstance(save, Staged):
-                save.fail(SaveError(text, rank=self.rank))
-            else:
-                self.fail(save, None, SaveError(text, rank=self.rank))
-
-    # ---- the calls of a save ----------------------------------------------------------------------------------
-
-    def enter(self, version: CheckpointContainerId) -> None:
-        """See `Saves`."""
-        self.give_up_abandoned()
-        checkpointer, step = self.checkpointer(version), version.step or 0
-        with self._entering:
-            if SaveId(checkpointer.run, step) <= self._entered and checkpointer.run:
-                checkpointer.latest()
-            self._entered = SaveId(checkpointer.run, step)
-
-    def begin(self, version: CheckpointContainerId, staged: Staged | None, owner: object) -> Save:
-        """See `Saves`."""
-        checkpointer, step = self.checkpointer(version), version.step or 0
-        if staged is not None:
-            save = staged.claim(checkpointer, step)
-            self.note_held(version, staged.held_s)
-            return save
-        self._give_up_left()
-        save = checkpointer.begin(step, explicit=True)
-        with self._lock:
-            self._open.append(_Open(weakref.ref(owner), save, threading.current_thread()))
-        return save
-
-    def fill(self, save: Save, tensors: Sequence[TensorItem], byte_items: Sequence[BytesItem]) -> None:
-        """See `Saves`."""
-        self._of(save).fill(save, tensors, byte_items)
-
-    def commit(self, save: Save, *, extra: Sequence[BytesItem] = (), labels: Mapping[str, str]) -> None:
-        """See `Saves`."""
-        self._of(save).commit(save, extra=extra, labels=labels)
-        save.committed.result()
-
-    def fail(self, save: Save | None, staged: Staged | None, error: BaseException) -> None:
-        """See `Saves`."""
-        if staged is not None:
-            staged.fail(error)
-        elif save is not None:
-            self._of(save).fail(save, error)
-
-    def note_held(self, version: CheckpointContainerId, seconds: float) -> None:
-        """See `Saves`."""
-        events.emit(events.LoopHeld, self._ranks, version.parent, version.step, seconds=seconds)
-
-    def _of(self, save: Save) -> Checkpointer:
-        assert save.version is not None
-        return self._open_base(save.version.parent)
+            self._open = [each for each in self._open if each.succeeded is None]
+            gone = [each for each in self._open if each is not besides and each.is_over]
+        for staged in gone:
+            text = "given up: the checkpoint failed on another rank, or nobody has saved what was staged"
+            staged.fail(SaveError(text, rank=self.rank))
 
     def wait(self, deadline_s: float) -> None:
         """Wait until saves in flight are committed, on whatever thread or process they are, at most for a time."""
         until = time.monotonic() + deadline_s
-        while time.monotonic() < until and self._is_busy():
+        while time.monotonic() < until:
+            self.give_up()
+            with self._lock:
+                if all(each.succeeded is not None for each in self._open):
+                    return
             time.sleep(_POLL_S)
 
-    def _is_busy(self) -> bool:
-        self.give_up_abandoned()
+    def begin(self, version: CheckpointContainerId, staged: Staged | None) -> Staged:
+        """Start a save of what was staged, or of what `Staged.fill` is given if ``staged`` is None. Collective as
+        `enter`. Raises `FlashpointError`; what was staged is of no use then."""
+        checkpointer = self.enter(version)
+        self.give_up(besides=staged)
         with self._lock:
-            return not all(each.has_ended for each in self._open)
+            if staged is None:
+                staged = Staged(self, checkpointer)
+                self._open.append(staged)
+            elif staged.is_claimed:
+                raise SaveError("what was staged was saved or given up before, and is not kept", rank=self.rank)
+            staged.is_claimed = True
+        staged.claim(checkpointer, version.step or 0)
+        if staged.held_s:
+            self.note_held(version, staged.held_s)
+        return staged
+
+    def note_held(self, version: CheckpointContainerId, seconds: float) -> None:
+        """Publish how long a save has held the loop."""
+        events.emit(events.LoopHeld, self._ranks, version.parent, version.step, seconds=seconds)
 
     def sent(self) -> RemoteSaves:
         """Return the saves of this process as another one sees them."""

@@ -15,7 +15,6 @@ import mmap
 import os
 import pickle
 import secrets
-import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +26,6 @@ import torch
 from ml_flashpoint.adapter.pytorch.staged_state import StagedStateDict
 from ml_flashpoint.copy.dtypes import dtype_name, octets_of, torch_dtype
 from ml_flashpoint.engine.committing import BytesItem, TensorItem
-from ml_flashpoint.engine.save import Save
 from ml_flashpoint.format import errors
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import FlashpointError, ProtocolError, SaveError
@@ -100,10 +98,9 @@ class MappedFile:
 
 @dataclass(eq=False)
 class _Session:
-    """One connection, and what was received of the tensors and items to come."""
+    """One connection: its save, and what was received of the tensors and items to come."""
 
-    staged: Staged | None = None
-    save: Save | None = None
+    save: Staged | None = None
     received: bytearray = field(default_factory=bytearray)
 
 
@@ -116,8 +113,7 @@ class SaveServer:
         self._staged: weakref.WeakValueDictionary[str, Staged] = weakref.WeakValueDictionary()
         self._server: RequestServer | None = None
         self._secret = secrets.token_bytes(32)
-        self._address = ""
-        self._socket = -1
+        self._address = f"\0flashpoint-{secrets.token_hex(16)}"  # an abstract name: there is no file
 
     def reached_by(self) -> tuple[str, bytes]:
         """Return address and secret.
@@ -128,24 +124,12 @@ class SaveServer:
         with self._lock:
             if self._server is None:
                 try:
-                    self._listen()
+                    self._server = RequestServer(
+                        self._secret, self, WIRE, unix_path=self._address, idle_s=seal_deadline_s()
+                    )
                 except (OSError, RuntimeError) as error:
                     raise SaveError(f"no other process can save: {error}", rank=self._saves.rank) from error
             return self._address, self._secret
-
-    def _listen(self) -> None:
-        # The socket is reached by the trainer's descriptor of it, and loses its name at once: so the path is short, and
-        # nothing is left of it, however the trainer ends.
-        with tempfile.TemporaryDirectory(prefix="flashpoint-") as private:
-            folder = os.open(private, os.O_PATH | os.O_CLOEXEC)
-            try:
-                path = f"/proc/self/fd/{folder}/socket"
-                server = RequestServer(self._secret, self, WIRE, unix_path=path, idle_s=seal_deadline_s())
-                self._socket = os.open(path, os.O_PATH | os.O_CLOEXEC)
-            finally:
-                os.close(folder)
-        self._address = f"/proc/{os.getpid()}/fd/{self._socket}"
-        self._server = server
 
     def send(self, staged: Staged, state: dict[str, Any]) -> tuple[Any, ...]:
         """Return what a staged state is pickled as: a ticket for the save, and the state without its staged tensors."""
@@ -163,7 +147,6 @@ class SaveServer:
             server, self._server = self._server, None
         if server is not None:
             server.close()
-            os.close(self._socket)
 
     def open(self, peer: Peer) -> _Session:
         """See `RequestHandler`."""
@@ -173,51 +156,44 @@ class SaveServer:
         """Give up what the saving process had not committed; see `RequestHandler`."""
         if session.save is not None:
             hint = "the next save is not affected"
-            error = SaveError("its process is gone", rank=self._saves.rank, hint=hint)
-            self._saves.fail(session.save, session.staged, error)
+            session.save.fail(SaveError("its process is gone", rank=self._saves.rank, hint=hint))
 
     def handle(
         self, session: _Session, op: str, fields: Fields, blobs: list[bytes]
     ) -> tuple[Fields, Sequence[Buffer]] | None:
-        """Carry out one call of `RemoteSaves`; see `RequestHandler`."""
-        if session.staged is not None and "others" in fields:
-            session.staged.others = frozenset(list_of(fields, "others"))
-        if op == "enter":
-            self._saves.enter(CheckpointContainerId(text(fields, "version")))
-        elif op == "begin":
-            self._begin(session, CheckpointContainerId(text(fields, "version")), fields.get("key"))
+        """Carry out one call of `RemoteSave`; see `RequestHandler`."""
+        if session.save is not None and "others" in fields:
+            session.save.others = frozenset(list_of(fields, "others"))
+        if op == "begin":
+            session.save = self._begin(CheckpointContainerId(text(fields, "version")), fields.get("key"))
+        elif session.save is None:
+            raise ProtocolError(f"{op} comes before a save was begun")
         elif op == "receive":
             for blob in blobs:
                 session.received += blob
-        elif op == "fail":
-            staged = session.staged or self._taken(fields.get("key"))
-            self._saves.fail(session.save, staged, WIRE.rebuild(fields["error"]))
-        elif session.save is None:
-            raise ProtocolError(f"{op} comes before a save was begun")
         elif op == "fill":
-            self._saves.fill(session.save, *_items(session, fields))
+            session.save.fill(*_items(session.save, session.received, fields))
             session.received = bytearray()
         elif op == "commit":
             extra = list(zip(list_of(fields, "extra"), blobs, strict=True))
-            self._saves.commit(session.save, extra=extra, labels=fields["labels"])
+            session.save.commit(extra=extra, labels=fields["labels"])
+        elif op == "fail":
+            session.save.fail(WIRE.rebuild(fields["error"]))
         else:
             raise ProtocolError(f"there is no call {op}")
         return {}, ()
 
-    def _begin(self, session: _Session, version: CheckpointContainerId, key: object) -> None:
-        session.staged = self._taken(key)
-        if session.staged is None and key is not None:
-            raise SaveError("the save was given up before this process began", rank=self._saves.rank)
-        session.save = self._saves.begin(version, session.staged, session)
-
-    def _taken(self, key: object) -> Staged | None:
+    def _begin(self, version: CheckpointContainerId, key: object) -> Staged:
         with self._lock:
-            return self._staged.pop(key, None) if isinstance(key, str) else None
+            staged = self._staged.pop(key, None) if isinstance(key, str) else None
+        if staged is None and key is not None:
+            raise SaveError("the save was given up before this process began", rank=self._saves.rank)
+        return self._saves.begin(version, staged)
 
 
-def _items(session: _Session, fields: Fields) -> tuple[list[TensorItem], list[BytesItem]]:
+def _items(save: Staged, received: bytearray, fields: Fields) -> tuple[list[TensorItem], list[BytesItem]]:
     """Return the items of a call, of what was received and of what was staged."""
-    received, staged, at = session.received, session.staged, 0
+    at = 0
 
     def take(count: int) -> int:
         nonlocal at
@@ -229,8 +205,8 @@ def _items(session: _Session, fields: Fields) -> tuple[list[TensorItem], list[By
     tensors: list[TensorItem] = []
     for key, name, shape, offset in list_of(fields, "tensors"):
         dtype, size = torch_dtype(name), torch.Size(shape)
-        if offset is not None and staged is not None:
-            tensors.append((str(key), staged.tensor_at(offset, dtype, size)))
+        if offset is not None:
+            tensors.append((str(key), save.tensor_at(offset, dtype, size)))
             continue
         count = size.numel() * dtype.itemsize
         begin = take(count)
@@ -276,20 +252,17 @@ class _Unpickler(pickle.Unpickler):
         return self._file.tensor_at(offset, dtype, shape)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class ArrivedState:
     """What was staged, in the process that it was sent to.
 
     Attributes:
-        key: of the save.
+        key: ticket for the save.
         file: what the staged tensors lie in. The mapping is private: what this process writes to them stays here.
-        others, worker: see `saves.Staged`.
     """
 
     key: str
     file: MappedFile | None
-    others: frozenset[str] | None = None
-    worker: threading.Thread | None = None
 
 
 def _arrived(key: str, path: str | None, data: bytes) -> StagedStateDict:
@@ -309,7 +282,7 @@ def _arrived(key: str, path: str | None, data: bytes) -> StagedStateDict:
 
 
 class RemoteSaves:
-    """The saves of a trainer, in a process that writes one of them; see `saves.Saves`. Picklable.
+    """The saves of a trainer, in a process that writes one of them. Picklable.
 
     Args:
         address, secret: of the trainer's socket.
@@ -319,27 +292,27 @@ class RemoteSaves:
     def __init__(self, address: str, secret: bytes, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
         self._address, self._secret = address, secret
-        self._staged: ArrivedState | None = None
-        self._connection: Connection | None = None
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RemoteSaves, (self._address, self._secret, self.rank, self.world_size)
+    def begin(self, version: CheckpointContainerId, staged: ArrivedState | None) -> RemoteSave:
+        """See `saves.LocalSaves.begin`."""
+        # Not when this arrives: what cannot be unpickled would end DCP's saving process, and all later saves with it.
+        address = ("unix", self._address)
+        connection = Connection(address, self._secret, WIRE, connect_timeout_s=collective_deadline_s())
+        save = RemoteSave(connection, None if staged is None else staged.file)
+        save.request("begin", {"version": str(version), "key": None if staged is None else staged.key})
+        return save
 
-    def enter(self, version: CheckpointContainerId) -> None:
-        """See `saves.Saves`."""
-        self._request("enter", {"version": str(version)})
 
-    def begin(self, version: CheckpointContainerId, staged: ArrivedState | None, owner: object) -> RemoteSaves:
-        """See `saves.Saves`."""
-        self._staged = staged
-        self._request("begin", {"version": str(version), "key": None if staged is None else staged.key})
-        return self
+class RemoteSave:
+    """A save of a trainer: see `saves.Staged`. It fails as its connection ends."""
 
-    def fill(self, save: RemoteSaves, tensors: Sequence[TensorItem], byte_items: Sequence[BytesItem]) -> None:
-        """See `saves.Saves`."""
-        file = None if self._staged is None or self._staged.file is None else self._staged.file
-        if file is not None and file.changed:
-            file = None
+    def __init__(self, connection: Connection, file: MappedFile | None) -> None:
+        self.others: frozenset[str] | None = None
+        self._connection, self._file = connection, file
+
+    def fill(self, tensors: Sequence[TensorItem], byte_items: Sequence[BytesItem]) -> None:
+        """Have all items brought into one object."""
+        file = None if self._file is None or self._file.changed else self._file
         places = [None if file is None else file.place_of(tensor) for _, tensor in tensors]
         sent: list[memoryview] = []
         for (_, tensor), place in zip(tensors, places, strict=True):
@@ -347,42 +320,30 @@ class RemoteSaves:
                 sent.append(octets_of(tensor.cpu().contiguous()).data)
         sent.extend(memoryview(data) for _, data in byte_items)
         for blobs in _pieces(sent):
-            self._request("receive", {}, blobs)
+            self.request("receive", {}, blobs)
         described = [
             (key, dtype_name(tensor.dtype), tuple(tensor.shape), place)
             for (key, tensor), place in zip(tensors, places, strict=True)
         ]
-        self._request("fill", {"tensors": described, "byte_items": [(key, len(data)) for key, data in byte_items]})
+        self.request("fill", {"tensors": described, "byte_items": [(key, len(data)) for key, data in byte_items]})
 
-    def commit(self, save: RemoteSaves, *, extra: Sequence[BytesItem] = (), labels: Mapping[str, str]) -> None:
-        """See `saves.Saves`."""
+    def commit(self, *, extra: Sequence[BytesItem] = (), labels: Mapping[str, str]) -> None:
+        """Have the object committed; return when the trainer's part is."""
         fields = {"labels": dict(labels), "extra": [key for key, _ in extra]}
-        self._request("commit", fields, [data for _, data in extra])
-        self._close()
+        self.request("commit", fields, [data for _, data in extra])
+        self._connection.close()
 
-    def fail(self, save: RemoteSaves | None, staged: ArrivedState | None, error: BaseException) -> None:
-        """See `saves.Saves`."""
-        self._staged = staged
+    def fail(self, error: BaseException) -> None:
+        """Give it up."""
         with contextlib.suppress(FlashpointError):  # the trainer is gone, or has given it up before
-            self._request("fail", {"error": WIRE.describe(error), "key": None if staged is None else staged.key})
-        self._close()
+            self.request("fail", {"error": WIRE.describe(error)})
+        self._connection.close()
 
-    def note_held(self, version: CheckpointContainerId, seconds: float) -> None:
-        """Publish nothing: the loop is the trainer's."""
-
-    def _request(self, op: str, fields: Fields, blobs: Sequence[Buffer] = ()) -> None:
-        # Not when this arrives: what cannot be unpickled would end DCP's saving process, and all later saves with it.
-        if self._connection is None:
-            address = ("unix", self._address)
-            timeout_s = collective_deadline_s()
-            self._connection = Connection(address, self._secret, WIRE, connect_timeout_s=timeout_s)
-        if self._staged is not None and self._staged.others is not None:
-            fields = {**fields, "others": sorted(self._staged.others)}
+    def request(self, op: str, fields: Fields, blobs: Sequence[Buffer] = ()) -> None:
+        """Have the trainer do something for this save. Raises `FlashpointError` as it does."""
+        if self.others is not None:
+            fields = {**fields, "others": sorted(self.others)}
         self._connection.request(op, fields, blobs, timeout_s=seal_deadline_s())
-
-    def _close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
 
 
 def _padded(count: int) -> int:

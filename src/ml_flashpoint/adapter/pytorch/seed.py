@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ml_flashpoint.adapter.pytorch.saves import LocalSaves
 from ml_flashpoint.config import Config
 from ml_flashpoint.engine.checkpointer import Checkpointer
-from ml_flashpoint.engine.committing import BytesItem, TensorItem
-from ml_flashpoint.engine.reader import RecoveryReport, VersionReader
+from ml_flashpoint.engine.reader import VersionReader
 from ml_flashpoint.engine.save import SaveStats
 from ml_flashpoint.format.arguments import checked_integer, ignored
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidArgumentError, ReplicationError
-from ml_flashpoint.format.manifest import Manifest
 from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.ranks.strategies import ReplicationStrategy, checked_strategy
 
@@ -193,36 +191,9 @@ class DefaultMLFlashpointCheckpointSaver:
         """Return counters of what became of the saves of this rank."""
         return SaveStats() if self._objects.opened is None else self._objects.opened.stats
 
-    def save(
-        self,
-        version: CheckpointContainerId,
-        tensors: Sequence[TensorItem],
-        byte_items: Sequence[BytesItem] = (),
-        *,
-        labels: Mapping[str, str] | None = None,
-    ) -> Manifest:
-        """Save this rank's part of a version, which is committed on return. All ranks must save the same versions.
-
-        Args:
-            tensors: names and plain strided tensors on any device. byte_items: names and contents of what is no tensor.
-            labels: short strings for the manifest.
-
-        Raises:
-            FlashpointError: the save failed; older versions are as before.
-        """
-        self.saves.enter(version)
-        save = self.saves.begin(version, None, self)
-        try:
-            self.saves.fill(save, tensors, byte_items)
-            self.saves.commit(save, labels=labels or {})
-        except BaseException as error:
-            self.saves.fail(save, None, error)
-            raise
-        return save.committed.result()
-
     def wait(self, deadline_s: float | None = None) -> bool:
         """Wait until all saves that were begun are verified, or have failed. Return True if that was so in time."""
-        self.saves.give_up_abandoned()
+        self.saves.give_up()
         return self._objects.opened is None or self._objects.opened.wait(deadline_s)
 
 
@@ -274,9 +245,4 @@ class DefaultMLFlashpointCheckpointLoader:
 
     def open_version(self, version: CheckpointContainerId) -> VersionReader:
         """Return a reader of a version. Collective the first time."""
-        return self._objects.checkpointer(version.parent, self._replication).reader(version)
-
-    @property
-    def last_recovery(self) -> RecoveryReport | None:
-        """Return the report of the last recovery; None before."""
-        return None if self._objects.opened is None else self._objects.opened.last_recovery
+        return self._objects.checkpointer(version.parent, self._replication).open_version(version)

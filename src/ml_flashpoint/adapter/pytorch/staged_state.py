@@ -1,32 +1,24 @@
-"""A staged state: how the save that reads it learns that it does.
-
-DCP stages on one thread, then saves what was staged on another one, or sends it with the writer to another process, and
-says neither. So the state itself tells: the thread that saves calls `listen` as its save begins, and then reads it.
-"""
+"""A staged state: how the save that reads it learns that it does."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import weakref
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from _collections_abc import dict_items
 
-_local = threading.local()
-
-
-def listen(on_read: Callable[[Any], None] | None) -> None:
-    """Have a function called with what was staged when the calling thread reads a staged state; None: not any more."""
-    _local.on_read = on_read
+_read = threading.local()
 
 
 class StagedStateDict(dict[str, Any]):
-    """A staged state. The save that the reading thread has begun is the one that it was staged for.
+    """A staged state. DCP saves it on a thread of its own, or sends it to another process, and says neither; so the
+    state notes which thread reads it.
 
     Args:
         state: the state, with staged tensors in it.
-        staged: a `saves.Staged`, or in another process a `saving_process.ArrivedState`.
+        staged: a `Staged`, or in another process a `saving_process.ArrivedState`.
     """
 
     def __init__(self, state: dict[str, Any], staged: Any) -> None:
@@ -34,11 +26,22 @@ class StagedStateDict(dict[str, Any]):
         self.staged = staged
 
     def items(self) -> dict_items[str, Any]:
-        """Return the items to the planner of a save."""
-        if (on_read := getattr(_local, "on_read", None)) is not None:
-            on_read(self.staged)
+        """Return the items."""
+        _read.state = weakref.ref(self)
         return super().items()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         reduced: tuple[Any, ...] = self.staged.sent(dict(self))
         return reduced
+
+
+def forget_reading() -> None:
+    """Begin a save on the calling thread, which has read nothing for it yet."""
+    _read.state = None
+
+
+def staged_state_read() -> Any:
+    """Return what was staged of the state that the calling thread has read since; None if it was no staged one."""
+    reference = getattr(_read, "state", None)
+    state = None if reference is None else reference()
+    return None if state is None else state.staged

@@ -22,8 +22,7 @@ from ml_flashpoint.ddict.manager.shard import Entry, InlineValue, StoredValue, V
 from ml_flashpoint.ddict.persistence.persister import check_checkpoint_id
 from ml_flashpoint.format.errors import DamagedError, FlashpointError, InvalidArgumentError
 from ml_flashpoint.format.manifest import Manifest, object_name
-from ml_flashpoint.format.object_format import parse_header
-from ml_flashpoint.format.object_layout import Layout, plan_layout
+from ml_flashpoint.format.object_format import Layout, parse_header, plan_layout
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.slot import PAGE
 

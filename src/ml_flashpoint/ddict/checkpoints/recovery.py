@@ -33,7 +33,7 @@ from ml_flashpoint.ddict.checkpoints.index import (
 from ml_flashpoint.ddict.manager.shard import Entry, StoredValue, Value
 from ml_flashpoint.ddict.manager.slots import ValueSlots, value_id_of
 from ml_flashpoint.ddict.manager.store import HeldPart, PartStore
-from ml_flashpoint.format.digest import digest_workers, verify_blocks
+from ml_flashpoint.format.digest import verify_blocks
 from ml_flashpoint.format.errors import DamagedError, FlashpointError, ManifestError, ObjectNotFoundError
 from ml_flashpoint.net.blocks import BlockChecker
 from ml_flashpoint.net.channel import TransferCancelledError
@@ -138,7 +138,7 @@ class Recoverer:
             return None
         record, path = part.record, f"{ref.save.version}/{part.record.name}"
         try:
-            verify_blocks(part.data, record.digests, record.block_size, path=path, workers=digest_workers())
+            verify_blocks(part.data, record.digests, record.block_size, path=path)
         except DamagedError as error:
             _log.warning("manager %d: asking holders, because a part here is damaged: %s", self._rank, error)
             return None

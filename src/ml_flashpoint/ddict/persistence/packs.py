@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 import xxhash
 
 from ml_flashpoint.format.errors import DamagedError, InvalidArgumentError, ManifestError, ObjectFormatError
+from ml_flashpoint.format.files import as_octets
 from ml_flashpoint.format.manifest import (
     MAX_MANIFEST_BYTES,
     Manifest,
@@ -29,7 +30,7 @@ from ml_flashpoint.format.manifest import (
 )
 from ml_flashpoint.format.object_format import encode_header, plan_layout
 from ml_flashpoint.stores.durable import only_object
-from ml_flashpoint.stores.files import PIECE_BYTES, Files, as_octets
+from ml_flashpoint.stores.files import PIECE_BYTES, Files
 from ml_flashpoint.stores.part import StoredObject, check_blocks
 
 if TYPE_CHECKING:

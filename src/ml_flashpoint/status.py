@@ -1,4 +1,4 @@
-"""The health of a `Flashpoint`, and its last recovery: plain values, made on demand, safe to keep and to send."""
+"""The health of a `Flashpoint`, and the last load: plain values, made on demand, safe to keep and to send."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """A `Flashpoint.resume` on this rank. Times in seconds, over all versions that were tried.
+    """A `Checkpointer.load`, or `Flashpoint.resume`, on this rank. Times in seconds, over all versions that were tried.
 
     Attributes:
         step: the step to go on from.

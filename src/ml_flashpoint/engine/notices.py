@@ -37,13 +37,3 @@ def _is_set_up(logger: logging.Logger) -> bool:
             return True
         step = step.parent
     return False
-
-
-def size(number: int) -> str:
-    """Bytes for humans."""
-    amount = float(number)
-    for unit in ("B", "kB", "MB"):
-        if amount < 1000:
-            return f"{amount:.3g} {unit}"
-        amount /= 1000
-    return f"{amount:.3g} GB"

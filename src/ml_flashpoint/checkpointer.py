@@ -1,0 +1,564 @@
+"""`Checkpointer`: the public face. The state of a program goes into a base container, and comes back from it.
+
+The engine's `Checkpointer` moves named tensors and bytes. This one moves modules, optimizers and whatever else has a
+state, and gives DCP its storage writer and reader. Saves: the training thread takes the state, compares its structure
+with the one before, and copies what this rank writes of it; items are named and encoded on the committing executor.
+Loads: all ranks vote on each step, so that one rank's trouble is an error on all.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.optim import Optimizer
+
+from ml_flashpoint import events
+from ml_flashpoint.adapter.pytorch.memory_stager import MemoryStager
+from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
+from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
+from ml_flashpoint.adapter.pytorch.merged_metadata import merged_metadata, metadata_of_share
+from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE
+from ml_flashpoint.config import Config
+from ml_flashpoint.copy import cuda
+from ml_flashpoint.copy.collection import collection_paused
+from ml_flashpoint.copy.overlap import Overlap
+from ml_flashpoint.engine import checkpointer as engine
+from ml_flashpoint.engine.committing import BytesItem, TensorItem
+from ml_flashpoint.engine.joint_load import JointLoad
+from ml_flashpoint.engine.launcher import warn_of_shared_store
+from ml_flashpoint.engine.replicas import Table
+from ml_flashpoint.engine.save import Save
+from ml_flashpoint.engine.signals import answer_sigterm, interrupts_held
+from ml_flashpoint.format.arguments import checked_callable, checked_integer
+from ml_flashpoint.format.checkpoint_id_types import MAX_STEP, CheckpointContainerId
+from ml_flashpoint.format.errors import (
+    DeadlineError,
+    InvalidArgumentError,
+    LoadError,
+    NothingLoadableError,
+    ReshardError,
+    SaveError,
+)
+from ml_flashpoint.format.failure_kinds import Blame
+from ml_flashpoint.format.knobs import seal_deadline_s
+from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.state.packed_state import PACKED, item_bytes
+from ml_flashpoint.state.plan import Captured, Offer, Share
+from ml_flashpoint.state.planner import TrackedLoadPlanner
+from ml_flashpoint.state.random_numbers import capture_rng_state, restore_rng_state
+from ml_flashpoint.state.resharding import Resharding
+from ml_flashpoint.state.tracked import Reshard, Stateful, TrackedState, checked_reshard, rank_key
+from ml_flashpoint.state.tree import Tree
+from ml_flashpoint.status import Recovery, Source
+
+_log = logging.getLogger(__name__)
+
+_ANEW = "to start anew, use another base container"
+
+State = Mapping[str, torch.nn.Module | Optimizer | Stateful]
+"""What to save and load, by name: modules, optimizers, and anything with ``state_dict`` and ``load_state_dict``."""
+
+Fallback = Callable[[], "int | None"]
+
+
+class _InterruptedError(SaveError):
+    """The program was interrupted in the midst of a save."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """The part of the state that this rank writes, for states of one structure.
+
+    Attributes:
+        offer: everything that this rank has. table: the ranks' agreement on who writes what. share: what follows.
+    """
+
+    offer: Offer
+    table: Table
+    share: Share
+
+
+class Checkpointer(engine.Checkpointer):
+    """A base container that is open on all ranks, for a loop that saves and loads by itself. A context manager.
+
+    ::
+
+        state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+        with Checkpointer("/dev/shm/mlf-jobs/job-145", Config(replication="pairwise", keep=2)) as ckpt:
+            step = ckpt.load(state)  # in place; 0 if there is none
+            while step < last_step:
+                step = train()
+                save = ckpt.save(step, state)  # save.staged, save.committed, save.verified
+
+    and for programs that call DCP::
+
+        dcp.save(state_dict, checkpoint_id=ckpt.id(step), storage_writer=ckpt.writer())
+
+    Construct it on all ranks, after ``init_process_group`` if there is one, and save the same steps on all of them.
+    Construction, `load`, `latest`, `go_back` and `versions` are collective.
+
+    Args:
+        base: absolute path of a folder on a tmpfs of this node that belongs to this job alone. Restarts use the same.
+        config: settings; the same on all ranks.
+        discard_existing: remove every version that is there, on all nodes, before anything else.
+
+    Attributes:
+        overlap: the optimizers whose tensors on CUDA devices are copied late.
+        last_load: the last `load`; None before.
+
+    Raises:
+        InvalidArgumentError: an argument is unusable, or differs between ranks.
+        JobInUseError: another job has the base container open.
+        FlashpointError: this rank, or another one, cannot use it. Raised on all ranks.
+    """
+
+    def __init__(
+        self, base: str | os.PathLike[str], config: Config | None = None, *, discard_existing: bool = False
+    ) -> None:
+        config = config or Config()
+        self.overlap = Overlap(wanted=config.overlap)
+        self.last_load: Recovery | None = None
+        self._deadline_s = seal_deadline_s() if config.deadline_s is None else config.deadline_s
+        self._writer_of_dcp: MemoryStorageWriter | None = None
+        self._stager_of_dcp: MemoryStager | None = None
+        self._state: dict[str, object] = {}
+        self._tracked: TrackedState | None = None  # of that state
+        self._written: _Written | None = None
+        self._metadata: tuple[str, bytes] = ("", b"")  # of the table that was merged last; on the executor
+        self._last: Save | None = None
+        self._attempted = -1  # step of the latest call, the same on all ranks
+        self._is_saving = False
+        super().__init__(base, config, discard_existing=discard_existing)
+        warn_of_shared_store(self.ranks.rank)
+
+    def _tracked_of(self, state: State | TrackedState, functions: Mapping[str, Reshard] | None = None) -> TrackedState:
+        """Return what is tracked of a state: the same object as long as the state has the same objects."""
+        if isinstance(state, TrackedState):
+            return state
+        if not isinstance(state, Mapping) or not state:
+            text = "must be a dict of modules, optimizers and other objects with a state, by name"
+            raise InvalidArgumentError(text, argument="state", value=state)
+        known, tracked = self._state, self._tracked
+        is_known = known.keys() == state.keys() and all(known[name] is each for name, each in state.items())
+        if tracked is None or not is_known or functions is not None:
+            tracked = TrackedState(self.ranks.rank, self.ranks.world_size)
+            for name, value in state.items():
+                tracked.add(name, value, (functions or {}).get(name))
+                if isinstance(value, Optimizer):
+                    self.overlap.watch(value)
+            self._state, self._tracked = dict(state), tracked
+        return tracked
+
+    # ---- saving --------------------------------------------------------------------------------------------
+
+    def save(self, step: int, state: State | TrackedState, *, explicit: bool = True) -> Save:
+        """Save. Returns once the state is copied: it may change in any way then. The rest is done in the background.
+
+        A step that was saved last is that save, and is not saved again. If it was skipped, or failed, on some rank, it
+        is saved now, by a run that goes on from the newest version.
+
+        Args:
+            step: above all that were saved before in this run.
+            state: the objects to save; or what a `Flashpoint` tracks.
+            explicit: without a free slot, wait for one, up to the deadline of the save; False: skip the save at once.
+
+        Returns:
+            The save. Its futures ``staged``, ``committed`` and ``verified`` end by its deadline; a save that fails says
+            why there.
+
+        Raises:
+            UnaskedVersionsError: there are versions from before, and `load` was not called.
+            InvalidArgumentError: the step is not above those saved before, or ``state`` is unusable.
+            SaveError: a save has begun and not returned, or the checkpointer is closed.
+        """
+        if self._is_saving:
+            text = "called while a save begins: in a signal handler, say"
+            hint = "let the handler set a flag, and save in the loop"
+            raise SaveError(text, step=step, rank=self.ranks.rank, hint=hint)
+        answer_sigterm()
+        self.check_asked("load(state)")
+        tracked = self._tracked_of(state)
+        cuda.settle()  # what the device still has to do of the step is not time that a save holds the loop
+        began = time.perf_counter()
+        try:
+            self._is_saving = True
+            with interrupts_held(), collection_paused():
+                return self._save(step, tracked, explicit=explicit)
+        finally:
+            self._is_saving = False
+            seconds = self.stats.blocked_s = time.perf_counter() - began
+            self.stats.blocked_total_s += seconds
+            events.emit(events.LoopHeld, self.ranks, self.base, step, seconds=seconds)
+
+    def _save(self, step: int, tracked: TrackedState, *, explicit: bool) -> Save:
+        if step == self._attempted and (last := self._already(step)) is not None:
+            return last
+        self._attempted = step
+        name, tree, error = SaveId(self.run, step), None, None
+        try:
+            tree = self._flatten(name, tracked)
+        except Exception as caught:  # of whatever kind: the other ranks learn that this rank has no part
+            error = caught
+            self.replicas.pass_over(name)
+        try:
+            save = self.begin(step, explicit=explicit, table="" if self._written is None else self._written.table.name)
+        except Exception as caught:
+            raise (error or caught) from None
+        self._last = save
+        try:
+            if error is not None or tree is None:
+                raise error or SaveError("nothing was saved")
+            self._stage(save, tree)
+        except Exception as caught:
+            self.fail(save, caught)
+        except BaseException:  # the program is being interrupted
+            self.fail(save, _InterruptedError("interrupted", step=step, rank=self.ranks.rank))
+            raise
+        return save
+
+    def _already(self, step: int) -> Save | None:
+        """Return the save of a step that was attempted before, if it has not failed on any rank. Collective.
+
+        A step is saved once in a run. Where it was skipped, or failed, on some rank, a new run begins.
+        """
+        last = self._last
+        is_there = last is not None and last.id == SaveId(self.run, step)
+        has_failed = last is not None and last.committed.done() and last.committed.exception() is not None
+        if self.ranks.all_ok(is_there and not has_failed):
+            return last
+        self.latest()
+        return None
+
+    def _flatten(self, save: SaveId, tracked: TrackedState) -> Tree:
+        """Flatten the state. Afterwards `_written` says what this rank writes of it."""
+        tree, ranks, known = Tree(tracked.to_save()), self.ranks, self._written
+        offer = None if known is None or not known.offer.is_of(tree) else known.offer
+        if offer is None:
+            self._written = known = None
+            offer = Offer(tree, rank=ranks.rank, ranks=ranks.world_size, own=rank_key(ranks.rank))
+        metadata = partial(_metadata_by, offer, ranks.rank)
+        table = self.replicas.agree(
+            save, *offer.digests, lambda: list(offer.replicas.values()), self._deadline_s, share=metadata
+        )
+        if known is None or table is not known.table:
+            self._written = _Written(offer, table, Share(offer, offer.written(table.written)))
+        return tree
+
+    def _stage(self, save: Save, tree: Tree) -> None:
+        """Copy what this rank writes, or begin to, and leave the rest to the committing executor."""
+        written = self._written
+        assert written is not None
+        captured = written.share.capture(tree)
+        copies = self.stage(
+            save,
+            captured.tensors,
+            [*written.share.byte_keys, METADATA_KEY],
+            kind=captured.plan,
+            late=self.overlap.begin(tensor for _, tensor in captured.tensors),
+        )
+        captured.tensors = ()
+        labels = {"door": "dcp", **({METADATA_SCOPE: "global"} if self.ranks.rank == 0 else {})}
+        self.commit(save, items=partial(self._items, written, captured, copies), labels=labels)
+
+    def _items(
+        self, written: _Written, captured: Captured, copies: Sequence[torch.Tensor]
+    ) -> tuple[list[TensorItem], list[BytesItem]]:
+        """Return the items of a save under their names. On the committing executor."""
+        allowed, table = tuple(self.config.safe_globals), written.table
+        tensors, byte_items = written.share.named(captured, copies, partial(item_bytes, allowed=allowed))
+        self.replicas.publish(table.name, partial(_metadata_by, written.offer, self.ranks.rank, table))
+        if self.ranks.rank == 0:
+            if self._metadata[0] != table.name:
+                shares = self.replicas.collect(table.name, self._deadline_s)
+                self._metadata = table.name, merged_metadata(shares)
+            byte_items.append((METADATA_KEY, self._metadata[1]))
+        return tensors, byte_items
+
+    # ---- loading -------------------------------------------------------------------------------------------
+
+    def load(
+        self,
+        state: State | TrackedState,
+        *,
+        step: int | None = None,
+        fallback: Fallback | None = None,
+        reshard: Reshard | Mapping[str, Reshard] | None = None,
+    ) -> int:
+        """Load the newest state that all ranks can load, or that of a step, in place. Collective.
+
+        Versions that turn out to be damaged are left for older ones; what cannot be read just now is tried again for
+        ``FLASHPOINT_RECOVERY_DEADLINE_S`` first. Afterwards a new run begins, and the filesystem is checked to have
+        room for the checkpoints to come.
+
+        Args:
+            state: the objects to load into; or what a `Flashpoint` tracks.
+            step: load the version of this step, or raise. Newer versions do not count any more.
+            fallback: called on all ranks when memory has no version, or none that is sound; loads the state from
+                elsewhere and returns the number of steps done, or None for 0. Not together with ``step``.
+            reshard: makes a rank's own state on another number of ranks; see `Flashpoint.track`.
+
+        Returns:
+            The step of the version; what ``fallback`` returned; 0 if there is nothing to go on from.
+
+        Raises:
+            ReshardError: the newest version is of another number of ranks, and nothing says what becomes of what each
+                of them had of its own.
+            LoadError: a version does not fit the objects, or none could be loaded and there is no fallback
+                (`NothingLoadableError`), or there is no version of ``step``.
+            CapacityError: the filesystem is too small.
+            InvalidArgumentError: an argument is unusable.
+            FlashpointError: ranks lost each other, or their fallbacks returned different steps.
+            Exception: what the fallback raised; a `LoadError` on ranks where it did not.
+        """
+        fallback = checked_callable("fallback", fallback, "without arguments that loads a state and returns its step")
+        wanted = checked_wanted(step, fallback)
+        functions = None if reshard is None or isinstance(state, TrackedState) else checked_reshard(reshard, state)
+        tracked = self._tracked_of(state, functions)
+        began, ranks = time.perf_counter(), self.ranks
+        self.overlap.before_update()
+        if not ranks.all_ok(self.await_commits(self._deadline_s)):
+            raise DeadlineError("a save is still under way, on this rank or another one", rank=ranks.rank)
+        load = _Load(self, tracked, wanted)
+        load.run()
+        done, source = 0, load.source
+        if load.version is not None:
+            done = load.version.step or 0
+        elif fallback is not None:
+            if (why := load.why()) is not None:
+                _log.error("falling back, and what is in memory will be overwritten: %s", why)
+            done, source = self._fall_back(fallback), "fallback"
+        else:
+            load.refuse_to_start_anew()
+            source = "nothing"
+        self.go_on_from(load.version)
+        self.check_room(tracked.expected_bytes())
+        self.last_load = load.recovery(done, source, time.perf_counter() - began)
+        events.emit(events.Resumed, ranks, self.base, done, source=source, seconds=self.last_load.total_s)
+        return done
+
+    def _fall_back(self, fallback: Fallback) -> int:
+        """Call a program's fallback, and return the step that it has loaded."""
+        ranks = self.ranks
+
+        def call() -> int:
+            returned = fallback()
+            return checked_integer("fallback", 0 if returned is None else returned, 0, MAX_STEP)
+
+        step = ranks.together(call, LoadError("the fallback failed on another rank; its log says why", rank=ranks.rank))
+        steps = [int(blob) for blob in ranks.gather(str(step).encode())]
+        if len(set(steps)) > 1:
+            raise LoadError(f"the fallback returned different steps on different ranks: {steps}", rank=ranks.rank)
+        return step
+
+    def go_on_from(self, version: CheckpointContainerId | None) -> None:
+        """Do as the engine's `Checkpointer.go_on_from`."""
+        super().go_on_from(version)
+        self._last, self._attempted = None, -1
+
+    # ---- DCP -----------------------------------------------------------------------------------------------
+
+    def writer(self) -> MemoryStorageWriter:
+        """Return the storage writer for all ``dcp.save`` and ``dcp.async_save`` of the job."""
+        if self._writer_of_dcp is None:
+            self._writer_of_dcp = MemoryStorageWriter(self, safe_globals=self.config.safe_globals)
+        return self._writer_of_dcp
+
+    def stager(self) -> MemoryStager:
+        """Return the stager for ``dcp.async_save(..., async_stager=ckpt.stager())``, by those who wait for
+        ``staging_completion``."""
+        if self._stager_of_dcp is None:
+            self._stager_of_dcp = MemoryStager(self.writer())
+        return self._stager_of_dcp
+
+    def reader(self, version: CheckpointContainerId | str | os.PathLike[str] | None = None) -> MemoryStorageReader:
+        """Return a storage reader for ``dcp.load``, of one version or of the one that ``checkpoint_id`` names."""
+        return MemoryStorageReader(version, self, safe_globals=self.config.safe_globals)
+
+    # ---- life ----------------------------------------------------------------------------------------------
+
+    def wait(self, deadline_s: float | None = None) -> bool:
+        """Wait until all futures of all saves that were begun have ended; one that ``dcp.save`` could not finish, for
+        it failed on another rank, is given up. Return True if that was so in time."""
+        if self._writer_of_dcp is not None:
+            self._writer_of_dcp.give_up()
+        return super().wait(self._deadline_s if deadline_s is None else deadline_s)
+
+    def close(self, persist_deadline_s: float | None = None) -> None:
+        """Do as the engine's `Checkpointer.close`. Optimizers are not watched from then on."""
+        if not self.is_closed:
+            self.overlap.close()
+            if self._writer_of_dcp is not None:
+                self._writer_of_dcp.close()
+        super().close(persist_deadline_s)
+
+
+class _Load:
+    """One load: the newest version that all ranks can load, into the tracked objects of all ranks or of none.
+
+    Args:
+        wanted: the step of a version, to load that one or none.
+
+    Attributes:
+        version, source: what was loaded, and from where. For the times see `Recovery`.
+    """
+
+    def __init__(self, checkpointer: Checkpointer, tracked: TrackedState, wanted: int | None) -> None:
+        self._checkpointer, self._tracked, self._wanted = checkpointer, tracked, wanted
+        self._ranks, self._safe_globals = checkpointer.ranks, tuple(checkpointer.config.safe_globals)
+        self._joint = JointLoad(checkpointer)
+        self._unloadable: NothingLoadableError | None = None
+        self.version: CheckpointContainerId | None = None
+        self.source: Source = "memory"
+        self.detect_s = self.plan_s = self.fetch_s = self.load_s = 0.0
+        self.fetched_bytes = 0
+
+    def run(self) -> None:
+        """Load. What failed in an earlier call is tried again.
+
+        Raises:
+            LoadError: there is no version of the step, or one that does not fit what is tracked.
+            ReshardError: ranks have saved state of their own, and nothing says what becomes of it.
+            RanksLostError: ranks lost each other again and again, which says nothing about the version. On all ranks.
+        """
+        fresh, generators = self._tracked.fresh(), capture_rng_state()
+        try:
+            loaded = self._joint.newest(self._next_version, self._load_timed)
+            self.version = None if loaded is None else loaded[0]
+        finally:
+            if self.version is None:  # a training that starts anew shows nothing of the tries
+                for each in fresh:
+                    each.forget()
+                restore_rng_state(generators)
+        if self.version is None:
+            self._refuse()
+
+    def _refuse(self) -> None:
+        """Raise if going on from elsewhere would bury a sound version, or the user has to decide first."""
+        failures = self._joint.failures
+        for failure in failures:
+            if failure.blame is Blame.CHOICE:
+                raise ReshardError(f"version {failure.version} cannot be loaded yet: {failure.text}", rank=failure.rank)
+        if self._wanted is not None:
+            in_part = " (and was loaded in part)" if any(failure.touched for failure in failures) else ""
+            rank = failures[0].rank if failures else self._ranks.rank
+            raise LoadError(f"the version cannot be loaded{in_part}: {self.why()}", rank=rank)
+        for failure in failures:
+            if failure.is_misfit:
+                raise LoadError(
+                    f"version {failure.version} does not fit what is tracked: {failure.text}",
+                    rank=failure.rank,
+                    hint=f"{_ANEW}, or pass discard_existing=True to the constructor",
+                )
+
+    def refuse_to_start_anew(self) -> None:
+        """Raise if training must not start from nothing. Called when nothing was loaded.
+
+        Raises:
+            LoadError: there are versions that this would bury, or the tracked objects are half loaded.
+        """
+        failures, hint = self._joint.failures, f"{_ANEW}, pass fallback=, or discard_existing=True to the constructor"
+        touched = next((failure for failure in failures if failure.touched), None)
+        if touched is not None:
+            text = f"no version could be loaded, and {touched.version} was loaded in part: {touched.text}"
+            raise LoadError(text, rank=touched.rank, hint=hint)
+        if failures:
+            text = f"there are versions and none can be loaded: {self.why()}"
+            raise NothingLoadableError(text, rank=failures[0].rank, hint=hint) from self._unloadable
+        if self._unloadable is not None:
+            raise self._unloadable
+
+    def why(self) -> str | None:
+        """Return why versions were passed over; None if there are none."""
+        reasons = [f"{failure.version}: rank {failure.rank}: {failure.text}" for failure in self._joint.failures]
+        return "; ".join(reasons + ([self._unloadable.message] if self._unloadable else [])) or None
+
+    def recovery(self, step: int, source: Source, total_s: float) -> Recovery:
+        """Return a report of the load. For the arguments see `Recovery`."""
+        return Recovery(
+            step=step,
+            source=source,
+            version=None if self.version is None else self.version.name,
+            detect_s=self.detect_s,
+            plan_s=self.plan_s,
+            fetch_s=self.fetch_s,
+            load_s=self.load_s,
+            total_s=total_s,
+            fetched_bytes=self.fetched_bytes,
+            discarded=tuple(failure.version for failure in self._joint.failures),
+        )
+
+    def _next_version(self) -> CheckpointContainerId | None:
+        version = None
+        try:
+            if self._wanted is None:
+                version = self._checkpointer.newest()
+            elif not self._joint.failures:
+                version = self._checkpointer.bring(self._wanted)
+        except NothingLoadableError as error:
+            self._unloadable = error
+        if (report := self._checkpointer.last_recovery) is not None:
+            self.source = report.tier
+            self.detect_s += report.detect_s
+            self.plan_s += report.plan_s
+            self.fetch_s += report.fetch_s
+            self.fetched_bytes += report.fetched_bytes
+        return version
+
+    def _load_timed(self, version: CheckpointContainerId) -> None:
+        began = time.perf_counter()
+        try:
+            self._load(version)
+        finally:
+            self.load_s += time.perf_counter() - began
+
+    def _load(self, version: CheckpointContainerId) -> None:
+        """Load one version, in steps that all ranks vote on."""
+        # The planner loads items that are no tensors by itself, and trusts them no more than the reader would.
+        reader = MemoryStorageReader(version, self._checkpointer, safe_globals=self._safe_globals, trust_bytes=True)
+        ranks, tracked, step = self._ranks, self._tracked, partial(self._joint.step, version)
+        metadata = step(reader.read_metadata)
+        target = step(lambda: tracked.target(metadata))
+        change = None
+        if target.saved_by != ranks.world_size:
+            keep = self._checkpointer.config.on_world_size_change == "keep"
+            change = Resharding(tracked, target, version, safe_globals=self._safe_globals, keep=keep)
+            step(lambda: change.read(reader, metadata))
+            reports = ranks.gather(change.report)
+            step(lambda: change.decide(reports))
+            if change.handed is not None:
+                handed = ranks.gather(change.handed)
+                step(lambda: change.take(handed))
+        planner = TrackedLoadPlanner(
+            target.structured, path=str(version), safe_globals=self._safe_globals, device_of=tracked.device_of()
+        )
+        left = step(lambda: planner.plan(target.state, metadata))
+        left_on_all = set.intersection(*(set(json.loads(blob)) for blob in ranks.gather(json.dumps(left).encode())))
+        step(lambda: planner.check_left(left_on_all))
+
+        def load_and_apply() -> None:
+            reader.set_up_storage_reader(metadata, ranks.rank == 0)
+            planner.load(reader)
+            states = {} if change is None else change.states
+            own = {f"{PACKED}.{rank_key(target.source_rank)}.{name}": state for name, state in states.items()}
+            tracked.apply(target, {**planner.packed, **own})
+
+        step(load_and_apply, touched=lambda: planner.touched)
+
+
+def checked_wanted(step: int | None, fallback: object) -> int | None:
+    """Return the step that is to be loaded, or None for the newest version."""
+    if step is not None and fallback is not None:
+        raise InvalidArgumentError("cannot go with a step: that is loaded, or nothing", argument="fallback", value=step)
+    return None if step is None else checked_integer("step", step, 0, MAX_STEP)
+
+
+def _metadata_by(offer: Offer, rank: int, table: Table) -> bytes:
+    share = Share(offer, offer.written(table.written))
+    return metadata_of_share(share.items, share.keys, offer.plan.planner_data, rank)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ml_flashpoint.ddict.errors import DDictCheckpointRetiredError
-from ml_flashpoint.ddict.manager.shard import ENTRY_BYTES, Entry, InlineValue, Shard
+from ml_flashpoint.ddict.manager.shard import ENTRY_BYTES, PERSISTENT, Entry, InlineValue, Shard
 
 
 def value(text: str) -> InlineValue:
@@ -23,10 +23,9 @@ def entry(
     text: str | None,
     writer: str = "w",
     *,
-    persistent: bool = False,
-    broadcast: bool = False,
+    flags: int = 0,
 ) -> Entry:
-    return Entry(key.encode(), checkpoint_id, writer, None if text is None else value(text), persistent, broadcast)
+    return Entry(key.encode(), checkpoint_id, writer, None if text is None else value(text), flags)
 
 
 def read(shard: Shard, key: str, checkpoint_id: int) -> str | None:
@@ -159,7 +158,7 @@ def test_retirement_forgets_deleted_keys_and_values_that_nobody_can_read() -> No
 def test_what_has_to_be_written_again_is_named_until_it_is() -> None:
     shard = Shard()
     shard.put(entry("a", 0, "x"))
-    shard.put(entry("lasting", 0, "x", persistent=True))
+    shard.put(entry("lasting", 0, "x", flags=PERSISTENT))
     shard.put(entry("deleted", 0, None))
     assert shard.missing_after(0) == b"a"
 
@@ -172,7 +171,7 @@ def test_what_has_to_be_written_again_is_named_until_it_is() -> None:
 def test_only_a_write_at_the_checkpoint_itself_or_a_lasting_one_counts_as_written() -> None:
     shard = Shard()
     shard.put(entry("a", 0, "x"))
-    shard.put(entry("lasting", 0, "x", persistent=True))
+    shard.put(entry("lasting", 0, "x", flags=PERSISTENT))
     shard.put(entry("deleted", 1, None))
 
     assert shard.is_written(b"a", 0)

@@ -13,6 +13,7 @@ from ml_flashpoint.extras import require
 require("ddict", "torch", "cloudpickle")
 
 if TYPE_CHECKING:
+    from ml_flashpoint.ddict.client.keys import Unreadable
     from ml_flashpoint.ddict.dictionary import DDict, ManagerStats
     from ml_flashpoint.ddict.errors import (
         DDictCheckpointRetiredError,
@@ -54,9 +55,10 @@ __all__ = [
     "NULLCheckpointPersister",
     "NullCheckpointPersister",
     "PosixCheckpointPersister",
+    "Unreadable",
 ]
 
-_MODULES = {"DDict": "dictionary", "ManagerStats": "dictionary"}
+_MODULES = {"DDict": "dictionary", "ManagerStats": "dictionary", "Unreadable": "client.keys"}
 
 
 def __getattr__(name: str) -> Any:

@@ -267,6 +267,20 @@ def test_with_wait_for_keys_a_read_waits_for_its_checkpoint(make: Make, monkeypa
     waits_in_vain(reader, lambda: reader["never written"], "no such key", monkeypatch, DDictKeyError)
 
 
+def test_with_wait_for_keys_no_call_shows_a_key_that_a_read_waits_for(make: Make) -> None:
+    dictionary = make(2, working_set_size=2, wait_for_keys=True)
+    dictionary.update({number: number for number in range(10)})
+    dictionary.pput("lasting", 1)
+    dictionary.checkpoint()
+    dictionary[3] = 4
+
+    assert sorted(dictionary.items(), key=str) == [(3, 4), ("lasting", 1)]
+    assert (len(dictionary), set(dictionary.keys())) == (2, {3, "lasting"})
+    assert (5 in dictionary, dictionary.get(5), 3 in dictionary) == (False, None, True)
+    assert dictionary.setdefault(5, 6) == 6
+    assert dictionary[5] == 6
+
+
 def test_with_wait_for_keys_a_checkpoint_retires_when_its_keys_are_written_again(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

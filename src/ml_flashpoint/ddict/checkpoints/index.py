@@ -30,7 +30,7 @@ _HEADER_RESERVE: Final = 1024
 GONE: Final = 0
 INLINE: Final = 1
 STORED: Final = 2
-_FORMAT: Final = 4
+_FORMAT: Final = 5
 _BEGIN: Final = b'{"format":%d,' % _FORMAT
 _to_json: Final = json.JSONEncoder(separators=(",", ":")).encode
 _ROWS: Final = 1000  # most in a line
@@ -94,8 +94,7 @@ class IndexEntry(NamedTuple):
     key: bytes
     checkpoint_id: int
     writer: str
-    persistent: bool
-    broadcast: bool
+    flags: int
     kind: int  # `GONE`: there is no entry of this key any more, and the rest says nothing; `INLINE` or `STORED`
     part: PartRef  # whose segment holds the value, or the part that it is
     # offset, length: in the segment; 0 and the bytes of the object for a stored value
@@ -104,7 +103,7 @@ class IndexEntry(NamedTuple):
 
     def entry(self, value: Value) -> Entry:
         """The entry, with its value."""
-        return Entry(self.key, self.checkpoint_id, self.writer, value, self.persistent, self.broadcast)
+        return Entry(self.key, self.checkpoint_id, self.writer, value, self.flags)
 
     def inline_value(self, segment: memoryview) -> InlineValue:
         """The value, from the segment that it lies in. Raises `DamagedError`: it does not."""
@@ -143,7 +142,7 @@ def gather(
             place = (STORED, part_of(value), 0, value.size)
         else:
             continue
-        told.append(IndexEntry(entry.key, entry.checkpoint_id, entry.writer, entry.persistent, entry.broadcast, *place))
+        told.append(IndexEntry(entry.key, entry.checkpoint_id, entry.writer, entry.flags, *place))
     return told, segment
 
 
@@ -213,7 +212,7 @@ def encode_index(index: Index) -> bytes:
         "chain": index.chain,
     }
     rows = [
-        (entry.key.decode("latin-1"), *entry[1:6], entry.part if entry.kind == STORED else None, *entry[7:])
+        (entry.key.decode("latin-1"), *entry[1:5], entry.part if entry.kind == STORED else None, *entry[6:])
         for entry in index.entries
     ]
     chunks = (rows[at : at + _ROWS] for at in range(0, len(rows), _ROWS))
@@ -239,10 +238,14 @@ def decode_index(data: memoryview, own: PartRef, manager: int, managers: int, pa
 
 
 def _entry_of(row: Sequence[Any], own: PartRef) -> IndexEntry:
-    key, checkpoint_id, writer, persistent, broadcast, kind, part, offset, length = row
-    numbers_ok = type(offset) is type(length) is type(kind) is int and offset >= 0 <= length and GONE <= kind <= STORED
-    if not (numbers_ok and type(writer) is str and type(persistent) is type(broadcast) is bool):
+    key, checkpoint_id, writer, flags, kind, part, offset, length = row
+    numbers_ok = (
+        type(offset) is type(length) is type(kind) is type(flags) is int
+        and offset >= 0 <= length
+        and GONE <= kind <= STORED
+    )
+    if not (numbers_ok and type(writer) is str):
         raise ValueError("an entry that is none")
     check_checkpoint_id(checkpoint_id)
     its = part_ref(*part) if kind == STORED else own
-    return IndexEntry(key.encode("latin-1"), checkpoint_id, writer, persistent, broadcast, kind, its, offset, length)
+    return IndexEntry(key.encode("latin-1"), checkpoint_id, writer, flags, kind, its, offset, length)

@@ -212,7 +212,7 @@ class Snapshots:
 
     def _write(self, own: PartRef, told: tuple[PartRef, ...], entries: list[Entry], missing: list[bytes]) -> None:
         listed, segment = gather(own, entries, part_of)
-        listed += [IndexEntry(key, 0, "", False, False, GONE, own, 0, 0) for key in missing]
+        listed += [IndexEntry(key, 0, "", 0, GONE, own, 0, 0) for key in missing]
         index = encode_index(Index(own, self._manager, len(self.copies.nodes), told, listed))
         layout = plan_object(len(index), sum(map(len, segment)))
         slot = self._store.take(layout.size)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ml_flashpoint.ddict.client import codec, shared_memory
 from ml_flashpoint.ddict.client.keepalive import Client, Standing, await_leaves, client_of
-from ml_flashpoint.ddict.client.keys import decode_key, encode_key, place, split_joined
+from ml_flashpoint.ddict.client.keys import Unreadable, encode_key, place, readable_key, split_joined
 from ml_flashpoint.ddict.client.links import Exchange
 from ml_flashpoint.ddict.errors import (
     REQUESTS,
@@ -38,7 +38,7 @@ from ml_flashpoint.ddict.errors import (
     StaleRequestError,
     StaleValueError,
 )
-from ml_flashpoint.ddict.manager.requests import PERSISTENT
+from ml_flashpoint.ddict.manager.shard import BROADCAST, DIRECT, PERSISTENT
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration, checked_timeout
 from ml_flashpoint.ddict.written import NOTHING, Written
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError
@@ -193,9 +193,15 @@ class Handle:
         A key that was deleted would not be there the second time."""
 
         def request(exchange: Exchange, whose: dict[str, Any]) -> dict[str, Any]:
-            return exchange.request(operation, {**fields, **whose}, blobs).fields
+            return exchange.request(operation, {**whose, **fields}, blobs).fields
 
-        return self._change(manager, request, deadline, again=again)
+        answer = self._change(manager, request, deadline, again=again)
+        fields = {**fields, "f": BROADCAST}
+        fields.pop("x", None)  # which is of the entry at the first one
+        for other in self.others(manager, answer):
+            with contextlib.suppress(DDictKeyError):
+                self._change(other, request, deadline, again=again)
+        return answer
 
     def _change(
         self,
@@ -223,7 +229,7 @@ class Handle:
         def write(exchange: Exchange, whose: dict[str, Any]) -> _Result:
             nonlocal at, epoch
             at, epoch = whose["c"], whose["e"]
-            result = request(exchange, whose)
+            result = request(exchange, whose if self.only is None else {**whose, "f": DIRECT})
             standing.wrote(Written(at, exchange.late), epoch)
             return result
 
@@ -257,18 +263,23 @@ class Handle:
         deadline: float,
     ) -> bool:
         """Write a key at one manager. Returns false if ``sequence`` is not that of the key's entry (0: none)."""
-        fields: dict[str, Any] = {"f": flags} if flags else {}
-        if sequence is not None:
-            fields["x"] = sequence
+        fields = {} if sequence is None else {"x": sequence}
 
-        def put(exchange: Exchange, whose: dict[str, Any]) -> bool:
-            told = {**fields, **whose}
+        def put(exchange: Exchange, whose: dict[str, Any]) -> dict[str, Any]:
+            told = {**fields, **whose, "f": flags | whose.get("f", 0)}
             if encoded.inline:
-                return bool(exchange.request("put", told, (key, codec.to_inline(encoded))).fields["ok"])
+                return exchange.request("put", told, (key, codec.to_inline(encoded))).fields
             return self._put_large(exchange, key, encoded, told)
 
         again = sequence is None  # a conditional write that was done would fail the second time
-        return self._change(manager, put, deadline, again=again, lasting=bool(flags & PERSISTENT))
+        done = self._change(manager, put, deadline, again=again, lasting=bool(flags & PERSISTENT))
+        for other in self.others(manager, done):
+            self.write(other, key, encoded, flags | BROADCAST, deadline=deadline)
+        return bool(done["ok"])
+
+    def others(self, manager: int, answer: dict[str, Any]) -> list[int]:
+        """Managers at which a change is to be made, too, since `bput` wrote the key that it was made to at this one."""
+        return [each for each in self.managers if each != manager] if answer.get("b") else []
 
     @property
     def managers(self) -> list[int]:
@@ -285,18 +296,21 @@ class Handle:
         encoded = encode_key(key)
         return place(encoded, self.configuration.managers) if self.only is None else self.only, encoded
 
-    def _put_large(self, exchange: Exchange, key: bytes, encoded: codec.Encoded, told: dict[str, Any]) -> bool:
+    def _put_large(
+        self, exchange: Exchange, key: bytes, encoded: codec.Encoded, told: dict[str, Any]
+    ) -> dict[str, Any]:
         size = shared_memory.object_size(encoded)
-        reserved = exchange.request("allocate", {"n": size, "c": told["c"], "e": told["e"]}).fields
+        its = {"n": size, "c": told["c"], "e": told["e"], "w": told["w"]}
+        reserved = exchange.request("allocate", its, (key,)).fields
         value_id = reserved["v"]
         told = {**told, "v": value_id}
         try:
             if not exchange.local:
                 blobs = shared_memory.object_blobs(encoded, reserved["size"], value_id)
-                return bool(exchange.request("put", told, (key, *blobs)).fields["ok"])
+                return exchange.request("put", told, (key, *blobs)).fields
             with self.client.writer.writing(reserved["path"], value_id) as write:
                 write(encoded)
-                return bool(exchange.request("put", told, (key,)).fields["ok"])
+                return exchange.request("put", told, (key,)).fields
         except BaseException:
             with contextlib.suppress(FlashpointError):  # when the connection is gone, the manager knows
                 exchange.request("abandon", {"v": value_id})
@@ -307,7 +321,7 @@ class Handle:
     def keys(self, managers: Iterable[int], deadline: float) -> Iterator[Any]:
         """Keys of these managers, decoded. They are asked at the first one."""
         for _, keys in self.in_one_epoch(lambda: self._keys(managers, deadline), deadline):
-            yield from map(decode_key, keys)
+            yield from map(readable_key, keys)
 
     def _keys(self, managers: Iterable[int], deadline: float) -> list[tuple[int, list[bytes]]]:
         once = self.only is None
@@ -362,12 +376,16 @@ class Handle:
                 if error is not None:
                     raise REQUESTS.rebuild(error)
                 try:
-                    found = _found(own, its, copy=False)
+                    value = _found(own, its, copy=False).value
                 except StaleValueError:
-                    found = self.get(manager, key, deadline=deadline)
+                    value = self.get(manager, key, deadline=deadline).value
             except DDictKeyError:
                 continue  # deleted in between
-            items.append((decode_key(key), found.value))
+            except FlashpointError:
+                raise
+            except Exception as error:  # whatever unpickling raises
+                value = Unreadable(error)
+            items.append((readable_key(key), value))
         return items
 
     def _join(self, deadline: float) -> None:
@@ -519,7 +537,8 @@ def _found(fields: dict[str, Any], blobs: Sequence[bytes], copy: bool) -> Found:
     if "path" in fields:
         value = shared_memory.read_value(fields["path"], fields["v"], copy=copy)
     elif "v" in fields:
-        value = shared_memory.read_object(blobs[0], fields["v"], copy=copy, file_size=fields["size"])
+        whole = blobs[0] if len(blobs) == 1 else bytearray().join(blobs)
+        value = shared_memory.read_object(whole, fields["v"], copy=copy, file_size=fields["size"])
     else:
         value = codec.from_inline(blobs[0], copy=copy)
     return Found(value, fields["s"])
@@ -562,15 +581,23 @@ class Batch:
     def _send(self, manager: int, deadline: float) -> None:
         if not (items := list(self._items[manager].items())):
             return
-        blobs = [part for item in items for part in item]
-        ops = [["put", {}, 2] for _ in items]
-        answer = self._access.change(manager, "many", *blobs, ops=ops, again=True, deadline=deadline)
-        for error, _, _ in answer["outcomes"]:
-            if error is not None:
-                raise REQUESTS.rebuild(error)
+        outcomes = self._put(manager, items, deadline)
+        everywhere = [item for item, (_, own, _) in zip(items, outcomes, strict=True) if own.get("b")]
+        for other in self._access.others(manager, {"b": bool(everywhere)}):
+            self._put(other, everywhere, deadline, f=BROADCAST)
         # Only now: what was refused, or found nobody, must not be left out of the next checkpoint without a word.
         self._items.pop(manager, None)
         self._bytes.pop(manager, None)
+
+    def _put(self, manager: int, items: list[tuple[bytes, bytes]], deadline: float, **fields: Any) -> list[Any]:
+        blobs = [part for item in items for part in item]
+        ops = [["put", {}, 2] for _ in items]
+        answer = self._access.change(manager, "many", *blobs, ops=ops, again=True, deadline=deadline, **fields)
+        for error, _, _ in answer["outcomes"]:
+            if error is not None:
+                raise REQUESTS.rebuild(error)
+        outcomes: list[Any] = answer["outcomes"]
+        return outcomes
 
 
 def _forget_handle(client: Client, pid: int, standing: Standing) -> None:

@@ -35,7 +35,7 @@ from ml_flashpoint.copy.cpu import copy_all, cpu_clone, typed_view
 from ml_flashpoint.copy.dtypes import dtype_name, torch_dtype
 from ml_flashpoint.ddict.client.codec import Encoded, array_at, assemble, tensor_at, tensor_octets
 from ml_flashpoint.ddict.errors import DDictError, StaleValueError
-from ml_flashpoint.ddict.manager.slots import allow_many_files, check_header, has_token
+from ml_flashpoint.ddict.manager.slots import allow_many_files, check_header, has_token, in_pieces
 from ml_flashpoint.format.dtypes import ITEMSIZES
 from ml_flashpoint.format.errors import FlashpointError, ObjectFormatError
 from ml_flashpoint.format.object_format import Entry, Layout, encode_header, plan_layout
@@ -122,7 +122,7 @@ def object_blobs(encoded: Encoded, file_size: int, value_id: str) -> list[memory
     rest = tensors + [np.frombuffer(items[entry.key], np.uint8) for entry in layout.byte_items]
     if len(rest) > 256:
         rest = [np.concatenate(rest)]
-    return [memoryview(header), *(octets.data for octets in rest)]
+    return [memoryview(header), *(piece for octets in rest for piece in in_pieces(octets.data))]
 
 
 def read_object(buffer: Buffer, value_id: str, *, copy: bool = False, file_size: int | None = None) -> object:

@@ -287,15 +287,21 @@ class Manager:
         if self.waiting:
             self.changed.notify_all()
 
-    def make_room(self, nbytes: int, deadline: float) -> None:
-        """Wait a moment for checkpoints that are about to retire, if there is no room; under the lock, which is let go
-        of meanwhile: look at the shard after this, not before. Raises `DDictFullError`: there still is none."""
-        limit = self.configuration.options.limit_bytes
-        nbytes += ENTRY_BYTES
-        if self.used_bytes + nbytes <= limit:
-            return
-        self.wait_for(lambda: self.used_bytes + nbytes <= limit, min(deadline, time.monotonic() + _ROOM_S))
-        if self.used_bytes + nbytes > limit:
+    def make_room(self, nbytes: int, key: bytes, checkpoint_id: int, writer: str, deadline: float) -> None:
+        """Wait a moment for checkpoints that are about to retire, if there is no room for a value in place of what its
+        put replaces; under the lock, which is let go of meanwhile: look at the shard after this, not before.
+
+        Raises:
+            DDictFullError: There still is no room.
+        """
+        limit = self.rules.limit_bytes
+        nbytes += ENTRY_BYTES + len(key)
+
+        def fits() -> bool:
+            more = nbytes - self.shard.replaced_bytes(key, checkpoint_id, writer)
+            return more <= 0 or self.used_bytes + more <= limit
+
+        if not (fits() or self.wait_for(fits, min(deadline, time.monotonic() + _ROOM_S))):
             raise DDictFullError(
                 f"manager {self.number} has {limit} bytes for values, of which {self.used_bytes} are in use",
                 needed_bytes=nbytes,
@@ -456,7 +462,7 @@ class Manager:
             if cut <= self._cut.number:
                 raise DDictError(f"cut {self._cut.number} has been asked for since", manager=self.number)
             self._retain(lambda each: each <= committed)
-            self._kept[cut] = _Prepared(checkpoint_id, list(self.shard.entries(checkpoint_id)))
+            self._kept[cut] = _Prepared(checkpoint_id, self.shard.cut(checkpoint_id))
             self._cut = _Cut(cut, checkpoint_id)
         if any(each > committed for each in self.snapshots.sealed()):
             self.snapshots.forget_after(committed)

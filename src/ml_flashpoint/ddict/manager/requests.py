@@ -6,8 +6,8 @@ socket each side also checks that the other runs as the same user, on TCP each m
 
 An operation on keys and values is a function ``(manager, session, fields, blobs) -> (fields, blobs)``; what else is
 asked of managers, and of the coordinator, their methods answer. Times are in seconds; ``t`` is what is left to the
-client. ``c`` is a checkpoint, ``w`` the writing handle, ``g`` the generation of its request, ``e`` the epoch, ``v`` a
-value id; the key is the first blob.
+client. ``c`` is a checkpoint, ``f`` the flags of a new entry (`shard.Entry`), ``w`` the writing handle, ``g`` the
+generation of its request, ``e`` the epoch, ``v`` a value id; the key is the first blob.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import struct
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -33,8 +34,8 @@ from ml_flashpoint.ddict.errors import (
     StaleEpochError,
     StaleRequestError,
 )
-from ml_flashpoint.ddict.manager.shard import Entry, InlineValue, Value
-from ml_flashpoint.ddict.manager.slots import inline_number, number_to_inline
+from ml_flashpoint.ddict.manager.shard import BROADCAST, DIRECT, Entry, InlineValue, Value
+from ml_flashpoint.ddict.manager.slots import in_pieces, inline_number, number_to_inline
 from ml_flashpoint.ddict.persistence.persister import PersistedCheckpoint, check_checkpoint_id
 from ml_flashpoint.ddict.written import Written
 from ml_flashpoint.format.errors import CapacityError, FlashpointError, ProtocolError
@@ -54,9 +55,9 @@ AT_ONCE: Final = frozenset(
     ("abandon", "begin", "discard", "drop_copies", "freeze", "hello", "prepare", "seal", "settle", "stats")
 )
 """Those that are answered also while the manager recovers; all others wait until it has."""
-PERSISTENT, BROADCAST = 1, 2  # flags of a put, field ``f``
 _LONGEST_S = 1e6  # that a client may say it has
 _NUMBER_BYTES = 100
+_AT_ONCE = 2000  # keys that are looked at under one lock
 _LENGTH = struct.Struct(">I")
 
 
@@ -103,11 +104,12 @@ def sealed_part(name: object, cut: object, checkpoint_id: object) -> SealedPart:
 def _put(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """Write a key: an inline value (blob), one that lies in a slot (``v``), or one to be put there (``v``, blobs).
 
-    With ``x``, only if the key's entry has this sequence number now, 0 for no such key; else ``ok`` is false.
+    With ``x``, only if the key's entry has this sequence number now, 0 for no such key; else ``ok`` is false. ``b`` in
+    the answer of a change: `bput` wrote the key, so the client is to make the change at all other managers.
     """
     deadline = deadline_of(fields)
-    key, flags = _key(blobs), integer(fields, "f") if "f" in fields else 0
-    checkpoint_id, writer = integer(fields, "c"), text(fields, "w")
+    key, flags = _key(blobs), _flags(fields)
+    checkpoint_id, writer = integer(fields, "c"), sys.intern(text(fields, "w"))  # one text for all of its entries
     value_id = fields.get("v")
     if value_id is not None:
         if value_id not in session.reserved:
@@ -116,29 +118,29 @@ def _put(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
             manager.slots.fill(value_id, blobs[1:])
     elif len(blobs) < 2:
         raise ProtocolError("a put needs a value")
-    persistent, broadcast = bool(flags & PERSISTENT), bool(flags & BROADCAST)
     with manager.changed:
         if value_id is None:
             value: Value = InlineValue(blobs[1])
-            manager.make_room(len(key) + value.nbytes, deadline)
+            manager.make_room(value.nbytes, key, checkpoint_id, writer, deadline)
         else:
             value = manager.slots.adopt(value_id)
             session.reserved.discard(value_id)
         answer = _check_change(manager, fields)
-        is_put = _is_as_expected(manager, key, fields)
-        if is_put:
-            manager.put(Entry(key, checkpoint_id, writer, value, persistent, broadcast))
-    return {"ok": is_put, **answer}, ()
+        if not _is_as_expected(manager, key, fields):
+            return {"ok": False, **answer}, ()
+        others = _others(manager.shard.find(key, checkpoint_id), flags)
+        manager.put(Entry(key, checkpoint_id, writer, value, flags | BROADCAST if others else flags))
+    return {"ok": True, **others, **answer}, ()
 
 
 @operation
 def _add(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """Add ``amount`` to a number, which is ``default`` where there is none."""
     deadline = deadline_of(fields)
-    key, checkpoint_id = _key(blobs), integer(fields, "c")
+    key, checkpoint_id, writer = _key(blobs), integer(fields, "c"), text(fields, "w")
     amount, before = number(fields, "amount"), number(fields, "default")
     with manager.changed:
-        manager.make_room(_NUMBER_BYTES, deadline)
+        manager.make_room(_NUMBER_BYTES, key, checkpoint_id, writer, deadline)
         answer = _check_change(manager, fields)
         found = manager.shard.find(key, checkpoint_id)
         if found is not None:
@@ -147,9 +149,8 @@ def _add(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
                 raise DDictError("fetch_add needs a number, and the key has another value", manager=manager.number)
             before = known
         value = InlineValue(number_to_inline(before + amount))
-        persistent, broadcast = (found.persistent, found.broadcast) if found else (False, False)
-        manager.put(Entry(key, checkpoint_id, text(fields, "w"), value, persistent, broadcast))
-    return {"before": before, **answer}, ()
+        manager.put(Entry(key, checkpoint_id, writer, value, found.flags if found else _flags(fields)))
+    return {"before": before, **_others(found, _flags(fields)), **answer}, ()
 
 
 @operation
@@ -163,20 +164,20 @@ def _delete(manager: Manager, session: Session, fields: Fields, blobs: list[byte
             raise DDictKeyError("no such key", checkpoint_id=checkpoint_id)
         if not _is_as_expected(manager, key, fields):
             return {"ok": False}, ()
-        manager.put(Entry(key, checkpoint_id, text(fields, "w"), None, found.persistent, found.broadcast))
-    return {"ok": True, **answer}, ()
+        manager.put(Entry(key, checkpoint_id, text(fields, "w"), None, found.flags))
+    return {"ok": True, **_others(found, _flags(fields)), **answer}, ()
 
 
 @operation
 def _allocate(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
-    """Room for a value of ``n`` bytes, for the client to fill."""
+    """Room for a value of ``n`` bytes of this key, for the client to fill."""
     deadline = deadline_of(fields)
-    size = integer(fields, "n")
+    size, checkpoint_id = integer(fields, "n"), integer(fields, "c")
     with manager.changed:
         manager.check_epoch(fields.get("e"))
         _check_writable(manager)
-        manager.shard.check_readable(integer(fields, "c"))
-        manager.make_room(size, deadline)
+        manager.shard.check_readable(checkpoint_id)
+        manager.make_room(size, _key(blobs), checkpoint_id, text(fields, "w"), deadline)
         try:
             reservation = manager.slots.allocate(size)
         except CapacityError as error:  # of the filesystem, although it is within the manager's share
@@ -206,7 +207,7 @@ def _get(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
         _check_read(manager, fields)
         if manager.rules.wait_for_keys and fields.get("wait"):
             _wait_for_key(manager, session, key, checkpoint_id, deadline_of(fields))
-        entry = manager.shard.find(key, checkpoint_id)
+        entry = _seen(manager, key, checkpoint_id)
         if entry is None:
             raise DDictKeyError("no such key", checkpoint_id=checkpoint_id)
     value = entry.value  # whose slot is not used again while this refers to it
@@ -218,14 +219,15 @@ def _get(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
     if not fields.get("remote"):
         answer["path"] = str(value.slot.path)
         return answer, ()
-    return answer, (bytes(value.slot.buffer[: value.size]),)  # so that nothing keeps it while the network is slow
+    with value.slot.buffer[: value.size] as whole:  # a copy, so that nothing keeps it while the network is slow
+        return answer, [bytes(piece) for piece in in_pieces(whole)]
 
 
 @operation
 def _contains(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     with manager.changed:
         _check_read(manager, fields)
-        entry = manager.shard.find(_key(blobs), integer(fields, "c"))
+        entry = _seen(manager, _key(blobs), integer(fields, "c"))
         return {"found": entry is not None}, ()
 
 
@@ -236,7 +238,7 @@ def _wait_for(manager: Manager, session: Session, fields: Fields, blobs: list[by
     key, checkpoint_id, seen = _key(blobs), integer(fields, "c"), integer(fields, "s")
 
     def has_changed() -> bool:
-        entry = manager.shard.find(key, checkpoint_id)
+        entry = _seen(manager, key, checkpoint_id)
         return entry is not None and entry.sequence != seen
 
     with manager.changed:
@@ -247,15 +249,24 @@ def _wait_for(manager: Manager, session: Session, fields: Fields, blobs: list[by
 @operation
 def _keys(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """All keys at a checkpoint: each with its length before it; with ``count``, only how many. With ``once``, what
-    `bput` wrote only at one manager."""
-    count, once = manager.configuration.managers, bool(fields.get("once"))
+    `bput` wrote only at one manager. Holds the lock for some keys at a time."""
+    count, once, checkpoint_id = manager.configuration.managers, bool(fields.get("once")), integer(fields, "c")
     with manager.changed:
         _check_read(manager, fields)
-        keys = [
-            entry.key
-            for entry in manager.shard.entries(integer(fields, "c"))
-            if not (once and entry.broadcast and place(entry.key, count) != manager.number)
-        ]
+        manager.shard.check_readable(checkpoint_id)
+        newest = manager.shard.newest()
+    found = [entry for entry in newest if entry.checkpoint_id <= checkpoint_id and entry.value is not None]
+    later = [entry.key for entry in newest if entry.checkpoint_id > checkpoint_id]
+    for at in range(0, len(later), _AT_ONCE):
+        with manager.changed:
+            manager.check_epoch(fields.get("e"))
+            seen = (manager.shard.find(key, checkpoint_id) for key in later[at : at + _AT_ONCE])
+            found += [entry for entry in seen if entry is not None]
+    if manager.rules.wait_for_keys:
+        found = [entry for entry in found if entry.is_written_at(checkpoint_id)]
+    keys = [
+        entry.key for entry in found if not (once and entry.broadcast and place(entry.key, count) != manager.number)
+    ]
     told = b"" if fields.get("count") else b"".join(_LENGTH.pack(len(key)) + key for key in keys)
     return {"n": len(keys)}, (told,)
 
@@ -267,7 +278,7 @@ def _clear(manager: Manager, session: Session, fields: Fields, blobs: list[bytes
     with manager.changed:
         answer = _check_change(manager, fields)
         for found in list(manager.shard.entries(checkpoint_id)):
-            manager.put(Entry(found.key, checkpoint_id, writer, None, found.persistent, found.broadcast))
+            manager.put(Entry(found.key, checkpoint_id, writer, None, found.flags))
     return answer, ()
 
 
@@ -335,10 +346,24 @@ def _check_writable(manager: Manager) -> None:
         raise DDictReadOnlyError("the dictionary is read-only", manager=manager.number)
 
 
+def _seen(manager: Manager, key: bytes, checkpoint_id: int) -> Entry | None:
+    """The entry that a reader sees who does not wait; where keys are waited for, none that has to be written yet."""
+    return manager.shard.find(key, checkpoint_id, written=manager.rules.wait_for_keys)
+
+
+def _flags(fields: Fields) -> int:
+    return integer(fields, "f") if "f" in fields else 0
+
+
+def _others(found: Entry | None, flags: int) -> Fields:
+    """What tells a client to change a key at the other managers, too."""
+    return {"b": True} if found is not None and found.broadcast and not flags & (BROADCAST | DIRECT) else {}
+
+
 def _is_as_expected(manager: Manager, key: bytes, fields: Fields) -> bool:
     if "x" not in fields:
         return True
-    entry = manager.shard.find(key, integer(fields, "c"))
+    entry = _seen(manager, key, integer(fields, "c"))
     return (0 if entry is None else entry.sequence) == integer(fields, "x")
 
 

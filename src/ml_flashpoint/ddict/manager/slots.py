@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from ml_flashpoint.ddict.checkpoints.index import PartRef
 
 _NO_LENGTH: Final = bytes(8)
+_PIECE_BYTES: Final = 1 << 30  # of large values in messages, whose blobs are of at most 2 GiB
 _MAX_KEPT: Final = 16 << 10
 _MAX_INT_BITS: Final = 4096
 _FLOAT: Final = struct.Struct(">d")
@@ -223,6 +224,11 @@ class ValueSlots:
             slot = self._promised.pop(value_id, None)
             if slot is not None:
                 self._store.free(slot)
+
+
+def in_pieces(data: memoryview) -> list[memoryview]:
+    """Cut the bytes of a large value into pieces that messages can take."""
+    return [data[at : at + _PIECE_BYTES] for at in range(0, len(data), _PIECE_BYTES)]
 
 
 def write_token(slot: Slot, value_id: str) -> None:

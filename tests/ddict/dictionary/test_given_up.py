@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ml_flashpoint.ddict.client import links
 from ml_flashpoint.ddict.errors import DDictManagerLostError, DDictTimeoutError, DDictWritesLostError
+from ml_flashpoint.ddict.wire import links
 from tests.ddict.dictionary.support import Make
 from tests.support.dictionaries import DEADLINE_S, await_that, pid_of, stopped
 

@@ -32,11 +32,11 @@ from ml_flashpoint.ddict.errors import (
     StaleEpochError,
     retired,
 )
-from ml_flashpoint.ddict.fence import Fence
 from ml_flashpoint.ddict.options import Options
-from ml_flashpoint.ddict.persistence.persister import new_run_id
 from ml_flashpoint.ddict.persistence.queue import PersistedRun, Persisting
-from ml_flashpoint.ddict.written import NOTHING, Written
+from ml_flashpoint.ddict.persister import new_run_id
+from ml_flashpoint.ddict.wire.fence import Fence
+from ml_flashpoint.ddict.wire.written import NOTHING, Written
 from ml_flashpoint.format.errors import FlashpointError, ProtocolError
 from ml_flashpoint.format.knobs import seal_deadline_s
 

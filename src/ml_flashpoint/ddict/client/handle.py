@@ -22,8 +22,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from ml_flashpoint.ddict.client import codec, shared_memory
 from ml_flashpoint.ddict.client.keepalive import Client, Standing, await_leaves, client_of
-from ml_flashpoint.ddict.client.keys import Unreadable, encode_key, place, readable_key, split_joined
-from ml_flashpoint.ddict.client.links import Exchange
 from ml_flashpoint.ddict.errors import (
     REQUESTS,
     DDictDestroyedError,
@@ -40,7 +38,9 @@ from ml_flashpoint.ddict.errors import (
 )
 from ml_flashpoint.ddict.manager.shard import BROADCAST, DIRECT, PERSISTENT
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration, checked_timeout
-from ml_flashpoint.ddict.written import NOTHING, Written
+from ml_flashpoint.ddict.wire.keys import Unreadable, encode_key, place, readable_key, split_joined
+from ml_flashpoint.ddict.wire.links import Exchange
+from ml_flashpoint.ddict.wire.written import NOTHING, Written
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError
 from ml_flashpoint.net.client import Reply
 

@@ -15,7 +15,6 @@ import time
 import weakref
 from typing import Any, NamedTuple
 
-from ml_flashpoint.ddict.client.links import Exchange, Links, locator
 from ml_flashpoint.ddict.client.shared_memory import ValueWriter
 from ml_flashpoint.ddict.errors import (
     DDictCheckpointRetiredError,
@@ -28,7 +27,8 @@ from ml_flashpoint.ddict.errors import (
     writes_lost,
 )
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
-from ml_flashpoint.ddict.written import Written
+from ml_flashpoint.ddict.wire.links import Exchange, Links, locator
+from ml_flashpoint.ddict.wire.written import Written
 from ml_flashpoint.format.errors import FlashpointError
 
 _log = logging.getLogger(__name__)

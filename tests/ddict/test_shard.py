@@ -269,6 +269,7 @@ _steps = st.one_of(
     st.tuples(st.just("rollback"), _writers, _ids),
     st.tuples(st.just("retire"), _ids),
     st.tuples(st.just("reload"), _ids),
+    st.tuples(st.just("cut"), _ids),
 )
 
 
@@ -282,7 +283,10 @@ def test_a_shard_is_what_a_plain_list_of_writes_says(steps: list[tuple]) -> None
             text = f"{number}" if step[0] == "put" else None
             if checkpoint_id < model.oldest:
                 continue
-            shard.put(entry(key, checkpoint_id, text, writer))
+            added = entry(key, checkpoint_id, text, writer)
+            expected = shard.used_bytes + _bytes_of(added) - shard.replaced_bytes(added.key, checkpoint_id, writer)
+            shard.put(added)
+            assert shard.used_bytes == expected or text is None
             model.put(key, checkpoint_id, writer, text)
         elif step[0] == "rollback":
             if step[2] >= model.oldest:
@@ -291,13 +295,20 @@ def test_a_shard_is_what_a_plain_list_of_writes_says(steps: list[tuple]) -> None
         elif step[0] == "retire":
             shard.retire(step[1])
             model.retire(step[1])
+        elif step[0] == "cut":
+            if step[1] >= model.oldest:
+                found = {each.key.decode(): each.value.data.decode() for each in shard.cut(step[1])}
+                assert found == model.content(step[1])
         else:
             _check(shard, model)
             _check_reload(shard, model, step[1])
     _check(shard, model)
     held = [each for history in shard._history.values() for each in history]
-    values = sum(each.value.nbytes for each in held if each.value is not None)
-    assert shard.used_bytes == values + sum(len(each.key) + ENTRY_BYTES for each in held)
+    assert shard.used_bytes == sum(map(_bytes_of, held))
+
+
+def _bytes_of(held: Entry) -> int:
+    return ENTRY_BYTES + len(held.key) + (0 if held.value is None else held.value.nbytes)
 
 
 def _check(shard: Shard, model: Model) -> None:

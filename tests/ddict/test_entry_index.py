@@ -8,24 +8,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ml_flashpoint.ddict.checkpoints.index import (
+from ml_flashpoint.ddict.manager.index import (
     GONE,
     INLINE,
     LONGEST_CHAIN,
     STORED,
     Index,
     IndexEntry,
-    PartRef,
     decode_index,
     encode_index,
     fold,
     gather,
-    part_ref,
     plan_object,
     split_object,
 )
+from ml_flashpoint.ddict.manager.part_ref import PartRef, part_ref
 from ml_flashpoint.ddict.manager.shard import Entry, InlineValue
-from ml_flashpoint.ddict.persistence.persister import MAX_CHECKPOINT_ID
+from ml_flashpoint.ddict.persister import MAX_CHECKPOINT_ID
 from ml_flashpoint.format.errors import DamagedError, FlashpointError
 from ml_flashpoint.format.object_format import encode_header
 

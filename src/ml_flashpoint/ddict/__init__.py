@@ -13,7 +13,6 @@ from ml_flashpoint.extras import require
 require("ddict", "torch", "cloudpickle")
 
 if TYPE_CHECKING:
-    from ml_flashpoint.ddict.client.keys import Unreadable
     from ml_flashpoint.ddict.dictionary import DDict, ManagerStats
     from ml_flashpoint.ddict.errors import (
         DDictCheckpointRetiredError,
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
         NullCheckpointPersister,
         PosixCheckpointPersister,
     )
+    from ml_flashpoint.ddict.wire.keys import Unreadable
 
 __all__ = [
     "CheckpointPersister",
@@ -58,7 +58,7 @@ __all__ = [
     "Unreadable",
 ]
 
-_MODULES = {"DDict": "dictionary", "ManagerStats": "dictionary", "Unreadable": "client.keys"}
+_MODULES = {"DDict": "dictionary", "ManagerStats": "dictionary", "Unreadable": "wire.keys"}
 
 
 def __getattr__(name: str) -> Any:

@@ -22,8 +22,6 @@ from typing import Any, Concatenate, ParamSpec, TypeAlias
 
 from ml_flashpoint.ddict.client import codec
 from ml_flashpoint.ddict.client.handle import Batch, Handle
-from ml_flashpoint.ddict.client.keys import Unreadable, encode_key
-from ml_flashpoint.ddict.client.links import GRACE_S
 from ml_flashpoint.ddict.errors import (
     DDictError,
     DDictKeyError,
@@ -33,8 +31,11 @@ from ml_flashpoint.ddict.errors import (
 )
 from ml_flashpoint.ddict.manager.shard import BROADCAST, PERSISTENT
 from ml_flashpoint.ddict.options import Configuration, Options, checked_timeout
-from ml_flashpoint.ddict.persistence.persister import check_checkpoint_id
-from ml_flashpoint.ddict.runtime.embedded import Runtime, create
+from ml_flashpoint.ddict.persister import check_checkpoint_id
+from ml_flashpoint.ddict.runtime.creation import create
+from ml_flashpoint.ddict.runtime.embedded import Runtime
+from ml_flashpoint.ddict.wire.keys import Unreadable, encode_key
+from ml_flashpoint.ddict.wire.links import GRACE_S
 from ml_flashpoint.format.arguments import checked_integer, ignored
 from ml_flashpoint.format.errors import InvalidArgumentError
 

@@ -22,8 +22,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from ml_flashpoint.ddict.client import codec, shared_memory
 from ml_flashpoint.ddict.client.keepalive import Client, Standing, await_leaves, client_of
-from ml_flashpoint.ddict.client.keys import Unreadable, encode_key, place, readable_key, split_joined
-from ml_flashpoint.ddict.client.links import Exchange
 from ml_flashpoint.ddict.errors import (
     REQUESTS,
     DDictDestroyedError,
@@ -40,7 +38,9 @@ from ml_flashpoint.ddict.errors import (
 )
 from ml_flashpoint.ddict.manager.shard import BROADCAST, DIRECT, PERSISTENT
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration, checked_timeout
-from ml_flashpoint.ddict.written import NOTHING, Written
+from ml_flashpoint.ddict.wire.keys import Unreadable, encode_key, place, readable_key, split_joined
+from ml_flashpoint.ddict.wire.links import Exchange
+from ml_flashpoint.ddict.wire.written import NOTHING, Written
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError
 from ml_flashpoint.net.client import Reply
 
@@ -58,10 +58,6 @@ class Found(NamedTuple):
 
     value: Any
     sequence: int
-
-
-def _nothing() -> None:
-    """Do nothing."""
 
 
 class Handle:
@@ -98,17 +94,17 @@ class Handle:
         deadline: float,
         *,
         again: bool = True,
-        prepare: Callable[[], None] = _nothing,
+        prepare: Callable[[], None] | None = None,
     ) -> _Result:
         """Make a request, and make it again while its manager is away, where an epoch has begun, or where another
         thread of this handle has overtaken it.
 
         Args:
             manager: Its number.
-            request: Makes the request over a connection, with `Standing.fields`, and returns the result.
+            request: Makes the request over a connection, with the fields that say whose it is, and returns the result.
             deadline: When all of it must be done.
             again: Whether the request may be carried out twice.
-            prepare: Called before each try.
+            prepare: For a write: called before each try.
 
         Raises:
             DDictWritesLostError: Told once: what this handle wrote is lost.
@@ -119,14 +115,15 @@ class Handle:
         standing, whose = self.standing, dict[str, Any]()
 
         def action(exchange: Exchange) -> _Result:
-            whose.update(standing.fields())
+            whose.update(standing.whose(writes=prepare is not None))
             return request(exchange, whose)
 
         def give_up() -> None:
-            standing.give_up(whose["g"])
+            standing.give_up(whose.get("g", -1))
 
         while True:
-            prepare()
+            if prepare is not None:
+                prepare()
             standing.tell()
             try:
                 return self.client.links.attempt(manager, action, deadline=deadline, again=again, on_break=give_up)
@@ -165,8 +162,11 @@ class Handle:
 
     def order(self, operation: str, deadline: float, **own: Any) -> dict[str, Any]:
         """Ask the coordinator for something that is not to happen after what this handle asks for later."""
+        fields = self.standing.fields
         return self.call(
-            COORDINATOR, lambda exchange, whose: exchange.request(operation, {**whose, **own}).fields, deadline
+            COORDINATOR,
+            lambda exchange, whose: exchange.request(operation, {**fields(), **whose, **own}).fields,
+            deadline,
         )
 
     def ask(self, manager: int, operation: str, *blobs: bytes, deadline: float, **fields: Any) -> Reply:
@@ -174,8 +174,8 @@ class Handle:
 
         def request(exchange: Exchange, whose: dict[str, Any]) -> Reply:
             # A manager elsewhere, which it may be since a moment ago, sends large values along.
-            told = _told(whose) if exchange.local else {**_told(whose), "remote": True}
-            return exchange.request(operation, {**fields, **told}, blobs)
+            told = fields if exchange.local else {**fields, "remote": True}
+            return exchange.request(operation, {**told, **whose}, blobs)
 
         return self.call(manager, request, deadline)
 
@@ -215,6 +215,7 @@ class Handle:
         """Write at one manager. ``lasting``: the write belongs to no checkpoint, and does not make this a writing
         handle. Raises `DDictWritesLostError`: what this handle wrote before is lost, and it has not gone back yet."""
         standing = self.standing
+        at, epoch = -1, standing.epoch
         self.check_writable()
 
         def prepare() -> None:
@@ -226,20 +227,17 @@ class Handle:
                     self._finish_rollback(deadline)
 
         def write(exchange: Exchange, whose: dict[str, Any]) -> _Result:
-            if whose["back"] >= 0:
-                raise StaleRequestError("this handle has begun to go back")
+            nonlocal at, epoch
             at, epoch = whose["c"], whose["e"]
-            try:
-                result = request(exchange, _told(whose) if self.only is None else {**_told(whose), "f": DIRECT})
-            except (StaleEpochError, StaleRequestError):
-                raise
-            except BaseException:
-                standing.wrote(Written(at), epoch)  # nobody knows
-                raise
+            result = request(exchange, whose if self.only is None else {**whose, "f": DIRECT})
             standing.wrote(Written(at, exchange.late), epoch)
             return result
 
-        return self.call(manager, write, deadline, again=again, prepare=prepare)
+        try:
+            return self.call(manager, write, deadline, again=again, prepare=prepare)
+        except BaseException:
+            standing.wrote(Written(at), epoch)  # nobody knows
+            raise
 
     # ---- one key ------------------------------------------------------------------------------------------
 
@@ -533,11 +531,6 @@ class Handle:
                 self.client.keepalive.standings.pop(self.standing.handle, None)
             except FlashpointError:
                 self.client.keepalive.forget(self.standing)
-
-
-def _told(whose: dict[str, Any]) -> dict[str, Any]:
-    """Return what managers are told of a handle."""
-    return {"c": whose["c"], "w": whose["w"], "e": whose["e"], "g": whose["g"]}
 
 
 def _found(fields: dict[str, Any], blobs: Sequence[bytes], copy: bool) -> Found:

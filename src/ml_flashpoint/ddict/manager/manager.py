@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ml_flashpoint.ddict.checkpoints.snapshots import Snapshots
-from ml_flashpoint.ddict.client.links import Links, locator
 from ml_flashpoint.ddict.errors import (
     REQUESTS,
     DDictError,
@@ -28,15 +26,19 @@ from ml_flashpoint.ddict.errors import (
     StaleEpochError,
     StaleRequestError,
 )
-from ml_flashpoint.ddict.fence import Fence
-from ml_flashpoint.ddict.manager.requests import AT_ONCE, OPERATIONS, Result, SealedPart, deadline_of, sealed_part
+from ml_flashpoint.ddict.manager.parts import PartReader, encode
+from ml_flashpoint.ddict.manager.requests import AT_ONCE, OPERATIONS, SealedPart, sealed_part
 from ml_flashpoint.ddict.manager.shard import ENTRY_BYTES, Entry, Shard
-from ml_flashpoint.ddict.manager.slots import ValueSlots, allow_many_files
+from ml_flashpoint.ddict.manager.slots import ValueSlots
+from ml_flashpoint.ddict.manager.snapshots import Snapshots
 from ml_flashpoint.ddict.manager.store import PartStore
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
-from ml_flashpoint.ddict.persistence.parts import PartReader, encode
-from ml_flashpoint.ddict.persistence.persister import PersistedCheckpoint
 from ml_flashpoint.ddict.persistence.queue import PersistedRun
+from ml_flashpoint.ddict.persister import PersistedCheckpoint
+from ml_flashpoint.ddict.wire.fence import Fence
+from ml_flashpoint.ddict.wire.fields import Result, deadline_of
+from ml_flashpoint.ddict.wire.links import Links, locator
+from ml_flashpoint.ddict.wire.open_files import allow_many_files
 from ml_flashpoint.format.errors import FlashpointError, ProtocolError
 from ml_flashpoint.format.knobs import seal_deadline_s
 from ml_flashpoint.net.messages import Fields

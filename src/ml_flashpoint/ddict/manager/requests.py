@@ -1,8 +1,8 @@
 """What the requests to a manager mean.
 
-Owns the registry of a manager's operations, checking fields (a peer that knows the secret may still be wrong), and
-reading and writing the shard for clients. Layout, handshake and connections are those of `ml_flashpoint.net`; on a Unix
-socket each side also checks that the other runs as the same user, on TCP each message carries a code.
+Owns the registry of a manager's operations, and reading and writing the shard for clients. Layout, handshake and
+connections are those of `ml_flashpoint.net`; on a Unix socket each side also checks that the other runs as the same
+user, on TCP each message carries a code.
 
 An operation on keys and values is a function ``(manager, session, fields, blobs) -> (fields, blobs)``; what else is
 asked of managers, and of the coordinator, their methods answer. Times are in seconds; ``t`` is what is left to the
@@ -13,17 +13,12 @@ generation of its request, ``e`` the epoch, ``v`` a value id; the key is the fir
 from __future__ import annotations
 
 import contextlib
-import inspect
 import struct
 import sys
 import time
-from collections.abc import Callable, Sequence
-from functools import cache
-from operator import attrgetter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
-from ml_flashpoint.ddict.checkpoints.index import PartRef, part_ref
-from ml_flashpoint.ddict.client.keys import MAX_KEY_BYTES, place
 from ml_flashpoint.ddict.errors import (
     REQUESTS,
     DDictError,
@@ -34,12 +29,13 @@ from ml_flashpoint.ddict.errors import (
     StaleEpochError,
     StaleRequestError,
 )
+from ml_flashpoint.ddict.manager.part_ref import PartRef, part_ref
 from ml_flashpoint.ddict.manager.shard import BROADCAST, DIRECT, Entry, InlineValue, Value
 from ml_flashpoint.ddict.manager.slots import in_pieces, inline_number, number_to_inline
-from ml_flashpoint.ddict.persistence.persister import PersistedCheckpoint, check_checkpoint_id
-from ml_flashpoint.ddict.written import Written
+from ml_flashpoint.ddict.persister import PersistedCheckpoint, check_checkpoint_id
+from ml_flashpoint.ddict.wire.fields import ARGUMENTS, Result, asking, deadline_of
+from ml_flashpoint.ddict.wire.keys import MAX_KEY_BYTES, place
 from ml_flashpoint.format.errors import CapacityError, FlashpointError, ProtocolError
-from ml_flashpoint.net.client import check_address
 from ml_flashpoint.net.messages import Fields, integer, list_of, number, text
 
 if TYPE_CHECKING:
@@ -47,7 +43,6 @@ if TYPE_CHECKING:
 
     from ml_flashpoint.ddict.manager.manager import Manager, Session
 
-Result: TypeAlias = "tuple[Fields, Sequence[Buffer]]"
 Operation: TypeAlias = "Callable[[Manager, Session, Fields, list[bytes]], Result]"
 
 OPERATIONS: dict[str, Operation] = {}  # by name
@@ -55,7 +50,6 @@ AT_ONCE: Final = frozenset(
     ("abandon", "begin", "discard", "drop_copies", "freeze", "hello", "prepare", "seal", "settle", "stats")
 )
 """Those that are answered also while the manager recovers; all others wait until it has."""
-_LONGEST_S = 1e6  # that a client may say it has
 _NUMBER_BYTES = 100
 _AT_ONCE = 2000  # keys that are looked at under one lock
 _LENGTH = struct.Struct(">I")
@@ -65,27 +59,6 @@ def operation(function: Operation) -> Operation:
     """Enter a function under its name, without the underscore."""
     OPERATIONS[function.__name__.lstrip("_")] = function
     return function
-
-
-def left_of(fields: Fields) -> float:
-    """Seconds that the client has left. Raises `ProtocolError`, as all of these do, if the field is wrong."""
-    left = fields.get("t")
-    if not isinstance(left, (int, float)) or not 0 <= left <= _LONGEST_S:
-        raise ProtocolError("field 't' must be the seconds that are left")
-    return float(left)
-
-
-def deadline_of(fields: Fields) -> float:
-    """When its time is up, by ``time.monotonic()``."""
-    return time.monotonic() + left_of(fields)
-
-
-def integers(fields: Fields, name: str) -> list[int]:
-    """A field that must be a list of integers."""
-    value = list_of(fields, name)
-    if not all(type(each) is int for each in value):
-        raise ProtocolError(f"field {name!r} must be a list of integers")
-    return value
 
 
 class SealedPart(NamedTuple):
@@ -380,67 +353,13 @@ def _wait_for_key(manager: Manager, session: Session, key: bytes, checkpoint_id:
 # ---- what peers and the coordinator ask for -----------------------------------------------------------------
 
 
-def _flag(fields: Fields, name: str) -> bool:
-    return fields.get(name) is True
-
-
-def _same(parse: Callable[..., Any], names: str, *how: Any) -> dict[str, Callable[[Any, Fields], Any]]:
-    """Arguments that are the fields of their names."""
-
-    def one(name: str) -> Callable[[Any, Fields], Any]:
-        return lambda session, fields: parse(fields, name, *how)
-
-    return {name: one(name) for name in names.split()}
-
-
-_ARGUMENTS: dict[str, Callable[[Any, Fields], Any]] = {
-    **_same(integer, "back base checkpoint_id committed to", -1),
-    **_same(integer, "before cut manager of oldest"),
-    **_same(integers, "keep pinned"),
-    **_same(text, "incarnation node run"),
-    **_same(_flag, "dead frozen if_written onwards"),
-    "addresses": lambda session, fields: list(map(check_address, list_of(fields, "addresses"))),
+ARGUMENTS |= {
     "checkpoint": lambda session, fields: PersistedCheckpoint.from_fields(fields["checkpoint"]),
-    "copies": lambda session, fields: [str(each) for each in list_of(fields, "keep")],
-    "deadline": lambda session, fields: deadline_of(fields),
-    "epoch": lambda session, fields: integer(fields, "e"),
-    "generation": lambda session, fields: integer(fields, "g"),
-    "handle": lambda session, fields: text(fields, "w"),
-    "is_gone": lambda session, fields: session.peer.is_gone,
-    "number": lambda session, fields: integer(fields, "n"),
-    "position": lambda session, fields: integer(fields, "c"),
     "restored": lambda session, fields: (
         PersistedCheckpoint.from_fields(found) if (found := fields["restored"]) else None
     ),
     "sealed": lambda session, fields: [sealed_part(*each) for each in list_of(fields, "sealed")],
-    "session": lambda session, fields: session,
-    "session_id": lambda session, fields: text(fields, "session"),
-    "session_if_any": lambda session, fields: None if fields.get("session") is None else text(fields, "session"),
-    "timeout_s": lambda session, fields: left_of(fields),
-    "written": lambda session, fields: Written(integer(fields, "written", -1), integer(fields, "late", -1)),
-    "until": lambda session, fields: time.monotonic() + integer(fields, "s"),
 }
-
-
-@cache
-def _parsers(function: Callable[..., Any]) -> list[Callable[[Any, Fields], Any]]:
-    its = inspect.signature(function).parameters.values()
-    return [_ARGUMENTS[each.name] for each in its if each.name != "self" and each.kind is not each.KEYWORD_ONLY]
-
-
-def asking(method: str, *, gives: str | None = None) -> Callable[[Any, Any, Fields, list[bytes]], Result]:
-    """A request that a method of whoever is asked answers, given the arguments that its parameters are called after,
-    but for those that are keywords only. ``gives``: the field that what it returns is told in; None: it returns all
-    fields, or nothing."""
-    find = attrgetter(method)
-
-    def ask(asked: Any, session: Any, fields: Fields, blobs: list[bytes]) -> Result:
-        function = find(asked)
-        found = function(*(parse(session, fields) for parse in _parsers(function.__func__)))
-        return (found or {}) if gives is None else {gives: found}, ()
-
-    return ask
-
 
 OPERATIONS |= {name: asking(name) for name in ("begin", "discard", "freeze", "hello", "prepare", "settle", "stats")}
 OPERATIONS |= {

@@ -24,7 +24,7 @@ from ml_flashpoint.ddict.errors import retired
 from ml_flashpoint.memory.slot import Slot
 
 if TYPE_CHECKING:
-    from ml_flashpoint.ddict.checkpoints.index import PartRef
+    from ml_flashpoint.ddict.manager.part_ref import PartRef
 
 Value: TypeAlias = "InlineValue | StoredValue"
 ENTRY_BYTES = 400  # what Python needs for a key and its entry, about

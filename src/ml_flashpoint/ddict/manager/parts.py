@@ -14,22 +14,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from ml_flashpoint.ddict.checkpoints.index import (
-    INLINE,
-    Index,
-    IndexEntry,
-    PartRef,
-    decode_index,
-    encode_index,
-    fold,
-    gather,
-)
-from ml_flashpoint.ddict.client.keys import described, place
 from ml_flashpoint.ddict.errors import DDictPersistError
+from ml_flashpoint.ddict.manager.index import INLINE, Index, IndexEntry, decode_index, encode_index, fold, gather
+from ml_flashpoint.ddict.manager.part_ref import PartRef
 from ml_flashpoint.ddict.manager.shard import BROADCAST, DIRECT, Entry, StoredValue
 from ml_flashpoint.ddict.manager.slots import ValueSlots, header_anew
-from ml_flashpoint.ddict.persistence.persister import PersistedCheckpoint
 from ml_flashpoint.ddict.persistence.queue import PersistedRun
+from ml_flashpoint.ddict.persister import PersistedCheckpoint
+from ml_flashpoint.ddict.wire.keys import described, place
 from ml_flashpoint.format.errors import DamagedError
 
 if TYPE_CHECKING:

@@ -483,7 +483,8 @@ class DDict(MutableMapping[Any, Any]):
 
     def wait_for_commit(self, checkpoint_id: int | None = None, timeout: float | None = None) -> int:
         """Wait until a checkpoint is committed, and what this handle wrote there after it was: with `replication`, no
-        loss of one manager takes it away any more. Returns the newest committed one. Other threads cannot move this handle meanwhile.
+        loss of one manager takes it away any more. Returns the newest committed one. Other threads cannot move this
+        handle meanwhile.
 
         Args:
             checkpoint_id: None: the one before that of this handle, which `checkpoint` has left last; where no handle

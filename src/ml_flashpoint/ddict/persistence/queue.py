@@ -51,7 +51,7 @@ class Persisting:
         self._current = -1
         self._called_off = False  # the current one was rolled back
         self._outdated = False  # it was committed again
-        self._tried = -1  # the newest that this run has, perhaps
+        self._tried = -1  # the newest that the history of this run has, perhaps
         self._recording = threading.Lock()
         self._done: set[int] = set()
         self._error: FlashpointError | None = None
@@ -92,7 +92,7 @@ class Persisting:
         on from this one: `record` it. With the lock held."""
         if self._tried > to:
             self._persisted.go_back(to)
-            self._tried = -1
+            self._tried = to
         self._done = {each for each in self._done if each <= to}
         self._waiting = [each for each in self._waiting if each.checkpoint_id <= to]
         self._called_off = self._called_off or self._current > to
@@ -100,7 +100,7 @@ class Persisting:
 
     def restored(self, checkpoint_id: int) -> None:
         """This persisted checkpoint is held, and nothing else. With the lock held."""
-        self._done, self._tried = {checkpoint_id}, -1
+        self._done, self._tried = {checkpoint_id}, checkpoint_id
 
     # ---- without it ---------------------------------------------------------------------------------------
 

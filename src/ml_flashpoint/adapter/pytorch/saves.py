@@ -81,7 +81,7 @@ class Staged:
         self.others: frozenset[str] | None = None
         self.held_s = 0.0
         self.thread: threading.Thread | None = None
-        self.state: Callable[[], object] = lambda: self
+        self.state: Callable[[], object] = object
         self.is_claimed = False
         self._saves = saves
         self._checkpointer = checkpointer

@@ -229,6 +229,7 @@ def test_instances_of_classes_of_a_script_are_keys(d: DDict, tmp_path: Path) -> 
                 child = multiprocessing.get_context("spawn").Process(target=look, args=(d,))
                 child.start()
                 child.join()
+                d.detach()
                 sys.exit(child.exitcode)
         """)
     )

@@ -24,10 +24,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ml_flashpoint import Checkpointer as Loop
-from ml_flashpoint import Flashpoint
-from ml_flashpoint.config import Config
-from ml_flashpoint.engine.checkpointer import Checkpointer
+from ml_flashpoint import Checkpointer, Config, Flashpoint
 from ml_flashpoint.engine.save import Save
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.digest import digest_block
@@ -352,7 +349,7 @@ def save_again_while_full(report: Report, base: str, door: str) -> tuple[list[bo
     """
     filler, weights, counter = Path(base).parent / "filler", torch.nn.Linear(8, 8), _Counter()
     if door == "dcp":
-        jobs: Any = Loop(base)
+        jobs: Any = Checkpointer(base)
     elif door == "flashpoint":
         jobs = Flashpoint(base, deadline_s=60)
         jobs.track(weights=weights, counter=counter).resume()

@@ -341,7 +341,7 @@ class Checkpointer:
             UnaskedVersionsError: there are versions that nobody has asked about.
             SaveError: the checkpointer is closed, or this process is a forked child.
         """
-        self._check_usable()
+        self.check_usable()
         now = time.monotonic()
         save = Save(Terms(self.base, explicit, table, now, now + seal_deadline_s()))
         if step is not None:
@@ -716,7 +716,7 @@ class Checkpointer:
 
     def wait(self, deadline_s: float | None = None) -> bool:
         """Wait until all futures of all saves that were begun have ended. Return True if that was so in time."""
-        self._check_usable()
+        self.check_usable()
         return self._wait(seal_deadline_s() if deadline_s is None else deadline_s)
 
     def _wait(self, deadline_s: float) -> bool:
@@ -770,7 +770,7 @@ class Checkpointer:
         return found
 
     def _find(self, wanted: int | None) -> CheckpointContainerId | None:
-        self._check_usable()
+        self.check_usable()
         self._found = self._recovery.find(wanted, excluded=self._excluded, retained=self._retained())
         return None if self._found is None else self.id(self._found.save.step)
 
@@ -781,7 +781,7 @@ class Checkpointer:
         Raises:
             SaveError, CapacityError: the run cannot be recorded on some node. On all ranks.
         """
-        self._check_usable()
+        self.check_usable()
         chosen, persist = None if version is None else self._found, self.config.persist
         if version is not None and (chosen is None or self.id(chosen.save.step) != version):
             raise InvalidArgumentError("is not the version that was found last", argument="version", value=version)
@@ -854,7 +854,7 @@ class Checkpointer:
 
     def versions(self) -> list[KeptVersion]:
         """Return what can be gone back to, newest first. Collective."""
-        self._check_usable()
+        self.check_usable()
         return self._recovery.versions()
 
     def open_version(self, version: CheckpointContainerId | str | os.PathLike[str]) -> VersionReader:
@@ -927,7 +927,8 @@ class Checkpointer:
         """True once it is closed, or where this process is a forked child."""
         return self._closed or os.getpid() != self._pid
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
+        """Raise a `JobInUseError` in a forked child, a `SaveError` if this is closed."""
         if os.getpid() != self._pid:
             raise self._forked()
         if self._closed:

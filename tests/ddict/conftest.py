@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,8 @@ from ml_flashpoint.ddict.checkpoints.coordinator import Coordinator
 from ml_flashpoint.ddict.options import Options
 from ml_flashpoint.ddict.persistence import PosixCheckpointPersister
 from tests.ddict.coordination import Make, Managers, Play, Run
+from tests.support.dictionaries import DEADLINE_S, Created
+from tests.workers import ddict_handles
 
 
 @pytest.fixture
@@ -42,3 +45,18 @@ def make() -> Iterator[Make]:
         for gate in each.managers.gates.values():
             gate.set()
         each.coordinator.close()
+
+
+@pytest.fixture
+def creator() -> Iterator[Created]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=ddict_handles.create_and_serve, args=(theirs,))
+    process.start()
+    theirs.close()
+    try:
+        assert ours.poll(2 * DEADLINE_S)
+        yield Created(process, *ours.recv())
+    finally:
+        process.kill()
+        process.join(DEADLINE_S)

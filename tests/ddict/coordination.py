@@ -12,8 +12,8 @@ import pytest
 from ml_flashpoint.ddict.checkpoints.coordinator import Coordinator
 from ml_flashpoint.ddict.checkpoints.writers import Session
 from ml_flashpoint.ddict.errors import DDictTimeoutError
-from ml_flashpoint.ddict.persistence.persister import PersistedCheckpoint
-from ml_flashpoint.ddict.written import Written
+from ml_flashpoint.ddict.persister import PersistedCheckpoint
+from ml_flashpoint.ddict.wire.written import Written
 from ml_flashpoint.format.errors import FlashpointError
 from ml_flashpoint.net.server import Peer
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ml_flashpoint.ddict.checkpoints.index import PartRef, part_of
+from ml_flashpoint.ddict.manager.index import part_of
+from ml_flashpoint.ddict.manager.part_ref import PartRef
 from ml_flashpoint.ddict.manager.shard import StoredValue
 from ml_flashpoint.format.manifest import object_name
 from tests.support.managers import Member

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ml_flashpoint.ddict.checkpoints.commits import AllManagers
+from ml_flashpoint.ddict.checkpoints.managers import AllManagers
 from ml_flashpoint.ddict.errors import (
     DDictCheckpointRetiredError,
     DDictManagerLostError,

@@ -12,7 +12,7 @@ from ml_flashpoint.ddict.errors import (
     DDictWritesLostError,
     StaleEpochError,
 )
-from ml_flashpoint.ddict.written import NOTHING
+from ml_flashpoint.ddict.wire.written import NOTHING
 from tests.ddict.coordination import DEADLINE_S, SHORT_S, Make, Play
 from tests.support.dictionaries import await_that
 

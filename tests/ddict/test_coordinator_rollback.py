@@ -12,7 +12,7 @@ from ml_flashpoint.ddict.errors import (
     DDictManagerLostError,
     DDictTimeoutError,
 )
-from ml_flashpoint.ddict.written import NOTHING
+from ml_flashpoint.ddict.wire.written import NOTHING
 from tests.ddict.coordination import DEADLINE_S, SHORT_S, Make, raises_in_time, within
 
 PLAIN = {"snapshots": False, "replicated": False}

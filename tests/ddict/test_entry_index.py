@@ -8,24 +8,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ml_flashpoint.ddict.checkpoints.index import (
+from ml_flashpoint.ddict.manager.index import (
     GONE,
     INLINE,
     LONGEST_CHAIN,
     STORED,
     Index,
     IndexEntry,
-    PartRef,
     decode_index,
     encode_index,
     fold,
     gather,
-    part_ref,
     plan_object,
     split_object,
 )
+from ml_flashpoint.ddict.manager.part_ref import PartRef, part_ref
 from ml_flashpoint.ddict.manager.shard import Entry, InlineValue
-from ml_flashpoint.ddict.persistence.persister import MAX_CHECKPOINT_ID
+from ml_flashpoint.ddict.persister import MAX_CHECKPOINT_ID
 from ml_flashpoint.format.errors import DamagedError, FlashpointError
 from ml_flashpoint.format.object_format import encode_header
 
@@ -34,7 +33,7 @@ NUMBERS = st.integers(0, 2**63 - 1)
 CHECKPOINTS = st.integers(0, MAX_CHECKPOINT_ID)
 PARTS = st.builds(PartRef, NAMES, CHECKPOINTS)
 OWN = PartRef("s-1", 3)
-FIELDS = (st.binary(max_size=20), CHECKPOINTS, st.text(max_size=10), st.booleans(), st.booleans())
+FIELDS = (st.binary(max_size=20), CHECKPOINTS, st.text(max_size=10), st.integers(0, 7))
 ENTRIES = st.builds(IndexEntry, *FIELDS, st.sampled_from([GONE, INLINE]), st.just(OWN), NUMBERS, NUMBERS) | st.builds(
     IndexEntry, *FIELDS, st.just(STORED), PARTS, NUMBERS, NUMBERS
 )
@@ -93,9 +92,7 @@ def told(number: int, **content: bytes) -> list[IndexEntry]:
 
 def test_a_chain_says_what_is_left_of_it() -> None:
     full = index_of(0, [], *told(0, a=b"1", b=b"22", c=b"333"))
-    changed = index_of(
-        1, [0], *told(1, d=b"4", a=b"55"), IndexEntry(b"b", 0, "", False, False, GONE, PartRef("s-1", 1), 0, 0)
-    )
+    changed = index_of(1, [0], *told(1, d=b"4", a=b"55"), IndexEntry(b"b", 0, "", 0, GONE, PartRef("s-1", 1), 0, 0))
     last = index_of(2, [0, 1], *told(2, b=b"6"))
     found = {entry.key: (entry.part.step, entry.offset, entry.length) for entry in fold([full, changed, last])}
     assert found == {b"a": (1, 1, 2), b"c": (0, 3, 3), b"d": (1, 0, 1), b"b": (2, 0, 1)}

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from ml_flashpoint.ddict import DDict, PosixCheckpointPersister
-from ml_flashpoint.ddict.client import links
 from ml_flashpoint.ddict.errors import (
     DDictCheckpointRetiredError,
     DDictError,
@@ -26,6 +25,7 @@ from ml_flashpoint.ddict.errors import (
 )
 from ml_flashpoint.ddict.native import ProcessGroup, ProcessTemplate, this_process
 from ml_flashpoint.ddict.runtime import supervisor
+from ml_flashpoint.ddict.wire import links
 from ml_flashpoint.net.client import Connection
 from tests.support.dictionaries import DEADLINE_S, await_that, kill_manager, pid_of, runtime_of, stopped
 

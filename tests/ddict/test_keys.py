@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ml_flashpoint.ddict.client.keys import MAX_KEY_BYTES, decode_key, encode_key, place
+from ml_flashpoint.ddict.wire.keys import MAX_KEY_BYTES, decode_key, encode_key, place
 from ml_flashpoint.format.errors import DamagedError, InvalidArgumentError
 
 _SCALARS = (
@@ -128,7 +128,7 @@ def test_an_equal_object_has_equal_bytes_whatever_parts_it_shares() -> None:
 def test_other_processes_write_the_same_bytes() -> None:
     keys = "('k', 7, 0.5, frozenset(['a', 'b', 'c', 'd', 'e']), (None, b'x'), datetime.date(2020, 1, 2))"
     program = (
-        f"import datetime; from ml_flashpoint.ddict.client.keys import *; print(*[encode_key(k).hex() for k in {keys}])"
+        f"import datetime; from ml_flashpoint.ddict.wire.keys import *; print(*[encode_key(k).hex() for k in {keys}])"
     )
     written = set()
     for seed in "01":

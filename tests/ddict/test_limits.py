@@ -10,8 +10,8 @@ import pytest
 
 from ml_flashpoint.ddict import DDict, DDictManagerLostError
 from ml_flashpoint.ddict.client.keepalive import Keepalive, Standing
-from ml_flashpoint.ddict.client.links import Links, locator
 from ml_flashpoint.ddict.options import COORDINATOR
+from ml_flashpoint.ddict.wire.links import Links, locator
 from ml_flashpoint.net.server import MAX_CONNECTIONS
 from tests.support.dictionaries import DEADLINE_S, await_that
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from ml_flashpoint.ddict.checkpoints.server import CoordinatorServer
-from ml_flashpoint.ddict.client.links import Links, locator
 from ml_flashpoint.ddict.errors import REQUESTS, DDictDestroyedError, DDictManagerLostError
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration, Options
+from ml_flashpoint.ddict.wire.links import Links, locator
 from ml_flashpoint.format.errors import ProtocolError
 from ml_flashpoint.net.client import Address, Connection
 from ml_flashpoint.net.server import Peer, RequestServer

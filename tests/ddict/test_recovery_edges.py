@@ -129,9 +129,9 @@ def test_what_a_manager_hears_too_late_of_a_commit_takes_nothing_away_that_was_c
             assert dictionary.wait_for_commit() == number
         await_that(lambda: {its.sealed for its in dictionary.stats()} == {(1, 2)})  # all have heard of the last commit
         manager, links = dictionary.which_manager("key"), dictionary._access.client.links
-        late = {"e": 0, "checkpoint_id": 1, "committed": 0}
+        late = {"e": 0, "checkpoint_id": 1, "cut": 2, "committed": 1}
 
-        with pytest.raises(DDictError, match="has been committed since"):
+        with pytest.raises(DDictError, match="has been asked for since"):
             links.call(manager, "prepare", late, deadline=time.monotonic() + DEADLINE_S)
 
         kill_manager(dictionary, manager)

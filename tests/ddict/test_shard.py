@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ml_flashpoint.ddict.errors import DDictCheckpointRetiredError
-from ml_flashpoint.ddict.manager.shard import ENTRY_BYTES, Entry, InlineValue, Shard
+from ml_flashpoint.ddict.manager.shard import ENTRY_BYTES, PERSISTENT, Entry, InlineValue, Shard
 
 
 def value(text: str) -> InlineValue:
@@ -23,10 +23,9 @@ def entry(
     text: str | None,
     writer: str = "w",
     *,
-    persistent: bool = False,
-    broadcast: bool = False,
+    flags: int = 0,
 ) -> Entry:
-    return Entry(key.encode(), checkpoint_id, writer, None if text is None else value(text), persistent, broadcast)
+    return Entry(key.encode(), checkpoint_id, writer, None if text is None else value(text), flags)
 
 
 def read(shard: Shard, key: str, checkpoint_id: int) -> str | None:
@@ -159,7 +158,7 @@ def test_retirement_forgets_deleted_keys_and_values_that_nobody_can_read() -> No
 def test_what_has_to_be_written_again_is_named_until_it_is() -> None:
     shard = Shard()
     shard.put(entry("a", 0, "x"))
-    shard.put(entry("lasting", 0, "x", persistent=True))
+    shard.put(entry("lasting", 0, "x", flags=PERSISTENT))
     shard.put(entry("deleted", 0, None))
     assert shard.missing_after(0) == b"a"
 
@@ -172,7 +171,7 @@ def test_what_has_to_be_written_again_is_named_until_it_is() -> None:
 def test_only_a_write_at_the_checkpoint_itself_or_a_lasting_one_counts_as_written() -> None:
     shard = Shard()
     shard.put(entry("a", 0, "x"))
-    shard.put(entry("lasting", 0, "x", persistent=True))
+    shard.put(entry("lasting", 0, "x", flags=PERSISTENT))
     shard.put(entry("deleted", 1, None))
 
     assert shard.is_written(b"a", 0)
@@ -270,6 +269,7 @@ _steps = st.one_of(
     st.tuples(st.just("rollback"), _writers, _ids),
     st.tuples(st.just("retire"), _ids),
     st.tuples(st.just("reload"), _ids),
+    st.tuples(st.just("cut"), _ids),
 )
 
 
@@ -283,7 +283,10 @@ def test_a_shard_is_what_a_plain_list_of_writes_says(steps: list[tuple]) -> None
             text = f"{number}" if step[0] == "put" else None
             if checkpoint_id < model.oldest:
                 continue
-            shard.put(entry(key, checkpoint_id, text, writer))
+            added = entry(key, checkpoint_id, text, writer)
+            expected = shard.used_bytes + _bytes_of(added) - shard.replaced_bytes(added.key, checkpoint_id, writer)
+            shard.put(added)
+            assert shard.used_bytes == expected or text is None
             model.put(key, checkpoint_id, writer, text)
         elif step[0] == "rollback":
             if step[2] >= model.oldest:
@@ -292,13 +295,20 @@ def test_a_shard_is_what_a_plain_list_of_writes_says(steps: list[tuple]) -> None
         elif step[0] == "retire":
             shard.retire(step[1])
             model.retire(step[1])
+        elif step[0] == "cut":
+            if step[1] >= model.oldest:
+                found = {each.key.decode(): each.value.data.decode() for each in shard.cut(step[1])}
+                assert found == model.content(step[1])
         else:
             _check(shard, model)
             _check_reload(shard, model, step[1])
     _check(shard, model)
     held = [each for history in shard._history.values() for each in history]
-    values = sum(each.value.nbytes for each in held if each.value is not None)
-    assert shard.used_bytes == values + sum(len(each.key) + ENTRY_BYTES for each in held)
+    assert shard.used_bytes == sum(map(_bytes_of, held))
+
+
+def _bytes_of(held: Entry) -> int:
+    return ENTRY_BYTES + len(held.key) + (0 if held.value is None else held.value.nbytes)
 
 
 def _check(shard: Shard, model: Model) -> None:

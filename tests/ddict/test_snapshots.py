@@ -45,14 +45,14 @@ def test_all_that_is_known_of_an_entry_comes_back(pair: Cluster) -> None:
     owner = pair[0]
     owner.put(3, some(1))
     (entry,) = owner.entries.values()
-    sealed = [replace(entry, key=b"%d" % i, writer=f"w-{i}", persistent=i % 2 == 0, broadcast=i > 1) for i in range(4)]
+    sealed = [replace(entry, key=b"%d" % i, writer=f"w-{i}", flags=i) for i in range(4)]
     ref = owner.snapshots.seal(5, sealed, 10)
     owner.down(lose_node=True)
     owner.up()
     found, _ = owner.snapshots.recover([ref])
-    told = {e.key: (e.checkpoint_id, e.writer, e.persistent, e.broadcast) for e in found.pop(5)}
+    told = {e.key: (e.checkpoint_id, e.writer, e.flags) for e in found.pop(5)}
     assert found == {}
-    assert told == {b"%d" % i: (3, f"w-{i}", i % 2 == 0, i > 1) for i in range(4)}
+    assert told == {b"%d" % i: (3, f"w-{i}", i) for i in range(4)}
 
 
 def test_an_empty_manager_has_snapshots_too(pair: Cluster) -> None:

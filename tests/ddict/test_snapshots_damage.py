@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ml_flashpoint.ddict.checkpoints.snapshots import Snapshots
+from ml_flashpoint.ddict.manager.snapshots import Snapshots
 from ml_flashpoint.format.errors import (
     CapacityError,
     DamagedError,

@@ -18,8 +18,9 @@ from ml_flashpoint.ddict.client.codec import encode
 from ml_flashpoint.ddict.client.shared_memory import ValueWriter, object_blobs, object_size, read_object, read_value
 from ml_flashpoint.ddict.errors import StaleValueError
 from ml_flashpoint.ddict.manager.shard import StoredValue
-from ml_flashpoint.ddict.manager.slots import ValueSlots, allow_many_files
+from ml_flashpoint.ddict.manager.slots import ValueSlots, in_pieces
 from ml_flashpoint.ddict.manager.store import PartStore
+from ml_flashpoint.ddict.wire.open_files import allow_many_files
 from ml_flashpoint.format.digest import block_count
 from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, JobInUseError, ObjectFormatError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
@@ -265,7 +266,11 @@ def test_no_room_is_a_typed_error_and_no_leak(small_tmpfs: Path) -> None:
     store.close()
 
 
-def test_values_from_another_node_are_filled_in(slots: ValueSlots) -> None:
+@pytest.mark.parametrize("piece_bytes", [1 << 30, 70_000])  # a value of 400 kB travels whole, or as one of 2 GiB does
+def test_values_from_another_node_are_filled_in(
+    slots: ValueSlots, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+) -> None:
+    monkeypatch.setattr("ml_flashpoint.ddict.manager.slots._PIECE_BYTES", piece_bytes)
     value = {"a": torch.randn(COUNT), "b": np.arange(10)}
     encoded = encode(value)
     room = slots.allocate(object_size(encoded))
@@ -278,6 +283,8 @@ def test_values_from_another_node_are_filled_in(slots: ValueSlots) -> None:
     stored = slots.adopt(room.value_id)
     sent = bytes(stored.slot.buffer[: stored.size])
     assert len(sent) == stored.size
+    assert b"".join(in_pieces(memoryview(sent))) == sent
+    assert max(map(len, blobs)) <= piece_bytes
     for found in (
         read_value(room.path, room.value_id),
         read_object(sent, room.value_id, file_size=room.size),

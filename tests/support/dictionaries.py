@@ -12,6 +12,8 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import psutil
@@ -21,6 +23,26 @@ from ml_flashpoint.ddict.runtime.embedded import EmbeddedRuntime
 from tests.support.processes import suspend
 
 DEADLINE_S = 30.0
+
+
+@dataclass(frozen=True)
+class Created:
+    """A dictionary that another process has made, whose checkpoint 0 is committed."""
+
+    creator: SpawnProcess
+    serialized: str
+    managers: list[int]
+
+    @property
+    def pid(self) -> int:
+        """Process id of the creator."""
+        assert self.creator.pid is not None
+        return self.creator.pid
+
+    def kill(self) -> None:
+        """SIGKILL the creator."""
+        self.creator.kill()
+        self.creator.join(DEADLINE_S)
 
 
 def runtime_of(dictionary: DDict) -> EmbeddedRuntime:

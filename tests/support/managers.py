@@ -13,10 +13,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ml_flashpoint.ddict.checkpoints.index import PartRef
-from ml_flashpoint.ddict.checkpoints.snapshots import Snapshots
+from ml_flashpoint.ddict.manager.part_ref import PartRef
 from ml_flashpoint.ddict.manager.shard import Entry, InlineValue, StoredValue
 from ml_flashpoint.ddict.manager.slots import ValueSlots
+from ml_flashpoint.ddict.manager.snapshots import Snapshots
 from ml_flashpoint.ddict.manager.store import PartStore
 from ml_flashpoint.format.errors import FlashpointError, ReplicationError
 from ml_flashpoint.format.object_format import encode_header, plan_layout

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -80,9 +80,9 @@ def create_and_serve(pipe: Connection) -> None:
         dictionary["a"] = 1
         dictionary.checkpoint()
         assert dictionary.wait_for_commit() == 0
-        serialized = dictionary.serialize()
+        serialized, runtime = dictionary.serialize(), cast(Any, dictionary._runtime)
         dictionary._access.detach(time.monotonic() + 20)  # it holds no commit up
-        pipe.send(serialized)
+        pipe.send((serialized, [*runtime.pids().values()]))
         time.sleep(600)
 
 

@@ -12,7 +12,7 @@ import random
 from collections.abc import Collection
 from pathlib import Path
 
-from ml_flashpoint.ddict.checkpoints.index import PartRef
+from ml_flashpoint.ddict.manager.part_ref import PartRef
 from ml_flashpoint.format.errors import FlashpointError
 from ml_flashpoint.net.transfers import Address
 from ml_flashpoint.ranks.strategies import PairwiseReplicationStrategy

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         NullCheckpointPersister,
         PosixCheckpointPersister,
     )
+    from ml_flashpoint.ddict.wire.keys import Unreadable
 
 __all__ = [
     "CheckpointPersister",
@@ -54,9 +55,10 @@ __all__ = [
     "NULLCheckpointPersister",
     "NullCheckpointPersister",
     "PosixCheckpointPersister",
+    "Unreadable",
 ]
 
-_MODULES = {"DDict": "dictionary", "ManagerStats": "dictionary"}
+_MODULES = {"DDict": "dictionary", "ManagerStats": "dictionary", "Unreadable": "wire.keys"}
 
 
 def __getattr__(name: str) -> Any:

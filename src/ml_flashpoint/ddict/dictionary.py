@@ -22,8 +22,6 @@ from typing import Any, Concatenate, ParamSpec, TypeAlias
 
 from ml_flashpoint.ddict.client import codec
 from ml_flashpoint.ddict.client.handle import Batch, Handle
-from ml_flashpoint.ddict.client.keys import encode_key
-from ml_flashpoint.ddict.client.links import GRACE_S
 from ml_flashpoint.ddict.errors import (
     DDictError,
     DDictKeyError,
@@ -31,10 +29,13 @@ from ml_flashpoint.ddict.errors import (
     DDictPersistError,
     DDictTimeoutError,
 )
-from ml_flashpoint.ddict.manager.requests import BROADCAST, PERSISTENT
+from ml_flashpoint.ddict.manager.shard import BROADCAST, PERSISTENT
 from ml_flashpoint.ddict.options import Configuration, Options, checked_timeout
-from ml_flashpoint.ddict.persistence.persister import check_checkpoint_id
-from ml_flashpoint.ddict.runtime.embedded import Runtime, create
+from ml_flashpoint.ddict.persister import check_checkpoint_id
+from ml_flashpoint.ddict.runtime.creation import create
+from ml_flashpoint.ddict.runtime.embedded import Runtime
+from ml_flashpoint.ddict.wire.keys import Unreadable, encode_key
+from ml_flashpoint.ddict.wire.links import GRACE_S
 from ml_flashpoint.format.arguments import checked_integer, ignored
 from ml_flashpoint.format.errors import InvalidArgumentError
 
@@ -190,7 +191,10 @@ class DDict(MutableMapping[Any, Any]):
         self._put(self._batch, key, value, self._access.deadline(), PERSISTENT)
 
     def bput(self, key: Any, value: Any) -> None:
-        """Write a key at every manager, for `bget` to read from the nearest. So each manager gets a key."""
+        """Write a key at every manager, for `bget` to read from the nearest. So each manager gets a key.
+
+        Whatever else changes the key later (`put`, `update`, `fetch_add`, `pop`, `del`), does so at every manager, too.
+        """
         deadline = self._begin()
         encoded_key, encoded = encode_key(key), codec.encode(value)
         for manager in self._access.managers:
@@ -367,24 +371,28 @@ class DDict(MutableMapping[Any, Any]):
         return self._access.count(self._access.managers, self._access.deadline())
 
     def keys(self) -> list[Any]:  # type: ignore[override]
-        """All keys at the checkpoint of this handle."""
+        """All keys at the checkpoint of this handle; an `Unreadable` for one whose class cannot be imported here."""
         return list(iter(self))  # or `list` would ask for the length, too
 
     def values(self) -> list[Any]:  # type: ignore[override]
-        """All values at the checkpoint of this handle."""
+        """All values at the checkpoint of this handle; see `items`."""
         return [value for _, value in self.items()]
 
     def items(self) -> list[tuple[Any, Any]]:  # type: ignore[override]
-        """All keys with their values at the checkpoint of this handle."""
+        """All keys with their values at the checkpoint of this handle; an `Unreadable` for each whose class cannot be
+        imported here."""
         return self._access.items(self._access.managers, self._access.deadline())
 
     def filter(self, wanted: Callable[[Any, Any], bool]) -> Iterator[tuple[Any, Any]]:
-        """The items for which ``wanted(key, value)`` is true. It runs here, not in the managers.
+        """The items for which ``wanted(key, value)`` is true. It runs here, not in the managers, and is not asked about
+        what is `Unreadable` here.
 
         Raises:
             DDictError: (while it is gone through) an epoch has begun since it began; retryable.
         """
-        return ((key, value) for key, value in self._access.each_item(self._access.managers) if wanted(key, value))
+        for key, value in self._access.each_item(self._access.managers):
+            if not isinstance(key, Unreadable) and not isinstance(value, Unreadable) and wanted(key, value):
+                yield key, value
 
     def clear(self) -> None:
         """Delete all keys at the checkpoint of this handle."""

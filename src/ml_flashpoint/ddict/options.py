@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from ml_flashpoint.ddict.persistence.persister import CheckpointPersister, NullCheckpointPersister, check_checkpoint_id
+from ml_flashpoint.ddict.persister import CheckpointPersister, NullCheckpointPersister, check_checkpoint_id
 from ml_flashpoint.format.arguments import checked_bool, checked_choice, checked_integer
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.ranks.strategies import (

@@ -6,163 +6,16 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import os
-import signal
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Any
 
-import psutil
 import pytest
-import torch
 
-from ml_flashpoint.ddict import DDict
-from ml_flashpoint.ddict.client import links, shared_memory
 from ml_flashpoint.ddict.errors import DDictManagerLostError, DDictTimeoutError, DDictWritesLostError
-from tests.ddict.dictionary.support import BIG, Make
+from ml_flashpoint.ddict.wire import links
+from tests.ddict.dictionary.support import Make
 from tests.support.dictionaries import DEADLINE_S, await_that, pid_of, stopped
-from tests.support.processes import suspend
 
 IMPATIENT_S = 0.05
-CONNECTIONS = 8
-ROUNDS = 3
-HANDLES = 4
-FILLERS = {f"filler {number}": number for number in range(300)}  # which take a manager some time
-
-
-def sockets_of(pid: int) -> int:
-    return len(psutil.Process(pid).net_connections("unix"))
-
-
-class Stalls:
-    """A dictionary of one manager that can be stopped while calls are given up.
-
-    This process keeps several connections to it, so that what comes after need not wait for a new one.
-    """
-
-    def __init__(self, dictionary: DDict) -> None:
-        self.dictionary = dictionary
-        self.pid = pid_of(dictionary, 0)
-        self._pool = ThreadPoolExecutor(CONNECTIONS)
-        self.have_connections(lambda: "absent" in dictionary)
-        self._elsewhere = sockets_of(os.getpid()) - sockets_of(self.pid)
-
-    def have_connections(self, call: Callable[[], Any]) -> None:
-        """Make a call from several threads at once. Each of them leaves a connection that can be used again."""
-        with stopped(self.pid):
-            calls = [self._pool.submit(call) for _ in range(CONNECTIONS)]
-        for each in calls:
-            each.result(DEADLINE_S)
-
-    def give_up(self, calls: dict[DDict, Callable[[], Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-        """Make calls at a stopped manager, all of which time out."""
-        with stopped(self.pid), monkeypatch.context() as impatient:
-            impatient.setattr(links, "GRACE_S", IMPATIENT_S)
-            for handle in calls:
-                impatient.setattr(handle._access, "timeout_s", IMPATIENT_S)
-            for made in [self._pool.submit(call) for call in calls.values()]:
-                assert isinstance(made.exception(DEADLINE_S), (DDictTimeoutError, DDictManagerLostError))
-
-    def at_once(self, calls: list[Callable[[], Any]]) -> list[Any]:
-        """Make calls side by side."""
-        return [made.result(DEADLINE_S) for made in [self._pool.submit(call) for call in calls]]
-
-    def await_late(self) -> None:
-        """Wait until the manager has read all that was sent to it: then it has closed what is closed here."""
-        await_that(lambda: sockets_of(os.getpid()) - sockets_of(self.pid) >= self._elsewhere)
-
-    def close(self) -> None:
-        self._pool.shutdown()
-
-
-@pytest.fixture
-def stalls(make: Make) -> Iterator[Stalls]:
-    dictionary = make(1, working_set_size=20)
-    with contextlib.closing(Stalls(dictionary)) as found:
-        yield found
-
-
-def put(handle: DDict, key: str) -> None:
-    handle[key] = "old"
-
-
-def bput(handle: DDict, key: str) -> None:
-    handle.bput(key, "old")
-
-
-def add(handle: DDict, key: str) -> None:
-    handle.fetch_add(key, 1_000)
-
-
-def delete(handle: DDict, key: str) -> None:
-    del handle[key]
-
-
-@pytest.mark.parametrize("call", [put, bput, add, delete])
-def test_what_was_given_up_does_not_cover_what_was_written_after_it(
-    stalls: Stalls, monkeypatch: pytest.MonkeyPatch, call: Callable[[DDict, str], None]
-) -> None:
-    handles = {f"key {number}": copy.copy(stalls.dictionary) for number in range(HANDLES)}
-    for key, handle in handles.items():
-        handle[key] = 0
-    for number in range(1, 1 + ROUNDS):
-        stalls.give_up({its: partial(call, its, key) for key, its in handles.items()}, monkeypatch)
-        stalls.at_once([partial(its.put, key, number) for key, its in handles.items()])
-        stalls.await_late()
-        assert {key: handle[key] for key, handle in handles.items()} == dict.fromkeys(handles, number)
-
-
-def test_a_large_value_that_was_given_up_does_not_cover_what_was_written_after_it(
-    stalls: Stalls, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dictionary = stalls.dictionary
-    dictionary["key"] = 0
-    write_object = shared_memory.write_object
-
-    def write_and_stop(*args: Any) -> int:
-        """Have the manager stop when it has given room, and before it is told of the value."""
-        size = write_object(*args)
-        suspend(stalls.pid)
-        return size
-
-    for number in range(2 * ROUNDS):
-        with monkeypatch.context() as impatient:
-            impatient.setattr(shared_memory, "write_object", write_and_stop)
-            impatient.setattr(links, "GRACE_S", IMPATIENT_S)
-            impatient.setattr(dictionary._access, "timeout_s", 4 * IMPATIENT_S)
-            with pytest.raises((DDictTimeoutError, DDictManagerLostError)):
-                dictionary["key"] = torch.zeros(BIG)
-        os.kill(stalls.pid, signal.SIGCONT)
-        dictionary["key"] = number
-        stalls.await_late()
-        assert dictionary["key"] == number
-
-
-def test_what_was_given_up_does_not_return_after_a_rollback(stalls: Stalls, monkeypatch: pytest.MonkeyPatch) -> None:
-    handles = {f"key {number}": copy.copy(stalls.dictionary) for number in range(HANDLES)}
-    for key, handle in handles.items():
-        handle[key] = 0
-        handle.checkpoint()
-    for number in range(ROUNDS):
-        stalls.give_up({its: partial(its.update, {**FILLERS, key: "old"}) for key, its in handles.items()}, monkeypatch)
-        assert stalls.at_once([handle.rollback for handle in handles.values()]) == [number] * HANDLES
-        stalls.await_late()
-        for handle in handles.values():
-            assert handle.checkpoint() == number + 1
-            assert dict(handle) == dict.fromkeys(handles, 0)
-            handle.checkpoint()
-
-
-def test_what_was_given_up_does_not_freeze_what_was_thawed(stalls: Stalls, monkeypatch: pytest.MonkeyPatch) -> None:
-    dictionary = stalls.dictionary
-    stalls.have_connections(dictionary.unfreeze)  # of the coordinator, too
-    stalls.await_late()
-    for _ in range(3 * ROUNDS):
-        stalls.give_up({dictionary: dictionary.freeze}, monkeypatch)
-        dictionary.unfreeze()
-        stalls.await_late()
-        assert dictionary.stats()[0].frozen is dictionary.is_frozen is False
 
 
 def test_threads_of_a_handle_do_not_lose_what_they_write_while_another_gives_up(

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from ml_flashpoint.ddict import DDict, PosixCheckpointPersister
-from ml_flashpoint.ddict.client.links import Exchange
 from ml_flashpoint.ddict.errors import (
     DDictDestroyedError,
     DDictReadOnlyError,
     DDictWritesLostError,
 )
+from ml_flashpoint.ddict.wire.links import Exchange
 from ml_flashpoint.format.errors import InvalidArgumentError, ProtocolError
 from tests.ddict.dictionary.support import BIG, WORKING_SET, Make, other
 from tests.support.dictionaries import (

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from ml_flashpoint.ddict import DDict, PosixCheckpointPersister
-from ml_flashpoint.ddict.client.links import Links
 from ml_flashpoint.ddict.errors import DDictTimeoutError
 from ml_flashpoint.ddict.options import COORDINATOR
+from ml_flashpoint.ddict.wire.links import Links
 from ml_flashpoint.format.errors import FlashpointError
 from ml_flashpoint.net.client import Connection, Reply, RequestLostError
 from tests.ddict.dictionary.support import Make

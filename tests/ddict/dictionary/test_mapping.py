@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import subprocess
+import sys
+import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from ml_flashpoint.ddict import DDict
+from ml_flashpoint.ddict import DDict, Unreadable
 from ml_flashpoint.ddict.client import shared_memory
 from ml_flashpoint.ddict.errors import (
     DDictError,
@@ -27,6 +31,7 @@ from tests.ddict.dictionary.support import BIG, Make, other
 from tests.support.dictionaries import (
     DEADLINE_S,
 )
+from tests.support.processes import child_environment
 from tests.workers import ddict_handles
 
 # ---- the mapping ------------------------------------------------------------------------------------------
@@ -154,6 +159,82 @@ def test_what_every_manager_has_counts_once(d: DDict) -> None:
     assert len(d) == 1
     with pytest.raises(DDictKeyError):
         d.bget("nowhere")
+
+
+@pytest.mark.parametrize(
+    ("change", "value"),
+    [
+        (lambda d: d.put("key", 5), 5),
+        (lambda d: d.put("key", torch.ones(BIG)), BIG),
+        (lambda d: d.update(key=5), 5),
+        (lambda d: d.fetch_add("key", 3), 4),
+        (lambda d: d.pop("key"), None),
+        (lambda d: d.__delitem__("key"), None),
+    ],
+)
+def test_what_every_manager_has_changes_at_every_manager(
+    d: DDict, change: Callable[[DDict], object], value: int | None
+) -> None:
+    d.bput("key", 1)
+    change(d)
+
+    found = [d.manager(manager).get("key") for manager in range(2)]
+    assert [each.sum() if isinstance(each, torch.Tensor) else each for each in found] == [value, value]
+    assert len(d) == (value is not None)
+
+
+def test_what_cannot_be_imported_hides_nothing_else(d: DDict, tmp_path: Path) -> None:
+    (tmp_path / "away.py").write_text(
+        "import dataclasses\n@dataclasses.dataclass(frozen=True)\nclass Away:\n    number: int\n"
+    )
+    program = """
+        import sys; sys.path.insert(0, sys.argv[1])
+        from away import Away
+        from ml_flashpoint.ddict import DDict
+        d = DDict.attach(sys.argv[2])
+        d["value"], d[Away(1)] = Away(2), 3
+        d.detach()
+    """
+    argv = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path), d.serialize()]
+    subprocess.run(argv, check=True, timeout=DEADLINE_S, env=child_environment())
+    d["here"] = 4
+
+    assert list(d.filter(lambda key, value: True)) == [("here", 4)]
+    found = {key: value for key, value in d.items() if not isinstance(key, Unreadable)}
+    assert found["here"] == 4
+    assert "away" in repr(found["value"])
+    assert len(d.values()) == len(d) == 3
+    (hidden,) = (key for key in d if isinstance(key, Unreadable))
+    assert d[hidden] == 3
+    del d[hidden]
+    assert set(d.keys()) == {"value", "here"}
+
+
+def test_instances_of_classes_of_a_script_are_keys(d: DDict, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        textwrap.dedent("""
+            import dataclasses, multiprocessing, sys
+            from ml_flashpoint.ddict import DDict
+
+            @dataclasses.dataclass(frozen=True)
+            class Key:
+                number: int
+
+            def look(d):
+                sys.exit(d[Key(1)] != 5 or d.keys() != [Key(1)])
+
+            if __name__ == "__main__":
+                d = DDict.attach(sys.argv[1])
+                d[Key(1)] = 5
+                child = multiprocessing.get_context("spawn").Process(target=look, args=(d,))
+                child.start()
+                child.join()
+                sys.exit(child.exitcode)
+        """)
+    )
+    argv = [sys.executable, str(tmp_path / "script.py"), d.serialize()]
+    subprocess.run(argv, check=True, timeout=DEADLINE_S, env=child_environment())
+    assert len(d) == 1
 
 
 def test_a_batch_is_seen_when_it_ends(d: DDict) -> None:

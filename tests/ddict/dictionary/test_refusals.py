@@ -94,6 +94,39 @@ def test_a_full_dictionary_refuses_and_has_room_again(make: Make) -> None:
     assert dictionary.stats()[0].used_bytes < 3 << 20
 
 
+@pytest.mark.parametrize("elements", [BIG, 6 * BIG])
+def test_a_full_dictionary_takes_what_is_written_over(make: Make, elements: int) -> None:
+    dictionary = make(1, 1, 10 << 20)
+    with pytest.raises(DDictFullError):
+        any(dictionary.put(number, torch.ones(elements)) for number in range(100))
+    with pytest.raises(DDictFullError):
+        any(dictionary.put(f"small {number}", bytes(100_000)) for number in range(100))
+
+    dictionary[0] = torch.full((elements,), 2.0)
+    dictionary["small 0"] = bytes(99_999)
+    assert dictionary[0].sum() == 2 * elements
+    with pytest.raises(DDictFullError):
+        dictionary["more"] = bytes(100_000)
+
+
+@pytest.mark.parametrize("deletes", [False, True])
+def test_keys_and_deletions_take_room(make: Make, deletes: bool) -> None:
+    dictionary = make(1, 1, 2 << 20, working_set_size=2)
+    dictionary.checkpoint()  # to where deletions are remembered
+    done = []
+
+    def fill() -> None:
+        for number in range(1000):
+            dictionary[f"{number:50000}"] = number
+            if deletes:
+                del dictionary[f"{number:50000}"]
+            done.append(number)
+
+    with pytest.raises(DDictFullError):
+        fill()
+    assert 20 <= len(done) <= 42
+
+
 def test_a_batch_that_finds_no_room_is_not_lost_without_a_word(make: Make) -> None:
     dictionary = make(1, 1, 1 << 20)
     dictionary.start_batch_put()

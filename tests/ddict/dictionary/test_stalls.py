@@ -2,74 +2,49 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator
-from multiprocessing.context import SpawnProcess
 
 import pytest
 
 from ml_flashpoint.ddict import DDict
-from ml_flashpoint.ddict.client import keepalive, links
+from ml_flashpoint.ddict.client import keepalive
 from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictManagerLostError, DDictTimeoutError
-from tests.support.dictionaries import DEADLINE_S
+from ml_flashpoint.ddict.wire import links
+from tests.support.dictionaries import DEADLINE_S, Created
 from tests.support.processes import suspend
-from tests.workers import ddict_handles
 
 WATCH_S = 1
 STALL_S = 4.0
 PATIENT_S = 600.0
 
 
-@pytest.fixture
-def creator() -> Iterator[tuple[SpawnProcess, str]]:
-    """A process that has made a dictionary, whose checkpoint 0 is committed, and the text to attach by."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=ddict_handles.create_and_serve, args=(theirs,))
-    process.start()
-    theirs.close()
-    try:
-        assert ours.poll(2 * DEADLINE_S)
-        yield process, ours.recv()
-    finally:
-        process.kill()
-        process.join(DEADLINE_S)
-
-
 def test_a_creator_that_is_stopped_costs_no_writer_its_open_step(
-    creator: tuple[SpawnProcess, str], monkeypatch: pytest.MonkeyPatch
+    creator: Created, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keepalive, "_WATCH_S", WATCH_S)
-    process, serialized = creator
-    writer = DDict.attach(serialized, timeout=DEADLINE_S)
+    writer = DDict.attach(creator.serialized, timeout=DEADLINE_S)
     writer.checkpoint_id = 1
     writer["open"] = 1
-    assert process.pid is not None
-    suspend(process.pid)
+    suspend(creator.pid)
     time.sleep(STALL_S)  # longer than a watch may take, and its answer
-    os.kill(process.pid, signal.SIGCONT)
+    os.kill(creator.pid, signal.SIGCONT)
     writer["open too"] = 1
 
     assert writer.checkpoint() == 2
     assert writer.wait_for_commit() == 1
-    reader = DDict.attach(serialized, timeout=DEADLINE_S)
+    reader = DDict.attach(creator.serialized, timeout=DEADLINE_S)
     assert reader.sync_to_newest_checkpoint() == 1
     assert {key: reader[key] for key in ("open", "open too")} == {"open": 1, "open too": 1}
     writer.detach()
 
 
-def test_calls_of_a_dictionary_whose_creator_was_killed_say_at_once_that_it_is_gone(
-    creator: tuple[SpawnProcess, str],
-) -> None:
-    process, serialized = creator
-    d = DDict.attach(serialized, timeout=PATIENT_S)  # by far longer than a test may take
+def test_calls_of_a_dictionary_whose_creator_was_killed_say_at_once_that_it_is_gone(creator: Created) -> None:
+    d = DDict.attach(creator.serialized, timeout=PATIENT_S)  # by far longer than a test may take
     d.checkpoint_id = 1
     d["key"] = 1
-    process.kill()
-    process.join(DEADLINE_S)
+    creator.kill()
 
     def write_on() -> None:
         while True:  # its managers serve for a moment yet
@@ -83,18 +58,14 @@ def test_calls_of_a_dictionary_whose_creator_was_killed_say_at_once_that_it_is_g
     d.detach()
 
 
-def test_a_creator_that_is_stopped_is_not_taken_for_gone(
-    creator: tuple[SpawnProcess, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    process, serialized = creator
-    d = DDict.attach(serialized, timeout=DEADLINE_S)
-    assert process.pid is not None
-    suspend(process.pid)
+def test_a_creator_that_is_stopped_is_not_taken_for_gone(creator: Created, monkeypatch: pytest.MonkeyPatch) -> None:
+    d = DDict.attach(creator.serialized, timeout=DEADLINE_S)
+    suspend(creator.pid)
     with monkeypatch.context() as impatient:
         impatient.setattr(links, "GRACE_S", 0.05)
         impatient.setattr(d._access, "timeout_s", 0.1)
         for _ in range(2):
             with pytest.raises((DDictTimeoutError, DDictManagerLostError)):
                 _ = d.committed_checkpoint_id
-    os.kill(process.pid, signal.SIGCONT)
+    os.kill(creator.pid, signal.SIGCONT)
     assert d.committed_checkpoint_id == 0

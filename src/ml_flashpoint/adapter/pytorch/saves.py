@@ -264,7 +264,8 @@ class LocalSaves:
             )
         checkpointer = self._open_base(version.parent)
         with self._entering:
-            if checkpointer.run and SaveId(checkpointer.run, version.step) <= self._entered:
+            name = SaveId(checkpointer.run, version.step)
+            if checkpointer.is_between_runs or (checkpointer.run and name <= self._entered):
                 checkpointer.latest()
             self._entered = SaveId(checkpointer.run, version.step)
         return checkpointer

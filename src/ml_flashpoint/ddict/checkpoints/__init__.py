@@ -1,1 +1,1 @@
-"""What is committed, who writes, and the snapshots that managers have of it."""
+"""The coordinator of a dictionary: what is committed, who writes, and in which epoch it is."""

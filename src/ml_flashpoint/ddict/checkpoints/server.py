@@ -13,12 +13,12 @@ from typing import Any
 
 from ml_flashpoint.ddict.checkpoints.coordinator import Coordinator
 from ml_flashpoint.ddict.checkpoints.writers import Session
-from ml_flashpoint.ddict.client.links import Links, Place, Places, locator, own_node
 from ml_flashpoint.ddict.errors import REQUESTS
-from ml_flashpoint.ddict.manager.requests import Result, asking
-from ml_flashpoint.ddict.manager.slots import allow_many_files
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
 from ml_flashpoint.ddict.persistence.queue import PersistedRun
+from ml_flashpoint.ddict.wire.fields import Result, asking
+from ml_flashpoint.ddict.wire.links import Links, Place, Places, locator, own_node
+from ml_flashpoint.ddict.wire.open_files import allow_many_files
 from ml_flashpoint.format.errors import ProtocolError
 from ml_flashpoint.net.client import Address
 from ml_flashpoint.net.messages import Fields

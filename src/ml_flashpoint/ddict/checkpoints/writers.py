@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ml_flashpoint.ddict.errors import DDictWritesLostError, writes_lost
 from ml_flashpoint.ddict.options import Options
-from ml_flashpoint.ddict.written import Written
+from ml_flashpoint.ddict.wire.written import Written
 from ml_flashpoint.net.server import Peer
 
 

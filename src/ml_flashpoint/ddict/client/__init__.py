@@ -1,1 +1,1 @@
-"""A process's side of a dictionary: its handles, its connections, and the form of keys and values."""
+"""A process's side of a dictionary: its handles, its session, and the form of values."""

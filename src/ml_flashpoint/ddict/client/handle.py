@@ -22,8 +22,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from ml_flashpoint.ddict.client import codec, shared_memory
 from ml_flashpoint.ddict.client.keepalive import Client, Standing, await_leaves, client_of
-from ml_flashpoint.ddict.client.keys import decode_key, encode_key, place, split_joined
-from ml_flashpoint.ddict.client.links import Exchange
 from ml_flashpoint.ddict.errors import (
     REQUESTS,
     DDictDestroyedError,
@@ -38,9 +36,11 @@ from ml_flashpoint.ddict.errors import (
     StaleRequestError,
     StaleValueError,
 )
-from ml_flashpoint.ddict.manager.requests import PERSISTENT
+from ml_flashpoint.ddict.manager.shard import BROADCAST, DIRECT, PERSISTENT
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration, checked_timeout
-from ml_flashpoint.ddict.written import NOTHING, Written
+from ml_flashpoint.ddict.wire.keys import Unreadable, encode_key, place, readable_key, split_joined
+from ml_flashpoint.ddict.wire.links import Exchange
+from ml_flashpoint.ddict.wire.written import NOTHING, Written
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError
 from ml_flashpoint.net.client import Reply
 
@@ -58,10 +58,6 @@ class Found(NamedTuple):
 
     value: Any
     sequence: int
-
-
-def _nothing() -> None:
-    """Do nothing."""
 
 
 class Handle:
@@ -98,17 +94,17 @@ class Handle:
         deadline: float,
         *,
         again: bool = True,
-        prepare: Callable[[], None] = _nothing,
+        prepare: Callable[[], None] | None = None,
     ) -> _Result:
         """Make a request, and make it again while its manager is away, where an epoch has begun, or where another
         thread of this handle has overtaken it.
 
         Args:
             manager: Its number.
-            request: Makes the request over a connection, with `Standing.fields`, and returns the result.
+            request: Makes the request over a connection, with the fields that say whose it is, and returns the result.
             deadline: When all of it must be done.
             again: Whether the request may be carried out twice.
-            prepare: Called before each try.
+            prepare: For a write: called before each try.
 
         Raises:
             DDictWritesLostError: Told once: what this handle wrote is lost.
@@ -119,14 +115,15 @@ class Handle:
         standing, whose = self.standing, dict[str, Any]()
 
         def action(exchange: Exchange) -> _Result:
-            whose.update(standing.fields())
+            whose.update(standing.whose(writes=prepare is not None))
             return request(exchange, whose)
 
         def give_up() -> None:
-            standing.give_up(whose["g"])
+            standing.give_up(whose.get("g", -1))
 
         while True:
-            prepare()
+            if prepare is not None:
+                prepare()
             standing.tell()
             try:
                 return self.client.links.attempt(manager, action, deadline=deadline, again=again, on_break=give_up)
@@ -165,8 +162,11 @@ class Handle:
 
     def order(self, operation: str, deadline: float, **own: Any) -> dict[str, Any]:
         """Ask the coordinator for something that is not to happen after what this handle asks for later."""
+        fields = self.standing.fields
         return self.call(
-            COORDINATOR, lambda exchange, whose: exchange.request(operation, {**whose, **own}).fields, deadline
+            COORDINATOR,
+            lambda exchange, whose: exchange.request(operation, {**fields(), **whose, **own}).fields,
+            deadline,
         )
 
     def ask(self, manager: int, operation: str, *blobs: bytes, deadline: float, **fields: Any) -> Reply:
@@ -174,8 +174,8 @@ class Handle:
 
         def request(exchange: Exchange, whose: dict[str, Any]) -> Reply:
             # A manager elsewhere, which it may be since a moment ago, sends large values along.
-            told = _told(whose) if exchange.local else {**_told(whose), "remote": True}
-            return exchange.request(operation, {**fields, **told}, blobs)
+            told = fields if exchange.local else {**fields, "remote": True}
+            return exchange.request(operation, {**told, **whose}, blobs)
 
         return self.call(manager, request, deadline)
 
@@ -193,9 +193,15 @@ class Handle:
         A key that was deleted would not be there the second time."""
 
         def request(exchange: Exchange, whose: dict[str, Any]) -> dict[str, Any]:
-            return exchange.request(operation, {**fields, **whose}, blobs).fields
+            return exchange.request(operation, {**whose, **fields}, blobs).fields
 
-        return self._change(manager, request, deadline, again=again)
+        answer = self._change(manager, request, deadline, again=again)
+        fields = {**fields, "f": BROADCAST}
+        fields.pop("x", None)  # which is of the entry at the first one
+        for other in self.others(manager, answer):
+            with contextlib.suppress(DDictKeyError):
+                self._change(other, request, deadline, again=again)
+        return answer
 
     def _change(
         self,
@@ -209,6 +215,7 @@ class Handle:
         """Write at one manager. ``lasting``: the write belongs to no checkpoint, and does not make this a writing
         handle. Raises `DDictWritesLostError`: what this handle wrote before is lost, and it has not gone back yet."""
         standing = self.standing
+        at, epoch = -1, standing.epoch
         self.check_writable()
 
         def prepare() -> None:
@@ -220,20 +227,17 @@ class Handle:
                     self._finish_rollback(deadline)
 
         def write(exchange: Exchange, whose: dict[str, Any]) -> _Result:
-            if whose["back"] >= 0:
-                raise StaleRequestError("this handle has begun to go back")
+            nonlocal at, epoch
             at, epoch = whose["c"], whose["e"]
-            try:
-                result = request(exchange, _told(whose))
-            except (StaleEpochError, StaleRequestError):
-                raise
-            except BaseException:
-                standing.wrote(Written(at), epoch)  # nobody knows
-                raise
+            result = request(exchange, whose if self.only is None else {**whose, "f": DIRECT})
             standing.wrote(Written(at, exchange.late), epoch)
             return result
 
-        return self.call(manager, write, deadline, again=again, prepare=prepare)
+        try:
+            return self.call(manager, write, deadline, again=again, prepare=prepare)
+        except BaseException:
+            standing.wrote(Written(at), epoch)  # nobody knows
+            raise
 
     # ---- one key ------------------------------------------------------------------------------------------
 
@@ -259,18 +263,23 @@ class Handle:
         deadline: float,
     ) -> bool:
         """Write a key at one manager. Returns false if ``sequence`` is not that of the key's entry (0: none)."""
-        fields: dict[str, Any] = {"f": flags} if flags else {}
-        if sequence is not None:
-            fields["x"] = sequence
+        fields = {} if sequence is None else {"x": sequence}
 
-        def put(exchange: Exchange, whose: dict[str, Any]) -> bool:
-            told = {**fields, **whose}
+        def put(exchange: Exchange, whose: dict[str, Any]) -> dict[str, Any]:
+            told = {**fields, **whose, "f": flags | whose.get("f", 0)}
             if encoded.inline:
-                return bool(exchange.request("put", told, (key, codec.to_inline(encoded))).fields["ok"])
+                return exchange.request("put", told, (key, codec.to_inline(encoded))).fields
             return self._put_large(exchange, key, encoded, told)
 
         again = sequence is None  # a conditional write that was done would fail the second time
-        return self._change(manager, put, deadline, again=again, lasting=bool(flags & PERSISTENT))
+        done = self._change(manager, put, deadline, again=again, lasting=bool(flags & PERSISTENT))
+        for other in self.others(manager, done):
+            self.write(other, key, encoded, flags | BROADCAST, deadline=deadline)
+        return bool(done["ok"])
+
+    def others(self, manager: int, answer: dict[str, Any]) -> list[int]:
+        """Managers at which a change is to be made, too, since `bput` wrote the key that it was made to at this one."""
+        return [each for each in self.managers if each != manager] if answer.get("b") else []
 
     @property
     def managers(self) -> list[int]:
@@ -287,18 +296,21 @@ class Handle:
         encoded = encode_key(key)
         return place(encoded, self.configuration.managers) if self.only is None else self.only, encoded
 
-    def _put_large(self, exchange: Exchange, key: bytes, encoded: codec.Encoded, told: dict[str, Any]) -> bool:
+    def _put_large(
+        self, exchange: Exchange, key: bytes, encoded: codec.Encoded, told: dict[str, Any]
+    ) -> dict[str, Any]:
         size = shared_memory.object_size(encoded)
-        reserved = exchange.request("allocate", {"n": size, "c": told["c"], "e": told["e"]}).fields
+        its = {"n": size, "c": told["c"], "e": told["e"], "w": told["w"]}
+        reserved = exchange.request("allocate", its, (key,)).fields
         value_id = reserved["v"]
         told = {**told, "v": value_id}
         try:
             if not exchange.local:
                 blobs = shared_memory.object_blobs(encoded, reserved["size"], value_id)
-                return bool(exchange.request("put", told, (key, *blobs)).fields["ok"])
+                return exchange.request("put", told, (key, *blobs)).fields
             with self.client.writer.writing(reserved["path"], value_id) as write:
                 write(encoded)
-                return bool(exchange.request("put", told, (key,)).fields["ok"])
+                return exchange.request("put", told, (key,)).fields
         except BaseException:
             with contextlib.suppress(FlashpointError):  # when the connection is gone, the manager knows
                 exchange.request("abandon", {"v": value_id})
@@ -309,7 +321,7 @@ class Handle:
     def keys(self, managers: Iterable[int], deadline: float) -> Iterator[Any]:
         """Keys of these managers, decoded. They are asked at the first one."""
         for _, keys in self.in_one_epoch(lambda: self._keys(managers, deadline), deadline):
-            yield from map(decode_key, keys)
+            yield from map(readable_key, keys)
 
     def _keys(self, managers: Iterable[int], deadline: float) -> list[tuple[int, list[bytes]]]:
         once = self.only is None
@@ -364,12 +376,16 @@ class Handle:
                 if error is not None:
                     raise REQUESTS.rebuild(error)
                 try:
-                    found = _found(own, its, copy=False)
+                    value = _found(own, its, copy=False).value
                 except StaleValueError:
-                    found = self.get(manager, key, deadline=deadline)
+                    value = self.get(manager, key, deadline=deadline).value
             except DDictKeyError:
                 continue  # deleted in between
-            items.append((decode_key(key), found.value))
+            except FlashpointError:
+                raise
+            except Exception as error:  # whatever unpickling raises
+                value = Unreadable(error)
+            items.append((readable_key(key), value))
         return items
 
     def _join(self, deadline: float) -> None:
@@ -517,16 +533,12 @@ class Handle:
                 self.client.keepalive.forget(self.standing)
 
 
-def _told(whose: dict[str, Any]) -> dict[str, Any]:
-    """Return what managers are told of a handle."""
-    return {"c": whose["c"], "w": whose["w"], "e": whose["e"], "g": whose["g"]}
-
-
 def _found(fields: dict[str, Any], blobs: Sequence[bytes], copy: bool) -> Found:
     if "path" in fields:
         value = shared_memory.read_value(fields["path"], fields["v"], copy=copy)
     elif "v" in fields:
-        value = shared_memory.read_object(blobs[0], fields["v"], copy=copy, file_size=fields["size"])
+        whole = blobs[0] if len(blobs) == 1 else bytearray().join(blobs)
+        value = shared_memory.read_object(whole, fields["v"], copy=copy, file_size=fields["size"])
     else:
         value = codec.from_inline(blobs[0], copy=copy)
     return Found(value, fields["s"])
@@ -569,15 +581,23 @@ class Batch:
     def _send(self, manager: int, deadline: float) -> None:
         if not (items := list(self._items[manager].items())):
             return
-        blobs = [part for item in items for part in item]
-        ops = [["put", {}, 2] for _ in items]
-        answer = self._access.change(manager, "many", *blobs, ops=ops, again=True, deadline=deadline)
-        for error, _, _ in answer["outcomes"]:
-            if error is not None:
-                raise REQUESTS.rebuild(error)
+        outcomes = self._put(manager, items, deadline)
+        everywhere = [item for item, (_, own, _) in zip(items, outcomes, strict=True) if own.get("b")]
+        for other in self._access.others(manager, {"b": bool(everywhere)}):
+            self._put(other, everywhere, deadline, f=BROADCAST)
         # Only now: what was refused, or found nobody, must not be left out of the next checkpoint without a word.
         self._items.pop(manager, None)
         self._bytes.pop(manager, None)
+
+    def _put(self, manager: int, items: list[tuple[bytes, bytes]], deadline: float, **fields: Any) -> list[Any]:
+        blobs = [part for item in items for part in item]
+        ops = [["put", {}, 2] for _ in items]
+        answer = self._access.change(manager, "many", *blobs, ops=ops, again=True, deadline=deadline, **fields)
+        for error, _, _ in answer["outcomes"]:
+            if error is not None:
+                raise REQUESTS.rebuild(error)
+        outcomes: list[Any] = answer["outcomes"]
+        return outcomes
 
 
 def _forget_handle(client: Client, pid: int, standing: Standing) -> None:

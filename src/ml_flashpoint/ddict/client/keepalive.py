@@ -15,7 +15,6 @@ import time
 import weakref
 from typing import Any, NamedTuple
 
-from ml_flashpoint.ddict.client.links import Exchange, Links, locator
 from ml_flashpoint.ddict.client.shared_memory import ValueWriter
 from ml_flashpoint.ddict.errors import (
     DDictCheckpointRetiredError,
@@ -28,7 +27,8 @@ from ml_flashpoint.ddict.errors import (
     writes_lost,
 )
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
-from ml_flashpoint.ddict.written import Written
+from ml_flashpoint.ddict.wire.links import Exchange, Links, locator
+from ml_flashpoint.ddict.wire.written import Written
 from ml_flashpoint.format.errors import FlashpointError
 
 _log = logging.getLogger(__name__)
@@ -71,8 +71,15 @@ class Standing:
         """Whether the coordinator is to hear of its end."""
         return self.joined or self.astray or self.going_back is not None or self.written != Written()
 
+    def whose(self, *, writes: bool) -> dict[str, Any]:
+        """The fields that say whose a request is. Raises `StaleRequestError`: it ``writes``, and is going back."""
+        with self._lock:
+            if writes and self.going_back is not None:
+                raise StaleRequestError("this handle has begun to go back")
+            return {"c": self.checkpoint_id, "w": self.handle, "e": self.epoch, "g": self.generation}
+
     def fields(self) -> dict[str, Any]:
-        """The fields of its requests."""
+        """All that the coordinator is told of it."""
         with self._lock:
             back = self.going_back
             counts = self.written if back is None else self.written.back_to(back.to)

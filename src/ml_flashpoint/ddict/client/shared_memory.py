@@ -35,9 +35,10 @@ from ml_flashpoint.copy.cpu import copy_all, cpu_clone, typed_view
 from ml_flashpoint.copy.dtypes import dtype_name, torch_dtype
 from ml_flashpoint.ddict.client.codec import Encoded, array_at, assemble, tensor_at, tensor_octets
 from ml_flashpoint.ddict.errors import DDictError, StaleValueError
-from ml_flashpoint.ddict.manager.slots import allow_many_files, check_header, has_token
+from ml_flashpoint.ddict.manager.slots import check_header, has_token, in_pieces
+from ml_flashpoint.ddict.wire.open_files import allow_many_files
 from ml_flashpoint.format.dtypes import ITEMSIZES
-from ml_flashpoint.format.errors import FlashpointError, ObjectFormatError
+from ml_flashpoint.format.errors import CapacityError, FlashpointError, ObjectFormatError
 from ml_flashpoint.format.object_format import Entry, Layout, encode_header, plan_layout
 from ml_flashpoint.memory.slot import Slot
 
@@ -83,9 +84,10 @@ def object_size(encoded: Encoded) -> int:
 
 def write_object(encoded: Encoded, slot: torch.Tensor, value_id: str) -> int:
     """Write a value into a slot, its header last. ``slot``: the whole file, 1-D uint8, writable. Returns the bytes
-    of the object; the rest of the file is unused. Raises `CapacityError`, `InvalidArgumentError`: the slot is smaller
-    than `object_size`."""
+    of the object; the rest of the file is unused. Raises `CapacityError`: the slot is smaller than `object_size`."""
     layout, items = _layout(encoded)
+    if slot.numel() < layout.size:
+        raise CapacityError("the slot is too small", needed_bytes=layout.size, available_bytes=slot.numel())
     header = encode_header(layout, slot.numel(), {"value": value_id, "kind": encoded.kind})
     octets = slot.numpy()
     octets[:8] = 0
@@ -122,7 +124,7 @@ def object_blobs(encoded: Encoded, file_size: int, value_id: str) -> list[memory
     rest = tensors + [np.frombuffer(items[entry.key], np.uint8) for entry in layout.byte_items]
     if len(rest) > 256:
         rest = [np.concatenate(rest)]
-    return [memoryview(header), *(octets.data for octets in rest)]
+    return [memoryview(header), *(piece for octets in rest for piece in in_pieces(octets.data))]
 
 
 def read_object(buffer: Buffer, value_id: str, *, copy: bool = False, file_size: int | None = None) -> object:

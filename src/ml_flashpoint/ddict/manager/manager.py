@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ml_flashpoint.ddict.checkpoints.snapshots import Snapshots
-from ml_flashpoint.ddict.client.links import Links, locator
 from ml_flashpoint.ddict.errors import (
     REQUESTS,
     DDictError,
@@ -28,15 +26,19 @@ from ml_flashpoint.ddict.errors import (
     StaleEpochError,
     StaleRequestError,
 )
-from ml_flashpoint.ddict.fence import Fence
-from ml_flashpoint.ddict.manager.requests import AT_ONCE, OPERATIONS, Result, SealedPart, deadline_of, sealed_part
+from ml_flashpoint.ddict.manager.parts import PartReader, encode
+from ml_flashpoint.ddict.manager.requests import AT_ONCE, OPERATIONS, SealedPart, sealed_part
 from ml_flashpoint.ddict.manager.shard import ENTRY_BYTES, Entry, Shard
-from ml_flashpoint.ddict.manager.slots import ValueSlots, allow_many_files
+from ml_flashpoint.ddict.manager.slots import ValueSlots
+from ml_flashpoint.ddict.manager.snapshots import Snapshots
 from ml_flashpoint.ddict.manager.store import PartStore
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
-from ml_flashpoint.ddict.persistence.parts import PartReader, encode
-from ml_flashpoint.ddict.persistence.persister import PersistedCheckpoint
 from ml_flashpoint.ddict.persistence.queue import PersistedRun
+from ml_flashpoint.ddict.persister import PersistedCheckpoint
+from ml_flashpoint.ddict.wire.fence import Fence
+from ml_flashpoint.ddict.wire.fields import Result, deadline_of
+from ml_flashpoint.ddict.wire.links import Links, locator
+from ml_flashpoint.ddict.wire.open_files import allow_many_files
 from ml_flashpoint.format.errors import FlashpointError, ProtocolError
 from ml_flashpoint.format.knobs import seal_deadline_s
 from ml_flashpoint.net.messages import Fields
@@ -287,15 +289,21 @@ class Manager:
         if self.waiting:
             self.changed.notify_all()
 
-    def make_room(self, nbytes: int, deadline: float) -> None:
-        """Wait a moment for checkpoints that are about to retire, if there is no room; under the lock, which is let go
-        of meanwhile: look at the shard after this, not before. Raises `DDictFullError`: there still is none."""
-        limit = self.configuration.options.limit_bytes
-        nbytes += ENTRY_BYTES
-        if self.used_bytes + nbytes <= limit:
-            return
-        self.wait_for(lambda: self.used_bytes + nbytes <= limit, min(deadline, time.monotonic() + _ROOM_S))
-        if self.used_bytes + nbytes > limit:
+    def make_room(self, nbytes: int, key: bytes, checkpoint_id: int, writer: str, deadline: float) -> None:
+        """Wait a moment for checkpoints that are about to retire, if there is no room for a value in place of what its
+        put replaces; under the lock, which is let go of meanwhile: look at the shard after this, not before.
+
+        Raises:
+            DDictFullError: There still is no room.
+        """
+        limit = self.rules.limit_bytes
+        nbytes += ENTRY_BYTES + len(key)
+
+        def fits() -> bool:
+            more = nbytes - self.shard.replaced_bytes(key, checkpoint_id, writer)
+            return more <= 0 or self.used_bytes + more <= limit
+
+        if not (fits() or self.wait_for(fits, min(deadline, time.monotonic() + _ROOM_S))):
             raise DDictFullError(
                 f"manager {self.number} has {limit} bytes for values, of which {self.used_bytes} are in use",
                 needed_bytes=nbytes,
@@ -456,7 +464,7 @@ class Manager:
             if cut <= self._cut.number:
                 raise DDictError(f"cut {self._cut.number} has been asked for since", manager=self.number)
             self._retain(lambda each: each <= committed)
-            self._kept[cut] = _Prepared(checkpoint_id, list(self.shard.entries(checkpoint_id)))
+            self._kept[cut] = _Prepared(checkpoint_id, self.shard.cut(checkpoint_id))
             self._cut = _Cut(cut, checkpoint_id)
         if any(each > committed for each in self.snapshots.sealed()):
             self.snapshots.forget_after(committed)

@@ -1,28 +1,24 @@
 """What the requests to a manager mean.
 
-Owns the registry of a manager's operations, checking fields (a peer that knows the secret may still be wrong), and
-reading and writing the shard for clients. Layout, handshake and connections are those of `ml_flashpoint.net`; on a Unix
-socket each side also checks that the other runs as the same user, on TCP each message carries a code.
+Owns the registry of a manager's operations, and reading and writing the shard for clients. Layout, handshake and
+connections are those of `ml_flashpoint.net`; on a Unix socket each side also checks that the other runs as the same
+user, on TCP each message carries a code.
 
 An operation on keys and values is a function ``(manager, session, fields, blobs) -> (fields, blobs)``; what else is
 asked of managers, and of the coordinator, their methods answer. Times are in seconds; ``t`` is what is left to the
-client. ``c`` is a checkpoint, ``w`` the writing handle, ``g`` the generation of its request, ``e`` the epoch, ``v`` a
-value id; the key is the first blob.
+client. ``c`` is a checkpoint, ``f`` the flags of a new entry (`shard.Entry`), ``w`` the writing handle, ``g`` the
+generation of its request, ``e`` the epoch, ``v`` a value id; the key is the first blob.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import struct
+import sys
 import time
-from collections.abc import Callable, Sequence
-from functools import cache
-from operator import attrgetter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
-from ml_flashpoint.ddict.checkpoints.index import PartRef, part_ref
-from ml_flashpoint.ddict.client.keys import MAX_KEY_BYTES, place
 from ml_flashpoint.ddict.errors import (
     REQUESTS,
     DDictError,
@@ -33,12 +29,13 @@ from ml_flashpoint.ddict.errors import (
     StaleEpochError,
     StaleRequestError,
 )
-from ml_flashpoint.ddict.manager.shard import Entry, InlineValue, Value
-from ml_flashpoint.ddict.manager.slots import inline_number, number_to_inline
-from ml_flashpoint.ddict.persistence.persister import PersistedCheckpoint, check_checkpoint_id
-from ml_flashpoint.ddict.written import Written
+from ml_flashpoint.ddict.manager.part_ref import PartRef, part_ref
+from ml_flashpoint.ddict.manager.shard import BROADCAST, DIRECT, Entry, InlineValue, Value
+from ml_flashpoint.ddict.manager.slots import in_pieces, inline_number, number_to_inline
+from ml_flashpoint.ddict.persister import PersistedCheckpoint, check_checkpoint_id
+from ml_flashpoint.ddict.wire.fields import ARGUMENTS, Result, asking, deadline_of
+from ml_flashpoint.ddict.wire.keys import MAX_KEY_BYTES, place
 from ml_flashpoint.format.errors import CapacityError, FlashpointError, ProtocolError
-from ml_flashpoint.net.client import check_address
 from ml_flashpoint.net.messages import Fields, integer, list_of, number, text
 
 if TYPE_CHECKING:
@@ -46,7 +43,6 @@ if TYPE_CHECKING:
 
     from ml_flashpoint.ddict.manager.manager import Manager, Session
 
-Result: TypeAlias = "tuple[Fields, Sequence[Buffer]]"
 Operation: TypeAlias = "Callable[[Manager, Session, Fields, list[bytes]], Result]"
 
 OPERATIONS: dict[str, Operation] = {}  # by name
@@ -54,9 +50,8 @@ AT_ONCE: Final = frozenset(
     ("abandon", "begin", "discard", "drop_copies", "freeze", "hello", "prepare", "seal", "settle", "stats")
 )
 """Those that are answered also while the manager recovers; all others wait until it has."""
-PERSISTENT, BROADCAST = 1, 2  # flags of a put, field ``f``
-_LONGEST_S = 1e6  # that a client may say it has
 _NUMBER_BYTES = 100
+_AT_ONCE = 2000  # keys that are looked at under one lock
 _LENGTH = struct.Struct(">I")
 
 
@@ -64,27 +59,6 @@ def operation(function: Operation) -> Operation:
     """Enter a function under its name, without the underscore."""
     OPERATIONS[function.__name__.lstrip("_")] = function
     return function
-
-
-def left_of(fields: Fields) -> float:
-    """Seconds that the client has left. Raises `ProtocolError`, as all of these do, if the field is wrong."""
-    left = fields.get("t")
-    if not isinstance(left, (int, float)) or not 0 <= left <= _LONGEST_S:
-        raise ProtocolError("field 't' must be the seconds that are left")
-    return float(left)
-
-
-def deadline_of(fields: Fields) -> float:
-    """When its time is up, by ``time.monotonic()``."""
-    return time.monotonic() + left_of(fields)
-
-
-def integers(fields: Fields, name: str) -> list[int]:
-    """A field that must be a list of integers."""
-    value = list_of(fields, name)
-    if not all(type(each) is int for each in value):
-        raise ProtocolError(f"field {name!r} must be a list of integers")
-    return value
 
 
 class SealedPart(NamedTuple):
@@ -103,11 +77,12 @@ def sealed_part(name: object, cut: object, checkpoint_id: object) -> SealedPart:
 def _put(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """Write a key: an inline value (blob), one that lies in a slot (``v``), or one to be put there (``v``, blobs).
 
-    With ``x``, only if the key's entry has this sequence number now, 0 for no such key; else ``ok`` is false.
+    With ``x``, only if the key's entry has this sequence number now, 0 for no such key; else ``ok`` is false. ``b`` in
+    the answer of a change: `bput` wrote the key, so the client is to make the change at all other managers.
     """
     deadline = deadline_of(fields)
-    key, flags = _key(blobs), integer(fields, "f") if "f" in fields else 0
-    checkpoint_id, writer = integer(fields, "c"), text(fields, "w")
+    key, flags = _key(blobs), _flags(fields)
+    checkpoint_id, writer = integer(fields, "c"), sys.intern(text(fields, "w"))  # one text for all of its entries
     value_id = fields.get("v")
     if value_id is not None:
         if value_id not in session.reserved:
@@ -116,29 +91,29 @@ def _put(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
             manager.slots.fill(value_id, blobs[1:])
     elif len(blobs) < 2:
         raise ProtocolError("a put needs a value")
-    persistent, broadcast = bool(flags & PERSISTENT), bool(flags & BROADCAST)
     with manager.changed:
         if value_id is None:
             value: Value = InlineValue(blobs[1])
-            manager.make_room(len(key) + value.nbytes, deadline)
+            manager.make_room(value.nbytes, key, checkpoint_id, writer, deadline)
         else:
             value = manager.slots.adopt(value_id)
             session.reserved.discard(value_id)
         answer = _check_change(manager, fields)
-        is_put = _is_as_expected(manager, key, fields)
-        if is_put:
-            manager.put(Entry(key, checkpoint_id, writer, value, persistent, broadcast))
-    return {"ok": is_put, **answer}, ()
+        if not _is_as_expected(manager, key, fields):
+            return {"ok": False, **answer}, ()
+        others = _others(manager.shard.find(key, checkpoint_id), flags)
+        manager.put(Entry(key, checkpoint_id, writer, value, flags | BROADCAST if others else flags))
+    return {"ok": True, **others, **answer}, ()
 
 
 @operation
 def _add(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """Add ``amount`` to a number, which is ``default`` where there is none."""
     deadline = deadline_of(fields)
-    key, checkpoint_id = _key(blobs), integer(fields, "c")
+    key, checkpoint_id, writer = _key(blobs), integer(fields, "c"), text(fields, "w")
     amount, before = number(fields, "amount"), number(fields, "default")
     with manager.changed:
-        manager.make_room(_NUMBER_BYTES, deadline)
+        manager.make_room(_NUMBER_BYTES, key, checkpoint_id, writer, deadline)
         answer = _check_change(manager, fields)
         found = manager.shard.find(key, checkpoint_id)
         if found is not None:
@@ -147,9 +122,8 @@ def _add(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
                 raise DDictError("fetch_add needs a number, and the key has another value", manager=manager.number)
             before = known
         value = InlineValue(number_to_inline(before + amount))
-        persistent, broadcast = (found.persistent, found.broadcast) if found else (False, False)
-        manager.put(Entry(key, checkpoint_id, text(fields, "w"), value, persistent, broadcast))
-    return {"before": before, **answer}, ()
+        manager.put(Entry(key, checkpoint_id, writer, value, found.flags if found else _flags(fields)))
+    return {"before": before, **_others(found, _flags(fields)), **answer}, ()
 
 
 @operation
@@ -163,20 +137,20 @@ def _delete(manager: Manager, session: Session, fields: Fields, blobs: list[byte
             raise DDictKeyError("no such key", checkpoint_id=checkpoint_id)
         if not _is_as_expected(manager, key, fields):
             return {"ok": False}, ()
-        manager.put(Entry(key, checkpoint_id, text(fields, "w"), None, found.persistent, found.broadcast))
-    return {"ok": True, **answer}, ()
+        manager.put(Entry(key, checkpoint_id, text(fields, "w"), None, found.flags))
+    return {"ok": True, **_others(found, _flags(fields)), **answer}, ()
 
 
 @operation
 def _allocate(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
-    """Room for a value of ``n`` bytes, for the client to fill."""
+    """Room for a value of ``n`` bytes of this key, for the client to fill."""
     deadline = deadline_of(fields)
-    size = integer(fields, "n")
+    size, checkpoint_id = integer(fields, "n"), integer(fields, "c")
     with manager.changed:
         manager.check_epoch(fields.get("e"))
         _check_writable(manager)
-        manager.shard.check_readable(integer(fields, "c"))
-        manager.make_room(size, deadline)
+        manager.shard.check_readable(checkpoint_id)
+        manager.make_room(size, _key(blobs), checkpoint_id, text(fields, "w"), deadline)
         try:
             reservation = manager.slots.allocate(size)
         except CapacityError as error:  # of the filesystem, although it is within the manager's share
@@ -206,7 +180,7 @@ def _get(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
         _check_read(manager, fields)
         if manager.rules.wait_for_keys and fields.get("wait"):
             _wait_for_key(manager, session, key, checkpoint_id, deadline_of(fields))
-        entry = manager.shard.find(key, checkpoint_id)
+        entry = _seen(manager, key, checkpoint_id)
         if entry is None:
             raise DDictKeyError("no such key", checkpoint_id=checkpoint_id)
     value = entry.value  # whose slot is not used again while this refers to it
@@ -218,14 +192,15 @@ def _get(manager: Manager, session: Session, fields: Fields, blobs: list[bytes])
     if not fields.get("remote"):
         answer["path"] = str(value.slot.path)
         return answer, ()
-    return answer, (bytes(value.slot.buffer[: value.size]),)  # so that nothing keeps it while the network is slow
+    with value.slot.buffer[: value.size] as whole:  # a copy, so that nothing keeps it while the network is slow
+        return answer, [bytes(piece) for piece in in_pieces(whole)]
 
 
 @operation
 def _contains(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     with manager.changed:
         _check_read(manager, fields)
-        entry = manager.shard.find(_key(blobs), integer(fields, "c"))
+        entry = _seen(manager, _key(blobs), integer(fields, "c"))
         return {"found": entry is not None}, ()
 
 
@@ -236,7 +211,7 @@ def _wait_for(manager: Manager, session: Session, fields: Fields, blobs: list[by
     key, checkpoint_id, seen = _key(blobs), integer(fields, "c"), integer(fields, "s")
 
     def has_changed() -> bool:
-        entry = manager.shard.find(key, checkpoint_id)
+        entry = _seen(manager, key, checkpoint_id)
         return entry is not None and entry.sequence != seen
 
     with manager.changed:
@@ -247,15 +222,24 @@ def _wait_for(manager: Manager, session: Session, fields: Fields, blobs: list[by
 @operation
 def _keys(manager: Manager, session: Session, fields: Fields, blobs: list[bytes]) -> Result:
     """All keys at a checkpoint: each with its length before it; with ``count``, only how many. With ``once``, what
-    `bput` wrote only at one manager."""
-    count, once = manager.configuration.managers, bool(fields.get("once"))
+    `bput` wrote only at one manager. Holds the lock for some keys at a time."""
+    count, once, checkpoint_id = manager.configuration.managers, bool(fields.get("once")), integer(fields, "c")
     with manager.changed:
         _check_read(manager, fields)
-        keys = [
-            entry.key
-            for entry in manager.shard.entries(integer(fields, "c"))
-            if not (once and entry.broadcast and place(entry.key, count) != manager.number)
-        ]
+        manager.shard.check_readable(checkpoint_id)
+        newest = manager.shard.newest()
+    found = [entry for entry in newest if entry.checkpoint_id <= checkpoint_id and entry.value is not None]
+    later = [entry.key for entry in newest if entry.checkpoint_id > checkpoint_id]
+    for at in range(0, len(later), _AT_ONCE):
+        with manager.changed:
+            manager.check_epoch(fields.get("e"))
+            seen = (manager.shard.find(key, checkpoint_id) for key in later[at : at + _AT_ONCE])
+            found += [entry for entry in seen if entry is not None]
+    if manager.rules.wait_for_keys:
+        found = [entry for entry in found if entry.is_written_at(checkpoint_id)]
+    keys = [
+        entry.key for entry in found if not (once and entry.broadcast and place(entry.key, count) != manager.number)
+    ]
     told = b"" if fields.get("count") else b"".join(_LENGTH.pack(len(key)) + key for key in keys)
     return {"n": len(keys)}, (told,)
 
@@ -267,7 +251,7 @@ def _clear(manager: Manager, session: Session, fields: Fields, blobs: list[bytes
     with manager.changed:
         answer = _check_change(manager, fields)
         for found in list(manager.shard.entries(checkpoint_id)):
-            manager.put(Entry(found.key, checkpoint_id, writer, None, found.persistent, found.broadcast))
+            manager.put(Entry(found.key, checkpoint_id, writer, None, found.flags))
     return answer, ()
 
 
@@ -335,10 +319,24 @@ def _check_writable(manager: Manager) -> None:
         raise DDictReadOnlyError("the dictionary is read-only", manager=manager.number)
 
 
+def _seen(manager: Manager, key: bytes, checkpoint_id: int) -> Entry | None:
+    """The entry that a reader sees who does not wait; where keys are waited for, none that has to be written yet."""
+    return manager.shard.find(key, checkpoint_id, written=manager.rules.wait_for_keys)
+
+
+def _flags(fields: Fields) -> int:
+    return integer(fields, "f") if "f" in fields else 0
+
+
+def _others(found: Entry | None, flags: int) -> Fields:
+    """What tells a client to change a key at the other managers, too."""
+    return {"b": True} if found is not None and found.broadcast and not flags & (BROADCAST | DIRECT) else {}
+
+
 def _is_as_expected(manager: Manager, key: bytes, fields: Fields) -> bool:
     if "x" not in fields:
         return True
-    entry = manager.shard.find(key, integer(fields, "c"))
+    entry = _seen(manager, key, integer(fields, "c"))
     return (0 if entry is None else entry.sequence) == integer(fields, "x")
 
 
@@ -355,67 +353,13 @@ def _wait_for_key(manager: Manager, session: Session, key: bytes, checkpoint_id:
 # ---- what peers and the coordinator ask for -----------------------------------------------------------------
 
 
-def _flag(fields: Fields, name: str) -> bool:
-    return fields.get(name) is True
-
-
-def _same(parse: Callable[..., Any], names: str, *how: Any) -> dict[str, Callable[[Any, Fields], Any]]:
-    """Arguments that are the fields of their names."""
-
-    def one(name: str) -> Callable[[Any, Fields], Any]:
-        return lambda session, fields: parse(fields, name, *how)
-
-    return {name: one(name) for name in names.split()}
-
-
-_ARGUMENTS: dict[str, Callable[[Any, Fields], Any]] = {
-    **_same(integer, "back base checkpoint_id committed to", -1),
-    **_same(integer, "before cut manager of oldest"),
-    **_same(integers, "keep pinned"),
-    **_same(text, "incarnation node run"),
-    **_same(_flag, "dead frozen if_written onwards"),
-    "addresses": lambda session, fields: list(map(check_address, list_of(fields, "addresses"))),
+ARGUMENTS |= {
     "checkpoint": lambda session, fields: PersistedCheckpoint.from_fields(fields["checkpoint"]),
-    "copies": lambda session, fields: [str(each) for each in list_of(fields, "keep")],
-    "deadline": lambda session, fields: deadline_of(fields),
-    "epoch": lambda session, fields: integer(fields, "e"),
-    "generation": lambda session, fields: integer(fields, "g"),
-    "handle": lambda session, fields: text(fields, "w"),
-    "is_gone": lambda session, fields: session.peer.is_gone,
-    "number": lambda session, fields: integer(fields, "n"),
-    "position": lambda session, fields: integer(fields, "c"),
     "restored": lambda session, fields: (
         PersistedCheckpoint.from_fields(found) if (found := fields["restored"]) else None
     ),
     "sealed": lambda session, fields: [sealed_part(*each) for each in list_of(fields, "sealed")],
-    "session": lambda session, fields: session,
-    "session_id": lambda session, fields: text(fields, "session"),
-    "session_if_any": lambda session, fields: None if fields.get("session") is None else text(fields, "session"),
-    "timeout_s": lambda session, fields: left_of(fields),
-    "written": lambda session, fields: Written(integer(fields, "written", -1), integer(fields, "late", -1)),
-    "until": lambda session, fields: time.monotonic() + integer(fields, "s"),
 }
-
-
-@cache
-def _parsers(function: Callable[..., Any]) -> list[Callable[[Any, Fields], Any]]:
-    its = inspect.signature(function).parameters.values()
-    return [_ARGUMENTS[each.name] for each in its if each.name != "self" and each.kind is not each.KEYWORD_ONLY]
-
-
-def asking(method: str, *, gives: str | None = None) -> Callable[[Any, Any, Fields, list[bytes]], Result]:
-    """A request that a method of whoever is asked answers, given the arguments that its parameters are called after,
-    but for those that are keywords only. ``gives``: the field that what it returns is told in; None: it returns all
-    fields, or nothing."""
-    find = attrgetter(method)
-
-    def ask(asked: Any, session: Any, fields: Fields, blobs: list[bytes]) -> Result:
-        function = find(asked)
-        found = function(*(parse(session, fields) for parse in _parsers(function.__func__)))
-        return (found or {}) if gives is None else {gives: found}, ()
-
-    return ask
-
 
 OPERATIONS |= {name: asking(name) for name in ("begin", "discard", "freeze", "hello", "prepare", "settle", "stats")}
 OPERATIONS |= {

@@ -17,20 +17,22 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, TypeAlias
 
 from ml_flashpoint.ddict.errors import retired
 from ml_flashpoint.memory.slot import Slot
 
 if TYPE_CHECKING:
-    from ml_flashpoint.ddict.checkpoints.index import PartRef
+    from ml_flashpoint.ddict.manager.part_ref import PartRef
 
 Value: TypeAlias = "InlineValue | StoredValue"
-ENTRY_BYTES = 200  # what Python needs for a key and its entry, about
+ENTRY_BYTES = 400  # what Python needs for a key and its entry, about
+PERSISTENT, BROADCAST, DIRECT = 1, 2, 4  # flags of an entry: written by `pput`, by `bput`, through `DDict.manager`
 _MOST_WRITERS = 16  # whose writes to one key are kept, so that those of killed ones can be dropped
 _id_of = attrgetter("checkpoint_id")
-_what = attrgetter("checkpoint_id", "writer", "value", "persistent", "broadcast")
+_last_of = itemgetter(-1)
+_what = attrgetter("checkpoint_id", "writer", "value", "flags")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +75,24 @@ class Entry:
     checkpoint_id: int  # id at which it was written
     writer: str  # id of the handle that wrote it
     value: Value | None  # none: deleted
-    persistent: bool = False  # written by `pput`: does not have to be written again in each checkpoint
-    broadcast: bool = False  # written by `bput`: every manager has one
+    flags: int = 0
     # Its alone, so that handles can tell whether it is the one that they read. Not kept by snapshots, nor counted: a
     # manager that is started anew must not give out a number of the one before it again.
     sequence: int = field(default_factory=lambda: 1 + random.getrandbits(60))
+
+    @property
+    def persistent(self) -> bool:
+        """Whether the key does not have to be written again in each checkpoint."""
+        return bool(self.flags & PERSISTENT)
+
+    @property
+    def broadcast(self) -> bool:
+        """Whether every manager has such an entry."""
+        return bool(self.flags & BROADCAST)
+
+    def is_written_at(self, checkpoint_id: int) -> bool:
+        """Return True if it was written at this checkpoint, or does not have to be."""
+        return self.checkpoint_id == checkpoint_id or self.persistent
 
 
 class Shard:
@@ -90,6 +105,9 @@ class Shard:
         self._history: dict[bytes, list[Entry]] = {}
         # Keys with entries at an id: collapsing and rolling back look at no others.
         self._touched: dict[int, set[bytes]] = {}
+        # The entries of the last cut, with its id, and keys that may have another one at a later cut.
+        self._cut: tuple[int, dict[bytes, Entry]] | None = None
+        self._changed: set[bytes] = set()
         self.oldest = 0  # oldest checkpoint that can be read and written
         self.committed = -1
         """Newest checkpoint that there is a snapshot of; below it, only those of `kept` can be read and written."""
@@ -97,17 +115,25 @@ class Shard:
 
     # ---- reading ------------------------------------------------------------------------------------------
 
-    def find(self, key: bytes, checkpoint_id: int) -> Entry | None:
-        """The entry that a read at ``checkpoint_id`` sees; None: there is no such key. Raises
-        `DDictCheckpointRetiredError`: the checkpoint has left the working set."""
+    def find(self, key: bytes, checkpoint_id: int, *, written: bool = False) -> Entry | None:
+        """Return the entry that a read at ``checkpoint_id`` sees; None if there is no such key.
+
+        Args:
+            written: leave out a key that has to be written at this checkpoint, and was not yet.
+
+        Raises:
+            DDictCheckpointRetiredError: The checkpoint has left the working set.
+        """
         self.check_readable(checkpoint_id)
         entry = self._visible(key, checkpoint_id)
-        return None if entry is None or entry.value is None else entry
+        if entry is None or entry.value is None or (written and not entry.is_written_at(checkpoint_id)):
+            return None
+        return entry
 
     def is_written(self, key: bytes, checkpoint_id: int) -> bool:
         """Whether the key was written, or deleted, at ``checkpoint_id`` itself, or does not have to be."""
         entry = self._visible(key, checkpoint_id)
-        return entry is not None and (entry.checkpoint_id == checkpoint_id or entry.persistent)
+        return entry is not None and entry.is_written_at(checkpoint_id)
 
     def entries(self, checkpoint_id: int) -> Iterator[Entry]:
         """Entries of all keys that there are at ``checkpoint_id``."""
@@ -116,6 +142,30 @@ class Shard:
             entry = _seen_from(history, checkpoint_id)
             if entry is not None and entry.value is not None:
                 yield entry
+
+    def newest(self) -> list[Entry]:
+        """Return the newest entry of each key, deletions included. Takes 20 ns a key."""
+        return list(map(_last_of, self._history.values()))
+
+    def cut(self, checkpoint_id: int) -> list[Entry]:
+        """Return the entries of all keys that there are at ``checkpoint_id``.
+
+        Looks only at keys that have changed since the last cut, unless that one was later.
+        """
+        self.check_readable(checkpoint_id)
+        if self._cut is None or checkpoint_id < self._cut[0]:
+            found = {entry.key: entry for entry in self.entries(checkpoint_id)}
+        else:
+            found = self._cut[1]
+            for key in self._changed:
+                entry = self.find(key, checkpoint_id)
+                if entry is not None:
+                    found[key] = entry
+                else:
+                    found.pop(key, None)
+        self._cut = checkpoint_id, found
+        self._changed = set().union(*(keys for each, keys in self._touched.items() if each > checkpoint_id))
+        return list(found.values())
 
     def __len__(self) -> int:
         """Number of keys with any history."""
@@ -133,6 +183,13 @@ class Shard:
 
     # ---- writing ------------------------------------------------------------------------------------------
 
+    def replaced_bytes(self, key: bytes, checkpoint_id: int, writer: str) -> int:
+        """Return the bytes that a put would let go of."""
+        its = self._history.get(key, ())
+        if checkpoint_id <= self.final:
+            return sum(_bytes_of(entry) for entry in its if entry.checkpoint_id <= self.final)
+        return sum(_bytes_of(entry) for entry in its if (entry.checkpoint_id, entry.writer) == (checkpoint_id, writer))
+
     def put(self, entry: Entry) -> None:
         """Add an entry, in place of what its writer wrote there before; a value of None deletes the key. Raises
         `DDictCheckpointRetiredError`: the checkpoint has left the working set."""
@@ -140,6 +197,8 @@ class Shard:
         history = self._history.setdefault(entry.key, [])
         place = bisect_right(history, entry.checkpoint_id, key=_id_of)
         history.insert(place, entry)
+        if self._cut is not None:
+            self._changed.add(entry.key)
         self.used_bytes += _bytes_of(entry)
         first = place
         final = entry.checkpoint_id <= self.final
@@ -161,6 +220,8 @@ class Shard:
                 history = self._history.get(key, [])
                 there = [entry for entry in history if entry.checkpoint_id == checkpoint_id]
                 gone = [entry for entry in there if writer in (None, entry.writer)]
+                if self._cut is not None:
+                    self._changed.add(key)
                 for entry in gone:
                     history.remove(entry)
                     self._release(entry)
@@ -213,6 +274,7 @@ class Shard:
         checkpoint ids, each with the entries of all keys at it."""
         self._history.clear()
         self._touched.clear()
+        self._cut = None
         ordered = sorted(snapshots, key=lambda snapshot: snapshot[0])
         self.oldest = ordered[0][0] if ordered else 0
         self.final = self.oldest if ordered else self._first_final

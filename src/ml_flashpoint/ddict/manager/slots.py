@@ -19,7 +19,6 @@ import contextlib
 import itertools
 import pickle
 import re
-import resource
 import struct
 import weakref
 from collections import deque
@@ -38,9 +37,10 @@ from ml_flashpoint.memory.slot import Slot
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from ml_flashpoint.ddict.checkpoints.index import PartRef
+    from ml_flashpoint.ddict.manager.part_ref import PartRef
 
 _NO_LENGTH: Final = bytes(8)
+_PIECE_BYTES: Final = 1 << 30  # of large values in messages, whose blobs are of at most 2 GiB
 _MAX_KEPT: Final = 16 << 10
 _MAX_INT_BITS: Final = 4096
 _FLOAT: Final = struct.Struct(">d")
@@ -225,6 +225,11 @@ class ValueSlots:
                 self._store.free(slot)
 
 
+def in_pieces(data: memoryview) -> list[memoryview]:
+    """Cut the bytes of a large value into pieces that messages can take."""
+    return [data[at : at + _PIECE_BYTES] for at in range(0, len(data), _PIECE_BYTES)]
+
+
 def write_token(slot: Slot, value_id: str) -> None:
     """Mark a slot as kept for this value."""
     token = value_id.encode() + b"\0"
@@ -236,12 +241,3 @@ def has_token(slot: Slot, value_id: str) -> bool:
     """Whether a slot is kept for this value and nothing was written yet."""
     token = bytes(_TOKEN_AT) + value_id.encode() + b"\0"
     return bytes(slot.buffer[: len(token)]) == token
-
-
-def allow_many_files() -> int:
-    """Let this process have as many files open as it may: each slot is one. Returns how many."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

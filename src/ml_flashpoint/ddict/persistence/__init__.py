@@ -13,13 +13,13 @@ from typing import Final
 import psutil
 
 from ml_flashpoint.ddict.errors import DDictPersistError
-from ml_flashpoint.ddict.persistence.persister import (
+from ml_flashpoint.ddict.persistence.stored import StoredCheckpointPersister
+from ml_flashpoint.ddict.persister import (
     CheckpointPersister,
     NullCheckpointPersister,
     PersistedCheckpoint,
     new_run_id,
 )
-from ml_flashpoint.ddict.persistence.stored import StoredCheckpointPersister
 from ml_flashpoint.format.private_folders import check_unplanted
 from ml_flashpoint.stores.directory import Directory
 from ml_flashpoint.stores.files import Files

@@ -16,7 +16,7 @@ from typing import Any
 
 from ml_flashpoint.ddict.errors import DDictPersistError, DDictTimeoutError
 from ml_flashpoint.ddict.options import Configuration
-from ml_flashpoint.ddict.persistence.persister import MAX_CHECKPOINT_ID, CheckpointPersister, PersistedCheckpoint
+from ml_flashpoint.ddict.persister import MAX_CHECKPOINT_ID, CheckpointPersister, PersistedCheckpoint
 from ml_flashpoint.format.errors import FlashpointError
 
 _log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ml_flashpoint.ddict.errors import DDictPersistError
 from ml_flashpoint.ddict.persistence.packs import PackReader, Receipt, read_receipt, write_pack
-from ml_flashpoint.ddict.persistence.persister import (
+from ml_flashpoint.ddict.persister import (
     MAX_CHECKPOINT_ID,
     CheckpointPersister,
     PersistedCheckpoint,

@@ -1,18 +1,15 @@
-"""Making a dictionary, and managers as child processes of the creator: the runtime for one machine.
+"""Managers as child processes of the creator: the runtime for one machine.
 
-Owns the choice of a runtime; and the managers of one dictionary as seen from its creator: their folder, their start,
-which processes they are at the moment, and their end. Starting them, and again when they die, is the `supervisor`'s;
+Owns the managers of one dictionary as seen from its creator: their folder, their start, which processes they are at the
+moment, and their end. Starting them, and again when they die, is the `supervisor`'s;
 what they do is the `manager`'s.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
-import dataclasses
 import logging
 import os
-import secrets
 import sys
 import threading
 import time
@@ -20,17 +17,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from ml_flashpoint.ddict.checkpoints.server import CoordinatorServer
 from ml_flashpoint.ddict.errors import REQUESTS, DDictDestroyedError, DDictError, DDictTimeoutError
-from ml_flashpoint.ddict.native.ray import is_on_ray
-from ml_flashpoint.ddict.options import Configuration, Options
-from ml_flashpoint.ddict.persistence.persister import new_run_id
 from ml_flashpoint.ddict.runtime.folder import make_folder, remove_unused, runtime_root, sweep
 from ml_flashpoint.ddict.runtime.fork_server import END_GRACE_S, MANAGER_ENTRY
 from ml_flashpoint.ddict.runtime.supervisor import Supervised, fork_server
-from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError
+from ml_flashpoint.format.errors import FlashpointError
 
 _log = logging.getLogger(__name__)
 
@@ -166,41 +157,3 @@ def _error_of(failed: Supervised) -> FlashpointError:
             f"a manager did not start: {failed.down}", manager=failed.number, hint="its stderr has the stack trace"
         )
     return error
-
-
-def create(options: Options) -> tuple[Configuration, CoordinatorServer | None, Runtime]:
-    """Start the coordinator and the managers of a new dictionary. The coordinator is None where its runtime has it.
-    Raises `InvalidArgumentError`: the options do not go together; `DDictError`: a manager did not start."""
-    if options.replicated and options.n_nodes == 1:
-        _log.warning("replication has no other node to copy to: with n_nodes=1 it survives managers, not the machine")
-    kind = options.runtime or ("ray" if is_on_ray() else "embedded")
-    dictionary, secret = secrets.token_hex(6), secrets.token_bytes(32)
-    configuration = Configuration(dictionary, options.named(), "", new_run_id(), None, options.holders(), secret)
-    if kind == "ray":
-        from ml_flashpoint.ddict.runtime.ray_runtime import RayRuntime
-
-        on_ray = RayRuntime(configuration)
-        return on_ray.configuration, None, on_ray
-    _check_memory(options.total_mem, runtime_root())
-    runtime = EmbeddedRuntime()
-    configuration = dataclasses.replace(
-        configuration, base=str(runtime.base), dictionary=os.path.basename(runtime.base)
-    )
-    with contextlib.ExitStack() as undo:
-        undo.callback(runtime.stop)
-        coordinator = CoordinatorServer(configuration)
-        undo.callback(coordinator.close)
-        its = configuration.to_json()
-        runtime.start([{"configuration": its, "manager": number} for number in range(options.managers)])
-        undo.pop_all()
-    return configuration, coordinator, runtime
-
-
-def _check_memory(total_mem: int, folder: Path) -> None:
-    """Refuse what this machine cannot have; how much of it is free is seen when values come."""
-    filesystem = os.statvfs(folder)
-    most = max(psutil.virtual_memory().total, filesystem.f_blocks * filesystem.f_frsize)
-    if total_mem > most:
-        raise InvalidArgumentError(
-            f"must not be more than this machine has, {most:,} bytes", argument="total_mem", value=total_mem
-        )

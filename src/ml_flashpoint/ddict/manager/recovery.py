@@ -15,21 +15,20 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import TypeVar
 
-from ml_flashpoint.ddict.checkpoints.copies import Copies, Holder
-from ml_flashpoint.ddict.checkpoints.index import (
+from ml_flashpoint.ddict.manager.copies import Copies, Holder
+from ml_flashpoint.ddict.manager.index import (
     INLINE,
     STORED,
     BuiltSnapshot,
     Index,
     IndexEntry,
-    PartRef,
     decode_index,
     fold,
     index_bytes,
-    is_part,
     parts_of,
     split_object,
 )
+from ml_flashpoint.ddict.manager.part_ref import PartRef, is_part
 from ml_flashpoint.ddict.manager.shard import Entry, StoredValue, Value
 from ml_flashpoint.ddict.manager.slots import ValueSlots, value_id_of
 from ml_flashpoint.ddict.manager.store import HeldPart, PartStore

@@ -16,8 +16,9 @@ An encoded key is one byte that says what it is, and the rest:
 ``p``   anything else, pickled by cloudpickle
 ======= ==================================================================================
 
-What is pickled must be written alike by all processes in order to be found: a frozen dataclass of an imported module
-is, an instance of a class that was defined in ``__main__`` need not be.
+What is pickled must be written alike by all processes in order to be found: a frozen dataclass of a module, or of the
+script that runs (``__main__``), is. Classes are named, never pickled by value. One that was defined in a function is
+refused: it has no name that another process can find it by.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import numbers
 import struct
 import sys
 from collections.abc import Hashable, Iterable, Iterator
+from operator import attrgetter
 from typing import Any, Final
 
 import cloudpickle
@@ -53,6 +55,8 @@ def encode_key(key: Hashable) -> bytes:
         data = b"s" + key.encode("utf-8", "surrogatepass")
     elif type(key) is int:
         data = _encode_int(key)
+    elif isinstance(key, Unreadable) and key.encoded is not None:
+        data = key.encoded
     else:
         data = _encode(key, 0)
     if len(data) > MAX_KEY_BYTES:
@@ -70,6 +74,40 @@ def decode_key(data: bytes) -> Hashable:
         return _decode(bytes(data), 0)
     except (ValueError, IndexError, struct.error, RecursionError) as error:
         raise DamagedError(f"not an encoded key: {error}") from error
+
+
+class Unreadable:
+    """A key or value that cannot be made here, as its class cannot be imported.
+
+    `keys`, `values` and `items` have this in its place. One that stands for a key can be used as that key: to read its
+    value, or to delete it.
+
+    Attributes:
+        error: Why it cannot be made.
+        encoded: The bytes of a key; see the module. None: it stands for a value.
+    """
+
+    def __init__(self, error: Exception, encoded: bytes | None = None) -> None:
+        self.error, self.encoded = error, encoded
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, Unreadable) and self.encoded is not None and self.encoded == other.encoded
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.encoded)
+
+    def __repr__(self) -> str:
+        return f"<cannot be read here: {type(self.error).__name__}: {self.error}>"
+
+
+def readable_key(data: bytes) -> Hashable:
+    """Return the key that these bytes stand for; an `Unreadable` where it cannot be made here."""
+    try:
+        return decode_key(data)
+    except Exception as error:  # whatever unpickling raises
+        return Unreadable(error, bytes(data))
 
 
 def described(key: bytes) -> str:
@@ -142,10 +180,27 @@ def _joined(encodings: Iterable[bytes]) -> bytes:
     return b"".join(_LENGTH.pack(len(each)) + each for each in encodings)
 
 
+class _KeyPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Names classes of the script that runs by that, where `cloudpickle` would take them along, each time others."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type):
+            if "<locals>" in obj.__qualname__:
+                raise InvalidArgumentError("its class was defined in a function", argument="key", value=obj)
+            if obj.__module__ in ("__main__", "__mp_main__"):
+                return _class_of_main, (obj.__qualname__,)
+        return super().reducer_override(obj)
+
+
+def _class_of_main(name: str) -> type:
+    found: type = attrgetter(name)(sys.modules["__main__"])
+    return found
+
+
 def _pickle(key: object, *, fast: bool = True) -> bytes:
     # Without the memo, since with it equal keys differ in which of their equal parts are one and the same object.
     file = io.BytesIO()
-    pickler = cloudpickle.Pickler(file, protocol=5)
+    pickler = _KeyPickler(file, protocol=5)
     pickler.fast = fast
     try:
         pickler.dump(key)

@@ -18,53 +18,22 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+from ml_flashpoint.ddict.manager.part_ref import PartRef, part_ref
 from ml_flashpoint.ddict.manager.shard import Entry, InlineValue, StoredValue, Value
-from ml_flashpoint.ddict.persistence.persister import check_checkpoint_id
-from ml_flashpoint.format.errors import DamagedError, FlashpointError, InvalidArgumentError
-from ml_flashpoint.format.manifest import Manifest, object_name
+from ml_flashpoint.ddict.persister import check_checkpoint_id
+from ml_flashpoint.format.errors import DamagedError, FlashpointError
 from ml_flashpoint.format.object_format import Layout, parse_header, plan_layout
-from ml_flashpoint.format.save_id import SaveId
-from ml_flashpoint.memory.slot import PAGE
 
 _HEADER_RESERVE: Final = 1024
 GONE: Final = 0
 INLINE: Final = 1
 STORED: Final = 2
-_FORMAT: Final = 4
+_FORMAT: Final = 5
 _BEGIN: Final = b'{"format":%d,' % _FORMAT
 _to_json: Final = json.JSONEncoder(separators=(",", ":")).encode
 _ROWS: Final = 1000  # most in a line
 _ROW_BYTES: Final = 80  # of an entry beside its key, about
 LONGEST_CHAIN: Final = 8  # most indices that one is read from: after so many changes, there is a full one
-
-
-class PartRef(NamedTuple):
-    """Names a part of this manager."""
-
-    name: str  # its number, as `SaveId.text`; of what is persisted, the name of the item
-    step: int  # checkpoint that it was sealed in
-
-    @property
-    def save(self) -> SaveId:
-        """What it is called in a base container. Raises `InvalidArgumentError`: this is no part in one."""
-        save = SaveId(int(self.name) if self.name.isascii() and self.name.isdecimal() else 0, self.step)
-        if save.text != self.name:
-            raise InvalidArgumentError("not the name of a part", argument="name", value=self.name)
-        return save
-
-
-def part_ref(name: object, step: object) -> PartRef:
-    """A reference that somebody else gave. Raises `InvalidArgumentError`, `InvalidNameError`: it names no part."""
-    if not isinstance(name, str):
-        raise InvalidArgumentError("not the name of a part", argument="name", value=name)
-    object_name(0, name)  # refuses what cannot be part of a file's name
-    return PartRef(name, check_checkpoint_id(step, "step"))
-
-
-def is_part(manifest: Manifest) -> bool:
-    """Whether the manifest is of a part of a dictionary: a snapshot, or a large value, that fills a slot."""
-    objects = [(record.name, record.file_size % PAGE) for record in manifest.objects]
-    return SaveId.of(manifest) is not None and objects == [(object_name(manifest.rank, manifest.save_id), 0)]
 
 
 # ---- the object -------------------------------------------------------------------------------------------
@@ -94,8 +63,7 @@ class IndexEntry(NamedTuple):
     key: bytes
     checkpoint_id: int
     writer: str
-    persistent: bool
-    broadcast: bool
+    flags: int
     kind: int  # `GONE`: there is no entry of this key any more, and the rest says nothing; `INLINE` or `STORED`
     part: PartRef  # whose segment holds the value, or the part that it is
     # offset, length: in the segment; 0 and the bytes of the object for a stored value
@@ -104,7 +72,7 @@ class IndexEntry(NamedTuple):
 
     def entry(self, value: Value) -> Entry:
         """The entry, with its value."""
-        return Entry(self.key, self.checkpoint_id, self.writer, value, self.persistent, self.broadcast)
+        return Entry(self.key, self.checkpoint_id, self.writer, value, self.flags)
 
     def inline_value(self, segment: memoryview) -> InlineValue:
         """The value, from the segment that it lies in. Raises `DamagedError`: it does not."""
@@ -143,7 +111,7 @@ def gather(
             place = (STORED, part_of(value), 0, value.size)
         else:
             continue
-        told.append(IndexEntry(entry.key, entry.checkpoint_id, entry.writer, entry.persistent, entry.broadcast, *place))
+        told.append(IndexEntry(entry.key, entry.checkpoint_id, entry.writer, entry.flags, *place))
     return told, segment
 
 
@@ -213,7 +181,7 @@ def encode_index(index: Index) -> bytes:
         "chain": index.chain,
     }
     rows = [
-        (entry.key.decode("latin-1"), *entry[1:6], entry.part if entry.kind == STORED else None, *entry[7:])
+        (entry.key.decode("latin-1"), *entry[1:5], entry.part if entry.kind == STORED else None, *entry[6:])
         for entry in index.entries
     ]
     chunks = (rows[at : at + _ROWS] for at in range(0, len(rows), _ROWS))
@@ -239,10 +207,14 @@ def decode_index(data: memoryview, own: PartRef, manager: int, managers: int, pa
 
 
 def _entry_of(row: Sequence[Any], own: PartRef) -> IndexEntry:
-    key, checkpoint_id, writer, persistent, broadcast, kind, part, offset, length = row
-    numbers_ok = type(offset) is type(length) is type(kind) is int and offset >= 0 <= length and GONE <= kind <= STORED
-    if not (numbers_ok and type(writer) is str and type(persistent) is type(broadcast) is bool):
+    key, checkpoint_id, writer, flags, kind, part, offset, length = row
+    numbers_ok = (
+        type(offset) is type(length) is type(kind) is type(flags) is int
+        and offset >= 0 <= length
+        and GONE <= kind <= STORED
+    )
+    if not (numbers_ok and type(writer) is str):
         raise ValueError("an entry that is none")
     check_checkpoint_id(checkpoint_id)
     its = part_ref(*part) if kind == STORED else own
-    return IndexEntry(key.encode("latin-1"), checkpoint_id, writer, persistent, broadcast, kind, its, offset, length)
+    return IndexEntry(key.encode("latin-1"), checkpoint_id, writer, flags, kind, its, offset, length)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from ml_flashpoint.ddict.checkpoints.index import PartRef, is_part
+from ml_flashpoint.ddict.manager.part_ref import PartRef, is_part
 from ml_flashpoint.ddict.manager.store import PartStore
 from ml_flashpoint.format.errors import (
     DamagedError,

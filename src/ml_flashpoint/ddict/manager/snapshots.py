@@ -23,15 +23,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 
 from ml_flashpoint.copy.collection import collection_paused
-from ml_flashpoint.ddict.checkpoints.copies import AskPeer, Copies, CopyBackend
-from ml_flashpoint.ddict.checkpoints.index import (
+from ml_flashpoint.ddict.manager.copies import AskPeer, Copies, CopyBackend
+from ml_flashpoint.ddict.manager.index import (
     GONE,
     LONGEST_CHAIN,
     NO_SNAPSHOT,
     BuiltSnapshot,
     Index,
     IndexEntry,
-    PartRef,
     encode_index,
     gather,
     index_bytes,
@@ -39,11 +38,12 @@ from ml_flashpoint.ddict.checkpoints.index import (
     parts_of,
     plan_object,
 )
-from ml_flashpoint.ddict.checkpoints.recovery import Recoverer
+from ml_flashpoint.ddict.manager.part_ref import PartRef
+from ml_flashpoint.ddict.manager.recovery import Recoverer
 from ml_flashpoint.ddict.manager.shard import Entry, StoredValue
 from ml_flashpoint.ddict.manager.slots import ValueSlots
 from ml_flashpoint.ddict.manager.store import PartStore
-from ml_flashpoint.ddict.persistence.persister import check_checkpoint_id
+from ml_flashpoint.ddict.persister import check_checkpoint_id
 from ml_flashpoint.format.digest import BlockDigester
 from ml_flashpoint.format.errors import (
     DeadlineError,
@@ -212,7 +212,7 @@ class Snapshots:
 
     def _write(self, own: PartRef, told: tuple[PartRef, ...], entries: list[Entry], missing: list[bytes]) -> None:
         listed, segment = gather(own, entries, part_of)
-        listed += [IndexEntry(key, 0, "", False, False, GONE, own, 0, 0) for key in missing]
+        listed += [IndexEntry(key, 0, "", 0, GONE, own, 0, 0) for key in missing]
         index = encode_index(Index(own, self._manager, len(self.copies.nodes), told, listed))
         layout = plan_object(len(index), sum(map(len, segment)))
         slot = self._store.take(layout.size)

@@ -14,22 +14,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from ml_flashpoint.ddict.checkpoints.index import (
-    INLINE,
-    Index,
-    IndexEntry,
-    PartRef,
-    decode_index,
-    encode_index,
-    fold,
-    gather,
-)
-from ml_flashpoint.ddict.client.keys import described, place
 from ml_flashpoint.ddict.errors import DDictPersistError
-from ml_flashpoint.ddict.manager.shard import Entry, StoredValue
+from ml_flashpoint.ddict.manager.index import INLINE, Index, IndexEntry, decode_index, encode_index, fold, gather
+from ml_flashpoint.ddict.manager.part_ref import PartRef
+from ml_flashpoint.ddict.manager.shard import BROADCAST, DIRECT, Entry, StoredValue
 from ml_flashpoint.ddict.manager.slots import ValueSlots, header_anew
-from ml_flashpoint.ddict.persistence.persister import PersistedCheckpoint
 from ml_flashpoint.ddict.persistence.queue import PersistedRun
+from ml_flashpoint.ddict.persister import PersistedCheckpoint
+from ml_flashpoint.ddict.wire.keys import described, place
 from ml_flashpoint.format.errors import DamagedError
 
 if TYPE_CHECKING:
@@ -65,7 +57,7 @@ _SmallOf: TypeAlias = Callable[[int], memoryview]
 
 
 def _are_same(one: _Told, other: _Told, small_of: _SmallOf) -> bool:
-    """Whether what `bput` has written at two managers is one value. Large ones are not read for that."""
+    """Whether what two managers have is one value. Large ones are not read for that."""
     if (one.entry.writer, one.entry.checkpoint_id) == (other.entry.writer, other.entry.checkpoint_id):
         return True
     small = [each.entry.inline_value(small_of(each.manager)) for each in (one, other) if each.entry.kind == INLINE]
@@ -144,20 +136,17 @@ class PartReader:
     def _dealt_anew(self, checkpoint: PersistedCheckpoint, small_of: _SmallOf) -> list[_Told]:
         """What this manager is to have of all parts, which are of another number of managers."""
         before, ours, everywhere, twice = checkpoint.managers, dict[bytes, _Told](), dict[bytes, _Told](), set[bytes]()
-        strays = set[bytes]()  # written through `DDict.manager`, so that `bput` may have written others beside them
         for part in range(before):
             for entry in self._index(checkpoint, part):
-                key, told, owner = entry.key, _Told(part, entry), place(entry.key, before)
-                if entry.broadcast:
+                key, told, direct = entry.key, _Told(part, entry), bool(entry.flags & DIRECT)
+                if entry.flags & BROADCAST:
                     if not _are_same(everywhere.setdefault(key, told), told, small_of):
                         twice.add(key)
-                elif (place(key, self._managers) if owner == part else part % self._managers) == self._manager:
-                    if key in ours:
-                        twice.add(key)
-                    ours[key] = told
-                    if owner != part:
-                        strays.add(key)
-        twice |= strays & everywhere.keys()
+                    continue
+                goes_to = part % self._managers if direct else place(key, self._managers)
+                if goes_to == self._manager and not _are_same(ours.setdefault(key, told), told, small_of):
+                    twice.add(key)
+        twice |= ours.keys() & everywhere.keys()
         if twice:
             raise DDictPersistError(
                 f"cannot restore what {before} managers had into {self._managers}: {len(twice)} key(s) have several "

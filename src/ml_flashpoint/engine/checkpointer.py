@@ -812,13 +812,12 @@ class Checkpointer:
         except BaseException:
             self._end_run(0.0)
             raise
-        self._is_between_runs = False
 
     def _end_run(self, deadline_s: float, last: Callable[[], None] | None = None) -> None:
         """End the board, after a last call on its thread. Saves that are not verified yet never will be."""
         give_up = time.monotonic() + deadline_s
         self._executor.drain(deadline_s)
-        self._is_between_runs |= self._run > 0
+        self._is_between_runs = False
         board, self._board, self._run = self._board, None, 0
         if board is not None:
             board.close(max(give_up - time.monotonic(), 0.0), last)
@@ -832,8 +831,13 @@ class Checkpointer:
     def latest(self) -> CheckpointContainerId | None:
         """Find and bring the newest version (`newest`) and go on from it (`go_on_from`). Collective."""
         self.reconsider()
-        found = self.newest()
-        self.go_on_from(found)
+        had_begun = self._run > 0 or self._is_between_runs
+        try:
+            found = self.newest()
+            self.go_on_from(found)
+        except BaseException:
+            self._is_between_runs = had_begun and not self._run
+            raise
         return found
 
     def go_back(self, step: int) -> CheckpointContainerId:

@@ -400,8 +400,7 @@ class Flashpoint:
     def last_replicated(self) -> int | None:
         """Step of the newest version saved by this object that is verified: committed on all ranks, with every copy
         that the replication strategy asks for. None if there is none, or nobody holds copies of this rank's parts."""
-        has_copies = self._checkpointer.strategy.copies_of(self._ranks.rank, self._ranks.topology)
-        return self._checkpointer.stats.last_verified if has_copies else None
+        return self._checkpointer.stats.last_verified if self._checkpointer.holders else None
 
     @property
     def last_recovery(self) -> Recovery | None:

@@ -162,6 +162,7 @@ class Checkpointer:
 
     Attributes:
         base: base container. ranks: the ranks that use it together. strategy: who holds copies of whose parts.
+        holders: the ranks that hold copies of this one's parts.
         container: the store of versions on this node.
         stats: counters of what became of the saves of this rank.
         replicas: who writes what of the state that several ranks have alike.
@@ -213,6 +214,7 @@ class Checkpointer:
         assert not isinstance(strategy, str)
         several = len(ranks.topology.node_order) > 1
         self.strategy = strategy or (PairwiseReplicationStrategy() if several else NoReplicationStrategy())
+        self.holders = self.strategy.copies_of(ranks.rank, ranks.topology)
         ranks.agree_on(
             discard_existing=discard_existing,
             replication=repr(self.strategy),
@@ -658,8 +660,7 @@ class Checkpointer:
             self._persister.look()
 
     def _push(self, save: SaveId, verdict: Verdict) -> None:
-        holders = self.strategy.copies_of(self.ranks.rank, self.ranks.topology)
-        if not holders:
+        if not self.holders:
             return
         began = time.monotonic()
         try:
@@ -677,7 +678,7 @@ class Checkpointer:
         if self.stats.copy_error is not None:
             _log.warning("replication works again from step %d on", save.step)
         self.stats.copy_error = None
-        self._emit(events.PartReplicated, save.step, bytes=size, holders=holders, seconds=seconds)
+        self._emit(events.PartReplicated, save.step, bytes=size, holders=self.holders, seconds=seconds)
 
     def _heard(self, verdict: Verdict) -> None:
         """Resolve the saves that a verdict decides about."""

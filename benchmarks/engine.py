@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from benchmarks.timing import Memcpy, Result, State, measure
-from ml_flashpoint import Engine as Checkpoints
+from ml_flashpoint import Checkpointer
 from ml_flashpoint.copy.cpu import copy_all
 from ml_flashpoint.copy.dtypes import described, torch_dtype
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
@@ -28,15 +28,15 @@ class Engine:
     """A base container of its own, with a writer."""
 
     def __init__(self, base: Path) -> None:
-        self.checkpoints = Checkpoints(base)
-        self.writer = self.checkpoints.writer
+        self.checkpoints = Checkpointer(base)
+        self.writer = self.checkpoints.writer()
         self.base = self.checkpoints.base
         self.step = 0
 
     def next(self) -> CheckpointContainerId:
         """Return the id of a version not used before."""
         self.step += 1
-        return self.checkpoints.version(self.step)
+        return self.checkpoints.id(self.step)
 
     def save(self, items: list[tuple[str, torch.Tensor]]) -> None:
         """Save, and return when the part is committed."""

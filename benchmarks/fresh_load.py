@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 from benchmarks.states import STATES
 from benchmarks.timing import Memcpy
-from ml_flashpoint import Engine
+from ml_flashpoint import Checkpointer
 
 
 def load_once(base: str, name: str, scale: float) -> tuple[float, float, float]:
@@ -24,7 +24,7 @@ def load_once(base: str, name: str, scale: float) -> tuple[float, float, float]:
     memcpy = Memcpy(target)
     reference = statistics.median(memcpy.run() for _ in range(3))
     began = time.perf_counter()
-    with Engine(base) as engine:
+    with Checkpointer(base) as engine:
         found = engine.latest()
         assert found is not None
         recovered = time.perf_counter()

@@ -156,7 +156,7 @@ def test_small_blocks_of_a_flashpoint(names: dict[str, Any], tmpfs: Path) -> Non
 def test_a_loop_over_a_checkpointer(names: dict[str, Any], tmpfs: Path) -> None:
     trained: list[int] = []
     for steps in (2, 5):
-        found = {**names, "steps": steps, "train": lambda: trained.append(1)}
+        found = {**names, "last_step": steps, "train": lambda: trained.append(1)}
         exec(block("flashpoint.md", "ckpt.load(state)", tmpfs), found)
         assert found["save"].id.step == steps
     assert len(trained) == 5

@@ -93,8 +93,8 @@ class Checkpointer(engine.Checkpointer):
         state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
         with Checkpointer("/dev/shm/mlf-jobs/job-145", Config(replication="pairwise", keep=2)) as ckpt:
             step = ckpt.load(state)  # in place; 0 if there is none
-            while step < last_step:
-                step = train()
+            for step in range(step + 1, last_step + 1):
+                train()
                 save = ckpt.save(step, state)  # save.staged, save.committed, save.verified
 
     and for programs that call DCP::
@@ -133,7 +133,7 @@ class Checkpointer(engine.Checkpointer):
         self._written: _Written | None = None
         self._metadata: tuple[str, bytes] = ("", b"")  # of the table that was merged last; on the executor
         self._last: Save | None = None
-        self._attempted = -1  # step of the latest call, the same on all ranks
+        self._attempted = -1  # highest step that was called in this run, the same on all ranks
         self._is_saving = False
         super().__init__(base, config, discard_existing=discard_existing)
         warn_of_shared_store(self.ranks.rank)
@@ -198,9 +198,10 @@ class Checkpointer(engine.Checkpointer):
             events.emit(events.LoopHeld, self.ranks, self.base, step, seconds=seconds)
 
     def _save(self, step: int, tracked: TrackedState, *, explicit: bool) -> Save:
-        if step == self._attempted and (last := self._already(step)) is not None:
+        may_be_there = step == self._attempted or self.is_between_runs
+        if may_be_there and (last := self._already(step)) is not None:
             return last
-        self._attempted = step
+        self._attempted = max(step, self._attempted)
         name, tree, error = SaveId(self.run, step), None, None
         try:
             tree = self._flatten(name, tracked)

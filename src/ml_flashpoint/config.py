@@ -82,14 +82,20 @@ class Config:
         replication: who holds copies of whose parts; None: pairs of nodes, or nobody on a single node.
         keep: verified versions that stay in memory: a `Keep`, or the number of the newest ones.
         persist: durable versions; None for none.
-        sigterm_grace_s: with ``persist``, seconds at most that SIGTERM is held up; None: SIGTERM is left alone.
-        safe_globals: further types that items which are no tensors may be made of, as for
-            ``torch.serialization.safe_globals``.
-        overlap: copy what optimizers update on CUDA devices while the next forward and backward run.
-        on_world_size_change: fate of what each rank has of its own, on another number of ranks: ``"raise"`` or
-            ``"keep"``; see `Flashpoint`.
+        sigterm_grace_s: with ``persist``, have the next save or close after SIGTERM wait until the newest version is
+            persisted, for so many seconds at most, before the handler that was there before, or the default action, has
+            its turn. Opened in the main thread only; undone by `close`. None, or without ``persist``: SIGTERM is left
+            alone.
+        safe_globals: further types that a state may have in it, as for ``torch.serialization.safe_globals``. Tensors,
+            plain values, containers and NumPy arrays need none.
+        overlap: copy what optimizers update on CUDA devices while the next forward and backward run. What is on the
+            CPU, and everything without it, is copied before a save returns.
+        on_world_size_change: fate, on another number of ranks, of what each rank has of its own and no ``reshard``
+            function is for. ``"raise"``: random number generators of new ranks are seeded anew, what all ranks had
+            alike is everybody's, and anything else is a `ReshardError`. ``"keep"``: rank r takes that of rank r modulo
+            the old number, random numbers and place in the data included.
         deadline_s: seconds at most that a rank waits for the others where the structure of the state has changed, and
-            at the end; None: ``FLASHPOINT_SEAL_DEADLINE_S``.
+            at the end; None: ``FLASHPOINT_SEAL_DEADLINE_S``, or 600.
 
     Raises:
         InvalidArgumentError: one is unusable.

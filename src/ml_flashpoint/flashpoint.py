@@ -93,32 +93,15 @@ class Flashpoint:
     Args:
         base: base container of the job on this node: an absolute path, best on a tmpfs. Restarts use the same.
         every_n_steps: `step` saves at every so many. `flashpoint plan` computes a number for a job.
-        replication: who holds copies of whose parts: a strategy, ``"pairwise"``, ``"ring"`` or ``"none"``. By default
-            pairs of nodes, or nobody on a single node.
         strict: raise when a save has failed, from the next `step`, `save`, `wait` or `close`. By default failed saves
             are logged, counted in `health`, and survived.
-        handle_sigterm: with ``persist``, have the next `step`, `save` or `close` after SIGTERM wait until the newest
-            version is persisted, before the handler that was there before, or the default action, has its turn. Opened
-            in the main thread only; undone by `close`. Without ``persist``, SIGTERM is left alone.
-        grace_s: seconds at most that SIGTERM is held up.
-        safe_globals: further types that tracked objects may have in their state, as for
-            ``torch.serialization.safe_globals``. Tensors, plain values, containers and NumPy arrays need none.
-        deadline_s: seconds at most that a rank waits for the others where the structure of the state has changed, and
-            that `wait` and `close` wait. By default ``FLASHPOINT_SEAL_DEADLINE_S``, or 600.
         discard_existing: remove every version that is in the base container, on all nodes, before anything else. Not
             for a script that is started again after a crash: it would remove what it should resume from.
-        on_world_size_change: what becomes, on another number of ranks, of what each rank has of its own and no
-            ``reshard`` function of `track` is for. ``"raise"``: random number generators of new ranks are seeded anew,
-            what all ranks had alike is everybody's, and anything else is a `ReshardError`. ``"keep"``: rank r takes
-            that of rank r modulo the old number, random numbers and place in the data included.
-        overlap: copy what tracked optimizers update on CUDA devices while the next forward and backward run; see
-            `before_update`. What is on the CPU, and everything without it, is copied before a save returns.
-        keep: how many of the newest verified versions stay in memory, or a `Keep`.
         on_event: called with each `events.Event` of this base container, on a thread of its own.
-        persist: URL of a folder of this job alone that all nodes see. Verified versions are written there, too, in the
-            background, and `resume` takes the newest one where memory has none as new: see docs/persist.md.
-        persist_every, persist_keep: the first version at or after each multiple of so many steps; so many stay.
-        persist_bytes_per_s: most bytes that a rank writes there in a second.
+        replication, keep, safe_globals, overlap, on_world_size_change, deadline_s: see `Config`.
+        handle_sigterm, grace_s: see `Config.sigterm_grace_s`; False is None there.
+        persist, persist_every, persist_keep, persist_bytes_per_s: see `Persist`: verified versions are written there,
+            too, in the background, and `resume` takes the newest one where memory has none as new.
 
     Raises:
         InvalidArgumentError: an argument is unusable, or differs between ranks.
@@ -166,9 +149,7 @@ class Flashpoint:
         )
         self._deadline_s = seal_deadline_s() if deadline_s is None else deadline_s
         checked_bool("discard_existing", discard_existing)
-        self._world, self._pid = default_group(), os.getpid()
-        self._ranks = rank_group()
-        self._closed = False
+        self._world, self._ranks = default_group(), rank_group()
         place = os.path.realpath(self._base)
         _check_free(place)
         self._ranks.agree_on(every_n_steps=self._every)
@@ -192,9 +173,8 @@ class Flashpoint:
         """Say what to save and restore, before `resume` and the first save.
 
         Modules and optimizers are saved as they are sharded, and can be loaded by another number of ranks. The state
-        of anything else (schedulers, data loaders, counters) belongs to one rank, which gets its own back. On another
-        number of ranks, a state that was the same on all of them is everybody's. One that was not, and the place of a
-        loader in the data, which means something else then, need a ``reshard`` function.
+        of anything else (schedulers, data loaders, counters) belongs to one rank, which gets its own back; on another
+        number of ranks, one that differed between ranks, and the place of a loader, need a ``reshard`` function.
 
         Args:
             reshard: by name, or one for all of this call that are neither modules nor optimizers:
@@ -247,9 +227,8 @@ class Flashpoint:
     def resume(self, fallback: Callable[[], int | None] | None = None, *, step: int | None = None) -> int:
         """Restore the newest state that all ranks can load, or that of a step. Collective.
 
-        Versions that turn out to be damaged are left for older ones; what cannot be read just now is tried again for
-        ``FLASHPOINT_RECOVERY_DEADLINE_S`` first. Afterwards the filesystem is checked to have room for the checkpoints
-        to come. May be called again during training, to go back to the newest version.
+        May be called again during training, to go back to the newest version. For all else, and for what is raised, see
+        `Checkpointer.load`.
 
         Args:
             fallback: called on all ranks when memory has no version, or none that is sound; loads the state from
@@ -260,18 +239,6 @@ class Flashpoint:
         Returns:
             The number of steps done, which is where to go on; 0 if there is nothing to go on from. `step` counts on
             from there.
-
-        Raises:
-            ReshardError: the newest version is of another number of ranks, and nothing says what becomes of what
-                each of them had of its own. Names it, on all ranks; nothing older is loaded, nor the fallback called.
-            LoadError: there is a version that does not fit the tracked objects, whatever the fallback: lists all
-                differences. Or there are versions, none could be loaded (`NothingLoadableError`), and no fallback.
-                Going on would in the end overwrite them. May be called again: nothing is remembered of what failed. Or
-                there is no version of ``step``: names those there are.
-            CapacityError: the filesystem is too small.
-            InvalidArgumentError: ``fallback`` cannot be called.
-            FlashpointError: ranks lost each other, or their fallbacks returned different steps.
-            Exception: what the fallback raised; a `LoadError` on ranks where it did not.
         """
         self._check_usable()
         self._steps = self._checkpointer.load(self._tracked, step=step, fallback=fallback)
@@ -411,7 +378,6 @@ class Flashpoint:
             FlashpointError: a save has failed, and failures are to be raised (``strict``).
         """
         deadline_s = self._deadline_s if deadline_s is None else checked_seconds("deadline_s", deadline_s)
-        self._check_process()
         ended = self._checkpointer.wait(deadline_s)
         self._raise_failure()
         return ended
@@ -487,20 +453,10 @@ class Flashpoint:
     @property
     def is_closed(self) -> bool:
         """True once it is closed, or where this process is a forked child."""
-        return self._closed or os.getpid() != self._pid
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise JobInUseError(
-                f"this Flashpoint belongs to process {self._pid}, which process {os.getpid()} was forked from",
-                rank=self._ranks.rank,
-                hint="save, load and wait in the process that it was constructed in",
-            )
+        return self._checkpointer.is_closed
 
     def _check_open(self) -> None:
-        if self._closed:
-            raise FlashpointError("this Flashpoint is closed", rank=self._ranks.rank)
-        self._check_process()
+        self._checkpointer.check_usable()
         if default_group() is not self._world:
             raise FlashpointError(
                 "torch.distributed was initialized or destroyed since this Flashpoint was constructed",
@@ -526,7 +482,6 @@ class Flashpoint:
     def _close(self, deadline_s: float) -> None:
         if self.is_closed:
             return
-        self._closed = True
         if not self._checkpointer.await_commits(deadline_s):
             _log.warning("closed while a save was under way: it may not be committed")
         self._checkpointer.close(deadline_s)

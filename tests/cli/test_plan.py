@@ -16,11 +16,11 @@ import torch
 from typer.testing import CliRunner
 
 from ml_flashpoint import Flashpoint
+from ml_flashpoint.cli.goodput import best_interval_s, goodput
 from ml_flashpoint.cli.main import app
 from ml_flashpoint.cli.plan import Job, Memory, memory_of, ways_of
 from ml_flashpoint.cli.plan_plot import Curve, curve, text_plot
 from ml_flashpoint.format.errors import CapacityError
-from ml_flashpoint.ranks.goodput import best_interval_s, goodput
 from ml_flashpoint.ranks.strategies import STRATEGIES
 from tests.support.processes import REPOSITORY, child_environment
 from tests.support.tmpfs import mounted

@@ -247,11 +247,6 @@ def test_a_rank_that_cannot_listen_is_an_error_everywhere(tmpfs: Path) -> None:
     assert "ReplicationError: cannot listen on 192.0.2.1" in results[1]
 
 
-def test_ranks_must_choose_one_strategy(tmpfs: Path) -> None:
-    for result in _constructed(tmpfs, -1):
-        assert "TopologyError: ranks use different replication strategies" in result
-
-
 def test_a_job_on_one_node_serves_nothing_and_pushes_to_nobody(tmpfs: Path) -> None:
     with Team(copying.obey, tmpfs, 2, 0, placement=[0, 0], env=_ENV) as team:
         for child in team.ranks:

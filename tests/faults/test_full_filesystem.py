@@ -38,6 +38,11 @@ def test_no_room_for_a_larger_state(small_tmpfs: Path) -> None:
     assert said[7:9] == ["CapacityError"] * 2
 
 
+@pytest.mark.parametrize("door", ["dcp", "flashpoint"])
+def test_a_run_that_cannot_begin_costs_the_saves_until_there_is_room(small_tmpfs: Path, door: str) -> None:
+    assert call(engine.save_again_while_full, str(small_tmpfs / "job"), door) == [True, False, True, True]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("growing", [False, True])
 def test_any_room_left(small_tmpfs: Path, rng: random.Random, growing: bool) -> None:

@@ -59,6 +59,11 @@ def content(**changes: Any) -> dict[str, Any]:
     return json.loads(ENCODED.split(b"\n", 1)[1]) | changes
 
 
+def compact(value: object) -> bytes:
+    """JSON as manifests are written."""
+    return json.dumps(value, separators=(",", ":")).encode() + b"\n"
+
+
 def record(**changes: Any) -> dict[str, Any]:
     return content()["objects"][0] | changes
 
@@ -252,35 +257,36 @@ class TestEncoding:
             b"\xff",
             b"1" * 5000,
             json.dumps(content()).encode("utf-16"),
-            json.dumps(content(extra=1)).encode(),
-            json.dumps({key: value for key, value in content().items() if key != "node"}).encode(),
-            json.dumps(content()).replace('"rank"', '"rank": 4, "rank"').encode(),
-            json.dumps(content(rank="3")).encode(),
-            json.dumps(content(rank=3.0)).encode(),
-            json.dumps(content(rank=True)).encode(),
-            json.dumps(content(rank=-1)).encode(),
-            json.dumps(content(rank=8)).encode(),
-            json.dumps(content(world_size=10**30)).encode(),
-            json.dumps(content(version="../step-5_ckpt")).encode(),
-            json.dumps(content(version=5)).encode(),
-            json.dumps(content(attempt="")).encode(),
-            json.dumps(content(node="..")).encode(),
-            json.dumps(content(node="\ud800")).encode(),
-            json.dumps(content(labels=[])).encode(),
-            json.dumps(content(labels={"a": None})).encode(),
-            json.dumps(content(objects={})).encode(),
-            json.dumps(content(objects=[[]])).encode(),
-            json.dumps(content(objects=[record(), record()])).encode(),
-            json.dumps(content(objects=[record(name="../../etc/passwd")])).encode(),
-            json.dumps(content(objects=[record(name="a/b")])).encode(),
-            json.dumps(content(objects=[record(name=None)])).encode(),
-            json.dumps(content(objects=[record(size=-24)])).encode(),
-            json.dumps(content(objects=[record(size=5000)])).encode(),
-            json.dumps(content(objects=[record(block_size=0)])).encode(),
-            json.dumps(content(objects=[record(digests="0123456789abcdef")])).encode(),
-            json.dumps(content(objects=[record(digests=[["0123456789abcdef"], "0123456789abcdef"])])).encode(),
-            json.dumps(content(objects=[record(digests=["0123456789abcdef"] * 3)])).encode(),
-            json.dumps(content(objects=[record(extra=0)])).encode(),
+            compact(content(extra=1)),
+            compact({key: value for key, value in content().items() if key != "node"}),
+            compact(content()).replace(b'"rank"', b'"rank":4,"rank"'),
+            json.dumps(content()).encode(),
+            compact(content(rank="3")),
+            compact(content(rank=3.0)),
+            compact(content(rank=True)),
+            compact(content(rank=-1)),
+            compact(content(rank=8)),
+            compact(content(world_size=10**30)),
+            compact(content(version="../step-5_ckpt")),
+            compact(content(version=5)),
+            compact(content(attempt="")),
+            compact(content(node="..")),
+            compact(content(node="\ud800")),
+            compact(content(labels=[])),
+            compact(content(labels={"a": None})),
+            compact(content(objects={})),
+            compact(content(objects=[[]])),
+            compact(content(objects=[record(), record()])),
+            compact(content(objects=[record(name="../../etc/passwd")])),
+            compact(content(objects=[record(name="a/b")])),
+            compact(content(objects=[record(name=None)])),
+            compact(content(objects=[record(size=-24)])),
+            compact(content(objects=[record(size=5000)])),
+            compact(content(objects=[record(block_size=0)])),
+            compact(content(objects=[record(digests="0123456789abcdef")])),
+            compact(content(objects=[record(digests=[["0123456789abcdef"], "0123456789abcdef"])])),
+            compact(content(objects=[record(digests=["0123456789abcdef"] * 3)])),
+            compact(content(objects=[record(extra=0)])),
         ],
     )
     def test_a_right_checksum_is_not_trusted(self, body: bytes) -> None:

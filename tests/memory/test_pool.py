@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -85,6 +87,29 @@ def test_a_part_that_fails_to_commit_leaves_a_free_slot(tmpfs: Path) -> None:
     assert (slot.state, slot.save) == (State.EMPTY, None)
     assert save(pool, 2) is slot
     pool.close()
+
+
+def test_a_process_without_descriptors_loses_no_slot_that_is_to_grow(tmpfs: Path) -> None:
+    pool = opened(tmpfs)
+    save(pool, 1)
+    save(pool, 2)
+    with limited_descriptors():
+        for step in (3, 4):
+            with pytest.raises(OSError, match="Too many open files"):
+                pool.take(2 * SIZE, request(step, 2))
+    assert pool.take(2 * SIZE, request(5, 2)) is not None
+    pool.close()
+
+
+@contextlib.contextmanager
+def limited_descriptors() -> Iterator[None]:
+    """Leave this process no descriptor that it has not open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 # ---- readers ----------------------------------------------------------------------------------------------------

@@ -355,7 +355,7 @@ def altered_manifest(**changes: object) -> bytes:
     content = json.loads(body)
     for name, value in changes.items():
         (content["objects"][0] if name in content["objects"][0] else content)[name] = value
-    altered = json.dumps(content).encode() + b"\n"
+    altered = json.dumps(content, separators=(",", ":")).encode() + b"\n"
     magic = header.rsplit(b" ", 1)[0]
     return magic + b" " + xxhash.xxh3_128_hexdigest(altered).encode() + b"\n" + altered
 

@@ -135,8 +135,7 @@ def obey(report: Report, rank: int, copies: int, host: str | None = None, room_s
     """Do what the test says, and report how it ended; return the error of the construction, if there is one."""
     torch.set_num_threads(1)
     try:
-        # "-1": another number on each rank.
-        it = Rank(report, copies if copies >= 0 else rank, host if rank else None, room_s)
+        it = Rank(report, copies, host if rank else None, room_s)
     except FlashpointError as error:
         return f"{type(error).__name__}: {error}"
     report("address", it.copies.addresses)

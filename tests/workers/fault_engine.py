@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
-from ml_flashpoint.config import Config
-from ml_flashpoint.engine.checkpointer import Checkpointer
+from ml_flashpoint import Checkpointer, Config, Flashpoint
 from ml_flashpoint.engine.save import Save
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.digest import digest_block
@@ -338,6 +339,47 @@ def save_while_full(report: Report, base: str, leaves: list[int], growing: bool)
         results.append((said, time.monotonic() - began))
     rank.close()
     return results
+
+
+def save_again_while_full(report: Report, base: str, door: str) -> list[bool]:
+    """Save a step again, which begins a new run, while no page is free; then go on. Return True for each that works."""
+    filler, weights, counter = Path(base).parent / "filler", torch.nn.Linear(8, 8), _Counter()
+    if door == "dcp":
+        engine = Checkpointer(base)
+
+        def save(step: int) -> bool:
+            try:
+                dcp.save(weights.state_dict(), checkpoint_id=engine.id(step), storage_writer=engine.writer())
+            except CheckpointException:
+                return False
+            return True
+    else:
+        fp = Flashpoint(base, deadline_s=60)
+        fp.track(weights=weights, counter=counter).resume()
+
+        def save(step: int) -> bool:
+            fp.save(step)
+            return fp.wait() and fp.last_saved == step
+
+    results = [save(1)]
+    counter.is_readable = False
+    save(2)
+    counter.is_readable = True
+    fill(filler, 0)
+    results.append(save(2))
+    filler.unlink()
+    return [*results, save(3), save(4)]
+
+
+class _Counter:
+    is_readable = True
+
+    def state_dict(self) -> dict[str, int]:
+        if not self.is_readable:
+            raise ValueError("not now")
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
 
 
 def base_here() -> str:

@@ -20,11 +20,11 @@ from rich.text import Text
 
 from ml_flashpoint.cli import output
 from ml_flashpoint.cli.base_view import format_bytes
+from ml_flashpoint.cli.goodput import best_interval_s, goodput
 from ml_flashpoint.cli.plan_plot import Curve, curve, text_plot
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.format.manifest import MAX_WORLD_SIZE
 from ml_flashpoint.memory.pool import slot_limit, slot_size
-from ml_flashpoint.ranks.goodput import best_interval_s, goodput
 from ml_flashpoint.ranks.strategies import STRATEGIES, ReplicationStrategy, Topology, checked_strategy
 
 WEIGHT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}

@@ -75,6 +75,8 @@ class Board:
         self._member = member
         self._leader = Leader(member, ranks, persist_every) if rank == 0 else None
         self._rank, self._ranks = rank, ranks
+        # Without other ranks, nothing changes but by this one's own calls, which wake the thread.
+        self._shortest_pause_s = _SHORTEST_PAUSE_S if ranks > 1 else _IDLE_S
         self._connect, self._push_to_holders, self._heard = connect, push, heard
         self._also, self._emit, self._persister_is_busy = also, emit, persister_is_busy
         self._changed = threading.Condition()
@@ -166,7 +168,7 @@ class Board:
 
     def _run(self) -> None:
         while not self._closed:
-            pause_s = min(max((time.monotonic() - self._began) / 10, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
+            pause_s = min(max((time.monotonic() - self._began) / 10, self._shortest_pause_s), _LONGEST_PAUSE_S)
             try:
                 if self._go_on():
                     self._began = time.monotonic()

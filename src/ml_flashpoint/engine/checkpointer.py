@@ -193,6 +193,7 @@ class Checkpointer:
         self._writer = PartWriter()
         self._wanted: int | None = None  # size of slots to be made ahead
         self._is_skipping = self._closed = False
+        self._is_between_runs = False
         for other in list(_live):
             if other.base == self.base and not other.is_closed:
                 _log.warning("%s is opened again in this process, so the earlier Checkpointer is closed", self.base)
@@ -340,7 +341,7 @@ class Checkpointer:
             UnaskedVersionsError: there are versions that nobody has asked about.
             SaveError: the checkpointer is closed, or this process is a forked child.
         """
-        self._check_usable()
+        self.check_usable()
         now = time.monotonic()
         save = Save(Terms(self.base, explicit, table, now, now + seal_deadline_s()))
         if step is not None:
@@ -715,7 +716,7 @@ class Checkpointer:
 
     def wait(self, deadline_s: float | None = None) -> bool:
         """Wait until all futures of all saves that were begun have ended. Return True if that was so in time."""
-        self._check_usable()
+        self.check_usable()
         return self._wait(seal_deadline_s() if deadline_s is None else deadline_s)
 
     def _wait(self, deadline_s: float) -> bool:
@@ -769,7 +770,7 @@ class Checkpointer:
         return found
 
     def _find(self, wanted: int | None) -> CheckpointContainerId | None:
-        self._check_usable()
+        self.check_usable()
         self._found = self._recovery.find(wanted, excluded=self._excluded, retained=self._retained())
         return None if self._found is None else self.id(self._found.save.step)
 
@@ -780,7 +781,7 @@ class Checkpointer:
         Raises:
             SaveError, CapacityError: the run cannot be recorded on some node. On all ranks.
         """
-        self._check_usable()
+        self.check_usable()
         chosen, persist = None if version is None else self._found, self.config.persist
         if version is not None and (chosen is None or self.id(chosen.save.step) != version):
             raise InvalidArgumentError("is not the version that was found last", argument="version", value=version)
@@ -811,11 +812,13 @@ class Checkpointer:
         except BaseException:
             self._end_run(0.0)
             raise
+        self._is_between_runs = False
 
     def _end_run(self, deadline_s: float, last: Callable[[], None] | None = None) -> None:
         """End the board, after a last call on its thread. Saves that are not verified yet never will be."""
         give_up = time.monotonic() + deadline_s
         self._executor.drain(deadline_s)
+        self._is_between_runs |= self._run > 0
         board, self._board, self._run = self._board, None, 0
         if board is not None:
             board.close(max(give_up - time.monotonic(), 0.0), last)
@@ -851,7 +854,7 @@ class Checkpointer:
 
     def versions(self) -> list[KeptVersion]:
         """Return what can be gone back to, newest first. Collective."""
-        self._check_usable()
+        self.check_usable()
         return self._recovery.versions()
 
     def open_version(self, version: CheckpointContainerId | str | os.PathLike[str]) -> VersionReader:
@@ -878,6 +881,12 @@ class Checkpointer:
         return self._run
 
     @property
+    def is_between_runs(self) -> bool:
+        """True while a run of this process has ended and the next one could not begin, on all ranks: a filesystem was
+        full, perhaps. Nothing is saved until `latest` works again."""
+        return self._is_between_runs
+
+    @property
     def board_error(self) -> str | None:
         """The reason why nothing new can be verified now; None while the board works."""
         board = self._board
@@ -892,7 +901,7 @@ class Checkpointer:
         Raises:
             UnaskedVersionsError: there are.
         """
-        if not self._run:
+        if not self._run and not self._is_between_runs:
             raise self._unasked(call, hint)
 
     def _unasked(self, call: str = "latest()", hint: str | None = None) -> UnaskedVersionsError:
@@ -918,7 +927,8 @@ class Checkpointer:
         """True once it is closed, or where this process is a forked child."""
         return self._closed or os.getpid() != self._pid
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
+        """Raise a `JobInUseError` in a forked child, a `SaveError` if this is closed."""
         if os.getpid() != self._pid:
             raise self._forked()
         if self._closed:

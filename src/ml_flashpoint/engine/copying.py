@@ -22,7 +22,6 @@ from ml_flashpoint.format.errors import (
     ManifestError,
     ObjectNotFoundError,
     ReplicationError,
-    TopologyError,
 )
 from ml_flashpoint.format.failure_kinds import as_ours, is_transient, pauses, retrying
 from ml_flashpoint.format.knobs import recovery_deadline_s, transfer_deadline_s
@@ -69,7 +68,7 @@ class Copies:
         addresses: address of each rank's service; None for a rank that serves nothing.
 
     Raises:
-        TopologyError: the ranks chose different strategies, or two machines have the same node id. On all ranks.
+        TopologyError: two machines have the same node id. On all ranks.
         ReplicationError: a rank cannot serve its peers. On all ranks.
     """
 
@@ -86,7 +85,6 @@ class Copies:
     ) -> None:
         ranks.check_nodes(boot_id(), "a machine")
         self._ranks = ranks
-        self._strategy = strategy
         self._container = container
         self._held = _HeldCopies(container, held)
         self._service: TransferService | None = None
@@ -112,19 +110,13 @@ class Copies:
     def _gather(self, trouble: FlashpointError | None) -> tuple[Address | None, ...]:
         """Return the addresses of all ranks; raise on all of them if one has trouble, so that no other one hangs."""
         address = None if self._service is None else self._service.address
-        mine = [repr(self._strategy), address, trouble is None]
+        mine = [address, trouble is None]
         gathered = [json.loads(blob) for blob in self._ranks.gather(json.dumps(mine).encode())]
-        if len(strategies := sorted({strategy for strategy, _, _ in gathered})) > 1:
-            raise TopologyError(
-                f"ranks use different replication strategies: {strategies}",
-                rank=self._ranks.rank,
-                hint="pass the same strategy on every rank",
-            )
-        for rank, (_, _, can_serve) in enumerate(gathered):
+        for rank, (_, can_serve) in enumerate(gathered):
             if not can_serve:
                 text = f"rank {rank} cannot serve its peers; the error on that rank says why"
                 raise trouble or ReplicationError(text, rank=self._ranks.rank)
-        return tuple(None if address is None else (str(address[0]), int(address[1])) for _, address, _ in gathered)
+        return tuple(None if address is None else (str(address[0]), int(address[1])) for address, _ in gathered)
 
     def address_of(self, rank: int) -> Address:
         """Return the address of a rank's service.

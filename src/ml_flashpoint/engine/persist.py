@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
 from ml_flashpoint import events
 from ml_flashpoint.config import Persist
@@ -39,6 +39,7 @@ from ml_flashpoint.stores.ownership import PERIOD_S, Ownership
 from ml_flashpoint.stores.part import check_blocks
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 _FIRST_POLL_S, _LAST_POLL_S, _IDLE_POLL_S = 0.05, 1.0, 30.0
 _SLICE_BYTES: Final = 4 << 20
@@ -451,42 +452,42 @@ class _News:
         self._client: SignedStore | None = None
         self._lock = threading.Lock()
 
-    @contextlib.contextmanager
-    def _store(self) -> Iterator[SignedStore]:
+    def _ask(self, call: Callable[[SignedStore], _T]) -> _T | None:
+        """Return the result of a call of the job's store; None if the store fails."""
         with self._lock:
             try:
                 if self._client is None:
                     self._client = self._connect()
                     for rank in range(self._world_size if self._rank == 0 else 0):
                         self._client.reserve(f"failed/{rank}")
-                yield self._client
+                return call(self._client)
             except (RuntimeError, ValueError, TypeError) as error:
                 _log.debug("the job's store failed: %s", error)
                 self._client = None
+                return None
 
     def publish_failure(self, save: SaveId, text: str) -> None:
         """Publish that this rank cannot write its part of a save."""
-        with self._store() as store:
-            store.set(f"failed/{self._rank}", json.dumps([*save, text[:_MOST_OF_AN_ERROR]]))
+        content = json.dumps([*save, text[:_MOST_OF_AN_ERROR]])
+        self._ask(lambda store: store.set(f"failed/{self._rank}", content))
 
     def failed(self, save: SaveId) -> tuple[int, str] | None:
         """Return a rank that cannot write its part of a save, and the reason."""
-        with self._store() as store:
+
+        def look(store: SignedStore) -> tuple[int, str] | None:
             for rank, blob in enumerate(store.multi_get([f"failed/{rank}" for rank in range(self._world_size)])):
                 if blob:
                     run, step, text = json.loads(blob)
                     if (run, step) == save:
                         return rank, str(text)
-        return None
+            return None
+
+        return self._ask(look)
 
     def publish_persisted(self, step: int) -> None:
         """Publish the newest persisted step."""
-        with self._store() as store:
-            store.set("persisted", str(step))
+        self._ask(lambda store: store.set("persisted", str(step)))
 
     def persisted(self) -> int | None:
         """Return the newest persisted step that rank 0 has published; None if it has not."""
-        with self._store() as store:
-            if store.check(["persisted"]):
-                return int(store.get("persisted") or 0)
-        return None
+        return self._ask(lambda store: int(store.get("persisted") or 0) if store.check(["persisted"]) else None)

@@ -5,6 +5,7 @@ The file is ``<base>/.flashpoint/status/<rank>``.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -50,7 +51,7 @@ class StatusBoard:
     def __init__(
         self, container: BaseContainer, lock: JobLock, ranks: RankGroup, strategy: ReplicationStrategy
     ) -> None:
-        self._base, self._lock = container.base, lock
+        self._lock = lock
         self._path = container.private / STATUS / str(ranks.rank)
         before, topology = read_status(self._path), ranks.topology
         known = before is not None and before.since_s > 0
@@ -65,6 +66,8 @@ class StatusBoard:
             copies_on=tuple(topology.node_of(holder) for holder in strategy.copies_of(ranks.rank, topology)),
         )
         self._has_written = self._has_failed = False
+        with contextlib.suppress(OSError, UnsafePathError):  # which writing the file reports
+            make_tree(container.base, self._path.parent)
         self._write()  # in place of what an earlier process has written
         self._unsubscribe = events.add_subscriber(self._note, container.base, argument="status")
 
@@ -77,7 +80,6 @@ class StatusBoard:
     def _write(self) -> None:
         try:
             self._lock.check()
-            make_tree(self._base, self._path.parent)
             write_status(self._path, self.status)
         except (OSError, UnsafePathError, JobInUseError) as error:
             if not self._has_failed:

@@ -4,8 +4,8 @@ Owns which dtypes go into a safetensors file under its own dtype names, and whic
 with their true dtype and shape beside them. Where the bytes lie is up to `format.object_format`, and which of
 these dtypes the torch at hand has is up to `copy.dtypes`.
 
-Written natively is what every safetensors release since 0.4.2 reads. Later releases know more dtypes; those
-are read, but not written, so that an object opens with any release in the field.
+Written natively is what every safetensors release since 0.4.2 reads, so that an object opens with any release in the
+field. Later releases know more dtypes.
 """
 
 from __future__ import annotations
@@ -22,16 +22,13 @@ from ml_flashpoint.format.errors import InvalidArgumentError
 BYTES: Final = "U8"
 """Name in a file of the dtype of plain bytes."""
 
-PACKED_PAIRS: Final = "F4"
-"""The one name in a file that counts two elements for each element that torch counts."""
-
 MAX_DIMENSIONS: Final = 1024
 """Most dimensions of a stored tensor; torch's own operators give up long before."""
 
 MAX_SIZE: Final = 2**63 - 1
 """Largest tensor, and largest file, in bytes."""
 
-_WRITTEN: Final = {
+BY_FILE_DTYPE: Final = {
     "F64": "float64",
     "F32": "float32",
     "F16": "float16",
@@ -48,14 +45,8 @@ _WRITTEN: Final = {
     BYTES: "uint8",
     "BOOL": "bool",
 }
-_READ: Final = _WRITTEN | {
-    "C64": "complex64",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-    PACKED_PAIRS: "float4_e2m1fn_x2",
-}
-_WRITTEN_NAMES: Final = {dtype: name for name, dtype in _WRITTEN.items()}
+"""The dtypes that files name, by their names in files."""
+_WRITTEN_NAMES: Final = {dtype: name for name, dtype in BY_FILE_DTYPE.items()}
 
 _BY_ITEMSIZE: Final = {
     1: "bool int8 uint8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 "
@@ -126,18 +117,6 @@ def tensor_nbytes(dtype: str, shape: Sequence[int]) -> int | None:
         return None
     nbytes = math.prod(shape) * ITEMSIZES[dtype]
     return nbytes if nbytes <= MAX_SIZE else None
-
-
-def parse_file_type(name: str, file_shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
-    """Return dtype and shape of what a safetensors file says, or ``None`` if there is no such dtype."""
-    dtype = _READ.get(name)
-    if dtype is None:
-        return None
-    if name == PACKED_PAIRS:
-        if not file_shape or file_shape[-1] % 2:
-            return None
-        file_shape = (*file_shape[:-1], file_shape[-1] // 2)
-    return dtype, file_shape
 
 
 def parse_true_type(text: str) -> tuple[str, tuple[int, ...]] | None:

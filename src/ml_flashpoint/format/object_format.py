@@ -28,10 +28,10 @@ from json.encoder import encode_basestring_ascii
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ml_flashpoint.format.dtypes import (
+    BY_FILE_DTYPE,
     BYTES,
     ITEMSIZES,
     MAX_SIZE,
-    parse_file_type,
     parse_true_type,
     stored_tensor,
     tensor_nbytes,
@@ -389,8 +389,8 @@ def header_length(prefix: Buffer, file_size: int, path: str | os.PathLike[str] |
 def parse_header(buf: Buffer, file_size: int | None, path: str | os.PathLike[str] | None = None) -> ParsedHeader:
     """Return what the header of an object says, after checking that it is a valid safetensors file.
 
-    Accepts every such file, not only those of this package. Trusts nothing: entries must lie in the file,
-    cover its data without overlap, and be as long as their dtypes and shapes say.
+    Accepts every such file of dtypes that this package writes, whoever wrote it. Trusts nothing: entries must lie in
+    the file, cover its data without overlap, and be as long as their dtypes and shapes say.
 
     Args:
         buf: the file, or as much of its start as `header_length` says.
@@ -544,11 +544,11 @@ def _by_offset(content: Mapping[str, _Description]) -> Iterable[tuple[str, _Desc
 
 @lru_cache(maxsize=2**15)
 def _parse_type(file_dtype: str, file_shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], int]:
-    found = parse_file_type(file_dtype, file_shape)
-    nbytes = tensor_nbytes(*found) if found is not None else None
-    if found is None or nbytes is None:
+    dtype = BY_FILE_DTYPE.get(file_dtype)
+    nbytes = None if dtype is None else tensor_nbytes(dtype, file_shape)
+    if dtype is None or nbytes is None:
         raise ValueError(f"there is no tensor of dtype {file_dtype[:20]!a} and such a shape")
-    return (*found, nbytes)
+    return dtype, file_shape, nbytes
 
 
 def _parse_true_type(key: str, text: str, nbytes: int) -> tuple[str, tuple[int, ...]]:

@@ -258,7 +258,11 @@ class Pool:
                 made = self._make(wanted, request, least=least)
                 can_make = False
             else:
-                made = self._fitting(chosen, wanted, request, least)
+                try:
+                    made = self._fitting(chosen, wanted, request, least)
+                except BaseException:  # no descriptors, perhaps: the next save takes the slot
+                    self.free(chosen)
+                    raise
                 unfit.append(chosen)
             if made is not None:
                 return made
@@ -401,14 +405,19 @@ class Pool:
     def _available(self) -> int:
         return available_bytes(self._folder) - ROOM
 
-    def _make(self, size: int, request: SlotRequest, state: State = State.WRITING, *, least: int) -> Slot | None:
+    def _make(
+        self, size: int, request: SlotRequest, state: State = State.WRITING, *, least: int, old: Slot | None = None
+    ) -> Slot | None:
         """Make a slot, or take one over, in a state; None if there is no room after all.
 
         Args:
             size: of the slot. least: its size where there is no room for more.
+            old: is removed first: the other one may need its memory.
         """
         slot, retained = None, request.left_alone
         try:
+            if old is not None:
+                old.remove()
             slot = self._taken_over(size, retained)
             if slot is None:
                 for left in self._left():
@@ -450,8 +459,10 @@ class Pool:
         with self._lock:
             self._slots.remove(slot)
             self._making += not is_extra
-        slot.remove()  # first: the larger one may need its memory
-        return None if is_extra else self._make(wanted, request, least=least)
+        if not is_extra:
+            return self._make(wanted, request, least=least, old=slot)
+        slot.remove()
+        return None
 
     # ---- slots that are left over -------------------------------------------------------------------------
 

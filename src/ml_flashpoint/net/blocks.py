@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections import deque
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import partial
 
 from ml_flashpoint.format.digest import block_count, digest_block, run_on_pool
 from ml_flashpoint.format.errors import DeadlineError, DigestMismatchError, InvalidArgumentError
@@ -41,18 +41,14 @@ class BlockChecker:
         self._first = first
         self._view = into.cast("B") if into.nbytes else memoryview(bytearray())
         self._right = bytearray(block_count(into.nbytes, record.block_size))
-        self._waiting: deque[int] = deque()
-        self._under_way = 0
-        self._changed = threading.Condition()
+        self._checks: list[tuple[int, Future[object]]] = []
         self._failure: BaseException | None = None
 
     def __enter__(self) -> BlockChecker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._changed:
-            self._waiting.clear()
-            self._changed.wait_for(lambda: not self._under_way)
+        wait([check for _, check in self._checks if not check.cancel()])
         self._view.release()
 
     @property
@@ -89,10 +85,12 @@ class BlockChecker:
 
     def submit(self, block: int) -> None:
         """Have a block checked that is in its place."""
-        with self._changed:
-            self._waiting.append(block)
-        if self._record.block_size <= _INLINE_BYTES or run_on_pool(self._check_next) is None:
-            self._check_next()
+        is_small = self._record.block_size <= _INLINE_BYTES
+        check = None if is_small else run_on_pool(partial(self._check, block))
+        if check is None:
+            self._check(block)
+        else:
+            self._checks.append((block, check))
 
     def finish(self, deadline_s: float) -> None:
         """Wait until all blocks that have arrived are checked, and take part in that.
@@ -104,39 +102,32 @@ class BlockChecker:
             DigestMismatchError: the first that was found wrong since the last call.
             DeadlineError: none was finished for so long.
         """
-        while self._check_next():
-            pass
-        with self._changed:
-            while self._under_way:
-                if not self._changed.wait(deadline_s):
-                    raise DeadlineError(f"digests of received blocks made no progress for {deadline_s:g} s")
-            failure, self._failure = self._failure, None
+        left = set()
+        for block, check in self._checks:
+            if check.cancel():  # no thread has begun with it
+                self._check(block)
+            else:
+                left.add(check)
+        while left:
+            done, left = wait(left, deadline_s, FIRST_COMPLETED)
+            if not done:
+                raise DeadlineError(f"digests of received blocks made no progress for {deadline_s:g} s")
+        self._checks.clear()
+        failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
-    def _check_next(self) -> bool:
-        with self._changed:
-            if not self._waiting:
-                return False
-            block = self._waiting.popleft()
-            self._under_way += 1
+    def _check(self, block: int) -> None:
         try:
-            self._check(block)
+            with self._place(block) as piece:
+                found = digest_block(piece)
+            if found != (recorded := self._record.digests[block]):
+                begin, end = self.span(range(block, block + 1))
+                raise DigestMismatchError(
+                    f"block {block}, bytes {begin} to {end}, arrived with digest {found} and not {recorded} as"
+                    " recorded",
+                    path=self._path,
+                )
+            self._right[block - self._first] = 1
         except BaseException as error:
             self._failure = self._failure or error
-        finally:
-            with self._changed:
-                self._under_way -= 1
-                self._changed.notify_all()
-        return True
-
-    def _check(self, block: int) -> None:
-        with self._place(block) as piece:
-            found = digest_block(piece)
-        if found != (recorded := self._record.digests[block]):
-            begin, end = self.span(range(block, block + 1))
-            raise DigestMismatchError(
-                f"block {block}, bytes {begin} to {end}, arrived with digest {found} and not {recorded} as recorded",
-                path=self._path,
-            )
-        self._right[block - self._first] = 1

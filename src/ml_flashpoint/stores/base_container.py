@@ -66,7 +66,7 @@ class BaseContainer(VersionStore):
     def folders(self) -> list[str]:
         """Return the names of the versions' folders; none if there is no base container."""
         entries: list[os.DirEntry[str]] = []
-        with reading(self.base), contextlib.suppress(FileNotFoundError):
+        with reading(self.base), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             entries = [entry for entry in os.scandir(self.base) if entry.is_dir(follow_symlinks=False)]
         is_version = CheckpointContainerId.parse_version_container
         return [entry.name for entry in entries if is_version(entry.name) is not None]

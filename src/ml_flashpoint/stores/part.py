@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Final
 
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
@@ -51,8 +50,7 @@ class StoredObject:
     def __init__(self, record: ObjectRecord, read: Read, path: str) -> None:
         self.record, self.path = record, path
         self._verified = read
-        self._cached: OrderedDict[int, bytearray] = OrderedDict()
-        self._lock = threading.Lock()
+        self._block = lru_cache(maxsize=_CACHED_BLOCKS)(partial(_read_block, record, read))
         self._layout: Layout | None = None
 
     @property
@@ -131,24 +129,12 @@ class StoredObject:
         for _ in self.pieces():
             pass
 
-    def _block(self, block: int) -> bytearray:
-        with self._lock:
-            content = self._cached.get(block)
-            if content is not None:
-                self._cached.move_to_end(block)
-                return content
-            self._make_room()  # before there is one more
-        start = block * self.record.block_size
-        content = bytearray(min(self.record.block_size, self.record.size - start))
-        self._verified(start, memoryview(content))
-        with self._lock:
-            self._make_room()
-            self._cached[block] = content
-        return content
 
-    def _make_room(self) -> None:
-        while len(self._cached) >= _CACHED_BLOCKS:
-            self._cached.popitem(last=False)
+def _read_block(record: ObjectRecord, read: Read, block: int) -> bytearray:
+    begin = block * record.block_size
+    content = bytearray(min(record.block_size, record.size - begin))
+    read(begin, memoryview(content))
+    return content
 
 
 def check_blocks(record: ObjectRecord, begin: int, into: memoryview, path: str) -> None:

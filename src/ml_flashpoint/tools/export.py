@@ -10,10 +10,10 @@ import io
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ _DCP_FILE_BYTES: Final = 1 << 30
 _READ: Final = frozenset({bool, int, float, complex, str, bytes, type(None)})
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -168,25 +169,29 @@ def _write_dcp(version: VersionItems, folder: Path, shard_bytes: int) -> tuple[P
     writer.reset(made)
     writer.set_up_storage_writer(True)
     # Several files, as if of several ranks: torch's writer keeps the tensors of a file until that is written.
-    plans = [writer.prepare_local_plan(SavePlan(some)) for some in _batches(items, _DCP_FILE_BYTES)]
+    plans = [writer.prepare_local_plan(SavePlan(some)) for some in _grouped(items, _bytes_of_item, _DCP_FILE_BYTES)]
     planner: Any = _Planner(version)
     results = [writer.write_data(plan, planner).wait() for plan in writer.prepare_global_plan(plans)]
     writer.finish(version.metadata, results)
     return made, []
 
 
-def _batches(items: Sequence[WriteItem], limit: int) -> Iterator[list[WriteItem]]:
-    batch: list[WriteItem] = []
+def _grouped(items: Iterable[_T], nbytes: Callable[[_T], int], limit: int) -> Iterator[list[_T]]:
+    """Yield consecutive items together, of about so many bytes; one empty list of no items."""
+    group: list[_T] = []
     size = 0
     for item in items:
-        data = item.tensor_data
-        nbytes = 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
-        if batch and size + nbytes > limit:
-            yield batch
-            batch, size = [], 0
-        batch.append(item)
-        size += nbytes
-    yield batch
+        if group and size + nbytes(item) > limit:
+            yield group
+            group, size = [], 0
+        group.append(item)
+        size += nbytes(item)
+    yield group
+
+
+def _bytes_of_item(item: WriteItem) -> int:
+    data = item.tensor_data
+    return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
 
 
 def _write_safetensors(version: VersionItems, folder: Path, shard_bytes: int) -> tuple[Path, list[str]]:
@@ -194,7 +199,11 @@ def _write_safetensors(version: VersionItems, folder: Path, shard_bytes: int) ->
     made, scratch = folder / "made", folder / "scratch"
     made.mkdir(mode=0o755)
     scratch.mkdir()
-    shards = list(_shards(version, shard_bytes))
+
+    def nbytes(fqn: str) -> int:
+        return version.tensors[fqn].size.numel() * version.tensors[fqn].properties.dtype.itemsize
+
+    shards = list(_grouped(version.tensors, nbytes, shard_bytes))
     names = ["model.safetensors"]
     if len(shards) > 1:
         names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
@@ -205,19 +214,6 @@ def _write_safetensors(version: VersionItems, folder: Path, shard_bytes: int) ->
         index = {"metadata": {"total_size": version.nbytes}, "weight_map": places}
         (made / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     return made, [version.short(fqn) for fqn in version.others]
-
-
-def _shards(version: VersionItems, shard_bytes: int) -> Iterator[list[str]]:
-    shard: list[str] = []
-    size = 0
-    for fqn, of in version.tensors.items():
-        nbytes = of.size.numel() * of.properties.dtype.itemsize
-        if shard and size + nbytes > shard_bytes:
-            yield shard
-            shard, size = [], 0
-        shard.append(fqn)
-        size += nbytes
-    yield shard
 
 
 def _write_shard(version: VersionItems, path: Path, fqns: Sequence[str], scratch: Path) -> None:

@@ -24,13 +24,7 @@ from ml_flashpoint.checkpointer import checked_wanted
 from ml_flashpoint.config import Config, Persist
 from ml_flashpoint.engine.notices import tell
 from ml_flashpoint.engine.schedule import checked_every, checked_skip, passes_multiple
-from ml_flashpoint.format.arguments import (
-    checked_base,
-    checked_bool,
-    checked_choice,
-    checked_globals,
-    checked_seconds,
-)
+from ml_flashpoint.format.arguments import checked_base, checked_bool, checked_seconds
 from ml_flashpoint.format.errors import InvalidArgumentError, NothingLoadableError
 from ml_flashpoint.ranks.retention import Keep
 from ml_flashpoint.ranks.strategies import ReplicationStrategy
@@ -100,22 +94,24 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         self.skip_every_n_steps = checked_skip(skip_every_n_steps)
         self.enabled = checked_bool("enabled", enabled)
         self._grace_s = checked_seconds("grace_s", grace_s)
-        durable = Persist.of(persist, persist_every, persist_keep, persist_bytes_per_s)
-        config = Config(replication=replication, keep=keep, persist=durable)
+        shared: dict[str, Any] = {
+            "replication": replication,
+            "keep": keep,
+            "safe_globals": safe_globals,
+            "overlap": overlap,
+            "on_world_size_change": on_world_size_change,
+            "deadline_s": deadline_s,
+        }
+        Config(**shared, persist=Persist.of(persist, persist_every, persist_keep, persist_bytes_per_s))  # refuses now
         self._options: dict[str, Any] = {
+            **shared,
             "every_n_steps": every_n_steps,
             "persist": persist,
             "persist_every": persist_every,
             "persist_keep": persist_keep,
             "persist_bytes_per_s": persist_bytes_per_s,
-            "replication": config.replication,
             "strict": checked_bool("strict", strict),
-            "safe_globals": checked_globals(safe_globals),
             "discard_existing": checked_bool("discard_existing", discard_existing),
-            "on_world_size_change": checked_choice("on_world_size_change", on_world_size_change, "raise", "keep"),
-            "overlap": checked_bool("overlap", overlap),
-            "keep": config.keep,
-            "deadline_s": None if deadline_s is None else checked_seconds("deadline_s", deadline_s),
         }
         self._flashpoint: TrainerFlashpoint | None = None
         self._is_open = False

@@ -175,7 +175,7 @@ class TrainerFlashpoint(Flashpoint):
         Raises:
             UnaskedVersionsError: there are versions that nobody has asked about. On all ranks.
         """
-        if self._checkpointer.run == 0:
+        if self._checkpointer.run == 0 and not self._checkpointer.is_between_runs:  # else the next save goes on
             if not self._asked:
                 hint = "or construct the callback with discard_existing=True"
                 self._checkpointer.check_asked("resume_path(trainer)", hint=hint)

@@ -72,7 +72,7 @@ class EngineParts:
         Raises:
             UnaskedVersionsError: there are versions that nobody has asked about. On all ranks.
         """
-        if self.engine.run == 0:
+        if self.engine.run == 0 and not self.engine.is_between_runs:  # else the next save goes on
             if not self._asked:
                 self.engine.check_asked("setup() of what wrap_trainer_and_auto_resume_with_mlflashpoint has returned")
             self.engine.go_on_from(self._found)

@@ -121,10 +121,7 @@ class MemoryStorageReader(StorageReader):
                 self._unread = None
             elif self._unread is not None:
                 raise self._unread
-            try:
-                return self._read_metadata(rank)
-            finally:
-                self._release()  # where planning fails, DCP says nothing, and a slot that is read is used for no save
+            return self._read_metadata(rank)
         except _OtherScopeError:
             raise
         except Exception as error:
@@ -133,6 +130,8 @@ class MemoryStorageReader(StorageReader):
             if rank is not None:
                 _log.error("the metadata of %s cannot be read: %s", self.checkpoint_id or "a checkpoint", error)
             raise
+        finally:
+            self._release()  # where planning fails, DCP says nothing, and a slot that is read is used for no save
 
     def _read_metadata(self, rank: int | None) -> Metadata:
         source = self._metadata_source(rank)
@@ -149,7 +148,8 @@ class MemoryStorageReader(StorageReader):
             ObjectNotFoundError: a part that may have it is missing, or the metadata is of the other scope.
             LoadError: there is none.
         """
-        version, parts = self._checked_version(), self._opened()
+        parts, version = self._opened(), self._version
+        assert version is not None
         for source in dict.fromkeys((rank if rank is not None else rank_group().rank, 0)):
             try:
                 scope = parts.manifest(source).labels.get(METADATA_SCOPE)
@@ -249,11 +249,6 @@ class MemoryStorageReader(StorageReader):
         return self._readers[rank]
 
     def _opened(self) -> VersionReader:
-        if self._parts is None:
-            self._parts = self._open(self._checked_version())
-        return self._parts
-
-    def _checked_version(self) -> CheckpointContainerId:
         if self._version is None or self._version.step is None:
             raise InvalidArgumentError(
                 "must be the id of a version",
@@ -261,7 +256,9 @@ class MemoryStorageReader(StorageReader):
                 value=self.checkpoint_id,
                 hint="pass what get_latest_complete_checkpoint() returned",
             )
-        return self._version
+        if self._parts is None:
+            self._parts = self._open(self._version)
+        return self._parts
 
 
 def _opener_of(loader: object) -> Callable[[CheckpointContainerId], VersionReader]:

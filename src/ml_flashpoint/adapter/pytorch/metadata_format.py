@@ -131,21 +131,12 @@ def _fields_of(metadata: Metadata, allowed: Sequence[SafeGlobal] | None) -> dict
         _require(type(fqn) in _NAMES)
         numbers[fqn] = len(items)
         items.append([fqn] if type(item) is BytesStorageMetadata else [fqn, *_tensor_fields(item, properties)])
-    places = []
+    places: list[list[Any]] = []
     for index, place in metadata.storage_data.items():
         _require(type(index) is MetadataIndex and type(place) is ItemPlace and type(index.fqn) in _NAMES)
-        fqn, offset = index.fqn, index.offset
-        key = 0 if place.key == fqn else place.key
-        number = numbers.get(fqn)
-        places.append(
-            [
-                [fqn] if number is None else number,
-                None if offset is None else list(offset),
-                index.index,
-                place.rank,
-                key,
-            ]
-        )
+        number: Any = numbers.get(index.fqn, [index.fqn])
+        key = 0 if place.key == index.fqn else place.key
+        places.append([number, None if index.offset is None else list(index.offset), index.index, place.rank, key])
     return {
         "dcp": _VERSION,
         "version": version,
@@ -160,18 +151,12 @@ def _fields_of(metadata: Metadata, allowed: Sequence[SafeGlobal] | None) -> dict
 def _tensor_fields(item: Any, properties: dict[tuple[Any, ...], int]) -> tuple[Any, ...]:
     _require(type(item) is TensorStorageMetadata and type(item.properties) is TensorProperties)
     its = item.properties
-    described = (
-        str(its.dtype),
-        str(its.layout),
-        bool(its.requires_grad),
-        str(its.memory_format),
-        bool(its.pin_memory),
-    )
+    names = str(its.dtype), str(its.layout), bool(its.requires_grad), str(its.memory_format), bool(its.pin_memory)
     size = list(item.size)
     chunks: Any = [[list(chunk.offsets), list(chunk.sizes)] for chunk in item.chunks]
     if len(chunks) == 1 and chunks[0][1] == size and not any(chunks[0][0]) and len(chunks[0][0]) == len(size):
         chunks = 0
-    return properties.setdefault(described, len(properties)), size, chunks
+    return properties.setdefault(names, len(properties)), size, chunks
 
 
 def _planner_fields(data: Any, allowed: Sequence[SafeGlobal] | None) -> Any:
@@ -222,16 +207,9 @@ def _tensor_of(properties: list[TensorProperties], number: int, size: list[int],
     return TensorStorageMetadata(properties[number], whole, found)
 
 
-def _properties_of(
-    dtype: str, layout: str, requires_grad: bool, memory_format: str, pin_memory: bool
-) -> TensorProperties:
-    return TensorProperties(
-        _constant(dtype, torch.dtype),
-        _constant(layout, torch.layout),
-        bool(requires_grad),
-        _constant(memory_format, torch.memory_format),
-        bool(pin_memory),
-    )
+def _properties_of(dtype: str, layout: str, grad: bool, memory_format: str, pinned: bool) -> TensorProperties:
+    kinds = _constant(dtype, torch.dtype), _constant(layout, torch.layout)
+    return TensorProperties(*kinds, bool(grad), _constant(memory_format, torch.memory_format), bool(pinned))
 
 
 def _constant(name: str, kind: type) -> Any:

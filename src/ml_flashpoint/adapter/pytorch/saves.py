@@ -81,7 +81,7 @@ class Staged:
         self.others: frozenset[str] | None = None
         self.held_s = 0.0
         self.thread: threading.Thread | None = None
-        self.state: Callable[[], object] = lambda: self
+        self.state: Callable[[], object] = object
         self.is_claimed = False
         self._saves = saves
         self._checkpointer = checkpointer
@@ -264,7 +264,8 @@ class LocalSaves:
             )
         checkpointer = self._open_base(version.parent)
         with self._entering:
-            if checkpointer.run and SaveId(checkpointer.run, version.step) <= self._entered:
+            name = SaveId(checkpointer.run, version.step)
+            if checkpointer.is_between_runs or (checkpointer.run and name <= self._entered):
                 checkpointer.latest()
             self._entered = SaveId(checkpointer.run, version.step)
         return checkpointer

@@ -1,4 +1,4 @@
-"""A staged state: how the save that reads it learns that it does."""
+"""`StagedStateDict`: a staged state, which notes the thread that reads it."""
 
 from __future__ import annotations
 

@@ -461,7 +461,7 @@ class DDict(MutableMapping[Any, Any]):
         Raises:
             DDictCheckpointRetiredError: it has left the working set.
             DDictTimeoutError: a manager is away. The handle is back all the same; see docs/ddict.md.
-            DDictPersistError: the handle is back, but a persisted checkpoint above that stays in the store.
+            DDictPersistError: the handle is back, but the store still offers a persisted checkpoint above that.
         """
         to = max(0, self.checkpoint_id - 1) if to is None else check_checkpoint_id(to, "to")
         if to > self.checkpoint_id:

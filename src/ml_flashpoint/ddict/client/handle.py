@@ -116,7 +116,6 @@ class Handle:
 
         def action(exchange: Exchange) -> _Result:
             whose.update(standing.whose(writes=prepare is not None))
-            standing.tell()  # what has begun while a manager was away, in whose epoch this is
             return request(exchange, whose)
 
         def give_up() -> None:

@@ -365,7 +365,7 @@ def test_pruning_between_the_look_and_the_reading_is_not_damage(base: Path) -> N
     call(cli_bases.make, base, [0], [Part(0, 5, world_size=1)])
     store = BaseContainer(base)
     ((part,),) = (look_at(store, version) for version in store.versions())
-    # What the job does: the manifest goes first, then the arena is written to, then the link goes.
+    # What the job does: the manifest goes first, then the slot is written to, then the link goes.
     part_path(base, Part(0, 5), manifest=True).unlink()
     flip(part_path(base, Part(0, 5)), 0)
     assert check_part(store, part).removed

@@ -64,10 +64,10 @@ def test_what_a_scrape_gives(tmpfs: Path, job: Flashpoint) -> None:
         assert {"flashpoint_replicated_step", "flashpoint_copies_lag_steps", "flashpoint_persist_lag_steps"}.isdisjoint(
             told
         )
-        assert told["flashpoint_arena_bytes"] >= 2 * part_bytes
+        assert told["flashpoint_slot_bytes"] >= 2 * part_bytes
         assert told["flashpoint_available_bytes"] > 0
         shutil.rmtree(tmpfs / "job")
-        assert {"flashpoint_up", "flashpoint_arena_bytes"}.isdisjoint(_ask(url))
+        assert {"flashpoint_up", "flashpoint_slot_bytes"}.isdisjoint(_ask(url))
         exporter.send_signal(signal.SIGTERM)
         assert exporter.wait(30) == 0
     finally:

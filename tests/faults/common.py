@@ -43,7 +43,7 @@ def await_more(what: str, least: int, children: Sequence[Child], of_all: bool = 
 
 
 def files_of(base: Path) -> set[str]:
-    """Every file under a base container, but for arenas and locks."""
+    """Every file under a base container, but for slots and locks."""
     return {str(p.relative_to(base)) for p in base.rglob("*") if p.is_file() and ".flashpoint" not in p.parts}
 
 

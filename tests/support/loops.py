@@ -78,7 +78,7 @@ def damage(base: Path, step: int) -> None:
     for path in (base / f"step-{step}_ckpt").glob("*.safetensors"):
         data = bytearray(path.read_bytes())
         data[len(data) // 3] ^= 1
-        path.unlink()  # not through the link, into an arena
+        path.unlink()  # not through the link, into a slot
         path.write_bytes(data)
 
 

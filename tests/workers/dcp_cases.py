@@ -185,7 +185,7 @@ def planners_take_turns(door: Door, mode: str) -> None:
 
 @case
 def others_are_not_staged(door: Door, mode: str) -> None:
-    """Once the plan is known, an arena holds this rank's share and nothing else."""
+    """Once the plan is known, a slot holds this rank's share and nothing else."""
 
     def state(step: int) -> dict[str, Any]:
         return {f"w{i}": numbered(step, 64, 1024) for i in range(16)} | {"mine": torch.full((1000,), float(step))}

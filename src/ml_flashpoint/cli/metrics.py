@@ -61,7 +61,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[RankStatus], float]]] = {
 
 
 _OF_THE_NODE = (
-    ("arena_bytes", "Memory that checkpoints take on this node, own parts and copies."),
+    ("slot_bytes", "Memory that checkpoints take on this node, own parts and copies."),
     ("available_bytes", "Memory that is left for more, of filesystem, machine and container."),
 )
 

@@ -45,7 +45,7 @@ def recovery_deadline_s() -> float:
 
 
 def seal_deadline_s() -> float:
-    """Seconds that a save may take from its stage to its commit before its arena is taken back."""
+    """Seconds that a save may take from its stage to its commit before its slot is taken back."""
     return _number("FLASHPOINT_SEAL_DEADLINE_S", 600.0)
 
 
@@ -55,7 +55,7 @@ def call_deadline_s() -> float:
 
 
 def lock_deadline_s() -> float:
-    """Seconds that a starting rank waits for its dying predecessor to let go of the arenas."""
+    """Seconds that a starting rank waits for its dying predecessor to let go of the base container."""
     return _number("FLASHPOINT_LOCK_DEADLINE_S", 30.0)
 
 

@@ -145,7 +145,7 @@ def open_version(source: Source | list[Source], step: int | None = None, *, part
             weight = version.tensor("model.layer.weight")
             weights = version.state_dict("model.")
 
-    A running job keeps it for that long, which takes one more arena: where its memory is full, saves fail meanwhile.
+    A running job keeps it for that long, which takes one more slot: where its memory is full, saves fail meanwhile.
     What was read is right in any case, and the reader's own.
 
     Args:

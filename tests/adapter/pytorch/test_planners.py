@@ -91,7 +91,7 @@ def test_nested_states_that_are_not_flattened(door: Door, mode: str) -> None:
         assert_same(loaded, _state(step))
         for found in (loaded["nested"]["list"][0], loaded["tuple"][0]):
             assert type(found) is torch.Tensor
-            assert found.untyped_storage().nbytes() == found.nbytes  # and not the whole arena
+            assert found.untyped_storage().nbytes() == found.nbytes  # and not the whole slot
 
 
 @both_modes

@@ -12,8 +12,10 @@ from torch.distributed import TCPStore
 
 from benchmarks.timing import Result, measure
 from ml_flashpoint.engine.board import Board
-from ml_flashpoint.engine.rounds import Answer, Member, Verdict
+from ml_flashpoint.engine.rounds import Answer, Member, Outcome, Verdict
+from ml_flashpoint.engine.store import SignedStore
 from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.ranks.retention import Keep
 
 RANKS = 16_384
 _DEADLINE = timedelta(seconds=60)
@@ -22,19 +24,23 @@ _DEADLINE = timedelta(seconds=60)
 def results() -> Iterator[Result]:
     """Rows of one round: from the last rank's answer to the verdict, and with all answers."""
     server = TCPStore("127.0.0.1", 0, None, True, _DEADLINE, wait_for_workers=False)
-    others = TCPStore("127.0.0.1", server.port, None, False, _DEADLINE)
+
+    def connect() -> SignedStore:
+        return SignedStore(TCPStore("127.0.0.1", server.port, None, False, _DEADLINE), "run-1", b"secret")
+
+    others = connect()
     heard = threading.Event()
     board = Board(
-        Member(Verdict(0, (), SaveId(1, 0)), keep=1),
+        Member(Verdict(0, (), SaveId(1, 0)), Keep()),
         rank=0,
         ranks=RANKS,
-        connect=lambda: TCPStore("127.0.0.1", server.port, None, False, _DEADLINE),
+        connect=connect,
         push=lambda save, verdict: None,
         heard=lambda verdict: heard.set(),
     )
 
     def answer(ranks: range, save: SaveId, number: int) -> None:
-        text = json.dumps(Answer(number, save, copied=True).to_fields())
+        text = json.dumps(Answer(number, save, Outcome.COPIED).to_fields())
         for rank in ranks:
             others.set(f"answer/{rank}", text)
             others.add(f"count/{number}", 1)
@@ -52,6 +58,7 @@ def results() -> Iterator[Result]:
             raise TimeoutError("no verdict")
         return time.perf_counter() - began
 
+    board.start()
     try:
         state, calls = f"{RANKS:,} ranks", f"{2 * RANKS:,} calls of the store to answer, one by each rank to hear"
         yield measure(state, "round: last answer to verdict", lambda run: one_round(run, last_only=True), None)

@@ -37,7 +37,7 @@ from ml_flashpoint.format.arguments import (
     checked_seconds,
 )
 from ml_flashpoint.format.checkpoint_id_types import MAX_STEP
-from ml_flashpoint.format.errors import FlashpointError, JobInUseError, SaveError, SkippedError
+from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, JobInUseError, SaveError, SkippedError
 from ml_flashpoint.format.failure_kinds import text_of
 from ml_flashpoint.format.knobs import exit_deadline_s, seal_deadline_s
 from ml_flashpoint.format.manifest import Manifest
@@ -93,6 +93,7 @@ class Flashpoint:
     Args:
         base: base container of the job on this node: an absolute path, best on a tmpfs. Restarts use the same.
         every_n_steps: `step` saves at every so many. `flashpoint plan` computes a number for a job.
+        config: all settings that `Config` has, in place of the keywords for these.
         strict: raise when a save has failed, from the next `step`, `save`, `wait` or `close`. By default failed saves
             are logged, counted in `health`, and survived.
         discard_existing: remove every version that is in the base container, on all nodes, before anything else. Not
@@ -117,6 +118,7 @@ class Flashpoint:
         base: str | os.PathLike[str],
         *,
         every_n_steps: int = 1,
+        config: Config | None = None,
         replication: ReplicationStrategy | str | None = None,
         strict: bool = False,
         handle_sigterm: bool = True,
@@ -137,7 +139,7 @@ class Flashpoint:
         self._every = checked_every(every_n_steps)
         self._strict = checked_bool("strict", strict)
         on_event = checked_callable("on_event", on_event, "of one event")
-        config = Config(
+        given = Config(
             replication=replication,
             keep=keep,
             persist=Persist.of(persist, persist_every, persist_keep, persist_bytes_per_s),
@@ -147,7 +149,11 @@ class Flashpoint:
             on_world_size_change=on_world_size_change,
             deadline_s=deadline_s,
         )
-        self._deadline_s = seal_deadline_s() if deadline_s is None else deadline_s
+        if config is not None and given != Config():
+            text = "must be all settings, without keywords for some of them"
+            raise InvalidArgumentError(text, argument="config", value=config)
+        config = config or given
+        self._deadline_s = seal_deadline_s() if config.deadline_s is None else config.deadline_s
         checked_bool("discard_existing", discard_existing)
         self._world, self._ranks = default_group(), rank_group()
         place = os.path.realpath(self._base)
@@ -400,8 +406,7 @@ class Flashpoint:
     def last_replicated(self) -> int | None:
         """Step of the newest version saved by this object that is verified: committed on all ranks, with every copy
         that the replication strategy asks for. None if there is none, or nobody holds copies of this rank's parts."""
-        has_copies = self._checkpointer.strategy.copies_of(self._ranks.rank, self._ranks.topology)
-        return self._checkpointer.stats.last_verified if has_copies else None
+        return self._checkpointer.stats.last_verified if self._checkpointer.holders else None
 
     @property
     def last_recovery(self) -> Recovery | None:

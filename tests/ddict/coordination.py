@@ -74,6 +74,16 @@ class Run:
         self.remove_above = remove_above
         self.run_id = "first"
         self.persister = self
+        self.back: int | None = None
+
+    def go_back(self, to: int) -> None:
+        self.run_id += " again"
+        self.back = to
+
+    def record(self) -> None:
+        if self.back is not None:
+            self.remove_above(self.back)
+            self.back = None
 
     def locate(self, checkpoint_id: int) -> PersistedCheckpoint:
         return PersistedCheckpoint(checkpoint_id, "earlier", 1, ("receipt",))

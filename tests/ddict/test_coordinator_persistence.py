@@ -155,12 +155,12 @@ def test_what_is_rolled_back_while_it_is_persisted_does_not_stay(make: Make) -> 
     play.move("a", 2)
     play.managers.await_asked("persist", 2)
     play.rollback("a", 0)
-    before = len(play.managers.removed_above)
+    assert play.managers.removed_above == [0]
 
     gate.set()
 
-    await_that(lambda: len(play.managers.removed_above) > before)
-    assert play.managers.removed_above[-1] == 0
+    assert play.coordinator.persist_newest(DEADLINE_S) == 0
+    assert play.managers.persisted == [0]
 
 
 def test_what_is_committed_anew_while_it_is_persisted_in_vain_is_persisted_after_all(make: Make) -> None:

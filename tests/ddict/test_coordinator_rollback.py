@@ -125,7 +125,6 @@ def test_a_rollback_below_what_is_committed_begins_an_epoch(make: Make) -> None:
     assert (state["committed"], state["epoch"]) == (1, 1)
     (begun,) = play.managers.of("begin")
     assert (begun["e"], begun["base"]) == (1, 1)
-    assert play.managers.removed_above == [1]
     play.move("a", 3)
     assert play.newest() == 2
 

@@ -53,7 +53,7 @@ def test_a_manager_that_dies_while_it_takes_up_what_is_restored_takes_it_up_afte
         dictionary.checkpoint()
         dictionary.sync_to_newest_checkpoint()
         assert dictionary.committed_checkpoint_id == 0
-        flag.write_text(dictionary._configuration.run_id)
+        flag.touch()
 
         dictionary.restore(3)
 

@@ -65,7 +65,7 @@ def test_versions_that_nobody_has_asked_about_are_not_overwritten(tmpfs: Path) -
         for call_it in (lambda: second.begin(6), lambda: second.check_asked("resume()")):
             with pytest.raises(UnaskedVersionsError, match="nobody has asked about"):
                 call_it()
-        assert second.latest() == second.version(5)
+        assert second.latest() == second.id(5)
         assert second.run == 2
         jobs.begin_and_commit(second, 3).verified.result(30)
     with Checkpointer(tmpfs / "job", discard_existing=True) as third:
@@ -85,7 +85,7 @@ def test_of_two_in_one_process_the_later_one_counts(tmpfs: Path) -> None:
             with pytest.raises(SaveError, match="is closed"):
                 first.begin(2)
             first.close()
-            assert second.latest() == second.version(1)
+            assert second.latest() == second.id(1)
             jobs.begin_and_commit(second, 2).verified.result(30)
 
 

@@ -164,3 +164,14 @@ def test_saves_of_dcp_and_of_objects_stand_side_by_side(base: Path) -> None:
         state["counter"].tokens = 0
         assert ckpt.load(state, step=1) == 1
         assert state["counter"].tokens == 1
+
+
+def test_a_loop_takes_settings_by_keywords_or_in_one_config(base: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="keywords"):
+        Flashpoint(base, config=Config(keep=3), replication="none")
+    with Flashpoint(base, config=Config(keep=3)).track(**job()) as fp:
+        fp.resume()
+        for _ in range(4):
+            fp.step()
+            assert fp.wait(60)
+        assert {4, 3, 2} <= {each.step for each in fp.versions() if each.verified}

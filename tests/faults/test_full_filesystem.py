@@ -38,9 +38,11 @@ def test_no_room_for_a_larger_state(small_tmpfs: Path) -> None:
     assert said[7:9] == ["CapacityError"] * 2
 
 
-@pytest.mark.parametrize("door", ["dcp", "flashpoint"])
-def test_a_run_that_cannot_begin_costs_the_saves_until_there_is_room(small_tmpfs: Path, door: str) -> None:
-    assert call(engine.save_again_while_full, str(small_tmpfs / "job"), door) == [True, False, True, True]
+@pytest.mark.parametrize("door", ["dcp", "flashpoint", "lightning"])
+def test_a_run_that_cannot_begin_costs_saves_and_no_version(small_tmpfs: Path, door: str) -> None:
+    said, there = call(engine.save_again_while_full, str(small_tmpfs / "job"), door)
+    assert said == [True, False, True]
+    assert there in ([3, 2], [3, 1])  # of DCP, the first attempt of step 2 works
 
 
 @pytest.mark.slow

@@ -20,7 +20,6 @@ from ml_flashpoint.adapter.megatron.load_strategies import MLFlashpointMegatronL
 from ml_flashpoint.adapter.megatron.save_strategies import MLFlashpointMegatronAsyncSaveStrategy
 from ml_flashpoint.adapter.megatron.save_utils import save_local_aware_megatron_checkpoint
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import CapacityError, FlashpointError
 from tests.support.megatron import Door, TorchDist
 from tests.support.megatron_cases import case, check_load, expected, some_layout
@@ -146,7 +145,8 @@ def a_save_that_fails_on_one_rank(door: Door, other: TorchDist) -> None:
     layout = some_layout()
     last = world_size() - 1
     step, failed = 0, set[str]()
-    checkpointer = door.writer.checkpointer(CheckpointContainerId(door.version(1)))
+    door.latest()  # opens the base container
+    checkpointer = door.checkpointer
     logging.disable(logging.CRITICAL)
 
     def no_room(*args: Any, **options: Any) -> None:

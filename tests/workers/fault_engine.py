@@ -341,25 +341,38 @@ def save_while_full(report: Report, base: str, leaves: list[int], growing: bool)
     return results
 
 
-def save_again_while_full(report: Report, base: str, door: str) -> list[bool]:
-    """Save a step again, which begins a new run, while no page is free; then go on. Return True for each that works."""
+def save_again_while_full(report: Report, base: str, door: str) -> tuple[list[bool], list[int]]:
+    """Save a step again, which begins a new run, while no page is free; then save the next one with room.
+
+    Returns:
+        For each save, True if it worked; and the steps of the versions that are there then.
+    """
     filler, weights, counter = Path(base).parent / "filler", torch.nn.Linear(8, 8), _Counter()
     if door == "dcp":
-        engine = Checkpointer(base)
+        jobs: Any = Checkpointer(base)
+    elif door == "flashpoint":
+        jobs = Flashpoint(base, deadline_s=60)
+        jobs.track(weights=weights, counter=counter).resume()
+    else:
+        from ml_flashpoint.adapter.lightning.engine import TrainerFlashpoint
 
-        def save(step: int) -> bool:
+        jobs = TrainerFlashpoint(base, sharded=False)
+        jobs.newest()
+        jobs.begin_run()
+
+    def save(step: int) -> bool:
+        if door == "dcp":
             try:
-                dcp.save(weights.state_dict(), checkpoint_id=engine.id(step), storage_writer=engine.writer())
+                dcp.save(weights.state_dict(), checkpoint_id=jobs.id(step), storage_writer=jobs.writer())
             except CheckpointException:
                 return False
             return True
-    else:
-        fp = Flashpoint(base, deadline_s=60)
-        fp.track(weights=weights, counter=counter).resume()
-
-        def save(step: int) -> bool:
-            fp.save(step)
-            return fp.wait() and fp.last_saved == step
+        if door == "flashpoint":
+            jobs.save(step)
+        else:
+            unreadable = {} if counter.is_readable else {"callbacks": lambda: None}
+            jobs.save_dictionary({"state_dict": weights.state_dict(), "optimizer_states": [], **unreadable}, step)
+        return bool(jobs.wait() and jobs.last_saved == step)
 
     results = [save(1)]
     counter.is_readable = False
@@ -368,7 +381,8 @@ def save_again_while_full(report: Report, base: str, door: str) -> list[bool]:
     fill(filler, 0)
     results.append(save(2))
     filler.unlink()
-    return [*results, save(3), save(4)]
+    results.append(save(3))
+    return results, [version.step for version in jobs.versions()]
 
 
 class _Counter:

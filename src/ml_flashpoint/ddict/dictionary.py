@@ -461,7 +461,7 @@ class DDict(MutableMapping[Any, Any]):
         Raises:
             DDictCheckpointRetiredError: it has left the working set.
             DDictTimeoutError: a manager is away. The handle is back all the same; see docs/ddict.md.
-            DDictPersistError: the handle is back, but a persisted checkpoint above that stays in the store.
+            DDictPersistError: the handle is back, but the store still offers a persisted checkpoint above that.
         """
         to = max(0, self.checkpoint_id - 1) if to is None else check_checkpoint_id(to, "to")
         if to > self.checkpoint_id:
@@ -482,8 +482,9 @@ class DDict(MutableMapping[Any, Any]):
         return self.checkpoint_id
 
     def wait_for_commit(self, checkpoint_id: int | None = None, timeout: float | None = None) -> int:
-        """Wait until a checkpoint is committed: with `replication`, no loss of one manager takes it away any more.
-        Returns the newest committed one. Other threads cannot move this handle meanwhile.
+        """Wait until a checkpoint is committed, and what this handle wrote there after it was: with `replication`, no
+        loss of one manager takes it away any more. Returns the newest committed one. Other threads cannot move this
+        handle meanwhile.
 
         Args:
             checkpoint_id: None: the one before that of this handle, which `checkpoint` has left last; where no handle
@@ -491,8 +492,7 @@ class DDict(MutableMapping[Any, Any]):
             timeout: seconds; None: the dictionary's.
 
         Raises:
-            InvalidArgumentError: this handle still writes there; or wrote there when that was committed already, so
-                that it is committed with the one that the handle is at.
+            InvalidArgumentError: this handle still writes there.
             DDictWritesLostError: a manager came back without what this handle wrote, so it will not be.
             DDictTimeoutError: it was not in time: others have not moved past it, or have no copies of it.
         """

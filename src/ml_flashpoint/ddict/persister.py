@@ -152,13 +152,14 @@ class CheckpointPersister(ABC):
         return persist_path
 
     @abstractmethod
-    def begin_run(self, run_id: str, *, restored: PersistedCheckpoint | None = None) -> None:
-        """Makes this the coordinator's persister, for a run; called again after each restore, with a new run id.
+    def begin_run(self, run_id: str, *, continues: tuple[str, int] | None = None) -> None:
+        """Makes this the coordinator's persister, for a run; called again with a new run id after each restore, and
+        after each rollback that takes back what may be persisted.
 
         Args:
             run_id: see `new_run_id`.
-            restored: checkpoint that the dictionary's content is from: the run then continues the run of that one,
-                of which checkpoints with higher ids do not belong to its history. None: a run that starts empty.
+            continues: a run, and the newest checkpoint of its history that belongs to the history of this run, too:
+                what is above is not found again. None: this run starts empty.
 
         Raises:
             JobInUseError: a live dictionary has this name and path.

@@ -162,6 +162,7 @@ class Checkpointer:
 
     Attributes:
         base: base container. ranks: the ranks that use it together. strategy: who holds copies of whose parts.
+        holders: the ranks that hold copies of this one's parts.
         container: the store of versions on this node.
         stats: counters of what became of the saves of this rank.
         replicas: who writes what of the state that several ranks have alike.
@@ -213,6 +214,7 @@ class Checkpointer:
         assert not isinstance(strategy, str)
         several = len(ranks.topology.node_order) > 1
         self.strategy = strategy or (PairwiseReplicationStrategy() if several else NoReplicationStrategy())
+        self.holders = self.strategy.copies_of(ranks.rank, ranks.topology)
         ranks.agree_on(
             discard_existing=discard_existing,
             replication=repr(self.strategy),
@@ -658,8 +660,7 @@ class Checkpointer:
             self._persister.look()
 
     def _push(self, save: SaveId, verdict: Verdict) -> None:
-        holders = self.strategy.copies_of(self.ranks.rank, self.ranks.topology)
-        if not holders:
+        if not self.holders:
             return
         began = time.monotonic()
         try:
@@ -677,7 +678,7 @@ class Checkpointer:
         if self.stats.copy_error is not None:
             _log.warning("replication works again from step %d on", save.step)
         self.stats.copy_error = None
-        self._emit(events.PartReplicated, save.step, bytes=size, holders=holders, seconds=seconds)
+        self._emit(events.PartReplicated, save.step, bytes=size, holders=self.holders, seconds=seconds)
 
     def _heard(self, verdict: Verdict) -> None:
         """Resolve the saves that a verdict decides about."""
@@ -812,13 +813,12 @@ class Checkpointer:
         except BaseException:
             self._end_run(0.0)
             raise
-        self._is_between_runs = False
 
     def _end_run(self, deadline_s: float, last: Callable[[], None] | None = None) -> None:
         """End the board, after a last call on its thread. Saves that are not verified yet never will be."""
         give_up = time.monotonic() + deadline_s
         self._executor.drain(deadline_s)
-        self._is_between_runs |= self._run > 0
+        self._is_between_runs = False
         board, self._board, self._run = self._board, None, 0
         if board is not None:
             board.close(max(give_up - time.monotonic(), 0.0), last)
@@ -832,8 +832,13 @@ class Checkpointer:
     def latest(self) -> CheckpointContainerId | None:
         """Find and bring the newest version (`newest`) and go on from it (`go_on_from`). Collective."""
         self.reconsider()
-        found = self.newest()
-        self.go_on_from(found)
+        had_begun = self._run > 0 or self._is_between_runs
+        try:
+            found = self.newest()
+            self.go_on_from(found)
+        except BaseException:
+            self._is_between_runs = had_begun and not self._run
+            raise
         return found
 
     def go_back(self, step: int) -> CheckpointContainerId:

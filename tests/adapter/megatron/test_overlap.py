@@ -19,7 +19,6 @@ from megatron.core.optimizer import ChainedOptimizer
 
 from ml_flashpoint.adapter.megatron.optimizers import watch_optimizers
 from ml_flashpoint.adapter.megatron.save_utils import save_local_aware_megatron_checkpoint
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.local import LocalCheckpointManager
 from tests.support.megatron import Door, without_cuda
@@ -61,7 +60,7 @@ def _on_a_device(door: Door, gpt: Gpt, monkeypatch: pytest.MonkeyPatch, *, watch
         gpt.step(step)
         _async_save(door, gpt, step)
         _finalize(door)
-        lock_slots(door.writer.checkpointer(CheckpointContainerId(door.version(1)))._pool)
+        lock_slots(door.checkpointer._pool)
     if watched:
         door.save_strategy.watch(gpt.optimizer)
     gpt.step(LOCKED)
@@ -98,7 +97,7 @@ def test_each_version_is_the_state_at_the_call(door: Door, monkeypatch: pytest.M
         expected = _async_save(door, trained, step)
         trained.step(100 + step)
         _finalize(door)
-        lock_slots(door.writer.checkpointer(CheckpointContainerId(door.version(1)))._pool)
+        lock_slots(door.checkpointer._pool)
         assert door.save_strategy.last_error is None
         found = tensors_of(door.load_megatron(blank.sharded_state(is_loading=True), step))
         assert_same_state({name: found[name] for name in expected}, expected)

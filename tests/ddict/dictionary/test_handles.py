@@ -179,7 +179,8 @@ def test_a_value_that_comes_with_bad_fields_takes_no_memory(d: DDict) -> None:
     links, deadline = d._access.client.links, d._access.deadline()
 
     def send(exchange: Exchange) -> None:
-        room = exchange.request("allocate", {"n": 1 << 20, "c": d.checkpoint_id, "e": d._access.standing.epoch})
+        asked = {"n": 1 << 20, "c": d.checkpoint_id, "e": d._access.standing.epoch, "w": "me"}
+        room = exchange.request("allocate", asked, (b"key",))
         with pytest.raises(ProtocolError):
             exchange.request("put", {"v": room.fields["v"], "c": "none", "w": "me"}, (b"key",))
         exchange.request("abandon", {"v": room.fields["v"]})

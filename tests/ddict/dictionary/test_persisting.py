@@ -18,7 +18,7 @@ from ml_flashpoint.ddict.errors import (
 )
 from ml_flashpoint.format.errors import SaveError
 from tests.ddict.dictionary.support import BIG, Make, other
-from tests.support.dictionaries import DEADLINE_S, await_that
+from tests.support.dictionaries import DEADLINE_S
 
 # ---- persistence ------------------------------------------------------------------------------------------
 
@@ -116,6 +116,24 @@ def test_rolled_back_checkpoints_are_not_offered(make: Make, tmp_path: Path) -> 
     dictionary.restore(2)
 
     assert dictionary["key"] == "again"
+
+
+def test_what_was_written_late_is_persisted_with_its_checkpoint(make: Make, tmp_path: Path) -> None:
+    named: dict[str, Any] = {"persister_class": PosixCheckpointPersister, "persist_path": str(tmp_path)}
+    dictionary = make(persist_count=-1, working_set_size=4, **named)
+    dictionary["key"] = "early"
+    dictionary.checkpoint()
+    assert dictionary.persist() == 0
+    assert dictionary.sync_to_newest_checkpoint() == 0
+    dictionary["key"] = "late"
+    dictionary.checkpoint()
+    assert dictionary.wait_for_commit() == 0
+    assert dictionary.persist() == 0
+    dictionary.destroy()
+
+    again = make(**named)
+    again.restore(0)
+    assert again["key"] == "late"
 
 
 # ---- another number of managers ---------------------------------------------------------------------------
@@ -222,66 +240,91 @@ def test_what_several_handles_have_put_everywhere_is_one_value_only_where_it_is_
 # ---- what a rollback takes back ---------------------------------------------------------------------------
 
 
-def refuse(*_: object) -> None:
+def refuse(*_: object, **__: object) -> None:
     """What a store does that nothing may be removed from."""
     raise SaveError("the storage is read-only")
 
 
-def test_a_rollback_says_that_the_store_keeps_what_it_has_taken_back(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dictionary = make(
-        persister_class=PosixCheckpointPersister, persist_path=str(tmp_path), persist_count=-1, working_set_size=4
-    )
+def persisting(make: Make, tmp_path: Path) -> DDict:
+    """A dictionary at 3 that has persisted 0 to 2."""
+    named: dict[str, Any] = {"persister_class": PosixCheckpointPersister, "persist_path": str(tmp_path)}
+    dictionary = make(persist_count=-1, working_set_size=4, **named)
     for number in range(3):
         dictionary["key"] = number
         dictionary.checkpoint()
         assert dictionary.persist() == number
+    return dictionary
+
+
+def offered(make: Make, tmp_path: Path) -> list[int]:
+    """What the next program can restore."""
+    return make(persister_class=PosixCheckpointPersister, persist_path=str(tmp_path)).persisted_ids()
+
+
+def test_what_was_rolled_back_does_not_return_though_the_store_keeps_it(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dictionary = persisting(make, tmp_path)
     with monkeypatch.context() as refusing:
         refusing.setattr(PosixCheckpointPersister, "remove", refuse)
+        assert dictionary.rollback(to=1) == 1
+    assert dictionary.persisted_ids() == [0, 1]
+    dictionary["key"] = "again"
+    dictionary.checkpoint()
+    assert (dictionary.persist(), dictionary.persisted_ids()) == (1, [0, 1])
+    dictionary["key"] = "more"
+    dictionary.checkpoint()
+    assert (dictionary.persist(), dictionary.persisted_ids()) == (2, [0, 1, 2])
+    assert dictionary.rollback(to=0) == 0
+    dictionary.destroy()
+
+    assert offered(make, tmp_path) == [0]
+
+
+def test_a_rollback_says_that_the_store_does_not_know_of_it(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dictionary = persisting(make, tmp_path)
+    with monkeypatch.context() as refusing:
+        refusing.setattr(PosixCheckpointPersister, "remove", refuse)
+        refusing.setattr(PosixCheckpointPersister, "begin_run", refuse)
         with pytest.raises(DDictPersistError, match="read-only") as raised:
             dictionary.rollback(to=1)
         assert raised.value.checkpoint_id == 1
         assert (dictionary.checkpoint_id, dictionary["key"]) == (1, 1), "all has gone back"
-        assert dictionary.persisted_ids() == [0, 1, 2]
         with pytest.raises(DDictPersistError):
             dictionary.rollback()
 
-    assert dictionary.rollback() == 0  # or whatever persists next removes it
+    assert dictionary.rollback() == 0  # or whatever persists next does that
     assert dictionary.persisted_ids() == [0]
+    dictionary.destroy()
+    assert offered(make, tmp_path) == [0]
 
 
-def test_a_rollback_waits_for_what_is_being_completed_and_removes_that_too(
+def test_what_is_completed_after_it_was_rolled_back_does_not_count(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dictionary = make(
-        persister_class=PosixCheckpointPersister, persist_path=str(tmp_path), persist_count=-1, working_set_size=4
-    )
-    dictionary["key"] = 0
-    dictionary.checkpoint()
-    assert dictionary.persist() == 0
+    dictionary = persisting(make, tmp_path)
     complete, has_begun, may_end = PosixCheckpointPersister.complete, threading.Event(), threading.Event()
 
-    def complete_slowly(*args: Any) -> Any:
-        found = complete(*args)
+    def complete_late(*args: Any) -> Any:
         has_begun.set()
         assert may_end.wait(DEADLINE_S)
-        return found
+        return complete(*args)
 
-    monkeypatch.setattr(PosixCheckpointPersister, "complete", complete_slowly)
-    monkeypatch.setattr(PosixCheckpointPersister, "remove", refuse)
-    dictionary["key"] = 1
+    dictionary["key"] = 3
     dictionary.checkpoint()
     colleague = other(dictionary)
-    with ThreadPoolExecutor(2) as pool:
-        persisting = pool.submit(colleague.persist)
+    with ThreadPoolExecutor(1) as pool, monkeypatch.context() as slow:
+        slow.setattr(PosixCheckpointPersister, "complete", complete_late)
+        persisting_it = pool.submit(colleague.persist)
         assert has_begun.wait(DEADLINE_S)
-        rolling_back = pool.submit(dictionary.rollback, 0)
-        await_that(lambda: dictionary._access.ask_main("state")["committed"] == 0)
+        assert dictionary.rollback(to=2) == 2
         may_end.set()
-        assert isinstance(rolling_back.exception(DEADLINE_S), DDictPersistError), "it stays, and nobody was told"
-        assert isinstance(persisting.exception(DEADLINE_S), DDictPersistError)
-    assert dictionary.checkpoint_id == 0
+        assert isinstance(persisting_it.exception(DEADLINE_S), DDictPersistError)
+    assert dictionary.persisted_ids() == [0, 1, 2]
+    dictionary.destroy()
+    assert offered(make, tmp_path) == [0, 1, 2]
 
 
 # ---- who is told, and who may lock ------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def _persist(persister: CheckpointPersister, run: str, *checkpoint_ids: int) -> 
 
 
 def _begun(persister: CheckpointPersister, run: str, restored: PersistedCheckpoint | None = None) -> Any:
-    persister.begin_run(run, restored=restored)
+    persister.begin_run(run, continues=None if restored is None else (restored.run, restored.checkpoint_id))
     return persister
 
 

@@ -171,11 +171,24 @@ def test_a_run_that_others_continue_stays_although_it_is_empty(make: Callable[..
     assert make().ids() == [1, 2, 5]
 
 
+def test_what_the_newest_run_has_left_behind_is_not_found_again(make: Callable[..., CheckpointPersister]) -> None:
+    persister = _begun(make(), "a")
+    _persist(persister, "a", 1, 2, 3)
+    persister.begin_run("b", continues=("a", 1))
+    persister.close()
+    _begun(make(), "c").close()
+
+    assert make().ids() == [1]
+    last = _begun(make(), "d")
+    last.begin_run("e", continues=("b", 0))
+    assert last.ids() == make().ids() == []
+
+
 def test_a_run_begins_once(make: Callable[..., CheckpointPersister]) -> None:
     persister = _begun(make(), "a")
-    for again, restored in (("a", None), ("new", PersistedCheckpoint(1, "new", 1, ("x",)))):
+    for again, continues in (("a", None), ("new", ("new", 1))):
         with pytest.raises(InvalidArgumentError, match="run_id"):
-            persister.begin_run(again, restored=restored)
+            persister.begin_run(again, continues=continues)
 
 
 def test_a_run_whose_record_could_not_be_written_can_begin_after_all(tmpfs: Path, opened: Callable[..., Any]) -> None:

@@ -264,7 +264,7 @@ def _persist_in_a_child(folder: Path, steps: int) -> tuple[bool, set[bytes]]:
         try:
             persister = PosixCheckpointPersister(str(folder), name="name", managers=MANAGERS)
             _Countdown(steps).arm()
-            persister.begin_run("b", restored=persister.locate(1))
+            persister.begin_run("b", continues=(persister.locate(1).run, 1))
             receipts = _write(persister, "b", 2)
             persister.complete(2, receipts)
             os.write(say, b"c")
@@ -318,7 +318,7 @@ def test_a_kill_at_any_step_loses_nothing_complete(tmpfs: Path) -> None:
         assert 2 in there or b"c" not in said
         assert there == [2] or b"k" not in said
         # And whoever comes next is not in the way of what is left.
-        after.begin_run("c", restored=after.locate(there[-1]))
+        after.begin_run("c", continues=(after.locate(there[-1]).run, there[-1]))
         _persist(after, "c", 3)
         after.keep(1)
         assert after.ids() == [3]

@@ -182,11 +182,6 @@ class MLFlashpointAsyncFinalizableCheckpointIO(AsyncFinalizableCheckpointIO):  #
         super().__init__(checkpoint_io)
         self._last: AsyncRequest | None = None  # of ours, until it is finalized
 
-    @property
-    def unfinalized(self) -> int:
-        """Number of our saves that are not finalized."""
-        return int(self._last is not None)
-
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:

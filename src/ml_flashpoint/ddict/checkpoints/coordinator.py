@@ -152,7 +152,7 @@ class Coordinator:
         is committed; others need not wait for them."""
         with self._changed:
             epoch, base = self.epoch, self._epochs.base
-            fields = {"run": self.run.run_id, "e": epoch, "base": base, "cut": self._cut, "keep": self._keep()}
+            fields = {"e": epoch, "base": base, "cut": self._cut, "keep": self._keep()}
             fields.update(frozen=self._frozen, n=self._freezes, pinned=self._pinned(base), restored=None)
             if self._restored is not None:
                 fields.update(restored=self._restored[1], keep=[self._restored[2]])
@@ -250,6 +250,8 @@ class Coordinator:
             if epoch != self.epoch or self._called_off:
                 return  # somebody went back: what it has is not what is written
             self._committed = checkpoint_id
+            if self._restored is None:
+                self._persisting.committed(checkpoint_id)
             self._restored = None
             self._sealed[checkpoint_id] = Sealed(cut, sealed)
             if self._rules.next_due(checkpoint_id - 1) == checkpoint_id:
@@ -338,9 +340,9 @@ class Coordinator:
         with self._changed:
             return {**self.state(), **self._persisting.state(), "frozen": self._frozen}
 
-    def _write_parts(self, checkpoint_id: int) -> list[str]:
+    def _write_parts(self, checkpoint_id: int, run: str) -> list[str]:
         with self._changed:
-            fields = {"checkpoint_id": checkpoint_id, "cut": self._cut_of(checkpoint_id)}
+            fields = {"checkpoint_id": checkpoint_id, "cut": self._cut_of(checkpoint_id), "run": run}
         written = self._managers.ask("persist", fields, seal_deadline_s(), apart=True)
         return [str(answer["receipt"]) for answer in written]
 
@@ -497,7 +499,7 @@ class Coordinator:
                 self._discards[handle] = max(to, self._committed)
             self._follow()
         if 0 <= to < taken:
-            self._remove_rolled_back()
+            self._record_rollback()
 
     def rollback(
         self,
@@ -522,7 +524,7 @@ class Coordinator:
             generation: Of its request.
 
         Returns:
-            The state, where it is now, ``position``, and why what was persisted above ``stays`` in the store, or null.
+            The state, where it is now, ``position``, and why what was persisted above ``stays`` on offer, or null.
 
         Raises:
             StaleEpochError: See `catch_up`; but not for a handle that was killed, which comes back by this.
@@ -553,7 +555,7 @@ class Coordinator:
             fields = {"w": handle, "to": to, "n": numbered, "dead": False, "e": epoch, "g": generation}
             self._managers.ask("discard", fields, deadline - time.monotonic(), apart=True)
         self._await_open(deadline)
-        return {**self.state(), "epoch": begun, "position": to, "stays": self._remove_rolled_back(deadline)}
+        return {**self.state(), "epoch": begun, "position": to, "stays": self._record_rollback(deadline)}
 
     def _take_back(self, to: int, handle: str) -> None:
         """Have all go back below what is committed. With the lock held."""
@@ -562,13 +564,13 @@ class Coordinator:
         self._begin_epoch(Beginning(to, to, self._cut_of(to), why, taken, by=handle))
         self._persisting.take_back(to)
 
-    def _remove_rolled_back(self, deadline: float | None = None) -> str | None:
-        """Remove what was persisted above a checkpoint that somebody went back to. Returns why it could not be: whoever
-        persists next tries again."""
+    def _record_rollback(self, deadline: float | None = None) -> str | None:
+        """Have the store know that what was persisted above a checkpoint counts no more. Returns why it does not:
+        whoever persists next tries again."""
         try:
-            self._persisting.remove_rolled_back(deadline)
+            self._persisting.record(deadline)
         except Exception as error:  # of a persister of the user's own, perhaps
-            _log.warning("a persisted checkpoint that was rolled back stays: %s", error)
+            _log.warning("a persisted checkpoint that was rolled back is still on offer: %s", error)
             return str(error) if isinstance(error, FlashpointError) else repr(error)
         return None
 

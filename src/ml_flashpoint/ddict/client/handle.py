@@ -464,10 +464,10 @@ class Handle:
         standing.went_back(int(state["position"]), state)
         if state["stays"] is not None:
             raise DDictPersistError(
-                f"this handle is back at {to}, but a persisted checkpoint above that stays in the store: "
+                f"this handle is back at {to}, but the store does not know, and offers what was persisted above: "
                 f"{state['stays']}",
                 checkpoint_id=to,
-                hint="remove it, or whoever restores it has again what was taken back; nothing is persisted before",
+                hint="roll back to there again; until that works, nothing is persisted",
             )
 
     def await_commit(self, checkpoint_id: int, deadline: float, *, if_written: bool = False) -> int:

@@ -72,10 +72,11 @@ class Standing:
         return self.joined or self.astray or self.going_back is not None or self.written != Written()
 
     def whose(self, *, writes: bool) -> dict[str, Any]:
-        """The fields that say whose a request is. Raises `StaleRequestError`: it ``writes``, and is going back."""
+        """The fields that say whose a request is. Raises `StaleRequestError`: it has to be told something first; or it
+        ``writes``, and has to go back."""
         with self._lock:
-            if writes and self.going_back is not None:
-                raise StaleRequestError("this handle has begun to go back")
+            if self.untold is not None or (writes and (self.lost is not None or self.going_back is not None)):
+                raise StaleRequestError("this handle has something else to do first")
             return {"c": self.checkpoint_id, "w": self.handle, "e": self.epoch, "g": self.generation}
 
     def fields(self) -> dict[str, Any]:

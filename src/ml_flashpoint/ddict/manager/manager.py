@@ -358,7 +358,6 @@ class Manager:
         pinned: Sequence[int],
         sealed: Sequence[SealedPart],
         restored: PersistedCheckpoint | None,
-        run: str,
         frozen: bool,
         number: int,
     ) -> None:
@@ -372,7 +371,6 @@ class Manager:
             pinned: others that are yet to be persisted.
             sealed: the snapshots that this manager has of them: one that was lost recovers these.
             restored: read the one cut from there, if it is not here.
-            run: what is persisted from now on belongs to it.
             frozen, number: see `freeze`.
 
         Raises:
@@ -392,7 +390,6 @@ class Manager:
                 self._load(epoch, _Cut(cut, base), keep)
                 self._retain(lambda each: each in keep or each in pinned)
                 self._ready.set()
-            self.run.use(run)
         self.freeze(frozen, number)
 
     def _load(self, epoch: int, cut: _Cut, keep: Sequence[int]) -> None:
@@ -495,8 +492,9 @@ class Manager:
         if self.rules.replicated:
             self.snapshots.retain(keep)
 
-    def persist(self, checkpoint_id: int, cut: int) -> str:
-        """Write this manager's part of a committed cut; returns the receipt."""
+    def persist(self, checkpoint_id: int, cut: int, run: str) -> str:
+        """Write this manager's part of a committed cut for a run; returns the receipt."""
+        self.run.use(run)
         entries = self._prepared(cut)
         index, items = encode(checkpoint_id, self.number, self.configuration.managers, entries)
         return self.run.persister.write_part(checkpoint_id, self.number, index, items)

@@ -1,4 +1,4 @@
-"""Which committed checkpoints are to be persisted, under which run, and which persisted ones are to be removed again.
+"""Which committed checkpoints are to be persisted, under which run, and which persisted ones count no more.
 
 Owns the coordinator's background thread for that, the account of what is persisted, and a process's persister. What is
 committed is `coordinator`'s, which shares its lock with this; how checkpoints are written is its managers' and the
@@ -12,11 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ml_flashpoint.ddict.errors import DDictPersistError, DDictTimeoutError
 from ml_flashpoint.ddict.options import Configuration
-from ml_flashpoint.ddict.persister import MAX_CHECKPOINT_ID, CheckpointPersister, PersistedCheckpoint
+from ml_flashpoint.ddict.persister import CheckpointPersister, PersistedCheckpoint, new_run_id
 from ml_flashpoint.format.errors import FlashpointError
 
 _log = logging.getLogger(__name__)
@@ -39,21 +39,21 @@ class Persisting:
 
     Args:
         changed: the coordinator's lock; notified of what changes here.
-        write: has all managers write their parts of a checkpoint, and returns their receipts.
+        write: has all managers write their parts of a checkpoint for a run, and returns their receipts.
         run: that they are of.
     """
 
-    def __init__(self, changed: threading.Condition, write: Callable[[int], list[str]], run: PersistedRun) -> None:
+    def __init__(self, changed: threading.Condition, write: Callable[[int, str], list[str]], run: PersistedRun) -> None:
         self._changed = changed
         self._write = write
         self._persisted = run
         self._waiting: list[_Wanted] = []
         self._current = -1
         self._called_off = False  # the current one was rolled back
-        self._completing = False  # too late for that
-        self._removing = threading.Lock()
+        self._outdated = False  # it was committed again
+        self._tried = -1  # the newest that the history of this run has, perhaps
+        self._recording = threading.Lock()
         self._done: set[int] = set()
-        self._rolled_back_above = MAX_CHECKPOINT_ID
         self._error: FlashpointError | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="ddict-persist", daemon=True)
@@ -82,10 +82,17 @@ class Persisting:
         error = None if self._error is None else str(self._error)
         return {"persisted": max(self._done, default=-1), "persist_error": error}
 
+    def committed(self, checkpoint_id: int) -> None:
+        """This was committed, perhaps again: what is persisted of it lacks late writes. With the lock held."""
+        self._done.discard(checkpoint_id)
+        self._outdated = self._outdated or self._current == checkpoint_id
+
     def take_back(self, to: int) -> None:
-        """Checkpoints above this one are committed no more; `remove_rolled_back` removes those that are persisted. With
-        the lock held."""
-        self._rolled_back_above = min(to, self._rolled_back_above)
+        """Checkpoints above this one are committed no more. Where any may be persisted, another run begins, which goes
+        on from this one: `record` it. With the lock held."""
+        if self._tried > to:
+            self._persisted.go_back(to)
+            self._tried = to
         self._done = {each for each in self._done if each <= to}
         self._waiting = [each for each in self._waiting if each.checkpoint_id <= to]
         self._called_off = self._called_off or self._current > to
@@ -93,36 +100,23 @@ class Persisting:
 
     def restored(self, checkpoint_id: int) -> None:
         """This persisted checkpoint is held, and nothing else. With the lock held."""
-        self._done = {checkpoint_id}
-        self._rolled_back_above = MAX_CHECKPOINT_ID
+        self._done, self._tried = {checkpoint_id}, checkpoint_id
 
     # ---- without it ---------------------------------------------------------------------------------------
 
-    def remove_rolled_back(self, deadline: float | None = None) -> None:
-        """Remove what was persisted above a checkpoint that somebody went back to. Nothing newer is persisted before.
-
-        Args:
-            deadline: Wait until then for one that is being completed, which is to be removed too.
+    def record(self, deadline: float | None = None) -> None:
+        """Have the store know of a rollback. Nothing is persisted before.
 
         Raises:
-            DDictTimeoutError: It was not completed in time.
-            FlashpointError: The storage refuses.
+            DDictTimeoutError: Somebody else does, and it takes too long.
+            FlashpointError: The storage refuses: what was taken back is still offered there.
         """
-        if not self._removing.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())):
-            raise DDictTimeoutError("persisted checkpoints are still being removed")
+        if not self._recording.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())):
+            raise DDictTimeoutError("a rollback is still being recorded where checkpoints are persisted")
         try:
-            with self._changed:
-                above = self._rolled_back_above
-                if above == MAX_CHECKPOINT_ID:
-                    return
-                if deadline is not None:
-                    self._await(lambda: not self._completing, deadline)
-            self._persisted.remove_above(above)
-            with self._changed:
-                if self._rolled_back_above == above:
-                    self._rolled_back_above = MAX_CHECKPOINT_ID
+            self._persisted.record()
         finally:
-            self._removing.release()
+            self._recording.release()
 
     def await_persisted(self, checkpoint_id: int, deadline: float) -> None:
         """Wait until a checkpoint that was added is persisted. Raises `DDictTimeoutError`: not in time;
@@ -162,19 +156,10 @@ class Persisting:
         while (wanted := self._await_next()) is not None:
             failure = self._try(wanted.checkpoint_id)
             with self._changed:
-                if taken_back := self._called_off:
-                    # The rollback has removed what was complete then, and this may have been completed after.
-                    self._rolled_back_above = min(wanted.checkpoint_id - 1, self._rolled_back_above)
-                else:
+                if not (self._called_off or self._outdated):
                     self._note(wanted, failure)
-            if taken_back:
-                try:
-                    self.remove_rolled_back()
-                except Exception:  # the thread must go on; nothing is persisted before this has been done
-                    _log.exception("checkpoint %d, which was rolled back, is still persisted", wanted.checkpoint_id)
-            elif failure is not None:
-                _log.error("checkpoint %d was not persisted: %s", wanted.checkpoint_id, failure)
-            with self._changed:
+                    if failure is not None:
+                        _log.error("checkpoint %d was not persisted: %s", wanted.checkpoint_id, failure)
                 self._current = -1
                 self._changed.notify_all()
 
@@ -185,7 +170,8 @@ class Persisting:
                 now = time.monotonic()
                 for wanted in self._waiting:
                     if wanted.again_at <= now:
-                        self._current, self._called_off = wanted.checkpoint_id, False
+                        self._current, self._called_off, self._outdated = wanted.checkpoint_id, False, False
+                        self._tried = max(self._tried, self._current)
                         return wanted
                 again_at = min((each.again_at for each in self._waiting), default=None)
                 self._changed.wait(None if again_at is None else again_at - now)
@@ -204,22 +190,28 @@ class Persisting:
 
     def _try(self, checkpoint_id: int) -> FlashpointError | None:
         try:
-            self.remove_rolled_back()
-            receipts = self._write(checkpoint_id)
-            with self._changed:
-                self._completing = not self._called_off  # else its parts may be of before and after
-            if self._completing:
+            self.record()
+            run, receipts = "", list[str]()
+            while run != self._persisted.run_id:  # or parts are of before and after a rollback
+                run = self._persisted.run_id
+                receipts = self._write(checkpoint_id, run)
+                self.record()
+            if not self._called_off:
                 self._persisted.complete(checkpoint_id, receipts)
         except FlashpointError as error:
             return error
         except Exception as error:  # the thread must go on
             _log.exception("persisting checkpoint %d failed", checkpoint_id)
             return DDictPersistError(f"{type(error).__name__}: {error}", checkpoint_id=checkpoint_id)
-        finally:
-            with self._changed:
-                self._completing = False
-                self._changed.notify_all()
         return None
+
+
+class _Rollback(NamedTuple):
+    """The run that begins where somebody went back to, with the run before and the newest checkpoint of that."""
+
+    run_id: str
+    run: str
+    newest: int
 
 
 class PersistedRun:
@@ -229,6 +221,7 @@ class PersistedRun:
         self._options = configuration.options
         self._made = self._options.make_persister()
         self.run_id = ""
+        self._unrecorded: _Rollback | None = None
         self.use(configuration.run_id)
 
     @property
@@ -250,10 +243,47 @@ class PersistedRun:
     def begin(self, run_id: str | None = None, restored: PersistedCheckpoint | None = None) -> None:
         """As the coordinator: write for this run, or for the one that begins with a restored checkpoint. Raises
         `JobInUseError`: another dictionary of this name and path does."""
-        run_id = run_id or self.run_id
+        self._begin(run_id or self.run_id, None if restored is None else (restored.run, restored.checkpoint_id))
+        self.run_id, self._unrecorded = run_id or self.run_id, None
+
+    def _begin(self, run_id: str, continues: tuple[str, int] | None) -> None:
         if self._made is not None and not self._options.read_only:
-            self._made.begin_run(run_id, restored=restored)
-        self.run_id = run_id
+            self._made.begin_run(run_id, continues=continues)
+
+    def go_back(self, to: int) -> None:
+        """Write for another run, of which this one is the history, up to a checkpoint. It begins with `record`."""
+        before = self._unrecorded or _Rollback("", self.run_id, to)
+        self.run_id = new_run_id()
+        self._unrecorded = _Rollback(self.run_id, before.run, min(before.newest, to))
+
+    def record(self) -> None:
+        """Begin the run that was gone back to, and remove what is not of its history any more.
+
+        Raises:
+            FlashpointError: The storage refuses to begin it.
+        """
+        if (rollback := self._unrecorded) is None:
+            return
+        self._remove_above(rollback.run, rollback.newest)
+        try:
+            self._begin(rollback.run_id, (rollback.run, rollback.newest))
+        except BaseException:
+            self.go_back(
+                rollback.newest
+            )  # with another name: that run may have begun all the same, which each does once
+            raise
+        if self._unrecorded is rollback:
+            self._unrecorded = None
+
+    def _remove_above(self, run: str, newest: int) -> None:
+        try:
+            for each in reversed(self.ids()):
+                # What earlier runs have is below, or all there is: it is not this run's to touch.
+                if each <= newest or self.persister.locate(each).run != run:
+                    return
+                self.persister.remove(each)
+        except Exception as error:  # of a persister of the user's own, perhaps
+            _log.warning("a checkpoint that was rolled back stays in the store, where it does not count: %s", error)
 
     def use(self, run_id: str) -> None:
         """In a manager: write for this run."""
@@ -266,11 +296,3 @@ class PersistedRun:
         """Make a checkpoint exist, and remove those that are not to be kept."""
         self.persister.complete(checkpoint_id, receipts)
         self.persister.keep(self._options.persist_count)
-
-    def remove_above(self, checkpoint_id: int) -> None:
-        """Remove what this run has persisted above a checkpoint, which was rolled back."""
-        for each in reversed(self.ids()):
-            # What earlier runs have is below, or all there is: it is not this run's to touch.
-            if each <= checkpoint_id or self.persister.locate(each).run != self.run_id:
-                return
-            self.persister.remove(each)

@@ -7,7 +7,8 @@ Owns the folders below, what makes a checkpoint complete and valid, the history 
     <name>/run-<run id>/step-<id>_ckpt/rank-<manager>-<attempt>.safetensors, .manifest    one part: a pack
     <name>/run-<run id>/step-<id>_ckpt/complete.json    the parts that count; written last
 
-A run's checkpoints are its own and, of the run that it was restored from, what that one saw up to the restored one.
+A run's checkpoints are its own and, of the run that it continues, what that one saw up to the checkpoint that was
+restored, or gone back to. What the newest run that has a history does not see, does not exist for who comes after it.
 Nothing is ever removed from runs that are not of this history: that is left to the user. The files are the stores'
 (`stores.files`) and `packs`'.
 """
@@ -66,8 +67,7 @@ class _Run(NamedTuple):
     """What `run.json` says."""
 
     sequence: int  # higher than that of every run that was there when it began, whatever the clocks said
-    # the runs that it continues, the one that it was restored from first, each with the highest id of it that belongs
-    # to the history
+    # the runs that it continues, the newest first, each with the highest id of it that belongs to the history
     lineage: tuple[tuple[str, int], ...] = ()
 
 
@@ -113,17 +113,17 @@ class StoredCheckpointPersister(CheckpointPersister):
 
     # -- runs
 
-    def begin_run(self, run_id: str, *, restored: PersistedCheckpoint | None = None) -> None:
+    def begin_run(self, run_id: str, *, continues: tuple[str, int] | None = None) -> None:
         """See `CheckpointPersister.begin_run`. Waits for a dying owner of the name for `FLASHPOINT_LOCK_DEADLINE_S`.
 
-        Also removes what runs left that never completed a checkpoint.
+        Also removes what runs left that never completed a checkpoint, and continue none.
         """
         check_run_id(run_id)
         self._take_lock()
         runs = self._runs()
-        lineage = () if restored is None else self._continued(restored)
+        lineage = () if continues is None else self._lineage_after(*continues)
         # A folder with nothing in it is what is left where the record could not be written: that may be tried again.
-        if self.store.list(self._folder(run_id)) or (restored is not None and restored.run == run_id):
+        if self.store.list(self._folder(run_id)) or (continues is not None and continues[0] == run_id):
             raise InvalidArgumentError("a run begins once", argument="run_id", value=run_id)
         sequence = 1 + max((run.sequence for run in runs.values()), default=0)
         content = {"run": run_id, "sequence": sequence, "lineage": lineage}
@@ -133,7 +133,7 @@ class StoredCheckpointPersister(CheckpointPersister):
             lineages = [lineage, *(run.lineage for run in runs.values())]
             needed = {run_id, *(ancestor for ancestor, _ in itertools.chain(*lineages))}
             for other in self._run_ids():
-                if other not in needed and not self._marked(other):
+                if other not in needed and not self._has_history(other):
                     try_to_remove(self.store.remove_folder, self._folder(other))
 
     def join_run(self, run_id: str) -> None:
@@ -247,13 +247,16 @@ class StoredCheckpointPersister(CheckpointPersister):
 
     def _visible(self) -> dict[int, PersistedCheckpoint]:
         """The checkpoints of the run, or, before it has any history, of the newest run that has some."""
-        if self._run is not None and (self._marked(self._run) or self._record(self._run).lineage):
+        if self._run is not None and self._has_history(self._run):
             return self._history(self._run)
         runs = self._runs()
         for run in sorted(runs, key=lambda run: (runs[run].sequence, run), reverse=True):
-            if run != self._run and any(self._valid(run, i) for i in self._marked(run)):
+            if runs[run].lineage or any(self._valid(run, i) for i in self._marked(run)):
                 return self._history(run)
         return {}
+
+    def _has_history(self, run: str) -> bool:
+        return bool(self._marked(run) or self._record(run).lineage)
 
     def _history(self, run: str) -> dict[int, PersistedCheckpoint]:
         """Valid checkpoints of a run and of those that it continues; of two with one id, the latter's is left out."""
@@ -266,11 +269,9 @@ class StoredCheckpointPersister(CheckpointPersister):
                         found[checkpoint_id] = checkpoint
         return found
 
-    def _continued(self, restored: PersistedCheckpoint) -> tuple[tuple[str, int], ...]:
-        """The lineage of a run that begins with a checkpoint."""
-        limit = restored.checkpoint_id
-        before = ((run, min(limit, highest)) for run, highest in self._record(restored.run).lineage)
-        return ((restored.run, limit), *before)
+    def _lineage_after(self, run: str, limit: int) -> tuple[tuple[str, int], ...]:
+        """The lineage of a run that continues another one up to a checkpoint."""
+        return ((run, limit), *((each, min(limit, highest)) for each, highest in self._record(run).lineage))
 
     def _steps(self, run: str) -> list[int]:
         parsed = map(CheckpointContainerId.parse_version_container, self.store.list(self._folder(run)))

@@ -300,6 +300,14 @@ def test_an_instance_that_can_be_called_is_not_called(kind: Any) -> None:
     assert made == []
 
 
+def test_an_instance_that_can_be_called_is_refused_beside_a_tensor_of_another_kind() -> None:
+    tensor = torch.ones(2)
+    tensor.note = "x"  # type: ignore[attr-defined]
+    assert save_archive([tensor, Settings(1.0)], "value")
+    with pytest.raises(UnsafeContentError, match="can be called"):
+        save_archive([tensor, Task("warmup")], "value")
+
+
 def test_a_name_is_the_same_wherever_its_module_ends() -> None:
     pickle = pickled(torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 4)]))
     for name in (b"ctorch\n_utils._rebuild_nested_tensor\n", b"ctorch._utils\n_rebuild_nested_tensor\n"):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, ValuesView
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +15,8 @@ from ml_flashpoint.copy.cpu import cpu_clone
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.local.base_state_dict import TensorAwareStateDict
 from ml_flashpoint.local.errors import CallOrderError
-from ml_flashpoint.state.archive import attributes_of, is_namedtuple, is_plain, new_instance
+from ml_flashpoint.state.archive import attributes_of, is_plain, new_instance
+from ml_flashpoint.state.private import tree_map
 
 _T = TypeVar("_T")
 
@@ -219,36 +221,22 @@ def _wrapper_like(tensor: torch.Tensor) -> Any:
     return wrap
 
 
-_DICTS = (dict, OrderedDict, defaultdict)
-
-
-def _map_tensors(change: Callable[[Any], Any], nest: Any, leaf: type | tuple[type, ...] = torch.Tensor) -> Any:
+def _map_tensors(change: Callable[[Any], Any], nest: Any, leaf: type = torch.Tensor) -> Any:
     """Return a copy of the containers of ``nest`` in which every leaf of type ``leaf`` is ``change(leaf)``.
 
     Other leaves are the same objects.
     """
-    if isinstance(nest, leaf):
-        return change(nest)
-    kind = type(nest)
-    if kind in _DICTS:
-        items = [(key, _map_tensors(change, value, leaf)) for key, value in nest.items()]
-        if kind is dict:
-            return dict(items)
-        copied: dict[Any, Any] = defaultdict(nest.default_factory) if kind is defaultdict else OrderedDict()
-        copied.update(items)
-        vars_of = getattr(nest, "__dict__", None)
-        if vars_of:  # `_metadata` of a module's state
-            copied.__dict__.update(vars_of)
-        return copied
-    if kind is list:
-        return [_map_tensors(change, each, leaf) for each in nest]
-    if kind is tuple:
-        return tuple([_map_tensors(change, each, leaf) for each in nest])
-    if kind in (int, float, str, bool, bytes, type(None)) or isinstance(nest, type):
-        return nest
-    if is_namedtuple(kind):
-        return tuple.__new__(kind, [_map_tensors(change, each, leaf) for each in nest])
-    if is_plain(kind):
-        changed = {name: _map_tensors(change, value, leaf) for name, value in attributes_of(nest).items()}
-        return new_instance(kind, changed)
-    return nest
+    return tree_map(partial(_mapped, change, leaf), nest, is_leaf=lambda each: type(each) in (OrderedDict, torch.Size))
+
+
+def _mapped(change: Callable[[Any], Any], leaf: type, value: Any) -> Any:
+    if isinstance(value, leaf):
+        return change(value)
+    if type(value) is OrderedDict:
+        made = OrderedDict((key, _map_tensors(change, each, leaf)) for key, each in value.items())
+        made.__dict__.update(vars(value))  # `_metadata` of a module's state
+        return made
+    if is_plain(type(value)):
+        changed = {name: _map_tensors(change, each, leaf) for name, each in attributes_of(value).items()}
+        return new_instance(type(value), changed)
+    return value

@@ -1,4 +1,4 @@
-"""DTensors as a local shard and plain values that describe them.
+"""The device meshes of DTensors in states.
 
 Meshes that this process knows are used again. All ranks make new ones together, since that takes process groups.
 """
@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
 
-from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.ranks.rank_group import RankGroup
 
 MeshKey = str
@@ -25,54 +21,6 @@ def describe_mesh(mesh: DeviceMesh) -> MeshKey:
     """Return a mesh as text, equal for equal meshes."""
     names = list(mesh.mesh_dim_names) if mesh.mesh_dim_names else None
     return json.dumps([mesh.device_type, mesh.mesh.tolist(), names])
-
-
-def describe_placement(placement: Placement, where: str) -> list[Any]:
-    """Return a placement as plain values.
-
-    Args:
-        where: the DTensor's place in the state, for errors.
-
-    Raises:
-        InvalidArgumentError: it is of a kind that is not known here.
-    """
-    if type(placement) is Shard:
-        return ["S", placement.dim]
-    if type(placement) is Replicate:
-        return ["R"]
-    if type(placement) is Partial:
-        return ["P", placement.reduce_op]
-    if type(placement) is _StridedShard:
-        return ["SS", placement.dim, placement.split_factor]
-    raise InvalidArgumentError("a DTensor with this placement cannot be stored", argument=where, value=placement)
-
-
-def placement_of(described: Sequence[Any]) -> Placement:
-    """Return the placement that `describe_placement` described."""
-    match described:
-        case ["S", int(dim)]:
-            return Shard(dim)
-        case ["R"]:
-            return Replicate()
-        case ["P", str(operation)]:
-            return Partial(operation)
-        case ["SS", int(dim), int(factor)]:
-            return _StridedShard(dim, split_factor=factor)
-    raise ValueError(f"no placement: {described!r}")
-
-
-def rebuild(
-    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int], stride: Sequence[int]
-) -> DTensor:
-    """Return a DTensor of this rank's shard. Nothing is communicated."""
-    return DTensor.from_local(
-        local,
-        mesh,
-        [placement_of(each) for each in placements],
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=tuple(stride),
-    )
 
 
 class Meshes:

@@ -20,7 +20,6 @@ from ml_flashpoint.copy.overlap import Overlap, OverlappingDoor
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.engine.joint_load import FailedStepError, JointLoad
 from ml_flashpoint.engine.reader import ObjectReader
-from ml_flashpoint.engine.save import Save
 from ml_flashpoint.format.arguments import checked_base, checked_globals, checked_grace, checked_integer
 from ml_flashpoint.format.checkpoint_id_types import MAX_STEP, CheckpointContainerId, validate_segment
 from ml_flashpoint.format.errors import (
@@ -66,22 +65,15 @@ class CheckpointId(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """A save, the last that was begun in this run."""
+    """A save, the last that was begun in this run. For its futures see `Save`."""
 
     iteration: int
     committed: Future[Manifest]
-    ended: Future[Manifest]
-    """Ends with `committed`, but not before the save has its copies, or is known to get none."""
-
-    @classmethod
-    def of(cls, save: Save, iteration: int) -> _Saved:
-        ended: Future[Manifest] = Future()
-        save.verified.add_done_callback(lambda _: save.committed.add_done_callback(partial(_pass_on, ended)))
-        return cls(iteration, save.committed, ended)
+    verified: Future[Any]
 
     @classmethod
     def failed(cls, iteration: int, error: BaseException) -> _Saved:
-        future: Future[Manifest] = Future()
+        future: Future[Any] = Future()
         future.set_exception(error)
         return cls(iteration, future, future)
 
@@ -387,7 +379,9 @@ class LocalCheckpointManager(OverlappingDoor):
         events.emit(events.LoopHeld, self._ranks, self._base, iteration, seconds=seconds)
         if not is_async:
             return None
-        return AsyncRequest(BackgroundSave(saved.ended), (), [_Once(partial(self._conclude, iteration, saved.ended))])
+        # Once it has its copies, or is known to get none.
+        ended = BackgroundSave(saved.verified)
+        return AsyncRequest(ended, (), [partial(self._conclude, iteration, saved.committed)])
 
     def _go_on(self) -> None:
         """Begin a run if none has begun, or a save of this one has failed: a step is saved once a run. Collective."""
@@ -423,7 +417,7 @@ class LocalCheckpointManager(OverlappingDoor):
             save = self._engine.begin(iteration, explicit=True)
         except FlashpointError as error:
             return _Saved.failed(iteration, error)
-        self._last = saved = _Saved.of(save, iteration)
+        self._last = saved = _Saved(iteration, save.committed, save.verified)
         try:
             with collection_paused():
                 tensors, byte_items = encode(state_dict, self._allowed, self._meshes)
@@ -507,26 +501,6 @@ def _check_state(state_dict: TensorAwareStateDict) -> None:
         hollow: Any = state_dict.is_hollow
         if hollow() if callable(hollow) else hollow:  # some subclasses override the property by a method
             raise CallOrderError("the state is hollow: its tensors were taken out", hint="call insert_tensors first")
-
-
-def _pass_on(ended: Future[Manifest], committed: Future[Manifest]) -> None:
-    if (error := committed.exception()) is not None:
-        ended.set_exception(error)
-    else:
-        ended.set_result(committed.result())
-
-
-class _Once:
-    """A function that is called once."""
-
-    def __init__(self, function: Any) -> None:
-        self._function = function
-
-    def __call__(self) -> None:
-        function, self._function = self._function, None
-        if function is None:
-            raise CallOrderError("the save was finalized before")
-        function()
 
 
 # Of this process, by folder: two would be in each other's way.

@@ -1,11 +1,10 @@
 """States as tensors, a header and an archive: the content of one object of a local checkpoint.
 
-In the archive (`state.archive`), a number stands for each tensor. The header names the tensors.
+In the archive (`state.archive`), a number stands for each tensor. The header names the tensors and their devices.
 
 ::
 
-    {"local": 3, "wrapped": true, "names": [of the tensors stored], "devices": [[device, count], ...],
-     "meshes": [mesh, ...]}
+    {"local": 4, "wrapped": true, "tensors": [[name, device], ...], "meshes": [mesh, ...]}
 
 A state comes back with the same values and types. Not part of a value are strides, memory shared by tensors that are
 not the same, read-only flags, and attributes that somebody has set on a tensor.
@@ -13,7 +12,7 @@ not the same, read-only flags, and attributes that somebody has set on a tensor.
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import json
 import logging
 from collections import deque
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from ml_flashpoint.copy import cuda
 from ml_flashpoint.copy.cpu import copy_all
@@ -33,7 +33,7 @@ from ml_flashpoint.engine.reader import ObjectReader
 from ml_flashpoint.format.errors import DamagedError, FlashpointError, InvalidArgumentError
 from ml_flashpoint.local.base_state_dict import TensorAwareStateDict
 from ml_flashpoint.local.basic_state_dict import BasicTensorAwareStateDict
-from ml_flashpoint.local.dtensors import Meshes, MeshKey, describe_placement, rebuild
+from ml_flashpoint.local.dtensors import Meshes, MeshKey
 from ml_flashpoint.local.errors import CheckpointingException
 from ml_flashpoint.state.archive import (
     SafeGlobal,
@@ -45,7 +45,7 @@ from ml_flashpoint.state.archive import (
 
 HEADER_KEY = "local_structure.json"
 ARCHIVE_KEY = "local_state.pt"
-VERSION = 3
+VERSION = 4
 
 _log = logging.getLogger(__name__)
 
@@ -78,8 +78,7 @@ def encode(
     header = {
         "local": VERSION,
         "wrapped": wrapped,
-        "names": [name for name, _ in items],
-        "devices": [[_portable(device), len(list(run))] for device, run in itertools.groupby(tensors.devices)],
+        "tensors": [[name, tensors.portable(tensor.device)] for name, tensor in items],
         "meshes": list(tensors.meshes),
     }
     return items, [(HEADER_KEY, json.dumps(header).encode()), (ARCHIVE_KEY, archive)]
@@ -113,7 +112,7 @@ class _Tensors:
         self._stored: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
         self._numbers: dict[int, list[int]] = {}
-        self.devices: list[torch.device] = []
+        self._devices: dict[torch.device, str] = {}
         self.meshes: dict[MeshKey, int] = {}
 
     def take(self, tensor: torch.Tensor) -> tuple[Any, ...] | None:
@@ -123,7 +122,7 @@ class _Tensors:
             return self._take_sharded(tensor)
         if kind is not torch.Tensor and kind is not torch.nn.Parameter:
             return None
-        flags = int(tensor.requires_grad) + 2 * (kind is torch.nn.Parameter)
+        flags = _flags(tensor)
         number = self._number(tensor.detach() if flags else tensor, tensor)
         if number is None:
             return None
@@ -138,10 +137,17 @@ class _Tensors:
             raise InvalidArgumentError(
                 "a DTensor of tensors of this class cannot be stored", argument="state_dict", value=type(local)
             )
-        flags = int(tensor.requires_grad) + 2 * isinstance(tensor, torch.nn.Parameter)
         mesh = self.meshes.setdefault(self._meshes.note(tensor.device_mesh), len(self.meshes))
-        placements = [describe_placement(each, "state_dict") for each in tensor.placements]
-        return number, flags, mesh, placements, list(tensor.shape), list(tensor.stride())
+        return number, _flags(tensor), mesh, list(tensor.placements), tensor.shape, tensor.stride()
+
+    def portable(self, device: torch.device) -> str:
+        """Return a device as the rank that loads will have it: the current one by its kind alone."""
+        if device not in self._devices:
+            is_current = device.type == "cpu" or device.index is None
+            with contextlib.suppress(RuntimeError, AttributeError):
+                is_current = is_current or torch.get_device_module(device).current_device() == device.index
+            self._devices[device] = device.type if is_current else str(device)
+        return self._devices[device]
 
     def _number(self, plain: torch.Tensor, source: torch.Tensor) -> int | None:
         """Return the number of a tensor. Tensors that are one memory (tied weights) have the same."""
@@ -160,10 +166,9 @@ class _Tensors:
             earlier.append(number)
             self._stored.append(plain)
             self._sources.append(source)
-            self.devices.append(plain.device)
         return number
 
-    def give(self, number: int, flags: int = 0, *described: Any) -> torch.Tensor:
+    def give(self, number: int, *described: Any) -> torch.Tensor:
         """Return what was taken, so that an archive can be tried."""
         return self._stored[number]
 
@@ -189,15 +194,8 @@ def _printable(name: str) -> str:
     return name if name.isascii() else name.encode(errors="backslashreplace").decode()
 
 
-def _portable(device: torch.device) -> str:
-    """Return a device as the rank that loads will have it: the current one by its kind alone."""
-    if device.type == "cpu":
-        return "cpu"
-    try:
-        current = torch.get_device_module(device).current_device()
-    except (RuntimeError, AttributeError):
-        current = None
-    return device.type if device.index is None or device.index == current else str(device)
+def _flags(tensor: torch.Tensor) -> int:
+    return int(tensor.requires_grad) + 2 * isinstance(tensor, torch.nn.Parameter)
 
 
 # ---- the way back -------------------------------------------------------------------------------------------------
@@ -209,14 +207,12 @@ class Header:
 
     Attributes:
         wrapped: True if the state is one of containers, in a `BasicTensorAwareStateDict`.
-        names: of the items that hold tensors.
-        devices: of each of these.
+        tensors: the items that hold them, and their devices.
         meshes: meshes of DTensors.
     """
 
     wrapped: bool
-    names: list[str]
-    devices: list[torch.device]
+    tensors: dict[str, torch.device]
     meshes: list[MeshKey]
 
 
@@ -239,12 +235,8 @@ def read_header(reader: ObjectReader) -> Header:
         version = described["local"]
         if version != VERSION:
             raise DamagedError(f"its structure has version {version!r}, known is {VERSION}", path=reader.path)
-        names = [str(name) for name in described["names"]]
-        runs = [(_device(str(name)), int(count)) for name, count in described["devices"]]
-        if sum(count for _, count in runs) != len(names) or any(count < 1 for _, count in runs):
-            raise ValueError("not a device for each tensor")
-        devices = [device for device, count in runs for _ in range(count)]
-        return Header(bool(described["wrapped"]), names, devices, [str(mesh) for mesh in described["meshes"]])
+        tensors = {str(name): _device(str(device)) for name, device in described["tensors"]}
+        return Header(bool(described["wrapped"]), tensors, [str(mesh) for mesh in described["meshes"]])
     except FlashpointError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError) as error:
@@ -274,13 +266,14 @@ def read_state(
         DamagedError: it makes no sense.
     """
     try:
-        sources = [reader.tensor(name) for name in header.names]
+        sources = [reader.tensor(name) for name in header.tensors]
         archive = reader.bytes_of(ARCHIVE_KEY)
     except (LookupError, TypeError, ValueError) as error:
         raise DamagedError(
             f"its structure is not readable: {type(error).__name__}: {error}", path=reader.path
         ) from error
-    copies = [torch.empty_like(source, device=device) for source, device in zip(sources, header.devices, strict=True)]
+    devices = header.tensors.values()
+    copies = [torch.empty_like(source, device=device) for source, device in zip(sources, devices, strict=True)]
     copy_all(copies, sources)
     state = load_archive(
         archive,
@@ -313,15 +306,19 @@ class _Loaded:
         """Return the tensor that an archive describes."""
         if not all(type(each) is int and each >= 0 for each in (number, flags, *described[:1])):
             raise ValueError(f"no tensor: {number!r}")
+        plain = self._tensors[number]
         if described:
             mesh, placements, shape, stride = described
-            made = rebuild(self._tensors[number], self._meshes[self._keys[mesh]], placements, shape, stride)
+            if not all(isinstance(each, Placement) for each in placements):
+                raise TypeError(f"no placements: {placements!r}")
+            made = DTensor.from_local(
+                plain, self._meshes[self._keys[mesh]], placements, run_check=False, shape=shape, stride=tuple(stride)
+            )
             return _flagged(made, flags)
         # One memory may have been there as several tensors, of which some want a gradient.
-        made_before = self._made.get((number, flags))
-        if made_before is None:
-            made_before = self._made[number, flags] = _flagged(self._tensors[number], flags)
-        return made_before
+        if (number, flags) not in self._made:
+            self._made[number, flags] = _flagged(plain, flags)
+        return self._made[number, flags]
 
 
 def _flagged(tensor: torch.Tensor, flags: int) -> torch.Tensor:

@@ -98,8 +98,10 @@ def save_archive(
         raise UnsafeContentError(f"the state of {where!r} cannot be saved: {_text(error)}") from error
     if allowed is None:
         return data
-    # Values of the same types are loaded alike, but for integers that torch has no opcode for.
-    seen = (frozenset(_GLOBALS.findall(pickled)), b"\x8b" in pickled, _names(allowed))
+    # Values of the same types are loaded alike, except for integers that torch has no opcode for, and what it calls.
+    seen: Any = (frozenset(_GLOBALS.findall(pickled)), b"\x8b" in pickled, _names(allowed))
+    if _CALLS in pickled:
+        seen = None
     why = _refusal(data, allowed, leaves, seen)
     if why is None:
         return data
@@ -306,6 +308,8 @@ class _UnknownNameError(Exception):
 # In a pickle, and in the text of torch's errors.
 _GLOBALS = re.compile(rb"c([\w.\x80-\xff]+\n[\w.\x80-\xff]+)\n")
 _REFUSED = re.compile(r"GLOBAL ([^\s]+)")
+# Torch calls whatever this function of its own is given.
+_CALLS = b"_rebuild_from_type"
 # Torch would call these: of NumPy if the program has allowed it, the others unchecked.
 _NEVER = re.compile(rb"cnumpy[\w.]*\n|ctorch[.\n]_utils[.\n]_rebuild_(nested_tensor|qtensor)\n")
 
@@ -410,7 +414,7 @@ class _Maker:
 
     def __init__(self, allowed: Sequence[SafeGlobal], pickled: bytes) -> None:
         self._listed = {name: kind for kind, name in by_name(allowed)}
-        self._torch_calls = b"_rebuild_from_type" in pickled  # which calls whatever it is given
+        self._torch_calls = _CALLS in pickled
 
     def __call__(self, kind: str, *args: Any) -> Any:
         own: dict[str, Callable[..., Any]]

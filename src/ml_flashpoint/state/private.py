@@ -5,8 +5,7 @@ Attributes and methods that cannot be imported are used where they are needed:
 * ``DTensor._local_tensor``, ``DTensor._spec``: the shard of this rank, and the layout. ``to_local()`` makes a new
   tensor for autograd at each call, which costs ten times as much.
 * ``DistributedDataParallel._get_ddp_logging_data``: the number of parameters whose gradients DDP synchronizes.
-* ``DataLoader._iterator``, ``DataLoader._get_iterator``: persistent workers, and the random numbers that torchdata
-  draws.
+* ``DataLoader._get_iterator``: the random numbers that torchdata draws.
 """
 
 from typing import Any
@@ -19,6 +18,7 @@ from torch.utils._pytree import SequenceKey as SequenceKey
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
 from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 from torch.utils.data._utils.worker import _generate_state
 

@@ -16,7 +16,7 @@ import hashlib
 import io
 import json
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from ml_flashpoint.copy.dtypes import octets_of
 from ml_flashpoint.copy.tensors import is_plain_strided
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import ReshardError
-from ml_flashpoint.state.archive import SafeGlobal, load_archive
+from ml_flashpoint.state.archive import SafeGlobal, load_archive, save_archive
 from ml_flashpoint.state.packed_state import PACKED
 from ml_flashpoint.state.plain_modes import plain_modes
 from ml_flashpoint.state.planner import ArchivePlanner
@@ -148,7 +148,8 @@ class Resharding:
         if self._tracked.rank == 0:
             self._tell(sorted(differ), seeds)
         if self._for_functions:
-            self.handed = _joined({name: self._raw.get(name, {}) for name in self._for_functions})
+            states = {name: self._raw.get(name, {}) for name in self._for_functions}
+            self.handed = save_archive(states, "states", allowed=None)
 
     def _check_kept(self, digests: Mapping[str, Mapping[int, str]]) -> None:
         source = self._target.source_rank
@@ -207,8 +208,8 @@ class Resharding:
         """
         raw: dict[str, dict[int, bytes]] = {}
         for blob in handed:
-            for name, rank, content in _parted(blob):
-                raw.setdefault(name, {})[rank] = content
+            for name, by_rank in load_archive(blob, "states", path=str(self._version)).items():
+                raw.setdefault(name, {}).update(by_rank)
         for name in self._for_functions:
             function, by_rank = self._tracked.reshard(name), raw.get(name, {})
             assert function is not None
@@ -222,20 +223,6 @@ class Resharding:
                 raise ReshardError(
                     f"the reshard function of {name!r} failed: {type(error).__name__}: {error}", rank=self._tracked.rank
                 ) from error
-
-
-def _joined(raw: Mapping[str, Mapping[int, bytes]]) -> bytes:
-    """Return archives of several names and ranks as one message."""
-    items = [(name, rank, content) for name, by_rank in raw.items() for rank, content in by_rank.items()]
-    head = json.dumps([(name, rank, len(content)) for name, rank, content in items]).encode()
-    return b"".join([len(head).to_bytes(8, "big"), head, *(content for _, _, content in items)])
-
-
-def _parted(blob: bytes) -> Iterator[tuple[str, int, bytes]]:
-    at = 8 + int.from_bytes(blob[:8], "big")
-    for name, rank, size in json.loads(blob[8:at]):
-        yield name, rank, blob[at : at + size]
-        at += size
 
 
 def _digest(value: Any) -> bytes:

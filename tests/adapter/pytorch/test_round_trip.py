@@ -133,7 +133,8 @@ def _entries(door: Door, step: int) -> list[Any]:
     from ml_flashpoint.format.object_format import parse_header
 
     data = door.object_path(step).read_bytes()
-    return list(parse_header(data, len(data)).layout.entries)
+    layout = parse_header(data, len(data)).layout
+    return [*layout.tensors, *layout.byte_items]
 
 
 @both_modes

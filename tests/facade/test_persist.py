@@ -15,7 +15,7 @@ import fsspec
 import pytest
 import torch
 
-from ml_flashpoint import Flashpoint, events
+from ml_flashpoint import Checkpointer, Config, Flashpoint, Persist, events
 from ml_flashpoint.format.errors import CapacityError, NothingLoadableError, SaveError
 from ml_flashpoint.format.manifest import manifest_name, object_name
 from ml_flashpoint.stores.durable import MARKER, DurableVersions
@@ -446,3 +446,17 @@ def test_sigterm_persists_the_newest_version(base: Path, store: Path) -> None:
 def test_a_planned_exit_persists_the_last_version_even_without_close(base: Path, store: Path) -> None:
     call(persisting.exit_without_closing, str(base), str(store))
     assert persisted_steps(store) == [3]
+
+
+def test_a_run_is_above_any_that_has_left_something_in_the_store(base: Path, store: Path) -> None:
+    """A job that lost all memory in the midst of persisting: its parts would be taken for those of the next one."""
+    with Flashpoint(base, persist=str(store), persist_every=1) as fp:
+        fp.track(value=Value()).resume()
+        write_steps(fp, 2)
+    left = store / "run-00000007" / "step-9_ckpt"
+    left.mkdir(parents=True)
+    (left / object_name(1, "00000007")).write_bytes(b"cut short")
+    shutil.rmtree(base)
+    with Checkpointer(base, Config(persist=Persist(str(store)))) as checkpointer:
+        assert checkpointer.load({"value": Value()}) == 2
+        assert checkpointer.run == 8

@@ -113,11 +113,13 @@ class Listing:
         versions: those that count, newest first.
         problems: of the others.
         unknown: reason why the content is not known; "" if it is.
+        run: highest number of a run of which anything is there, be it whole or not.
     """
 
     versions: tuple[Version, ...] = ()
     problems: tuple[str, ...] = ()
     unknown: str = ""
+    run: int = 0
 
 
 class DurableTier:
@@ -163,7 +165,8 @@ class DurableTier:
         until = time.monotonic() + recovery_deadline_s()
         found = retrying(lambda: self.store.versions(), until, f"listing {self.url}")
         problems = tuple(f"{each.folder} ({each.problem})" for each in found if each.problem)
-        return Listing(tuple(each for each in found if each.counts), problems)
+        run = max((each.save.run for each in found), default=0)
+        return Listing(tuple(each for each in found if each.counts), problems, run=run)
 
     def list(self, most_s: float | None = None) -> Listing:
         """Return the content of the store. Collective. A store that did not answer is not waited for as long again.
@@ -182,9 +185,10 @@ class DurableTier:
                 listing = self._look.result(deadline_s)
             except Exception as error:  # the other ranks wait
                 listing = Listing(unknown=f"what is persisted at {self.url} cannot be known: {text_of(error)}")
-            blob = json.dumps([list(map(save_of, listing.versions)), listing.problems, listing.unknown]).encode()
-        saves, problems, unknown = json.loads(self._ranks.broadcast(blob))
-        self._listing = Listing(tuple(map(version_of, saves)), tuple(problems), unknown)
+            saves = list(map(save_of, listing.versions))
+            blob = json.dumps([saves, listing.problems, listing.unknown, listing.run]).encode()
+        saves, problems, unknown, run = json.loads(self._ranks.broadcast(blob))
+        self._listing = Listing(tuple(map(version_of, saves)), tuple(problems), unknown, run)
         return self._listing
 
     def give_up(self, why: str) -> None:
@@ -302,7 +306,7 @@ class Recovery:
         if chosen is not None and chosen.tier == "memory" and chosen.save not in there:
             raise SaveError("the version is not whole any more: find one anew", step=chosen.save.step)
         found = [part.save for report in reports for part in report.inventory.parts]
-        found += [version.save for version in listed.versions]
+        found.append(SaveId(listed.run, 0))  # what is not whole there must not be taken for parts of this run
         record = next_run(records, found if save is None else [*found, save], save)
         self._on_each_node(lambda: self._write(record))
         self._on_each_node(lambda: mark_begun(self.container, record.run))

@@ -153,7 +153,7 @@ def test_killed_managers_cost_nothing_that_was_committed(nodes: int, kills: int)
             manager = min(chance.sample(range(nodes), nodes), key=lambda each: killed[each][-MOST_DEATHS:][:1])
             recent = killed[manager][-MOST_DEATHS:]
             if len(recent) == MOST_DEATHS:
-                time.sleep(max(0.0, recent[0] + DEATHS_WITHIN_S + 0.5 - time.monotonic()))
+                time.sleep(max(0.0, recent[0] + DEATHS_WITHIN_S + 3.0 - time.monotonic()))
             time.sleep(chance.uniform(0.0, 0.03))
             killed[manager].append(time.monotonic())
             before = kill_manager(dictionary, manager, lose_node=chance.random() < 0.3)

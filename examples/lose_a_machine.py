@@ -130,6 +130,7 @@ def train(steps: int, seed: int) -> None:
             scheduler.step()
             optimizer.zero_grad()
             step += 1
+            report(event="loss", step=step, loss=loss.item())  # first: once it is saved, no rank makes the step again
             fp.step()
             report(event="step", step=step, loss=loss.item(), copied=fp.last_replicated, held_s=fp.health.blocked_s)
         fp.wait()
@@ -184,7 +185,7 @@ class Run:
         found: dict[tuple[int, int], set[float]] = {}
         for rank, reports in enumerate(self.reports):
             for each in reports:
-                if each["event"] == "step":
+                if each["event"] == "loss":
                     found.setdefault((rank, each["step"]), set()).add(each["loss"])
         return found
 

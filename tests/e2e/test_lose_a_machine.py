@@ -57,7 +57,7 @@ def test_the_job_survives_and_ends_with_the_same_weights(example: ModuleType, ru
 
 
 def _another_loss(run: Any) -> None:
-    next(each for each in run.reports[2] if each["event"] == "step")["loss"] += 1e-7
+    next(each for each in run.reports[2] if each["event"] == "loss")["loss"] += 1e-7
 
 
 def _a_step_less(run: Any) -> None:

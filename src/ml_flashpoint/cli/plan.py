@@ -40,7 +40,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is planned for. Speeds are in GB/s, of 1e9 bytes.
+    """The job that is planned for. Speeds are in GB/s, of 1e9 bytes.
 
     Attributes:
         params: parameters of the model.
@@ -83,7 +83,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What checkpoints take in memory.
+    """The memory that checkpoints take.
 
     Attributes:
         version_bytes: a version, of all ranks.
@@ -133,7 +133,7 @@ class Way:
 
 
 def memory_of(job: Job, strategy: ReplicationStrategy) -> Memory:
-    """What a job takes in memory, by the rule that it checks itself before it trains."""
+    """Return the memory that a job takes, by the rule that it checks itself before it trains."""
     topology = Topology(tuple(f"node-{node}" for node in range(job.nodes) for _ in range(job.ranks)))
     holders = [strategy.copies_of(rank, topology) for rank in range(topology.world_size)]
     held = Counter(holder for each in holders for holder in each)

@@ -171,7 +171,7 @@ def _planner_fields(data: Any, allowed: Sequence[SafeGlobal] | None) -> Any:
 
 
 def _metadata_of(fields: Mapping[str, Any], unpickle: Callable[[bytes], Any]) -> Metadata:
-    """What :func:`_fields_of` took apart. Raises ValueError, TypeError or LookupError for whatever is not valid."""
+    """Reverse :func:`_fields_of`. Raises ValueError, TypeError or LookupError for whatever is not valid."""
     if fields["dcp"] != _VERSION:
         raise ValueError(f"it is of version {fields['dcp']!r}, not {_VERSION}")
     properties = [_properties_of(*described) for described in fields["properties"]]

@@ -254,7 +254,7 @@ class _Unpickler(pickle.Unpickler):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ArrivedState:
-    """What was staged, in the process that it was sent to.
+    """A staged state, in the process that it was sent to.
 
     Attributes:
         key: ticket for the save.

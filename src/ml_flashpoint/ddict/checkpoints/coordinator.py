@@ -201,7 +201,7 @@ class Coordinator:
                     self._changed.notify_all()
 
     def _next_job(self) -> Callable[[], None] | None:
-        """What is to be done next. With the lock held."""
+        """Return what is to be done next. With the lock held."""
         if self._epochs.behind:
             return self._let_begin
         if self._discards:
@@ -216,7 +216,7 @@ class Coordinator:
         return self._settle if self._to_settle() != self._settled else None
 
     def _is_late(self, target: int) -> bool:
-        """Whether what is committed is to be committed again, with what was written there late."""
+        """Return whether what is committed is to be committed again, with what was written there late."""
         return target == self._writers.whole() >= 0 and self._late >= self._cut_of(target)
 
     def _to_settle(self) -> tuple[int, int, int]:
@@ -260,8 +260,8 @@ class Coordinator:
         self._settle()
 
     def _follow(self) -> None:
-        """Who writes, or where, has changed. Where there are no snapshots, what is whole is committed. With the lock
-        held."""
+        """Take note that who writes, or where, has changed. Where there are no snapshots, what is whole is committed.
+        With the lock held."""
         if not self._rules.snapshots:
             self._committed = self._target()
         self._changed.notify_all()
@@ -325,7 +325,7 @@ class Coordinator:
         return DDictTimeoutError(why, checkpoint_id=checkpoint_id, manager=away, hint=None if away is None else hint)
 
     def state(self) -> dict[str, Any]:
-        """Where the dictionary is: its ``epoch``, ``committed``, ``newest``, ``oldest`` and ``writers``."""
+        """The state of the dictionary: its ``epoch``, ``committed``, ``newest``, ``oldest`` and ``writers``."""
         with self._changed:
             return {
                 "epoch": self.epoch,
@@ -575,7 +575,8 @@ class Coordinator:
         return None
 
     def _reachable(self, position: int, onwards: bool = False) -> int:
-        """Where a writer comes to that wants to be at a checkpoint. Commits that it is too late for are called off."""
+        """Return the checkpoint that a writer comes to who wants to be at one. Commits that it is too late for are
+        called off."""
         if self._rules.snapshots:
             if onwards:
                 usable = [each for each in self._sealed if each >= max(position, self._oldest())]

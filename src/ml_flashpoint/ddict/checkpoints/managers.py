@@ -41,7 +41,7 @@ class AllManagers:
     def at_once(
         self, managers: Iterable[int], operation: str, ask: Callable[[int], _Found], *, apart: bool = False
     ) -> list[_Found]:
-        """What ``ask`` returns for each of these, or the first error once all have answered, or that of asking.
+        """Return what ``ask`` returns for each of these, or the first error once all have answered, or that of asking.
         ``apart``: with threads of its own, as it takes long, and commits must not wait for it."""
         with self._threads(operation) if apart else contextlib.nullcontext(self._pool) as pool:
             try:

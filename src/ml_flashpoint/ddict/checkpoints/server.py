@@ -47,7 +47,7 @@ class CoordinatorServer:
 
     @property
     def address(self) -> Address:
-        """Where it listens."""
+        """The address that it listens at."""
         return self._server.addresses[0]
 
     def close(self) -> None:
@@ -78,7 +78,7 @@ class CoordinatorServer:
         self.coordinator.session_ended(session)
 
     def hello(self) -> Fields:
-        """Who this is."""
+        """Say who this is."""
         return {"manager": COORDINATOR}
 
     def here(self, manager: int, node: str, addresses: list[Any]) -> None:
@@ -90,7 +90,7 @@ class CoordinatorServer:
         self.places[manager] = Place(node, unix, host, port)
 
     def where(self) -> list[tuple[int, Place]]:
-        """Where all managers are that have said so."""
+        """Return the addresses of all managers that have said so."""
         return list(self.places.items())
 
 

@@ -18,7 +18,7 @@ from ml_flashpoint.net.server import Peer
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """How an epoch began."""
+    """The beginning of an epoch."""
 
     base: int  # the checkpoint that it began at; -1: empty
     kept: int  # the newest checkpoint whose cut is still there; -1: none
@@ -30,7 +30,7 @@ class Beginning:
 
     @property
     def error(self) -> DDictWritesLostError:
-        """What those are told who lost something."""
+        """Return the error for those who lost something."""
         return writes_lost(self.why, self.base, self.manager)
 
 
@@ -66,8 +66,8 @@ class Epochs:
     def account(
         self, epoch: int, handle: str, position: int, written: Written, *, writes: bool
     ) -> tuple[Beginning | None, bool]:
-        """What has come since ``epoch`` means for a handle at ``position``: the latest that it lost something by, if
-        any, and whether what was committed below where it stands was taken back. ``writes``: whether it counts as
+        """Return, of the epochs since ``epoch``, the latest that a handle at ``position`` lost something by, if any,
+        and whether what was committed below where it stands was taken back. ``writes``: whether it counts as
         writing."""
         since = [each for each in self._beginnings[epoch + 1 :] if each.by != handle]
         taken = [each for each in since if each.base < min(position, each.taken)]  # who stands above is sent back
@@ -113,11 +113,11 @@ class Writers:
     # ---- coming and going ---------------------------------------------------------------------------------
 
     def has_left(self, handle: str) -> bool:
-        """Whether a handle has said that it writes no more."""
+        """Return whether a handle has said that it writes no more."""
         return handle in self._left
 
     def was_killed(self, handle: str) -> bool:
-        """Whether the connection of its process broke, and it has not gone back since."""
+        """Return whether the connection of its process broke, and it has not gone back since."""
         return handle in self.killed
 
     def place(self, handle: str, session: str, position: int, epoch: int) -> Writer:
@@ -168,11 +168,11 @@ class Writers:
         return min(positions, default=self._departed) - 1
 
     def open(self) -> list[int]:
-        """What processes had open when they were killed: not whole, until the others have left it behind."""
+        """The checkpoints that killed processes had open: not whole, until the others have left them behind."""
         return [at for at in self.killed.values() if at >= max(0, self.window())]
 
     def _held_up_at(self, writer: Writer) -> int:
-        """Where a handle holds commits up. It is left behind only where commits are nothing but a number."""
+        """Return where a handle holds commits up. It is left behind only where commits are nothing but a number."""
         return writer.position if self._rules.whole_steps else max(writer.position, self.window())
 
     def lowest(self) -> int:
@@ -180,7 +180,7 @@ class Writers:
         return min((writer.position for writer in self.live.values()), default=self.newest)
 
     def unheard(self, epoch: int) -> bool:
-        """Whether a handle has not been heard of since the present epoch began."""
+        """Return whether a handle has not been heard of since the present epoch began."""
         return any(writer.epoch < epoch for writer in self.live.values())
 
     def behind(self, checkpoint_id: int, but: str = "") -> list[str]:

@@ -48,7 +48,7 @@ class Back(NamedTuple):
 
 
 class Standing:
-    """Where a handle is, and what of its writes can be lost. Thread-safe."""
+    """The place of a handle, and what of its writes can be lost. Thread-safe."""
 
     def __init__(self, handle: str, session: str, checkpoint_id: int, epoch: int) -> None:
         self.handle = handle
@@ -68,7 +68,7 @@ class Standing:
 
     @property
     def is_known(self) -> bool:
-        """Whether the coordinator is to hear of its end."""
+        """True if the coordinator is to hear of its end."""
         return self.joined or self.astray or self.going_back is not None or self.written != Written()
 
     def whose(self, *, writes: bool) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class Standing:
             self.generation += 1
 
     def wrote_above(self, checkpoint_id: int) -> bool:
-        """Whether it may have written something above a committed checkpoint."""
+        """Return whether it may have written something above a committed checkpoint."""
         with self._lock:
             return self.written.checkpoint > checkpoint_id
 

@@ -102,6 +102,19 @@ class Text:
         self.place = state["place"]
 
 
+class Losses:
+    """The loss of each step so far, saved with the state."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def state_dict(self) -> dict[str, list[float]]:
+        return {"values": self.values}
+
+    def load_state_dict(self, state: dict[str, list[float]]) -> None:
+        self.values = list(state["values"])
+
+
 def train(steps: int, seed: int) -> None:
     """Train up to ``steps``, from wherever the checkpoints allow. `report` tells the audience."""
     dist.init_process_group("gloo")
@@ -117,8 +130,9 @@ def train(steps: int, seed: int) -> None:
     text = Text(rank, seed)
     torch.manual_seed(seed + 1 + rank)  # other dropout on each rank
 
+    losses = Losses()
     with Flashpoint(base_path(), every_n_steps=1) as fp:
-        fp.track(model=model, optimizer=optimizer, scheduler=scheduler, text=text)
+        fp.track(model=model, optimizer=optimizer, scheduler=scheduler, text=text, losses=losses)
         step = fp.resume()
         found = fp.last_recovery
         assert found is not None
@@ -130,7 +144,7 @@ def train(steps: int, seed: int) -> None:
             scheduler.step()
             optimizer.zero_grad()
             step += 1
-            report(event="loss", step=step, loss=loss.item())  # first: once it is saved, no rank makes the step again
+            losses.values.append(loss.item())
             fp.step()
             report(event="step", step=step, loss=loss.item(), copied=fp.last_replicated, held_s=fp.health.blocked_s)
         fp.wait()
@@ -139,7 +153,14 @@ def train(steps: int, seed: int) -> None:
     for name, parameter in list(tensors.items()):
         tensors |= {f"optimizer.{name}.{key}": value for key, value in sorted(optimizer.state[parameter].items())}
     digests = {name: _digest(tensor) for name, tensor in tensors.items()}
-    report(event="end", digests=digests, place=text.place, random=_digest(torch.get_rng_state()), **saved)
+    report(
+        event="end",
+        losses=losses.values,
+        digests=digests,
+        place=text.place,
+        random=_digest(torch.get_rng_state()),
+        **saved,
+    )
     leave()
 
 
@@ -180,13 +201,13 @@ class Run:
     faults: list[Fault]
     verified: list[str]
 
-    def losses(self) -> dict[tuple[int, int], set[float]]:
-        """Return what each rank had for each step; more than one if it made the step again, with another result."""
-        found: dict[tuple[int, int], set[float]] = {}
+    def losses(self) -> dict[tuple[int, int], float]:
+        """Return the loss of each rank at each step. They are part of the state, for what a lost node has printed last
+        may be lost with it."""
+        found: dict[tuple[int, int], float] = {}
         for rank, reports in enumerate(self.reports):
-            for each in reports:
-                if each["event"] == "loss":
-                    found.setdefault((rank, each["step"]), set()).add(each["loss"])
+            for step, loss in enumerate(reports[-1]["losses"], 1):
+                found[rank, step] = loss
         return found
 
     def ends(self) -> list[dict[str, Any]]:

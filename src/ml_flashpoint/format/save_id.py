@@ -8,7 +8,11 @@ from typing import NamedTuple
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.manifest import Manifest
 
-_TEXT = re.compile(r"[0-9]{8,18}")
+MAX_RUN = 10**12 - 1
+"""Highest number of a run. A name with a higher one is no name of a save: nobody can make the next run unreadable."""
+RUN_PATTERN = "[0-9]{8,12}"
+"""Regular expression of the number in names."""
+_TEXT = re.compile(RUN_PATTERN)
 
 
 class SaveId(NamedTuple):

@@ -1,4 +1,4 @@
-"""Absolute, hierarchical names of checkpoints and of the objects in them. Names are values: no filesystem is looked at."""
+"""Absolute, hierarchical names of checkpoints and of objects in them. Names are values: no filesystem is looked at."""
 
 from __future__ import annotations
 
@@ -189,6 +189,7 @@ class CheckpointObjectId(_AbsoluteId):
     __slots__ = ()
 
     def __new__(cls, string: str | os.PathLike[str]) -> CheckpointObjectId:
+        """Return the id of a path."""
         made = super().__new__(cls, string)
         if len(made.segments) < 2:
             raise InvalidNameError(f"an object must lie in a container: {_shown(made)}")

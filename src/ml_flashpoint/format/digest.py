@@ -98,7 +98,7 @@ class BlockDigester:
         run_on_pool(begin)
 
     def help(self) -> bool:
-        """Digest a final block that no thread digests yet; return False if there is none. It may be in this core's cache."""
+        """Digest a final block that no thread digests yet; return False if there is none."""
         with self._changed:
             if not self._ready:
                 return False
@@ -211,7 +211,7 @@ os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 def run_on_pool(job: Callable[[], object]) -> Future[object] | None:
-    """Have a thread of the pool call ``job``. Return None if no thread can be started; it may be called all the same."""
+    """Have a thread of the pool call ``job``. Return None if no thread starts; it may be called all the same."""
     try:
         return _pool().submit(job)
     except RuntimeError:  # also while the interpreter exits

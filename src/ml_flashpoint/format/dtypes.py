@@ -1,7 +1,7 @@
 """How tensors of each dtype are stored in objects. Dtypes have torch's names, such as ``float32``.
 
-A dtype that every safetensors release since 0.4.2 reads is named in the file; any other is stored as plain bytes, with its
-true dtype and shape beside them.
+A dtype that every safetensors release since 0.4.2 reads is named in the file; any other is stored as plain bytes, with
+its true dtype and shape beside them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """NumPy arrays and scalars as a description of their dtype, a shape and plain bytes.
 
 No array is ever pickled: the unpickler of arrays lets forged bytes become pointers. A description has the form that
-``numpy.dtype`` takes: a name, a pair of a description and a shape, or a dict of names, formats, offsets, titles, itemsize,
-aligned (and ``record``). Dtypes that hold Python objects have none.
+``numpy.dtype`` takes: a name, a pair of a description and a shape, or a dict of names, formats, offsets, titles,
+itemsize, aligned (and ``record``). Dtypes that hold Python objects have none.
 """
 
 from __future__ import annotations

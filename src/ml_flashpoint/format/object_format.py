@@ -4,8 +4,8 @@ An object is a valid safetensors file, so that any tool opens it, with these hab
 
 * The data starts at a multiple of 4096; the header is padded with spaces, which leaves it room to grow.
 * Tensors come by falling element size, so that each is aligned although the format allows no gaps.
-* A byte item, for example pickled state, is a U8 tensor of one dimension. A tensor of a dtype that not every safetensors
-  release reads is stored likewise.
+* A byte item, for example pickled state, is a U8 tensor of one dimension. A tensor of a dtype that not every
+  safetensors release reads is stored likewise.
 * Unused room, inside and at the end, is covered by U8 tensors called ``__flashpoint__.gap.<i>`` and
   ``__flashpoint__.tail``.
 * The key ``__flashpoint__`` of ``__metadata__`` is a JSON object with ``format``; ``bytes``, the keys of byte items;

@@ -24,7 +24,7 @@ from ml_flashpoint.events import flush
 from ml_flashpoint.format.events import ReplicationFailed
 from ml_flashpoint.format.status import RankStatus, read_status, write_status
 from ml_flashpoint.memory.lock import JobLock
-from tests.facade.test_overlap import Job
+from tests.flashpoint.test_overlap import Job
 from tests.support.processes import child_environment
 
 

@@ -22,10 +22,10 @@ from ml_flashpoint import events
 from ml_flashpoint.checkpointer import Checkpointer
 from ml_flashpoint.config import Config, Persist
 from ml_flashpoint.data import LoaderBatches, Loaders, Through
-from ml_flashpoint.engine.notices import tell
 from ml_flashpoint.engine.recovery import KeptVersion
 from ml_flashpoint.engine.schedule import checked_every, passes_multiple
 from ml_flashpoint.engine.signals import answer_sigterm
+from ml_flashpoint.events import announce
 from ml_flashpoint.format.arguments import (
     checked_base,
     checked_bool,
@@ -215,7 +215,7 @@ class Flashpoint:
         recovery = self._checkpointer.last_load
         assert recovery is not None
         self._resumed_from = None if recovery.version is None else self._steps
-        tell(_log, self._ranks.rank, "%s", recovery.in_words(str(self._base)))
+        announce(_log, self._ranks.rank, "%s", recovery.in_words(str(self._base)))
         return self._steps
 
     def versions(self) -> list[KeptVersion]:
@@ -314,7 +314,7 @@ class Flashpoint:
         if not self._told and stats.last_committed is not None:
             self._told = True
             what = "first save works: step %s, %.3g MB of this rank in memory; it held training up for %.3f s"
-            tell(_log, self._ranks.rank, what, stats.last_committed, stats.bytes / 1e6, stats.blocked_s)
+            announce(_log, self._ranks.rank, what, stats.last_committed, stats.bytes / 1e6, stats.blocked_s)
         with self._lock:
             failure, self._failure = self._failure, None
         if self._strict and failure is not None:

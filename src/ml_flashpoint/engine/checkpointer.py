@@ -7,6 +7,7 @@ it, and learns which save is verified. `Save` has a future for each of the three
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import contextlib
 import logging
@@ -36,10 +37,8 @@ from ml_flashpoint.engine.replicas import Replicas
 from ml_flashpoint.engine.rounds import Fate, Member, Verdict
 from ml_flashpoint.engine.save import Save, SaveStats, Terms
 from ml_flashpoint.engine.signals import InFlight, answer_sigterm, hold_up_sigterm, let_go_of_sigterm
-from ml_flashpoint.engine.status import StatusBoard
 from ml_flashpoint.engine.store import SignedStore, open_store
 from ml_flashpoint.format.arguments import checked_base, checked_bool, checked_integer
-from ml_flashpoint.format.at_exit import at_exit
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import (
     DeadlineError,
@@ -63,7 +62,6 @@ from ml_flashpoint.format.knobs import (
 )
 from ml_flashpoint.format.manifest import Manifest, object_name
 from ml_flashpoint.format.save_id import SaveId
-from ml_flashpoint.format.status import RankStatus
 from ml_flashpoint.memory.container import BaseContainer, Owner
 from ml_flashpoint.memory.lock import JobLock
 from ml_flashpoint.memory.pool import Pool, SlotRequest
@@ -71,6 +69,7 @@ from ml_flashpoint.memory.slot import Slot
 from ml_flashpoint.ranks.rank_group import boot_id, rank_group
 from ml_flashpoint.ranks.strategies import NoReplicationStrategy, PairwiseReplicationStrategy
 from ml_flashpoint.state.archive import warn_of_old_torch
+from ml_flashpoint.status import Status, StatusFile
 
 if TYPE_CHECKING:
     import torch
@@ -223,7 +222,7 @@ class Checkpointer:
             on_world_size_change=self.config.on_world_size_change,
         )
         self._together(partial(self._clean, discard_existing=discard_existing))
-        self._status = StatusBoard(self.container, self._job, ranks, self.strategy)
+        self._status = StatusFile(self.container, self._job, ranks, self.strategy)
         stack.callback(self._status.close)
         here = ranks.topology.ranks_of(ranks.node)
         owners = [Owner(ranks.world_size, each) for rank in here for each in (rank, *self._held_by(rank))]
@@ -941,7 +940,7 @@ class Checkpointer:
             raise SaveError("the checkpointer is closed", rank=self.ranks.rank, path=self.base)
 
     @property
-    def status(self) -> RankStatus:
+    def status(self) -> Status:
         """Status of saving on this rank."""
         return self._status.status
 
@@ -1045,4 +1044,4 @@ def _close_all() -> None:
         checkpointer.close()
 
 
-at_exit(_close_all)
+atexit.register(_close_all)

@@ -73,7 +73,7 @@ def encode(
         raise InvalidArgumentError(
             "is nested too deeply, or contains itself", argument="state_dict", value=type(state)
         ) from None
-    archive = save_archive(value, "state_dict", allowed=allowed, leaves=tensors, hint=_HINT)
+    archive = save_archive(value, "state_dict", allowed=allowed, leaves=tensors)
     items = tensors.named(paths)
     header = {
         "local": VERSION,
@@ -82,9 +82,6 @@ def encode(
         "meshes": list(tensors.meshes),
     }
     return items, [(HEADER_KEY, json.dumps(header).encode()), (ARCHIVE_KEY, archive)]
-
-
-_HINT = "list its types in safe_globals= of the manager, when saving and when loading: [{}]"
 
 
 def _find_paths(value: Any, path: str, found: dict[int, str]) -> None:

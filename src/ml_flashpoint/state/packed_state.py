@@ -73,7 +73,6 @@ def item_bytes(fqn: str, value: Any, *, allowed: Sequence[SafeGlobal] = ()) -> b
     Raises:
         UnsafeContentError: it holds a type that loading does not allow.
     """
-    hint = "keep plain values in it, or pass Flashpoint(..., safe_globals=[{}]) if you trust that"
     if isinstance(value, PackedState):
         fqn, value = fqn.rpartition(".")[2], value.value
-    return save_archive(value, fqn, allowed=allowed, hint=hint)
+    return save_archive(value, fqn, allowed=allowed)

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ml_flashpoint.format.errors import LoadError
-from ml_flashpoint.state.fit import AS_SAVED
 from ml_flashpoint.state.modules import is_flat, named_parameters, plain_name
 from ml_flashpoint.state.plain_modes import plain_modes
+from ml_flashpoint.state.planner import AS_SAVED
 from ml_flashpoint.state.private import ShardedTensor, set_element
 
 _log = logging.getLogger(__name__)
@@ -65,12 +65,11 @@ class OptimizerState:
         if names is None or not _is_table(own, len(names)):
             if not self._is_told:
                 self._is_told = True
-                why = "no tracked module has its parameters" if names is None else "its state is no table of tensors"
-                _log.warning(
-                    "optimizer %r is saved whole by each rank (%s); if it is sharded, only as many ranks can load it",
-                    self._name,
-                    why,
-                )
+                why = "its state is no table of tensors; if it is sharded, only as many ranks can load it"
+                if names is None:
+                    why = "no tracked module has its parameters; track the model, too, unless something else that is"
+                    why += " tracked has these weights: a restart would have those that the program makes"
+                _log.warning("optimizer %r is saved whole by each rank: %s", self._name, why)
             return None
         if (root := self._flat_root()) is not None:
             return _by_torch(root, self.optimizer) if self.optimizer.state else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,20 @@ from ml_flashpoint.state.private import tree_leaves
 
 PACKED = "_flashpoint"
 """Top-level key of the packed items, ``_flashpoint.rank-00003.<name>``; no tracked name starts like it."""
+
+
+def rank_key(rank: int) -> str:
+    """Return the key of what belongs to a rank."""
+    return f"rank-{rank:05d}"
+
+
+def packed_items(
+    read_items: Callable[[Iterable[str]], Mapping[str, bytes]], rank: int, names: Iterable[str]
+) -> dict[str, bytes]:
+    """Return the packed items of a rank, by the names of the tracked objects."""
+    keys = {name: f"{PACKED}.{rank_key(rank)}.{name}" for name in names}
+    found = read_items(keys.values())
+    return {name: found[key] for name, key in keys.items()}
 
 
 class PackedState:

@@ -21,19 +21,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.storage import StorageReader
 
 from ml_flashpoint.copy.dtypes import octets_of
 from ml_flashpoint.copy.tensors import is_plain_strided
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import ReshardError
 from ml_flashpoint.state.archive import SafeGlobal, load_archive, save_archive
-from ml_flashpoint.state.packed_state import PACKED
+from ml_flashpoint.state.packed_state import packed_items
 from ml_flashpoint.state.plain_modes import plain_modes
-from ml_flashpoint.state.planner import ArchivePlanner
+from ml_flashpoint.state.planner import Reader
 from ml_flashpoint.state.random_numbers import new_seed, seed_of, seeded_rng_state
-from ml_flashpoint.state.tracked import RNG, LoadTarget, TrackedState, rank_key
+from ml_flashpoint.state.tracked import RNG, LoadTarget, TrackedState
 
 _log = logging.getLogger(__name__)
 
@@ -76,24 +76,21 @@ class Resharding:
 
     # ---- each rank by itself ------------------------------------------------------------------------------
 
-    def read(self, reader: StorageReader, metadata: Metadata) -> None:
+    def read(self, reader: Reader, metadata: Metadata) -> None:
         """Read this rank's share, of ranks that saved: its own, and those that nobody has the number of any more."""
         tracked, target = self._tracked, self._target
         share = range(tracked.rank, target.saved_by, tracked.world_size)
-        wanted = {rank: [name for name in target.packed_by[rank] if self._is_wanted(name, rank)] for rank in share}
-        state = tracked.of_ranks(metadata, wanted)
-        planner = ArchivePlanner()
-        if share:
+        if state := tracked.of_ranks(metadata, share):
+            planner = DefaultLoadPlanner()
             planner.set_up_planner(state, metadata, False)
-            reader.set_up_storage_reader(metadata, False)
             with plain_modes():
                 reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
         digests: dict[str, dict[int, str]] = {}
         seeds: dict[str, int] = {}
         places = set()
-        for rank, names in wanted.items():
-            for name in names:
-                raw = planner.archives[f"{PACKED}.{rank_key(rank)}.{name}"]
+        for rank in share:
+            wanted = [name for name in target.packed_by[rank] if self._is_wanted(name, rank)]
+            for name, raw in packed_items(reader.read_items, rank, wanted).items():
                 value = self._load(name, raw)
                 if rank == 0 and (generator := tracked.generator(name)) is not None:
                     seeds[name] = generator.seed_of(value)
@@ -103,7 +100,7 @@ class Resharding:
                 self._raw.setdefault(name, {})[rank] = raw
                 if tracked.is_place(name, value):
                     places.add(name)
-                digests.setdefault(name, {})[rank] = _digest(tracked.whole(name, value, state, rank)).hex()
+                digests.setdefault(name, {})[rank] = _digest(tracked.whole(value, state, rank)).hex()
         functions = [name for name in tracked.names if tracked.reshard(name) is not None]
         self.report = json.dumps([digests, seeds, sorted(places), functions]).encode()
 
@@ -113,8 +110,7 @@ class Resharding:
         return name in self._tracked.names and name not in self._target.structured
 
     def _load(self, name: str, raw: bytes, device_of: Callable[[str], torch.device] | None = None) -> Any:
-        with plain_modes():
-            return load_archive(raw, name, path=str(self._version), allowed=self._safe_globals, device_of=device_of)
+        return load_archive(raw, name, path=str(self._version), allowed=self._safe_globals, device_of=device_of)
 
     # ---- with the reports of all ranks ----------------------------------------------------------------------
 
@@ -146,7 +142,7 @@ class Resharding:
             if self._target.source_rank != self._tracked.rank:
                 self._seed_anew(seeds, [name for name in generators if name not in self._for_functions])
         if self._tracked.rank == 0:
-            self._tell(sorted(differ), seeds)
+            self._tell(sorted(differ), seeds[RNG])
         if self._for_functions:
             states = {name: self._raw.get(name, {}) for name in self._for_functions}
             self.handed = save_archive(states, "states", allowed=None)
@@ -179,24 +175,19 @@ class Resharding:
             assert generator is not None
             self.states[name] = generator.seeded(new_seed(seeds.get(name, seeds[RNG]), rank, step, name))
 
-    def _tell(self, differ: Sequence[str], seeds: Mapping[str, int]) -> None:
+    def _tell(self, differ: Sequence[str], seed: int) -> None:
         before, now = self._target.saved_by, self._tracked.world_size
         changes = []
         if self._keep:
             changes.append(f"rank r takes the random numbers and the own state of rank r modulo {before}")
         elif now > before:
-            changes.append(
-                f"{_ranks(before, now)} new, with random number generators seeded anew from the seed {seeds[RNG]} of"
-                " rank 0, the rank and the step"
-            )
+            changes.append(f"new ranks have their random numbers seeded anew from the seed {seed} of rank 0")
         if self._for_functions:
             changes.append(f"{_listed(self._for_functions)} as reshard functions make of what all ranks had")
         if now < before:
             rest = [name for name in differ if name not in self._for_functions]
-            lost = "random numbers" + (f" and {_listed(rest)}" if rest else "")
-            changes.append(f"{_ranks(now, before)} gone: their {lost} are not used any more")
-        if changes:
-            _log.warning("saved by %d ranks, loaded by %d: %s", before, now, "; ".join(changes))
+            changes.append(f"not used any more of ranks that are gone: random numbers, {_listed(rest)}".rstrip(", "))
+        _log.warning("saved by %d ranks, loaded by %d: %s", before, now, "; ".join(changes))
 
     # ---- with what they have handed over ------------------------------------------------------------------
 
@@ -248,10 +239,6 @@ def _digest(value: Any) -> bytes:
     for part in parts:
         whole.update(hashlib.sha256(part).digest())
     return whole.digest()
-
-
-def _ranks(begin: int, end: int) -> str:
-    return f"rank {begin} is" if end == begin + 1 else f"ranks {begin} to {end - 1} are"
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -14,12 +14,11 @@ archive an object. `resharding` decides about it on another number of ranks.
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import itertools
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -28,16 +27,16 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from ml_flashpoint.copy.cuda import device_today
 from ml_flashpoint.copy.tensors import held_bytes
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, SaveError
-from ml_flashpoint.state.fit import check_fit
+from ml_flashpoint.state.archive import SafeGlobal, load_archive
 from ml_flashpoint.state.modules import ModuleState, freeze_parameters, frozen_parameters
-from ml_flashpoint.state.optimizers import OptimizerState, parameters_of
-from ml_flashpoint.state.packed_state import PACKED, PackedState, copied
-from ml_flashpoint.state.private import ShardedTensor, tree_leaves
+from ml_flashpoint.state.optimizers import OptimizerState
+from ml_flashpoint.state.packed_state import PACKED, PackedState, copied, packed_items, rank_key
+from ml_flashpoint.state.planner import Reader, check_fit
+from ml_flashpoint.state.private import ShardedTensor
 from ml_flashpoint.state.random_numbers import GeneratorState, RestoredRng, capture_rng_state, restore_rng_state
 
 _log = logging.getLogger(__name__)
@@ -93,10 +92,10 @@ class LoadTarget:
     """The places that one checkpoint is loaded into on this rank.
 
     Attributes:
-        state: for ``dcp.load``.
-        structured: names of the objects whose state is in it by tensors; the others' is packed.
+        state: tensors, and items of optimizers, for DCP.
+        structured: names of the objects whose state is in it; the others' is packed.
         saved_by: number of ranks that saved it.
-        source_rank: the rank whose packed state this rank takes.
+        source_rank: the rank whose packed states this rank takes. packed: their names.
         packed_by: names of the packed states, by the rank that saved them; only of another number of ranks.
     """
 
@@ -104,6 +103,7 @@ class LoadTarget:
     structured: frozenset[str]
     saved_by: int
     source_rank: int
+    packed: frozenset[str]
     packed_by: Mapping[int, frozenset[str]] = field(default_factory=dict)
 
 
@@ -126,7 +126,6 @@ class TrackedState:
         self._others: dict[str, Stateful] = {}
         self._reshards: dict[str, Reshard] = {}
         self._given: list[object] = []
-        self._warned_of_weights = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -220,30 +219,9 @@ class TrackedState:
                 packed[name] = self._pack(name, optimizer.optimizer.state_dict)
         for name, other in self._others.items():
             packed[name] = self._pack(name, other.state_dict)
-        if not self._warned_of_weights:
-            self._warned_of_weights = True
-            self._warn_of_weights(packed)
         packed[RNG] = PackedState(capture_rng_state())
         packed[FROZEN] = PackedState({name: frozen_parameters(module) for name, module in self._modules.items()})
         return {**state, PACKED: {rank_key(self.rank): packed}}
-
-    def _warn_of_weights(self, packed: Mapping[str, PackedState]) -> None:
-        """Warn of optimizers whose parameters nothing that is tracked has in its state."""
-        places = (PlaceInData, GeneratorState, LRScheduler)
-        others = [packed[name].value for name, other in self._others.items() if not isinstance(other, places)]
-        with contextlib.suppress(RecursionError):
-            others = tree_leaves(others)
-        shapes = {leaf.shape for leaf in others if isinstance(leaf, torch.Tensor)}
-        held = {id(parameter) for module in self._modules.values() for parameter in module.parameters()}
-        for name, optimizer in self._optimizers.items():
-            parameters = parameters_of(optimizer.optimizer)
-            is_held = not held.isdisjoint(map(id, parameters)) or any(each.shape in shapes for each in parameters)
-            if parameters and not is_held:
-                _log.warning(
-                    "the weights that the optimizer %r updates are not saved: nothing that is tracked has them; track"
-                    " the model, too, or a restart has the weights that the program makes",
-                    name,
-                )
 
     def _pack(self, name: str, state_dict: Callable[[], Any]) -> PackedState:
         try:
@@ -294,27 +272,27 @@ class TrackedState:
                 state[name] = optimizer.current(metadata)
                 lacking += optimizer.lacking
         check_fit(state, metadata, without_state=without_state, lacking=lacking)
-        wanted = packed_names & {RNG, FROZEN, *self._optimizers, *self._others}
-        if wanted:
-            state[PACKED] = {rank_key(source_rank): dict.fromkeys(wanted, PackedState())}
+        wanted = frozenset(packed_names & {RNG, FROZEN, *self._optimizers, *self._others})
         by_rank = {rank: frozenset(names) for rank, names in packed_by.items()}
-        return LoadTarget(state, frozenset(state) - {PACKED}, saved_by, source_rank, by_rank)
+        return LoadTarget(state, frozenset(state), saved_by, source_rank, wanted, by_rank)
 
-    def of_ranks(self, metadata: Metadata, names: Mapping[int, Collection[str]]) -> dict[str, Any]:
-        """Return the places that the packed states of some ranks are loaded into, with the tensors that go with them.
+    def of_ranks(self, metadata: Metadata, ranks: Iterable[int]) -> dict[str, Any]:
+        """Return the places of the tensors that go with the packed states of some ranks."""
+        return {}
 
-        Args:
-            names: of the states, by rank.
-        """
-        return {PACKED: {rank_key(rank): dict.fromkeys(some, PackedState()) for rank, some in names.items()}}
-
-    def whole(self, name: str, value: Any, state: Mapping[str, Any], rank: int) -> Any:
-        """Return the packed state of an object with the tensors that go with it, to be compared.
-
-        Args:
-            state: from :meth:`of_ranks`, loaded.
-        """
+    def whole(self, value: Any, state: Mapping[str, Any], rank: int) -> Any:
+        """Return a packed state with the tensors that go with it, of what :meth:`of_ranks` gave, to be compared."""
         return value
+
+    def unpacked(
+        self, target: LoadTarget, reader: Reader, *, path: str, allowed: Sequence[SafeGlobal]
+    ) -> dict[str, Any]:
+        """Read the packed states of this rank, by name."""
+        archives, device_of = packed_items(reader.read_items, target.source_rank, target.packed), self.device_of()
+        return {
+            name: load_archive(data, name, path=path, allowed=allowed, device_of=device_of)
+            for name, data in archives.items()
+        }
 
     def _without_state(self, saved: set[str], current: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """Return the names of what is tracked and was not saved, or not as the same thing."""
@@ -325,20 +303,18 @@ class TrackedState:
             _log.warning("the checkpoint also has state of %s, which is not tracked now", ", ".join(map(repr, extra)))
         return lacking
 
-    def apply(self, target: LoadTarget, packed: Mapping[str, Any]) -> None:
+    def apply(self, target: LoadTarget, states: Mapping[str, Any]) -> None:
         """Give every object what was loaded: modules, optimizers, the others in the order of tracking, generators.
 
         Args:
-            packed: contents of the packed items, by key.
+            states: that were packed, by name.
 
         Raises:
             Exception: an object refuses its state. Others may have theirs.
         """
-        prefix = f"{PACKED}.{rank_key(target.source_rank)}."
-        states = {key.removeprefix(prefix): value for key, value in packed.items()}
         for name, module in self._module_states.items():
             module.load(target.state.get(name, {}))
-        for name, frozen in states.get(FROZEN, {}).items():  # which older versions do not have
+        for name, frozen in states[FROZEN].items():
             if name in self._modules:
                 freeze_parameters(self._modules[name], frozen)
         for name, optimizer in self._optimizers.items():
@@ -390,11 +366,6 @@ def checked_reshard(
     if others := [name for name in by_name if name not in named]:
         raise InvalidArgumentError(f"nothing is tracked here as {others[0]!r}", argument="reshard", value=value)
     return by_name
-
-
-def rank_key(rank: int) -> str:
-    """Return the key of what belongs to a rank."""
-    return f"rank-{rank:05d}"
 
 
 def largest_share(sizes: Iterable[int], world_size: int) -> int:

@@ -58,7 +58,7 @@ def resolve_items(
 
 
 def _loadable(item: WriteItem, planner: SavePlanner, allowed: tuple[SafeGlobal, ...]) -> bytes:
-    """Return an item that is no tensor as an archive that a reader accepts, or the bytes of a planner that makes them."""
+    """Return an item that is no tensor as an archive that a reader accepts, or the bytes that a planner makes."""
     fqn, own = str(item.index.fqn), DefaultSavePlanner
     if isinstance(planner, own) and all(
         getattr(type(planner), name) is getattr(own, name) for name in ("resolve_data", "transform_object")

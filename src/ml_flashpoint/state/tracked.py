@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ml_flashpoint.copy.cuda import device_today
-from ml_flashpoint.copy.tensors import held_bytes
+from ml_flashpoint.copy.tensors import is_plain_strided
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, SaveError
 from ml_flashpoint.state.archive import SafeGlobal, load_archive
 from ml_flashpoint.state.modules import ModuleState, freeze_parameters, frozen_parameters
@@ -238,7 +238,8 @@ class TrackedState:
         tensors = [t for m in self._module_states.values() for t in m.current().values() if isinstance(t, torch.Tensor)]
         tensors += [t for o in self._optimizers.values() for t in o.expected_tensors()]
         own = [_sharded_bytes(tensor) for tensor in tensors]
-        alike = (held_bytes(tensor) for tensor, nbytes in zip(tensors, own, strict=True) if nbytes is None)
+        plain = (tensor for tensor, nbytes in zip(tensors, own, strict=True) if nbytes is None)
+        alike = (tensor.nbytes for tensor in plain if is_plain_strided(tensor))
         return sum(nbytes or 0 for nbytes in own) + largest_share(alike, self.world_size)
 
     # ---- loading ------------------------------------------------------------------------------------------

@@ -489,7 +489,8 @@ class _Load:
         ranks, tracked, step = self._ranks, self._tracked, partial(self._joint.step, version)
         metadata = step(reader.read_metadata)
         reader.set_up_storage_reader(metadata, ranks.rank == 0)
-        target = step(lambda: tracked.target(metadata))
+        read = tracked.reads(reader, path=str(version), allowed=self._safe_globals)
+        target = step(lambda: tracked.target(metadata, read))
         change = None
         if target.saved_by != ranks.world_size:
             keep = self._checkpointer.config.on_world_size_change == "keep"
@@ -506,7 +507,7 @@ class _Load:
         step(lambda: planner.check_left(left_on_all))
 
         def load_and_apply() -> None:
-            states = tracked.unpacked(target, reader, path=str(version), allowed=self._safe_globals)
+            states = read(rank_key(target.source_rank), target.packed)
             planner.load(reader)
             tracked.apply(target, states | ({} if change is None else change.states))
 

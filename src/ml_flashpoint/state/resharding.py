@@ -29,7 +29,7 @@ from ml_flashpoint.copy.tensors import is_plain_strided
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import ReshardError
 from ml_flashpoint.state.archive import SafeGlobal, load_archive, save_archive
-from ml_flashpoint.state.packed_state import packed_items
+from ml_flashpoint.state.packed_state import packed_items, rank_key
 from ml_flashpoint.state.plain_modes import plain_modes
 from ml_flashpoint.state.planner import Reader
 from ml_flashpoint.state.random_numbers import new_seed, seed_of, seeded_rng_state
@@ -90,7 +90,7 @@ class Resharding:
         places = set()
         for rank in share:
             wanted = [name for name in target.packed_by[rank] if self._is_wanted(name, rank)]
-            for name, raw in packed_items(reader.read_items, rank, wanted).items():
+            for name, raw in packed_items(reader.read_items, rank_key(rank), wanted).items():
                 value = self._load(name, raw)
                 if rank == 0 and (generator := tracked.generator(name)) is not None:
                     seeds[name] = generator.seed_of(value)

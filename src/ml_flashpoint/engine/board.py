@@ -20,12 +20,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from ml_flashpoint import events
-from ml_flashpoint.engine.rounds import NOTHING, Answer, Leader, Member, Outcome, Verdict
+from ml_flashpoint.engine.rounds import Answer, Leader, Member, Outcome, Verdict
 from ml_flashpoint.engine.store import SignedStore
-from ml_flashpoint.format.errors import CapacityError, FlashpointError, ProtocolError, SaveError
+from ml_flashpoint.format.errors import CapacityError, FlashpointError, SaveError
 from ml_flashpoint.format.knobs import late_s
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.pool import SlotRequest
@@ -35,7 +34,6 @@ _log = logging.getLogger(__name__)
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.5
 _IDLE_S = 0.05
 """After so long without a save, rank 0's program may be waiting for one."""
-_MOST_BYTES = 1 << 16
 
 
 class Board:
@@ -48,11 +46,10 @@ class Board:
             must be those of the run.
         push: has all holders of this rank adopt a verdict, and then copy the committed part of a save. Raises a
             `FlashpointError` if a holder has no copy: a `CapacityError` if it has no room for one.
-        heard: takes note of the newest verdict. Before this rank answers a round, `heard` was called with its verdict,
-            so that no verdict that lists another save is missed.
-        also: called on each pass, twice a second at least, with the store and the newest save called. The store is
-            None while it cannot be used.
-        emit: emits an event, of a kind and with its ``step`` and other fields: `events.emit`, bound to a rank and base.
+        heard: takes note of the newest verdict. This rank answers no round before `heard` was called with its verdict,
+            so no verdict that lists another save is missed.
+        also: called on each pass, twice a second at least; with False while the store cannot be used.
+        emit: `events.emit`, bound to a rank and base.
         persist_every: see `Leader`. persister_is_busy: see `Leader.decide`. Both are for rank 0.
 
     All of these are called on the board's thread, without a lock.
@@ -67,7 +64,7 @@ class Board:
         connect: Callable[[], SignedStore],
         push: Callable[[SaveId, Verdict], None],
         heard: Callable[[Verdict], None],
-        also: Callable[[SignedStore | None, SaveId], None] = lambda store, newest: None,
+        also: Callable[[bool], None] = lambda has_store: None,
         emit: Callable[..., None] = lambda kind, **fields: None,
         persist_every: int = 0,
         persister_is_busy: Callable[[], bool] = lambda: False,
@@ -87,7 +84,7 @@ class Board:
         self._late_s = late_s()
         self._has_news = False
         self._closed = False
-        self._last: Callable[[], None] | None = None
+        self._last: Callable[[], None] = lambda: None
         self._error: str | None = None
         self._missing: str | None = None
         self._thread = threading.Thread(target=self._run, name="flashpoint-board", daemon=True)
@@ -147,15 +144,10 @@ class Board:
             if self._member.adopt(verdict):
                 self._tell()
 
-    def close(self, deadline_s: float, last: Callable[[], None] | None = None) -> bool:
-        """End the thread.
+    def close(self, deadline_s: float, last: Callable[[], None] = lambda: None) -> bool:
+        """End the thread, after a last call on it unless the store has failed. Return True if it has ended in time.
 
-        Args:
-            deadline_s: seconds to wait for the thread, which may be in a call of the store: those have no deadlines.
-            last: called on the thread at its end, unless the store has failed.
-
-        Returns:
-            True if the thread has ended.
+        The thread may be in a call of the store: those have no deadlines.
         """
         with self._changed:
             self._closed, self._last = True, last
@@ -177,12 +169,12 @@ class Board:
             except Exception as error:  # of whatever kind: a thread that ended would be silent for ever
                 self._report(error)
                 self._store, pause_s = None, _LONGEST_PAUSE_S
-                self._guard(lambda: self._also(None, self._newest_call))
+                self._guard(lambda: self._also(False))
             with self._changed:
                 if self._changed.wait_for(lambda: self._closed or self._has_news, pause_s):
                     self._began = time.monotonic()
                 self._has_news = False
-        if self._last is not None and self._error is None:
+        if self._error is None:
             self._guard(self._last)
 
     def _go_on(self) -> bool:
@@ -200,15 +192,10 @@ class Board:
                 if self._error is not None:  # answers that were counted are found when late
                     store.delete_key(f"count/{self._member.verdict.number}")
             self._store, self._published = store, None
-        self._also(self._store, self._newest_call)
+        self._also(True)
         answered = self._answer(self._store)
         newer = self._look(self._store) if self._leader is None else self._lead(self._store, self._leader)
         return answered or newer
-
-    @property
-    def _newest_call(self) -> SaveId:
-        calls = self._member.calls
-        return calls[-1] if calls else NOTHING
 
     def _guard(self, call: Callable[[], None]) -> None:
         """Call what must not be mistaken for a failure of the store."""
@@ -252,7 +239,7 @@ class Board:
         if not store.check(["verdict"]):  # rank 0 has not come yet
             return False
         blob = store.get("verdict")
-        return bool(blob) and self._adopt(Verdict.from_fields(_parsed(blob)))
+        return bool(blob) and self._adopt(Verdict.from_fields(json.loads(blob)))
 
     def _lead(self, store: SignedStore, leader: Leader) -> bool:
         """Decide the round, if that can be done."""
@@ -262,7 +249,7 @@ class Board:
         answers: list[Answer] = []
         if store.add(f"count/{number}", 0) >= self._ranks or is_late:
             blobs = store.multi_get([f"answer/{rank}" for rank in range(self._ranks)])
-            found = [Answer.from_fields(_parsed(blob)) if blob else None for blob in blobs]
+            found = [Answer.from_fields(json.loads(blob)) if blob else None for blob in blobs]
             answers = [answer for answer in found if answer is not None]
             if is_late:
                 self._report_missing([rank for rank, each in enumerate(found) if not each or each.number != number])
@@ -308,12 +295,3 @@ class Board:
             _log.warning("rank %d cannot use the board, and nothing new is verified until it can: %s", self._rank, text)
             self._emit(events.AgreementFailed, step=None, error=text)
         self._error = text
-
-
-def _parsed(blob: bytes) -> Any:
-    if len(blob) > _MOST_BYTES:
-        raise ProtocolError(f"a value of {len(blob):,} bytes on the board, over the {_MOST_BYTES:,} allowed")
-    try:
-        return json.loads(blob)
-    except ValueError as error:
-        raise ProtocolError(f"a value on the board is no JSON: {error}") from error

@@ -37,7 +37,7 @@ from ml_flashpoint.engine.rounds import Fate, Member, Verdict
 from ml_flashpoint.engine.save import Save, SaveStats, Terms
 from ml_flashpoint.engine.signals import InFlight, answer_sigterm, hold_up_sigterm, let_go_of_sigterm
 from ml_flashpoint.engine.status import StatusBoard
-from ml_flashpoint.engine.store import SignedStore, open_store
+from ml_flashpoint.engine.store import open_store
 from ml_flashpoint.format.arguments import checked_base, checked_bool, checked_integer
 from ml_flashpoint.format.at_exit import at_exit
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
@@ -653,8 +653,8 @@ class Checkpointer:
 
     # ---- the board's thread ----------------------------------------------------------------------------------
 
-    def _look(self, store: SignedStore | None, newest: SaveId) -> None:
-        if store is not None:
+    def _look(self, has_store: bool) -> None:
+        if has_store:
             self.replicas.answer()
         if self._persister is not None:
             self._persister.look()

@@ -15,9 +15,11 @@ no round is about it again. A part that only lacks copies is tried again.
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from ml_flashpoint.engine.schedule import passes_multiple
 from ml_flashpoint.format.errors import InvalidArgumentError, ProtocolError
@@ -29,7 +31,6 @@ NOTHING = SaveId(0, 0)
 """Stands for "no version": older than every save."""
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
-_MOST_OF_A_TABLE = 200
 _MOST_LOST = 16
 
 
@@ -94,47 +95,35 @@ class Verdict:
 
     def to_fields(self) -> dict[str, object]:
         """Return this verdict as values that JSON can hold."""
-        return {
-            "number": self.number,
-            "verified": [list(save) for save in self.verified],
-            "first": list(self.first),
-            "total": self.total,
-            "recovered": None if self.recovered is None else list(self.recovered),
-            "persist": None if self.persist is None else list(self.persist),
-            "lost": [list(save) for save in self.lost],
-        }
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @classmethod
-    def from_fields(cls, fields: object) -> Verdict:
-        """Return the verdict of `to_fields`, which came from another rank.
-
-        Raises:
-            ProtocolError: these are not the fields of a verdict.
-        """
-        if not isinstance(fields, dict):
-            raise ProtocolError(f"a verdict must be an object, not {type(fields).__name__}")
-        recovered, persist = fields.get("recovered"), fields.get("persist")
-        return cls(
-            number=_natural(fields.get("number"), "number"),
-            verified=_saves(fields.get("verified"), "verified"),
-            first=_save(fields.get("first"), "first"),
-            total=_natural(fields.get("total"), "total"),
-            recovered=None if recovered is None else _save(recovered, "recovered"),
-            persist=None if persist is None else _save(persist, "persist"),
-            lost=_saves(fields.get("lost"), "lost"),
-        )
+    def from_fields(cls, found: Any) -> Verdict:
+        """Return the verdict of `to_fields`, which another rank of this job has sent. Raise `ProtocolError` if it is none."""
+        with _parsing("a verdict", found):
+            recovered, persist = found["recovered"], found["persist"]
+            return cls(
+                number=int(found["number"]),
+                verified=tuple(map(_save, found["verified"])),
+                first=_save(found["first"]),
+                total=int(found["total"]),
+                recovered=None if recovered is None else _save(recovered),
+                persist=None if persist is None else _save(persist),
+                lost=tuple(map(_save, found["lost"])),
+            )
 
 
-def _natural(value: object, name: str) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ProtocolError(f"field {name!r} of the board must be an integer from 0, got {value!r}")
-    return value
+@contextlib.contextmanager
+def _parsing(kind: str, found: object) -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ValueError, KeyError) as error:
+        raise ProtocolError(f"the board has not {kind}, but {str(found)[:80]}: {error}") from error
 
 
-def _save(value: object, name: str) -> SaveId:
-    if not isinstance(value, list) or len(value) != 2:
-        raise ProtocolError(f"field {name!r} of the board must be [run, step], got {value!r}")
-    return SaveId(_natural(value[0], name), _natural(value[1], name))
+def _save(found: Any) -> SaveId:
+    run, step = found
+    return SaveId(int(run), int(step))
 
 
 class Outcome(enum.Enum):
@@ -146,12 +135,6 @@ class Outcome(enum.Enum):
     """The part is committed, and a holder has no copy."""
     LOST = "lost"
     """The rank has no part of the save, or a holder no room for its copy, and never will."""
-
-
-def _saves(value: object, name: str) -> tuple[SaveId, ...]:
-    if not isinstance(value, list):
-        raise ProtocolError(f"field {name!r} of the board must be a list, got {value!r}")
-    return tuple(_save(each, name) for each in value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,23 +157,14 @@ class Answer:
 
     def to_fields(self) -> list[object]:
         """Return this answer as values that JSON can hold."""
-        return [self.number, list(self.save), self.outcome.value, self.late, self.table]
+        return [self.number, self.save, self.outcome.value, self.late, self.table]
 
     @classmethod
-    def from_fields(cls, fields: object) -> Answer:
-        """Return the answer of `to_fields`, which came from another rank.
-
-        Raises:
-            ProtocolError: these are not the fields of an answer.
-        """
-        if not isinstance(fields, list) or len(fields) != 5:
-            raise ProtocolError(f"an answer must be [number, save, outcome, late, table], got {fields!r}")
-        number, save, outcome, late, table = fields
-        if outcome not in [each.value for each in Outcome]:
-            raise ProtocolError(f"an answer must not have the outcome {outcome!r}")
-        if not isinstance(table, str) or len(table) > _MOST_OF_A_TABLE:
-            raise ProtocolError(f"the table of an answer must be a short string, got {table!r}")
-        return cls(_natural(number, "number"), _save(save, "save"), Outcome(outcome), _natural(late, "late"), table)
+    def from_fields(cls, found: Any) -> Answer:
+        """Return the answer of `to_fields`, which another rank of this job has sent. Raise `ProtocolError` if it is none."""
+        with _parsing("an answer", found):
+            number, save, outcome, late, table = found
+            return cls(int(number), _save(save), Outcome(outcome), int(late), str(table))
 
 
 @dataclass(slots=True)

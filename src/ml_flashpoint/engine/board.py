@@ -113,18 +113,23 @@ class Board:
         saves are verified, or ranks are awaited for less than ``FLASHPOINT_LATE_S``."""
         return self._error or self._missing
 
-    def call(self, save: SaveId, *, explicit: bool = False, table: str = "") -> SlotRequest:
-        """Record that the program saves, and return the terms on which the save may take a slot. See `Member.call`."""
+    def call(self, save: SaveId, *, explicit: bool = False, table: str = "") -> None:
+        """Record that the program saves. See `Member.call`."""
         with self._changed:
             self._member.call(save, explicit=explicit, table=table)
             self._called = time.monotonic()
             self._tell()
-            return self._member.request(save)
 
-    def request(self, save: SaveId) -> SlotRequest:
-        """Return the terms on which a save that was called may take a slot now."""
+    def request(self, save: SaveId | None, *, explicit: bool = False) -> SlotRequest:
+        """Return the terms on which a save may take a slot now. See `Member.request`."""
         with self._changed:
-            return self._member.request(save)
+            return self._member.request(save, explicit=explicit)
+
+    @property
+    def retained(self) -> frozenset[SaveId]:
+        """The saves that this rank retains by its newest verdict, and for the round; also once the board is closed."""
+        with self._changed:
+            return self._member.retained
 
     def commit(self, save: SaveId) -> None:
         """Record that this rank's part of a save is committed."""

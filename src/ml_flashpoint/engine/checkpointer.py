@@ -17,7 +17,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -88,11 +87,9 @@ _TABLE = "table"
 _POLL_S = 0.25
 """Seconds after which the committing thread looks for saves past their deadlines, and a waiting save for a slot."""
 _LINGER_S = 1.0
-_UNNAMED = 1 << 60
-"""Stands for the step of a save that has none yet: the highest."""
 
 
-class CommittingThread:
+class _CommittingThread:
     """The committing executor: one thread that does what it is given, in turn.
 
     Args:
@@ -113,43 +110,36 @@ class CommittingThread:
 
     @property
     def is_current(self) -> bool:
-        """True if the caller runs on this thread."""
         return threading.current_thread() is self._thread
 
     def submit(self, work: Callable[[], object]) -> None:
-        """Have something done, after everything that was given before."""
         self._given.put(work)
 
-    def drain(self, deadline_s: float) -> bool:
-        """Wait until everything that was given is done. Return True if it was in time."""
+    def drain(self, deadline_s: float) -> None:
+        """Wait until everything that was given is done."""
         done = threading.Event()
         self.submit(done.set)
-        return done.wait(deadline_s)
+        done.wait(deadline_s)
 
     def close(self) -> None:
         """End the thread after what it was given. Does not wait for that."""
         self._given.put(None)
 
     def _run(self) -> None:
-        more = False
+        has_more = False
         while True:
             try:
-                work = self._given.get(timeout=0 if more else _POLL_S)
+                work = self._given.get(timeout=0 if has_more else _POLL_S)
+                if work is None:
+                    return
             except queue.Empty:
-                more = self._guarded(self._idle) is True
-                continue
-            if work is None:
-                return
-            more = True
-            self._guarded(work)
+                work = self._idle
+            try:
+                has_more = work() is not False
+            except Exception:  # of whatever kind: a thread that ended would commit nothing any more
+                _log.exception("the committing thread goes on after an error")
+                has_more = False
             del work  # it holds thousands of entries
-
-    def _guarded(self, work: Callable[[], object]) -> object:
-        try:
-            return work()
-        except Exception:  # of whatever kind: a thread that ended would commit nothing any more
-            _log.exception("the committing thread goes on after an error")
-            return False
 
 
 class Checkpointer:
@@ -193,8 +183,7 @@ class Checkpointer:
         self._excluded: set[SaveId] = set()
         self._writer = PartWriter()
         self._wanted: int | None = None  # size of slots to be made ahead
-        self._is_skipping = self._closed = False
-        self._is_between_runs = False
+        self._is_skipping = self._closed = self._has_begun = False
         for other in list(_live):
             if other.base == self.base and not other.is_closed:
                 _log.warning("%s is opened again in this process, so the earlier Checkpointer is closed", self.base)
@@ -251,7 +240,7 @@ class Checkpointer:
             connect = partial(self._store.connect, "persist")
             self._persister = self._together(lambda: Persister(persist, ranks, self._pool, self.base, connect=connect))
             stack.callback(self._persister.close)
-        self._executor = self._together(lambda: CommittingThread(self._idle))
+        self._executor = self._together(lambda: _CommittingThread(self._idle))
         stack.callback(self._executor.close)
         if discard_existing or not self._recovery.any_versions():
             self.go_on_from(None)
@@ -261,26 +250,23 @@ class Checkpointer:
             stack.callback(let_go_of_sigterm, in_flight)
 
     def _together(self, action: Callable[[], _T]) -> _T:
-        another = LoadError(
-            "another rank cannot use its base container; its log says why",
-            rank=self.ranks.rank,
-            node=self.ranks.node,
-            path=self.base,
-        )
-        until = time.monotonic() + recovery_deadline_s()
-        return self.ranks.together(
-            lambda: retrying(partial(self._typed, action), until, f"opening {self.base}"), another
-        )
+        """Do something on all ranks, again where the system is short of something just now; or raise on all ranks."""
+        rank, node, path = self.ranks.rank, self.ranks.node, self.base
 
-    def _typed(self, action: Callable[[], _T]) -> _T:
-        try:
-            return action()
-        except FlashpointError:
-            raise
-        except Exception as error:
-            kind = UnreadableError if is_shortage(error) else LoadError
-            text = f"cannot use the base container: {type(error).__name__}: {error}"
-            raise kind(text, rank=self.ranks.rank, node=self.ranks.node, path=self.base) from error
+        def typed() -> _T:
+            try:
+                return action()
+            except FlashpointError:
+                raise
+            except Exception as error:
+                kind = UnreadableError if is_shortage(error) else LoadError
+                text = f"cannot use the base container: {type(error).__name__}: {error}"
+                raise kind(text, rank=rank, node=node, path=path) from error
+
+        text = "another rank cannot use its base container; its log says why"
+        until = time.monotonic() + recovery_deadline_s()
+        otherwise = LoadError(text, rank=rank, node=node, path=path)
+        return self.ranks.together(lambda: retrying(typed, until, f"opening {self.base}"), otherwise)
 
     def _locked_container(self, stack: contextlib.ExitStack) -> BaseContainer:
         # A base container belongs to one job. A whole filesystem, such as /dev/shm, belongs to all of the machine.
@@ -355,12 +341,15 @@ class Checkpointer:
         return save
 
     def _call(self, step: int, terms: Terms) -> SaveId:
-        board = self._board
-        if board is None:
-            raise self._unasked()
         found = SaveId(self._run, checked_integer("step", step, 0))
-        board.call(found, explicit=terms.explicit, table=terms.table)
+        self._asked_board.call(found, explicit=terms.explicit, table=terms.table)
         return found
+
+    @property
+    def _asked_board(self) -> Board:
+        if (board := self._board) is None:
+            raise self._unasked()
+        return board
 
     def _forget(self, save: Save) -> None:
         if save.committed.done() and save.verified.done():
@@ -377,7 +366,7 @@ class Checkpointer:
             board.fail(save.id)
         with self._working(save):
             if save.id is not None:
-                raise SaveError("the save has a step already", step=save.id.step, rank=self.ranks.rank)
+                raise SaveError("the save has a step already", step=save.step, rank=self.ranks.rank)
             save.id = self._call(step, save.terms)
             if save.slot is not None:
                 self._pool.name(save.slot, save.id)
@@ -491,22 +480,25 @@ class Checkpointer:
             return
         saves.fail(save.staged, error)
         saves.fail(save.verified, error)
-        skipped = isinstance(error, SkippedError)
-        step = None if save.id is None else save.id.step
+        is_skipped = isinstance(error, SkippedError)
         with self._lock:
-            self.stats.skipped += skipped
-            self.stats.failed += not skipped
-            self.stats.error = self.stats.error if skipped else str(error)
-            first, self._is_skipping = skipped and not self._is_skipping, skipped
-        if self._board is not None and save.id is not None:
-            self._board.fail(save.id, late=int(skipped))
-        if first:
+            self.stats.skipped += is_skipped
+            self.stats.failed += not is_skipped
+            is_first, self._is_skipping = is_skipped and not self._is_skipping, is_skipped
+        if (board := self._board) is not None and save.id is not None:
+            board.fail(save.id, late=int(is_skipped))
+        if is_first:
             _log.warning("%s; until one is not skipped, nothing more is said", error)
-        if skipped:
-            self._emit(events.SaveSkipped, step)
+        if is_skipped:
+            self._emit(events.SaveSkipped, save.step)
         else:
-            self._emit(events.SaveFailed, step, error=str(error))
+            self._emit(events.SaveFailed, save.step, error=str(error))
         self._free(save)
+
+    def _give_up(self, save: Save, error: BaseException) -> None:
+        """Do as `fail`, also with a save that is committed and not verified."""
+        self.fail(save, error)
+        saves.fail(save.verified, error)
 
     def _free(self, save: Save) -> None:
         """Free the slot of a save that has failed, unless a thread is at work in it, which comes here afterwards."""
@@ -551,38 +543,25 @@ class Checkpointer:
             raise self._forked()
         before = self._pool.saves
         while (slot := self._pool.take(size, partial(self._request, save), exact=exact)) is None:
-            if (shortage := self._pool.shortage(size, self._retained())) is not None:
+            if (shortage := self._pool.shortage(size, self._asked_board.retained)) is not None:
                 raise shortage
             if save.committed.done():
                 raise save.committed.exception() or SaveError("the save has ended")
-            step = None if save.id is None else save.id.step
             text = "no slot is free: earlier saves are still being copied, or their versions read"
             hint = "save less often, or raise the limit of memory, so that there is room for two more slots"
             if not save.terms.explicit or self._executor.is_current:  # nothing becomes free while that one waits
-                raise SkippedError(f"the save is skipped: {text}", step=step, rank=self.ranks.rank, hint=hint)
+                raise SkippedError(f"the save is skipped: {text}", step=save.step, rank=self.ranks.rank, hint=hint)
             if not save.terms.left_s:
-                raise DeadlineError(text, step=step, rank=self.ranks.rank, hint=hint)
+                raise DeadlineError(text, step=save.step, rank=self.ranks.rank, hint=hint)
             with self._changed:
                 self._changed.wait(min(_POLL_S, save.terms.left_s))
         save.slot = slot
-        if (board := self._board) is not None:
-            for lost in before - self._pool.saves:  # no round can be about these any more
-                board.fail(lost)
+        for lost in before - self._pool.saves:  # no round can be about these any more
+            self._asked_board.fail(lost)
         return slot
 
     def _request(self, save: Save) -> SlotRequest:
-        board = self._board
-        if board is None:
-            raise self._unasked()
-        if save.id is not None:
-            return board.request(save.id)
-        request = board.request(SaveId(self._run, _UNNAMED))
-        # As long as the round's save has not come, this one may be it.
-        return replace(request, save=None, of_round=request.spare > 0 or save.terms.explicit, spare=0)
-
-    def _retained(self) -> frozenset[SaveId]:
-        board = self._board
-        return frozenset() if board is None else _retained_by(board, self._run)
+        return self._asked_board.request(save.id, explicit=save.terms.explicit)
 
     # ---- the committing thread -------------------------------------------------------------------------------
 
@@ -638,18 +617,16 @@ class Checkpointer:
         with self._lock:
             late = [save for save in self._saves if not save.terms.left_s]
         for save in late:
-            step = None if save.id is None else save.id.step
             text = "was not verified" if save.committed.done() else "was not committed"
             seconds = save.terms.until - save.terms.began
-            error = DeadlineError(f"the save {text} within {seconds:.0f} s", step=step, rank=self.ranks.rank)
-            self.fail(save, error)
-            saves.fail(save.verified, error)
-        board = self._board
-        if self._wanted is None or board is None:
+            text = f"the save {text} within {seconds:.0f} s"
+            self._give_up(save, DeadlineError(text, step=save.step, rank=self.ranks.rank))
+        if self._wanted is None or (board := self._board) is None:
             return False
-        more = self._pool.prepare(self._wanted, board.request(SaveId(self._run, _UNNAMED)))
-        self._wanted = self._wanted if more else None
-        return more
+        if self._pool.prepare(self._wanted, board.request(None)):
+            return True
+        self._wanted = None
+        return False
 
     # ---- the board's thread ----------------------------------------------------------------------------------
 
@@ -664,20 +641,16 @@ class Checkpointer:
             return
         began = time.monotonic()
         try:
-            self._copies.push(save, verdict, self._pool)
+            size = self._copies.push(save, verdict, self._pool)
         except FlashpointError as error:
             if self.stats.copy_error is None:  # once, until copies are made again
                 _log.error("replication fails, older versions stay: %s", error)
             self.stats.copy_error = str(error)
             self._emit(events.ReplicationFailed, save.step, error=str(error))
             raise
-        seconds = time.monotonic() - began
-        size = self.container.read_manifest(save, self.ranks.rank).objects[0].size
-        self.stats.copied_bytes += size
-        self.stats.copied_s += seconds
         if self.stats.copy_error is not None:
             _log.warning("replication works again from step %d on", save.step)
-        self.stats.copy_error = None
+        self.stats.copy_error, seconds = None, time.monotonic() - began
         self._emit(events.PartReplicated, save.step, bytes=size, holders=self.holders, seconds=seconds)
 
     def _heard(self, verdict: Verdict) -> None:
@@ -699,9 +672,7 @@ class Checkpointer:
         step, fate = save.id.step, verdict.fate(save.id, explicit=save.terms.explicit)
         if fate is Fate.VERIFIED:
             if saves.end(save.verified, None):
-                with self._lock:
-                    self.stats.verified += 1
-                    self.stats.last_verified = step
+                self.stats.last_verified = step
                 self._emit(events.VersionVerified, step, seconds=time.monotonic() - save.terms.began)
         elif fate is Fate.SUPERSEDED:
             why = "the ranks go on with a later one"
@@ -772,7 +743,8 @@ class Checkpointer:
 
     def _find(self, wanted: int | None) -> CheckpointContainerId | None:
         self.check_usable()
-        self._found = self._recovery.find(wanted, excluded=self._excluded, retained=self._retained())
+        retained = frozenset() if self._board is None else self._board.retained
+        self._found = self._recovery.find(wanted, excluded=self._excluded, retained=retained)
         return None if self._found is None else self.id(self._found.save.step)
 
     def go_on_from(self, version: CheckpointContainerId | None) -> None:
@@ -789,7 +761,7 @@ class Checkpointer:
         self._end_run(seal_deadline_s())
         self._copies.end()
         run, verdict = self._recovery.record(chosen)
-        self._run = run
+        self._run, self._has_begun = run, True
         self._pool.remove_left(verdict.retained, () if verdict.recovered is None else (verdict.recovered,))
         self._board = board = Board(
             Member(verdict, self.config.rule),
@@ -807,38 +779,31 @@ class Checkpointer:
         if self._persister is not None:
             self._persister.heard(verdict)
         # Before a board pushes what was recovered.
-        self._copies.serve(run, board.hear, partial(_retained_by, board, run))
+        self._copies.serve(run, board.hear, lambda: board.retained)
         try:
             self.ranks.together(board.start, SaveError("another rank cannot begin the run; its log says why"))
         except BaseException:
             self._end_run(0.0)
             raise
 
-    def _end_run(self, deadline_s: float, last: Callable[[], None] | None = None) -> None:
+    def _end_run(self, deadline_s: float, last: Callable[[], None] = lambda: None) -> None:
         """End the board, after a last call on its thread. Saves that are not verified yet never will be."""
         give_up = time.monotonic() + deadline_s
         self._executor.drain(deadline_s)
-        self._is_between_runs = False
         board, self._board, self._run = self._board, None, 0
         if board is not None:
             board.close(max(give_up - time.monotonic(), 0.0), last)
         with self._lock:
-            mine = [(save, save.id.step) for save in self._saves if save.id is not None]  # others get the new run's
-        for save, step in mine:
-            error = SupersededError("the save was not verified before its run ended", step=step, rank=self.ranks.rank)
-            self.fail(save, error)
-            saves.fail(save.verified, error)
+            mine = [save for save in self._saves if save.id is not None]  # others get the new run's
+        for save in mine:
+            text = "the save was not verified before its run ended"
+            self._give_up(save, SupersededError(text, step=save.step, rank=self.ranks.rank))
 
     def latest(self) -> CheckpointContainerId | None:
         """Find and bring the newest version (`newest`) and go on from it (`go_on_from`). Collective."""
         self.reconsider()
-        had_begun = self._run > 0 or self._is_between_runs
-        try:
-            found = self.newest()
-            self.go_on_from(found)
-        except BaseException:
-            self._is_between_runs = had_begun and not self._run
-            raise
+        found = self.newest()
+        self.go_on_from(found)
         return found
 
     def go_back(self, step: int) -> CheckpointContainerId:
@@ -889,7 +854,7 @@ class Checkpointer:
     def is_between_runs(self) -> bool:
         """True while a run of this process has ended and the next one could not begin, on all ranks: a filesystem was
         full, perhaps. Nothing is saved until `latest` works again."""
-        return self._is_between_runs
+        return self._has_begun and not self._run
 
     @property
     def board_error(self) -> str | None:
@@ -906,7 +871,7 @@ class Checkpointer:
         Raises:
             UnaskedVersionsError: there are.
         """
-        if not self._run and not self._is_between_runs:
+        if not self._run and not self._has_begun:
             raise self._unasked(call, hint)
 
     def _unasked(self, call: str = "latest()", hint: str | None = None) -> UnaskedVersionsError:
@@ -1022,11 +987,6 @@ class Checkpointer:
     ) -> None:
         # After an error the peers may be dead. They are not waited for as long.
         self.close(None if error is None else exit_deadline_s())
-
-
-def _retained_by(board: Board, run: int) -> frozenset[SaveId]:
-    """Return what a rank retains by its newest verdict, and for the round; also once the board is closed."""
-    return frozenset(board.request(SaveId(run, _UNNAMED)).retained)
 
 
 def _place_of(base: Path) -> str:

@@ -99,7 +99,7 @@ class Verdict:
 
     @classmethod
     def from_fields(cls, found: Any) -> Verdict:
-        """Return the verdict of `to_fields`, which another rank of this job has sent. Raise `ProtocolError` if it is none."""
+        """Return the verdict of `to_fields`, which another rank has sent. Raise `ProtocolError` if it is none."""
         with _parsing("a verdict", found):
             recovered, persist = found["recovered"], found["persist"]
             return cls(
@@ -161,7 +161,7 @@ class Answer:
 
     @classmethod
     def from_fields(cls, found: Any) -> Answer:
-        """Return the answer of `to_fields`, which another rank of this job has sent. Raise `ProtocolError` if it is none."""
+        """Return the answer of `to_fields`, which another rank has sent. Raise `ProtocolError` if it is none."""
         with _parsing("an answer", found):
             number, save, outcome, late, table = found
             return cls(int(number), _save(save), Outcome(outcome), int(late), str(table))
@@ -222,15 +222,26 @@ class Member:
         if self.target is None and save >= self.verdict.first:
             self.target = save
 
-    def request(self, save: SaveId) -> SlotRequest:
-        """Return the terms on which a save may take a slot now."""
-        retained = self.verdict.retained
-        if self.target is not None:
-            retained |= {self.target}
-        # A save that somebody waits for: were it to wait for a round, that round could wait for it.
-        comes_first = save == self.target or save in self.explicit
-        spare = 0 if comes_first or self.target is not None else 1
-        return SlotRequest(save, retained, comes_first, spare, may_grow=self.verdict.total > self.keep.versions)
+    @property
+    def retained(self) -> frozenset[SaveId]:
+        """The saves whose parts this rank retains: those of the newest verdict, and the round's."""
+        return self.verdict.retained if self.target is None else self.verdict.retained | {self.target}
+
+    def request(self, save: SaveId | None, *, explicit: bool = False) -> SlotRequest:
+        """Return the terms on which a save may take a slot now.
+
+        Args:
+            save: was called; or None for one whose step is not known yet.
+            explicit: such a save is one that somebody waits for.
+        """
+        is_coming = self.target is None
+        if save is None:
+            comes_first, spare = explicit or is_coming, 0  # as long as the round's save has not come, this may be it
+        else:
+            # A save that somebody waits for: were it to wait for a round, that round could wait for it.
+            comes_first = save == self.target or save in self.explicit
+            spare = int(is_coming and not comes_first)
+        return SlotRequest(save, self.retained, comes_first, spare, may_grow=self.verdict.total > self.keep.versions)
 
     def commit(self, save: SaveId) -> None:
         """Record that this rank's part of a save is committed."""

@@ -74,7 +74,7 @@ class Board:
         self._rank, self._ranks = rank, ranks
         # Without other ranks, nothing changes but by this one's own calls, which wake the thread.
         self._shortest_pause_s = _SHORTEST_PAUSE_S if ranks > 1 else _IDLE_S
-        self._connect, self._push_to_holders, self._heard = connect, push, heard
+        self._connect, self._copy, self._heard = connect, push, heard
         self._also, self._emit, self._persister_is_busy = also, emit, persister_is_busy
         self._changed = threading.Condition()
         self._store: SignedStore | None = None
@@ -90,11 +90,7 @@ class Board:
         self._thread = threading.Thread(target=self._run, name="flashpoint-board", daemon=True)
 
     def start(self) -> None:
-        """Start the thread. Until then calls are recorded only.
-
-        Raises:
-            SaveError: no thread can be started.
-        """
+        """Start the thread. Until then calls are recorded only. Raise a `SaveError` if none can be started."""
         try:
             self._thread.start()
         except RuntimeError as error:
@@ -114,31 +110,31 @@ class Board:
         return self._error or self._missing
 
     def call(self, save: SaveId, *, explicit: bool = False, table: str = "") -> None:
-        """Record that the program saves. See `Member.call`."""
+        """See `Member.call`."""
         with self._changed:
             self._member.call(save, explicit=explicit, table=table)
             self._called = time.monotonic()
             self._tell()
 
     def request(self, save: SaveId | None, *, explicit: bool = False) -> SlotRequest:
-        """Return the terms on which a save may take a slot now. See `Member.request`."""
+        """See `Member.request`."""
         with self._changed:
             return self._member.request(save, explicit=explicit)
 
     @property
     def retained(self) -> frozenset[SaveId]:
-        """The saves that this rank retains by its newest verdict, and for the round; also once the board is closed."""
+        """See `Member.retained`. Also once the board is closed."""
         with self._changed:
             return self._member.retained
 
     def commit(self, save: SaveId) -> None:
-        """Record that this rank's part of a save is committed."""
+        """See `Member.commit`."""
         with self._changed:
             self._member.commit(save)
             self._tell()
 
     def fail(self, save: SaveId, *, late: int = 0) -> None:
-        """Record that a save has no part on this rank; see `Member.fail`."""
+        """See `Member.fail`."""
         with self._changed:
             self._member.fail(save, late=late)
             self._tell()
@@ -199,8 +195,7 @@ class Board:
             self._store, self._published = store, None
         self._also(True)
         answered = self._answer(self._store)
-        newer = self._look(self._store) if self._leader is None else self._lead(self._store, self._leader)
-        return answered or newer
+        return (self._look(self._store) if self._leader is None else self._lead(self._store, self._leader)) or answered
 
     def _guard(self, call: Callable[[], None]) -> None:
         """Call what must not be mistaken for a failure of the store."""
@@ -232,7 +227,7 @@ class Board:
 
     def _push(self, save: SaveId, verdict: Verdict) -> Outcome:
         try:
-            self._push_to_holders(save, verdict)
+            self._copy(save, verdict)
         except FlashpointError as error:
             _log.warning("step %d has no copies, and is not verified: %s", save.step, error)
             # For a smaller save there may be room: nobody waits for this one until its deadline.
@@ -240,10 +235,8 @@ class Board:
         return Outcome.COPIED
 
     def _look(self, store: SignedStore) -> bool:
-        """Adopt the newest verdict."""
-        if not store.check(["verdict"]):  # rank 0 has not come yet
-            return False
-        blob = store.get("verdict")
+        """Adopt the newest verdict. Rank 0 may not have come yet."""
+        blob = store.get("verdict") if store.check(["verdict"]) else b""
         return bool(blob) and self._adopt(Verdict.from_fields(json.loads(blob)))
 
     def _lead(self, store: SignedStore, leader: Leader) -> bool:

@@ -27,7 +27,7 @@ from ml_flashpoint.config import Config
 from ml_flashpoint.engine import save as saves
 from ml_flashpoint.engine.board import Board
 from ml_flashpoint.engine.committing import BytesItem, Filled, PartWriter, Staged, TensorItem
-from ml_flashpoint.engine.copying import Copies
+from ml_flashpoint.engine.copying import Copies, HeldCopies
 from ml_flashpoint.engine.persist import Persister, PersistHealth
 from ml_flashpoint.engine.reader import RecoveryReport, VersionReader
 from ml_flashpoint.engine.recovery import Found, KeptVersion, Recovery
@@ -219,7 +219,8 @@ class Checkpointer:
         make = partial(Pool, self.container, keep=rule.versions, owners=owners)
         self._held: dict[int, Pool] = {}
         self._pool = self._together(partial(self._pools, stack, make))
-        self._copies = Copies(ranks, self.strategy, self.container, self._held)
+        self._held_copies = HeldCopies(self.container, self._held)
+        self._copies = Copies(ranks, self.strategy, self._held_copies)
         stack.callback(self._copies.close)
         self._store = open_store(ranks)
         stack.callback(self._store.close)
@@ -759,7 +760,7 @@ class Checkpointer:
         if version is not None and (chosen is None or self.id(chosen.save.step) != version):
             raise InvalidArgumentError("is not the version that was found last", argument="version", value=version)
         self._end_run(seal_deadline_s())
-        self._copies.end()
+        self._held_copies.end()
         run, verdict = self._recovery.record(chosen)
         self._run, self._has_begun = run, True
         self._pool.remove_left(verdict.retained, () if verdict.recovered is None else (verdict.recovered,))
@@ -779,7 +780,7 @@ class Checkpointer:
         if self._persister is not None:
             self._persister.heard(verdict)
         # Before a board pushes what was recovered.
-        self._copies.serve(run, board.hear, lambda: board.retained)
+        self._held_copies.serve(run, board.hear, lambda: board.retained)
         try:
             self.ranks.together(board.start, SaveError("another rank cannot begin the run; its log says why"))
         except BaseException:

@@ -53,16 +53,14 @@ _T = TypeVar("_T")
 
 
 class Copies:
-    """Copies of this rank's parts at its holders, and of other ranks' parts here. Collective to construct. Thread-safe.
+    """The copies that other nodes hold, and the parts that they can give. Collective to construct. Thread-safe.
 
-    Serves reads of all parts of this node from construction on, and takes copies in from `serve` on. A job on a single
-    node serves nothing.
+    Serves what ``held`` has from construction on. A job on a single node serves nothing.
 
     Args:
         ranks: ranks of the job.
         strategy: who holds copies of whose parts.
-        container: base container of this node.
-        held: pools for the copies that this rank holds, by the rank whose parts they are.
+        held: the parts of this node.
         host: address that peers reach this process at; by default `reachable_host`.
 
     Attributes:
@@ -74,25 +72,17 @@ class Copies:
     """
 
     def __init__(
-        self,
-        ranks: RankGroup,
-        strategy: ReplicationStrategy,
-        container: BaseContainer,
-        held: Mapping[int, Pool],
-        *,
-        host: str | None = None,
+        self, ranks: RankGroup, strategy: ReplicationStrategy, held: HeldCopies, *, host: str | None = None
     ) -> None:
         ranks.check_nodes(boot_id(), "a machine")
-        self._ranks = ranks
-        self._container = container
-        self._held = _HeldCopies(container, held)
+        self._ranks, self._held = ranks, held
 
         def start() -> TransferService | None:
             if len(ranks.topology.node_order) == 1:
                 return None
             try:
                 address = host or reachable_host()
-                return TransferService(ranks.secret, self._held, host=address, deadline_s=transfer_deadline_s())
+                return TransferService(ranks.secret, held, host=address, deadline_s=transfer_deadline_s())
             except OSError as error:
                 raise ReplicationError(f"peers cannot reach this host: {error}", rank=ranks.rank) from error
 
@@ -113,25 +103,8 @@ class Copies:
         return address
 
     def _connection(self, rank: int) -> PeerConnection:
-        node = self._ranks.topology.node_of(rank)
-        deadline_s = transfer_deadline_s()
+        node, deadline_s = self._ranks.topology.node_of(rank), transfer_deadline_s()
         return PeerConnection(self.address_of(rank), self._ranks.secret, node=node, deadline_s=deadline_s)
-
-    # ---- copies of this rank's parts ---------------------------------------------------------------------------
-
-    def serve(self, run: int, hear: Callable[[Verdict], None], retained: Callable[[], Collection[SaveId]]) -> None:
-        """Take in the copies that are pushed in a run, and push in this run.
-
-        Args:
-            run: number of the run.
-            hear: called with the verdict of each push.
-            retained: called after that; returns the saves whose copies are retained.
-        """
-        self._held.serve(run, hear, retained)
-
-    def end(self) -> None:
-        """Take in no more copies of the run: this rank retains by another run's verdicts soon."""
-        self._held.end()
 
     def push(self, save: SaveId, verdict: Verdict, pool: Pool) -> int:
         """Give all holders of this rank, at once, a copy of a committed part. Return its bytes when all have it.
@@ -144,13 +117,11 @@ class Copies:
         Raises:
             FlashpointError: a holder has no copy. Others may.
         """
-        manifest = self._container.read_manifest(save, self._ranks.rank)
+        manifest = pool.container.read_manifest(save, self._ranks.rank)
         rider = {"run": self._held.run, "verdict": verdict.to_fields()}
         with pool.reading(save) as slot, slot.buffer[: manifest.objects[0].size] as view:
             push_to_all(list(self._holders), lambda rank: self._holders[rank].push(manifest, view, rider))
         return manifest.objects[0].size
-
-    # ---- parts of other nodes ----------------------------------------------------------------------------------
 
     def fetch_part(
         self,
@@ -185,13 +156,8 @@ class Copies:
 
         def fetch() -> None:
             slot = _taken(pool, manifest, request)
-            try:
-                with slot.buffer[: record.size] as view, BlockChecker(record, view, str(part)) as blocks:
-                    self._ask(nodes, part, lambda peer: peer.fetch(part, blocks), until, failures)
-            except BaseException:
-                pool.free(slot)
-                raise
-            pool.commit(slot, manifest)
+            with _committing(pool, manifest, slot) as view, BlockChecker(record, view, str(part)) as blocks:
+                self._ask(nodes, part, lambda peer: peer.fetch(part, blocks), until, failures)
 
         retrying(fetch, until, f"fetching {part}", also=(CapacityError,))
         return manifest
@@ -205,15 +171,8 @@ class Copies:
         until: float | None = None,
         failures: Failures | None = None,
     ) -> Manifest:
-        """Return the manifest of a part from one of the nodes that have the part.
-
-        Args:
-            save, rank, nodes, until, failures: see `fetch_part`; by default until ``FLASHPOINT_RECOVERY_DEADLINE_S``
-                have passed.
-
-        Raises:
-            FlashpointError: no node gives the manifest.
-        """
+        """Return the manifest of a part. For arguments and errors see `fetch_part`; by default until
+        ``FLASHPOINT_RECOVERY_DEADLINE_S`` have passed."""
         part = PartName(save, rank)
         return self._ask(nodes, part, lambda peer: peer.read_manifest(part), until, failures)
 
@@ -277,40 +236,59 @@ class Copies:
             self._service.close()
 
 
-class _HeldCopies:
-    """The parts of this node, and room for the copies that this rank holds: see `TransferBackend`."""
+class HeldCopies:
+    """The parts of this node, which peers read (a `TransferBackend`), and the copies that this rank takes in from
+    `serve` on. Thread-safe.
+
+    Args:
+        container: base container of this node.
+        pools: pools for the copies that this rank holds, by the rank whose parts they are.
+
+    Attributes:
+        run: number of the run that is served; 0 before.
+    """
 
     def __init__(self, container: BaseContainer, pools: Mapping[int, Pool]) -> None:
-        self._container = container
-        self._pools = pools
+        self.run = 0
+        self._container, self._pools = container, pools
         self._changed = threading.Condition()
-        self._receiving: set[int] = set()  # ranks whose copies are being received
+        self._has_ended = False
         self._hear: Callable[[Verdict], None] = lambda verdict: None
         self._retained: Callable[[], Collection[SaveId]] = frozenset
         self._heard: dict[int, int] = {}  # rank -> number of the verdict of its newest push
-        self.run = 0
-        self._has_ended = False
+        self._receiving: set[int] = set()  # ranks whose copies are being received
 
     def serve(self, run: int, hear: Callable[[Verdict], None], retained: Callable[[], Collection[SaveId]]) -> None:
+        """Take in the copies that are pushed in a run.
+
+        Args:
+            run: number of the run.
+            hear: called with the verdict of each push.
+            retained: called after that; returns the saves whose copies are retained.
+        """
         with self._changed:
             self.run, self._hear, self._retained, self._has_ended = run, hear, retained, False
             self._heard.clear()
             self._changed.notify_all()
 
     def end(self) -> None:
+        """Take in no more copies of the run: this rank retains by another run's verdicts soon."""
         with self._changed:
             self._has_ended = True
 
     @contextlib.contextmanager
     def open_part(self, part: PartName) -> Iterator[memoryview]:
+        """See `TransferBackend`."""
         with self._container.open_part(*part) as opened:
             yield opened.buffer
 
     def read_manifest(self, part: PartName) -> bytes:
+        """See `TransferBackend`."""
         return encode(self._container.read_manifest(*part))
 
     @contextlib.contextmanager
     def receive(self, manifest: Manifest, rider: Fields) -> Iterator[memoryview | None]:
+        """See `TransferBackend`."""
         verdict = Verdict.from_fields(rider.get("verdict"))
         with self._in_turn(manifest.rank, integer(rider, "run", 1), verdict.number):
             self._hear(verdict)
@@ -325,14 +303,8 @@ class _HeldCopies:
             until, what = time.monotonic() + ROOM_S, f"making room for a copy of {PartName.of(manifest)}"
             with self._lasting_shortages(pool, manifest):
                 slot = retrying(take, until, what, also=(CapacityError,))
-            try:
-                with slot.buffer[: manifest.objects[0].size] as view:
+                with _committing(pool, manifest, slot) as view:
                     yield view
-            except BaseException:
-                pool.free(slot)
-                raise
-            with self._lasting_shortages(pool, manifest):
-                pool.commit(slot, manifest)
 
     @contextlib.contextmanager
     def _in_turn(self, rank: int, run: int, number: int) -> Iterator[None]:
@@ -346,7 +318,7 @@ class _HeldCopies:
             self._changed.wait_for(lambda: run <= self.run and rank not in self._receiving, ROOM_S)
             if run != self.run or self._has_ended:
                 text = f"the push is of run {run}, and this rank is in run {self.run}"
-                raise ReplicationError(text + ", which has ended on this rank" * self._has_ended)
+                raise ReplicationError(f"{text}, which has ended on this rank" if self._has_ended else text)
             if rank in self._receiving:
                 raise ReplicationError("another copy of this rank is still being received", rank=rank)
             if number < (newest := self._heard.get(rank, 0)):
@@ -408,3 +380,15 @@ def _taken(pool: Pool, manifest: Manifest, request: SlotRequest) -> Slot:
         hint = "enlarge the tmpfs (mount -o remount,size=...), free memory, or lower keep"
         raise CapacityError(text, needed_bytes=size, step=manifest.step, rank=manifest.rank, hint=hint)
     return slot
+
+
+@contextlib.contextmanager
+def _committing(pool: Pool, manifest: Manifest, slot: Slot) -> Iterator[memoryview]:
+    """Yield the bytes of a part's object in a slot, to be filled, and commit the part; if that fails, free the slot."""
+    try:
+        with slot.buffer[: manifest.objects[0].size] as view:
+            yield view
+    except BaseException:
+        pool.free(slot)
+        raise
+    pool.commit(slot, manifest)

@@ -35,14 +35,11 @@ _MOST_LOST = 16
 
 
 class Fate(enum.Enum):
-    """State of a save that is not verified yet, under a verdict."""
+    """State of a save under a verdict. One that is superseded will not be verified any more."""
 
     OPEN = "open"
-    """It may still be verified."""
     VERIFIED = "verified"
-    """It is."""
     SUPERSEDED = "superseded"
-    """It will not be: a newer one is, or the rounds have passed over it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +78,8 @@ class Verdict:
     def fate(self, save: SaveId, *, explicit: bool) -> Fate:
         """Return the state of a save of this run under this verdict, and all later ones unless it is `Fate.OPEN`.
 
-        To be asked at the call, and for each verdict that the rank hears: a verified save is listed for a while only.
-
-        Args:
-            save: the save.
-            explicit: True if somebody waits for this save: a round may still go back to it, unless it is lost.
+        To be asked at the call, and for each verdict that the rank hears: a verified save is listed for a while only. A
+        round may still go back to an explicit save, unless that is lost.
         """
         if save in self.verified:
             return Fate.VERIFIED
@@ -171,12 +165,9 @@ class Answer:
 class Member:
     """One rank's side of the rounds. Not thread-safe.
 
-    Args:
-        verdict: the first verdict of the run, which `open` has found.
-        keep: rule for the verified versions that stay.
-
     Attributes:
-        verdict: the newest verdict that this rank knows.
+        verdict: the newest verdict that this rank knows; at first that which recovery has found.
+        keep: rule for the verified versions that stay.
         target: the round's save; None until the rank calls it.
         answer: the answer to the round; None until there is one.
         explicit: saves newer than the newest verified one that somebody waits for; newest last.
@@ -199,15 +190,12 @@ class Member:
             self.parts[self.target] = True
 
     def call(self, save: SaveId, *, explicit: bool = False, table: str = "") -> None:
-        """Record that the program saves.
+        """Record that the program saves. Raise an `InvalidArgumentError` if a newer save was called before.
 
         Args:
-            save: newer than all that were called before in this run.
+            save: run and step.
             explicit: True if somebody waits for this save.
             table: name of the agreement on who writes what; a save is verified only if it is the same on all ranks.
-
-        Raises:
-            InvalidArgumentError: a newer save was called before.
         """
         if self.calls and save <= self.calls[-1]:
             raise InvalidArgumentError(
@@ -248,22 +236,14 @@ class Member:
         self.parts[save] = True
 
     def fail(self, save: SaveId, *, late: int = 0) -> None:
-        """Record that a save has no part on this rank; if it is the round's save, answer so.
-
-        Args:
-            save: failed, or found no slot, or had a slot that another save has taken.
-            late: 1 if there was no slot; see `Answer`.
-        """
+        """Record that a save has no part on this rank: it failed, or found no slot (``late`` is 1 then), or its slot
+        was taken. If it is the round's save, answer so."""
         self.parts.pop(save, None)
         self._answer(save, Outcome.LOST, late)
 
     def end_push(self, save: SaveId, outcome: Outcome) -> None:
-        """Record that the push of a committed part has ended.
-
-        Args:
-            save: the round's save; another one has no answer.
-            outcome: its result. The version that the run goes on from is never lost, only uncopied.
-        """
+        """Record that the push of the round's part has ended."""
+        # The version that the run goes on from is never lost.
         if outcome is Outcome.LOST and save == self.verdict.recovered:
             outcome = Outcome.UNCOPIED
         self._answer(save, outcome)
@@ -292,12 +272,9 @@ class Member:
 class Leader:
     """The decisions of rank 0, which is a member, too. Not thread-safe.
 
-    Args:
-        member: rank 0's own side.
-        ranks: number of ranks.
-        persist_every: steps. The first verified save at or after each multiple is due to be persisted; 0 for none.
-
     Attributes:
+        member: rank 0's own side. ranks: number of ranks.
+        persist_every: steps. The first verified save at or after each multiple is due to be persisted; 0 for none.
         slack: saves by which the next round begins later, because ranks have learned of rounds too late.
         lost: saves that some rank has no part of, newer than the newest verified one. No round begins with one.
         tries: rounds in a row that began about the save of the round before, because that one had no result.

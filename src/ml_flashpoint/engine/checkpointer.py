@@ -214,11 +214,8 @@ class Checkpointer:
         self._together(partial(self._clean, discard_existing=discard_existing))
         self._status = StatusBoard(self.container, self._job, ranks, self.strategy)
         stack.callback(self._status.close)
-        here = ranks.topology.ranks_of(ranks.node)
-        owners = [Owner(ranks.world_size, each) for rank in here for each in (rank, *self._held_by(rank))]
-        make = partial(Pool, self.container, keep=rule.versions, owners=owners)
         self._held: dict[int, Pool] = {}
-        self._pool = self._together(partial(self._pools, stack, make))
+        self._pool = self._together(partial(self._pools, stack))
         self._held_copies = HeldCopies(self.container, self._held)
         self._copies = Copies(ranks, self.strategy, self._held_copies)
         stack.callback(self._copies.close)
@@ -290,22 +287,25 @@ class Checkpointer:
                 for save in found:
                     self.container.remove(save)
 
-    def _pools(self, stack: contextlib.ExitStack, make: Callable[..., Pool]) -> Pool:
-        for rank in self._held_by(self.ranks.rank):
-            self._held[rank] = make(Owner(self.ranks.world_size, rank))
-            stack.callback(self._held[rank].close)
-        extra = 2 if self.config.persist is None else 3
-        own = make(Owner(self.ranks.world_size, self.ranks.rank), extra=extra)
-        stack.callback(own.close)
-        return own
+    def _pools(self, stack: contextlib.ExitStack) -> Pool:
+        """Open the pools of the copies that this rank holds, and return that of its own parts."""
+        size, topology, config = self.ranks.world_size, self.ranks.topology, self.config
+        held = {rank: self.strategy.held_by(rank, topology) for rank in topology.ranks_of(self.ranks.node)}
+        owners = [Owner(size, each) for rank in held for each in (rank, *held[rank])]
 
-    def _held_by(self, rank: int) -> tuple[int, ...]:
-        return self.strategy.held_by(rank, self.ranks.topology)
+        def make(rank: int, extra: int) -> Pool:
+            pool = Pool(self.container, Owner(size, rank), keep=config.rule.versions, owners=owners, extra=extra)
+            stack.callback(pool.close)
+            return pool
+
+        for rank in held[self.ranks.rank]:
+            self._held[rank] = make(rank, 0)
+        return make(self.ranks.rank, 2 if config.persist is None else 3)
 
     # ---- names ---------------------------------------------------------------------------------------------
 
     def id(self, step: int) -> CheckpointContainerId:
-        """Return the name of the version of a step, whether there is one or not."""
+        """Return the path of the version of a step, whether there is one or not."""
         return CheckpointContainerId.create_child(self.base, CheckpointContainerId.format_version_container(step))
 
     def holds(self, path: object) -> bool:
@@ -320,10 +320,9 @@ class Checkpointer:
 
         Args:
             step: above all that were saved in this run; None if it is not known before `name`.
-            explicit: somebody waits for this save: without a slot it waits, up to its deadline, where another save is
-                skipped at once.
-            table: name of what ranks have agreed on about who writes what (`engine.replicas`): a save is verified only
-                if all ranks have written it by one table.
+            explicit: without a slot, wait up to the deadline of the save; other saves are skipped at once.
+            table: name of the ranks' agreement on who writes what (`engine.replicas`): a save is verified only if all
+                ranks have written it by one table.
 
         Raises:
             InvalidArgumentError: the step is not above those saved before in this run.
@@ -349,7 +348,8 @@ class Checkpointer:
     @property
     def _asked_board(self) -> Board:
         if (board := self._board) is None:
-            raise self._unasked()
+            self.check_asked("latest()")
+            raise SaveError("no run has begun since the last one ended: call latest()", rank=self.ranks.rank)
         return board
 
     def _forget(self, save: Save) -> None:
@@ -404,8 +404,8 @@ class Checkpointer:
         return staged.views
 
     def place_of(self, save: Save, tensor: torch.Tensor) -> tuple[str, int] | None:
-        """Return where a staged tensor lies, so that another process can map it: the file of the save's slot, and the
-        offset in it. None if the tensor is not one of the copies in the slot, or no contiguous view of one."""
+        """Return where another process finds a staged tensor: the file of the slot, and the offset in it. None if the
+        tensor is not one of the copies in the slot, or no contiguous view of one."""
         content = save.content
         if not isinstance(content, Staged) or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
             return None
@@ -414,12 +414,8 @@ class Checkpointer:
         return (os.fspath(content.slot.path), offset) if inside else None
 
     def tensor_at(self, save: Save, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """Return the staged bytes at an offset of the save's slot as a tensor, without a copy: for `fill`, which takes
-        it as it lies. The inverse of `place_of`.
-
-        Raises:
-            SaveError: the save has no slot, or nothing was staged there.
-        """
+        """Return the staged bytes at an offset of the slot as a tensor, without a copy. Raise a `SaveError` if nothing
+        was staged there."""
         content, nbytes = save.content, dtype.itemsize
         for size in shape:
             nbytes *= size
@@ -540,8 +536,7 @@ class Checkpointer:
         if old is not None:
             (self._pool.remove if exact else self._pool.free)(old)
             save.slot = None
-        if self._pid != os.getpid():
-            raise self._forked()
+        self._check_process()
         before = self._pool.saves
         while (slot := self._pool.take(size, partial(self._request, save), exact=exact)) is None:
             if (shortage := self._pool.shortage(size, self._asked_board.retained)) is not None:
@@ -708,10 +703,9 @@ class Checkpointer:
         give_up = time.monotonic() + deadline_s
         done = self._wait(deadline_s)
         with self._changed:
-            copied = self._changed.wait_for(
+            return done & self._changed.wait_for(
                 lambda: self._board is None or self._board.verdict.recovered is None, max(give_up - time.monotonic(), 0)
             )
-        return done and copied
 
     # ---- loading -------------------------------------------------------------------------------------------
 
@@ -721,11 +715,8 @@ class Checkpointer:
         return self._recovery.report
 
     def newest(self) -> CheckpointContainerId | None:
-        """Find the newest version that every rank can load, and bring here what this node lacks of it, checked.
-        Collective. Saves go on as before until `go_on_from`.
-
-        Returns:
-            The version; None if there never was one.
+        """Find the newest version that every rank can load, and bring here what this node lacks of it, checked. None if
+        there never was one. Collective. Saves go on as before until `go_on_from`.
 
         Raises:
             NothingLoadableError: there are versions, and none can be loaded. On all ranks.
@@ -829,18 +820,14 @@ class Checkpointer:
         return self._recovery.versions()
 
     def open_version(self, version: CheckpointContainerId | str | os.PathLike[str]) -> VersionReader:
-        """Return a reader of a version: the one that was found last, or another one that is in memory here or at the
-        holders of this job's ranks."""
+        """Return a reader of the version that was found last, or of one in memory here or at this job's holders."""
         return self._recovery.reader(version)
 
     def check_room(self, expected_bytes: int) -> None:
-        """Check that every node has room for the versions that its ranks keep. Collective.
+        """Raise a `CapacityError`, on all ranks, if a node lacks room for the versions that its ranks keep. Collective.
 
         Args:
             expected_bytes: bytes that this rank saves.
-
-        Raises:
-            CapacityError: a node has not. On all ranks.
         """
         self._recovery.check_room(expected_bytes)
 
@@ -853,8 +840,8 @@ class Checkpointer:
 
     @property
     def is_between_runs(self) -> bool:
-        """True while a run of this process has ended and the next one could not begin, on all ranks: a filesystem was
-        full, perhaps. Nothing is saved until `latest` works again."""
+        """True while a run of this process has ended and the next one could not begin, on all ranks. Nothing is saved
+        until `latest` works again."""
         return self._has_begun and not self._run
 
     @property
@@ -872,25 +859,16 @@ class Checkpointer:
         Raises:
             UnaskedVersionsError: there are.
         """
-        if not self._run and not self._has_begun:
-            raise self._unasked(call, hint)
-
-    def _unasked(self, call: str = "latest()", hint: str | None = None) -> UnaskedVersionsError:
+        if self._run or self._has_begun:
+            return
         # What to do is in the message: of what DCP passes on, users see no hints.
-        return UnaskedVersionsError(
+        raise UnaskedVersionsError(
             "there are checkpoints of an earlier run here that nobody has asked about, and saving would overwrite them:"
             f" call {call} before the first save, to go on from them or to give them up, or use another folder",
             rank=self.ranks.rank,
             node=self.ranks.node,
             path=self.base,
             hint=hint,
-        )
-
-    def _forked(self) -> JobInUseError:
-        return JobInUseError(
-            f"this belongs to process {self._pid}, which process {os.getpid()} was forked from",
-            rank=self.ranks.rank,
-            hint="save, load and wait in the process that it was constructed in",
         )
 
     @property
@@ -900,10 +878,17 @@ class Checkpointer:
 
     def check_usable(self) -> None:
         """Raise a `JobInUseError` in a forked child, a `SaveError` if this is closed."""
-        if os.getpid() != self._pid:
-            raise self._forked()
+        self._check_process()
         if self._closed:
             raise SaveError("the checkpointer is closed", rank=self.ranks.rank, path=self.base)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise JobInUseError(
+                f"this belongs to process {self._pid}, which process {os.getpid()} was forked from",
+                rank=self.ranks.rank,
+                hint="save, load and wait in the process that it was constructed in",
+            )
 
     @property
     def status(self) -> RankStatus:

@@ -428,26 +428,13 @@ class Checkpointer:
         save: Save,
         tensors: Sequence[TensorItem],
         byte_items: Sequence[BytesItem] = (),
-        *,
-        metadata: Mapping[str, str] | None = None,
     ) -> None:
-        """Bring all items into one object. Tensors that were staged are not copied again.
-
-        Raises:
-            SkippedError, CapacityError, SaveError: see `stage`.
-        """
+        """Bring all items into one object. Tensors that were staged are not copied again. Raises as `stage` does."""
         with self._working(save):
-            staged = save.content
-            if isinstance(staged, Filled):
-                raise SaveError("the save was filled before", rank=self.ranks.rank)
-            save.content = filled = self._writer.fill(
-                partial(self._take, save),
-                tensors,
-                byte_items,
-                staged=staged,
-                metadata=metadata,
-                deadline_s=save.terms.left_s,
-            )
+            staged, take = save.content, partial(self._take, save)
+            assert not isinstance(staged, Filled)
+            filled = self._writer.fill(take, tensors, byte_items, staged=staged, deadline_s=save.terms.left_s)
+            save.content = filled
         if filled.staged.late is None:
             saves.end(save.staged, None)
 

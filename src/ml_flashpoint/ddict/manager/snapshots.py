@@ -43,7 +43,7 @@ from ml_flashpoint.ddict.manager.recovery import Recoverer
 from ml_flashpoint.ddict.manager.shard import Entry, StoredValue
 from ml_flashpoint.ddict.manager.slots import ValueSlots
 from ml_flashpoint.ddict.manager.store import PartStore
-from ml_flashpoint.ddict.persister import check_checkpoint_id
+from ml_flashpoint.ddict.options import check_checkpoint_id
 from ml_flashpoint.format.digest import BlockDigester
 from ml_flashpoint.format.errors import (
     DeadlineError,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import pkgutil
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from ml_flashpoint.ranks.strategies import (
 )
 
 DEFAULT_TIMEOUT_S = 60.0
+_FIRST_MS = 1_577_836_800_000  # the beginning of 2020, by the clock
 MAX_CHECKPOINT_ID = 2**62 - 1  # there is always a next one that is a step of the engine, too
 _LEAST = {
     **dict.fromkeys(("managers_per_node", "n_nodes", "working_set_size"), 1),
@@ -228,6 +230,12 @@ def _is_persister(given: object) -> TypeGuard[type[CheckpointPersister]]:
 def check_checkpoint_id(checkpoint_id: Any, argument: str = "checkpoint_id") -> int:
     """Return a checkpoint id. Raises `InvalidArgumentError`: it is not an integer from 0 to `MAX_CHECKPOINT_ID`."""
     return checked_integer(argument, checkpoint_id, 0, MAX_CHECKPOINT_ID)
+
+
+def next_number(newest: int) -> int:
+    """Return a number for a part, or an attempt to persist one: higher than the newest so far and, by the clock, than
+    those of earlier processes. `SaveId` takes it for the next 25 years."""
+    return max(time.time_ns() // 10**6 - _FIRST_MS, newest + 1)
 
 
 def checked_timeout(timeout: float | None) -> float:

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Final
 import xxhash
 
 from ml_flashpoint.ddict.errors import DDictPersistError, DDictTimeoutError
-from ml_flashpoint.ddict.options import Configuration
+from ml_flashpoint.ddict.options import Configuration, next_number
 from ml_flashpoint.format import knobs
 from ml_flashpoint.format.errors import (
     DamagedError,
@@ -55,9 +55,8 @@ _log = logging.getLogger(__name__)
 
 _BLOCK_BYTES: Final = 1 << 20  # to read one item means to read and check all of the blocks that it lies in
 _PIECE_BYTES: Final = 1 << 16
-_TICK_NS: Final = 10  # of the clock that numbers come from: the finest that leaves them 18 digits
 _LOCK: Final = "lock"
-_HISTORY: Final = re.compile(r"history-([0-9]{8,18})\.json")
+_HISTORY: Final = re.compile(r"history-([0-9]{8,12})\.json")
 _KIND: Final = "mlflashpoint-dictionary-1"
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 30.0
 
@@ -225,7 +224,7 @@ class History:
 
     def new_attempt(self, checkpoint_id: int) -> Version:
         """Return the version that an attempt to persist a checkpoint writes."""
-        self._newest = max(time.time_ns() // _TICK_NS, self._newest + 1)
+        self._newest = next_number(self._newest)
         save = SaveId(self._newest, checkpoint_id)
         return version_of({"step": checkpoint_id, "save_id": save.text, "world_size": self._persister.managers})
 
@@ -298,7 +297,7 @@ class History:
 
     def _record(self, checkpoints: Checkpoints) -> None:
         limit = self._limit
-        number = self._number or max(time.time_ns() // _TICK_NS, *(each + 1 for each in self._files()), 1)
+        number = self._number or next_number(max(self._files(), default=0))
         content = {"checkpoints": [save_of(checkpoints[each]) for each in sorted(checkpoints)]}
         self.store.files.write(_name_of(number), [encode_record(_KIND, content)])
         self._number, self._checkpoints = number, checkpoints

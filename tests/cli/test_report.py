@@ -19,7 +19,7 @@ from ml_flashpoint import Flashpoint, events
 from ml_flashpoint.cli.main import app
 from ml_flashpoint.cli.report import Facts, collect, page_of
 from ml_flashpoint.events import Event, encode_event, flush
-from tests.facade.test_overlap import Job
+from tests.flashpoint.test_overlap import Job
 
 
 def _of(rank: int = 0, step: int | None = 1, time_s: float = 1000.0, node: str = "node-0") -> dict[str, Any]:

@@ -23,7 +23,7 @@ from ml_flashpoint.cli.status import show_status
 from ml_flashpoint.events import ReplicationFailed, flush
 from ml_flashpoint.memory.lock import JobLock
 from ml_flashpoint.status import Status, read_status, write_status
-from tests.facade.test_overlap import Job
+from tests.flashpoint.test_overlap import Job
 from tests.support.processes import child_environment
 
 

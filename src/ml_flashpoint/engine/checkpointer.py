@@ -195,7 +195,7 @@ class Checkpointer:
         self._is_skipping = self._closed = False
         self._is_between_runs = False
         for other in list(_live):
-            if other.base == self.base and not other.is_closed:
+            if os.path.realpath(other.base) == os.path.realpath(self.base) and not other.is_closed:
                 _log.warning("%s is opened again in this process, so the earlier Checkpointer is closed", self.base)
                 other.close(exit_deadline_s())
         with contextlib.ExitStack() as stack:
@@ -782,10 +782,20 @@ class Checkpointer:
             SaveError, CapacityError: the run cannot be recorded on some node. On all ranks.
         """
         self.check_usable()
-        chosen, persist = None if version is None else self._found, self.config.persist
+        chosen = None if version is None else self._found
         if version is not None and (chosen is None or self.id(chosen.save.step) != version):
             raise InvalidArgumentError("is not the version that was found last", argument="version", value=version)
+        has_asked = self._run > 0 or self._is_between_runs
         self._end_run(seal_deadline_s())
+        try:
+            self._begin_run(chosen)
+        except BaseException:
+            self._end_run(0.0)
+            self._is_between_runs = has_asked
+            raise
+
+    def _begin_run(self, chosen: Found | None) -> None:
+        persist = self.config.persist
         self._copies.end()
         run, verdict = self._recovery.record(chosen)
         self._run = run
@@ -807,11 +817,7 @@ class Checkpointer:
             self._persister.heard(verdict)
         # Before a board pushes what was recovered.
         self._copies.serve(run, board.hear, partial(_retained_by, board, run))
-        try:
-            self.ranks.together(board.start, SaveError("another rank cannot begin the run; its log says why"))
-        except BaseException:
-            self._end_run(0.0)
-            raise
+        self.ranks.together(board.start, SaveError("another rank cannot begin the run; its log says why"))
 
     def _end_run(self, deadline_s: float, last: Callable[[], None] | None = None) -> None:
         """End the board, after a last call on its thread. Saves that are not verified yet never will be."""
@@ -831,13 +837,8 @@ class Checkpointer:
     def latest(self) -> CheckpointContainerId | None:
         """Find and bring the newest version (`newest`) and go on from it (`go_on_from`). Collective."""
         self.reconsider()
-        had_begun = self._run > 0 or self._is_between_runs
-        try:
-            found = self.newest()
-            self.go_on_from(found)
-        except BaseException:
-            self._is_between_runs = had_begun and not self._run
-            raise
+        found = self.newest()
+        self.go_on_from(found)
         return found
 
     def go_back(self, step: int) -> CheckpointContainerId:

@@ -28,11 +28,7 @@ _opened: weakref.WeakSet[_Closable] = weakref.WeakSet()
 
 
 def close_in_children(opened: _Closable) -> None:
-    """Have a socket, a pipe or a locked file closed in children that this process forks.
-
-    A child (a data loader's worker, say) would otherwise keep the port in use, the connection open and the lock taken
-    after this process has died.
-    """
+    """Close a socket, a pipe or a locked file in forked children, which would keep it in use after this process."""
     _opened.add(opened)
 
 
@@ -55,10 +51,6 @@ def as_octets(buffer: Buffer) -> memoryview:
 
 def open_regular(path: Path, flags: int) -> int:
     """Open a regular file, made with mode 0600 if need be. Waits for nothing that lies there instead.
-
-    Args:
-        path: of the file.
-        flags: as for `os.open`.
 
     Raises:
         UnsafePathError: something else lies there.

@@ -29,7 +29,6 @@ from ml_flashpoint.state.private import ShardedTensor
 _log = logging.getLogger(__name__)
 
 _State = dict[str, Any]
-_NOTHING = object()
 _SIMPLE = (torch.Tensor, bool, int, float, str, type(None))
 
 
@@ -123,22 +122,23 @@ class OptimizerState:
         self._parameters = dict(zip(names, parameters, strict=False)) if len(names) == len(parameters) else {}
         self._saved, self._absent = groups, {}
         self.lacking = self._lacking_options(groups)
+        saved: dict[Any, dict[Any, object]] = {}
+        for key, path in (metadata.planner_data or {}).items():
+            if len(path) == 4 and path[:2] == (self._name, "state"):
+                saved.setdefault(path[2], {})[path[3]] = metadata.state_dict_metadata[key]
         present: dict[str, _State] = {}
-        keys = metadata.state_dict_metadata
-        paths: Iterable[tuple[str | int, ...]] = (metadata.planner_data or {}).values()
-        with_state = {path[2] for path in paths if len(path) > 3 and path[:2] == (self._name, "state")}
-        for name, values in state.items():
-            prefix = f"{self._name}.state.{name}"
-            kept = {k: v for k, v in values.items() if f"{prefix}.{k}" in keys or isinstance(v, (dict, list, tuple))}
-            absent = {key: value for key, value in values.items() if key not in kept}
-            if name in with_state and not self._is_under_way:
-                self.lacking += [f"{prefix}.{key}" for key in absent]
-            if absent or not values:
+        for name in names:
+            held, entries = state.get(name, {}), saved.get(name, {})
+            absent = {kind: value for kind, value in held.items() if kind not in entries}
+            if entries and not self._is_under_way:
+                self.lacking += [f"{self._name}.state.{name}.{kind}" for kind in absent]
+            found = {kind: value for kind, value in held.items() if kind in entries}
+            if root is None:
+                found |= _places(found, entries, self._parameters[name])
+            elif absent or not held:
                 self._absent[name] = absent
-            if kept:
-                present[name] = kept
-        if root is None:
-            _add_places(self._name, present, metadata, self._parameters)
+            if found:
+                present[name] = found
         return {"state": present}
 
     def _lacking_options(self, groups: list[_State]) -> list[str]:
@@ -315,52 +315,27 @@ def _is_alike(one: _State, other: _State) -> bool:
     )
 
 
-# ---- places for what a checkpoint has, and a new optimizer does not have yet -----------------------------------
+def _places(held: _State, entries: Mapping[Any, object], parameter: torch.Tensor) -> _State:
+    """Return what to load items of a parameter's state into that do not fit what there is.
 
-
-def _add_places(
-    name: str, state: dict[str, _State], metadata: Metadata, parameters: Mapping[str, torch.Tensor]
-) -> None:
-    """Give a state a place for all that a checkpoint has of it: DCP loads into what there is, and a new optimizer only
-    has what its first step makes. What is sharded otherwise than its parameter gets no place, nor do parameters that
-    there are not: loading says so.
-
-    Args:
-        state: its dictionaries are changed, and what they have of the optimizer is not.
-        parameters: of the optimizer, by the names in the state.
+    DCP loads into what there is, and a new optimizer only has what its first step makes. An item that is sharded
+    otherwise than the parameter gets no place: loading says so.
     """
-    paths: Mapping[str, tuple[str | int, ...]] = metadata.planner_data or {}
-    for key, entry in metadata.state_dict_metadata.items():
-        path = paths.get(key, ())
-        match path:
-            case (own, "state", str(parameter), str(kind)) if own == name and parameter in parameters:
-                value = state.get(parameter, {}).get(kind, _NOTHING)
-                place = _place(value, kind, entry, parameters[parameter])
-                if place is not _NOTHING:
-                    state.setdefault(parameter, {})[kind] = place
-
-
-def _place(value: object, kind: str | int, entry: object, parameter: torch.Tensor) -> object:
-    """Return what to load an item into, if that is another thing than what is there; else `_NOTHING`."""
-    is_tensor = isinstance(entry, TensorStorageMetadata)
-    if value is not _NOTHING and isinstance(value, torch.Tensor) is is_tensor and _fits(value, entry):
-        return _NOTHING
-    if not isinstance(entry, TensorStorageMetadata):
-        return None
-    dtype, is_element = entry.properties.dtype, not entry.size
-    if entry.properties.layout is not torch.strided:
-        return _NOTHING
-    if isinstance(parameter, DTensor) and not is_element:
-        return torch.empty_like(parameter.detach(), dtype=dtype) if entry.size == parameter.shape else _NOTHING
-    # Optimizers keep numbers of steps on the CPU, and everything else on the parameter's device.
-    device = "cpu" if kind == "step" else parameter.device
-    return torch.empty(entry.size, dtype=dtype, device=device)
-
-
-def _fits(value: object, entry: object) -> bool:
-    """Return True if a value of the right kind can be loaded into. Elements also need the dtype that was saved: a
-    number of steps has the default dtype of the program that made it."""
-    if not isinstance(entry, TensorStorageMetadata) or isinstance(value, (DTensor, ShardedTensor)):
-        return True
-    assert isinstance(value, torch.Tensor)
-    return value.shape == entry.size and (bool(entry.size) or value.dtype == entry.properties.dtype)
+    made: _State = {}
+    for kind, entry in entries.items():
+        value = held.get(kind)
+        if not isinstance(entry, TensorStorageMetadata):
+            if kind not in held or isinstance(value, torch.Tensor):
+                made[kind] = None
+            continue
+        size, dtype = entry.size, entry.properties.dtype
+        # A number of steps has the default dtype of the program that made it.
+        fits = isinstance(value, torch.Tensor) and value.shape == size and (bool(size) or value.dtype == dtype)
+        if fits or isinstance(value, (DTensor, ShardedTensor)) or entry.properties.layout is not torch.strided:
+            continue
+        if not isinstance(parameter, DTensor) or not size:
+            # Optimizers keep numbers of steps on the CPU, and everything else on the parameter's device.
+            made[kind] = torch.empty(size, dtype=dtype, device="cpu" if kind == "step" else parameter.device)
+        elif size == parameter.shape:
+            made[kind] = torch.empty_like(parameter.detach(), dtype=dtype)
+    return made

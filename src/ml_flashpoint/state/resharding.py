@@ -32,7 +32,7 @@ from ml_flashpoint.state.archive import SafeGlobal, load_archive, save_archive
 from ml_flashpoint.state.packed_state import packed_items, rank_key
 from ml_flashpoint.state.plain_modes import plain_modes
 from ml_flashpoint.state.planner import Reader
-from ml_flashpoint.state.random_numbers import new_seed, seed_of, seeded_rng_state
+from ml_flashpoint.state.random_numbers import GeneratorState, new_seed, seed_of, seeded_rng_state
 from ml_flashpoint.state.tracked import RNG, LoadTarget, TrackedState
 
 _log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Resharding:
             wanted = [name for name in target.packed_by[rank] if self._is_wanted(name, rank)]
             for name, raw in packed_items(reader.read_items, rank_key(rank), wanted).items():
                 value = self._load(name, raw)
-                if rank == 0 and (generator := tracked.generator(name)) is not None:
+                if rank == 0 and isinstance(generator := tracked.others.get(name), GeneratorState):
                     seeds[name] = generator.seed_of(value)
                 if name == RNG:
                     seeds[name] = seed_of(value)
@@ -101,8 +101,7 @@ class Resharding:
                 if tracked.is_place(name, value):
                     places.add(name)
                 digests.setdefault(name, {})[rank] = _digest(tracked.whole(value, state, rank)).hex()
-        functions = [name for name in tracked.names if tracked.reshard(name) is not None]
-        self.report = json.dumps([digests, seeds, sorted(places), functions]).encode()
+        self.report = json.dumps([digests, seeds, sorted(places), list(tracked.reshards)]).encode()
 
     def _is_wanted(self, name: str, rank: int) -> bool:
         if name == RNG:
@@ -133,7 +132,8 @@ class Resharding:
             functions = set(known) if functions is None else functions & set(known)
         saved = range(self._target.saved_by)
         differ = [name for name, by_rank in digests.items() if len({by_rank.get(rank) for rank in saved}) > 1]
-        generators = [name for name in differ if self._tracked.generator(name) and len(digests[name]) == len(saved)]
+        others = self._tracked.others
+        generators = [n for n in differ if isinstance(others.get(n), GeneratorState) and len(digests[n]) == len(saved)]
         if self._keep:
             self._check_kept(digests)
         else:
@@ -171,8 +171,8 @@ class Resharding:
         rank, step = self._tracked.rank, self._version.step or 0
         self.states[RNG] = seeded_rng_state(seeds[RNG], rank, step)
         for name in generators:
-            generator = self._tracked.generator(name)
-            assert generator is not None
+            generator = self._tracked.others[name]
+            assert isinstance(generator, GeneratorState)
             self.states[name] = generator.seeded(new_seed(seeds.get(name, seeds[RNG]), rank, step, name))
 
     def _tell(self, differ: Sequence[str], seed: int) -> None:
@@ -202,8 +202,7 @@ class Resharding:
             for name, by_rank in load_archive(blob, "states", path=str(self._version)).items():
                 raw.setdefault(name, {}).update(by_rank)
         for name in self._for_functions:
-            function, by_rank = self._tracked.reshard(name), raw.get(name, {})
-            assert function is not None
+            function, by_rank = self._tracked.reshards[name], raw.get(name, {})
             states = [
                 self._load(name, by_rank[rank], self._tracked.device_of()) if rank in by_rank else None
                 for rank in range(self._target.saved_by)

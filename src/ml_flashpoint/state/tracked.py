@@ -65,7 +65,7 @@ class Stateful(Protocol):
 
 
 class PlaceInData:
-    """The place of a loop in its data, as something to track.
+    """The base of what tracks the place of a loop in its data.
 
     Attributes:
         loader: the object that the program has tracked.
@@ -75,17 +75,8 @@ class PlaceInData:
     loader: Any
     restored: RestoredRng | None = None
 
-    def state_dict(self) -> Any:
-        """Return the place."""
-        raise NotImplementedError
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Go on from a place with the next pass."""
-        raise NotImplementedError
-
     def forget(self) -> None:
         """Undo a `load_state_dict` that was part of a load that failed elsewhere."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +102,10 @@ class LoadTarget:
 class TrackedState:
     """The tracked objects of one rank. Belongs to the training thread.
 
-    Args:
-        rank, world_size: of this process.
-
     Attributes:
-        rank, world_size: the same.
+        rank, world_size: of this process.
+        reshards: functions that make a rank's state on another number of ranks, by name.
+        others: what is neither module nor optimizer, by name.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -124,14 +114,14 @@ class TrackedState:
         self._modules: dict[str, nn.Module] = {}
         self._module_states: dict[str, ModuleState] = {}
         self._optimizers: dict[str, OptimizerState] = {}
-        self._others: dict[str, Stateful] = {}
-        self._reshards: dict[str, Reshard] = {}
+        self.others: dict[str, Stateful] = {}
+        self.reshards: dict[str, Reshard] = {}
         self._given: list[object] = []
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of everything tracked."""
-        return (*self._modules, *self._optimizers, *self._others)
+        return (*self._modules, *self._optimizers, *self.others)
 
     def add(self, name: str, value: object, reshard: Reshard | None = None) -> None:
         """Track one more object.
@@ -161,7 +151,7 @@ class TrackedState:
         if reshard is not None:
             if isinstance(value, nn.Module):
                 raise InvalidArgumentError("modules are resharded by themselves", argument="reshard", value=name)
-            self._reshards[name] = reshard
+            self.reshards[name] = reshard
         self._given.append(given)
         if isinstance(value, nn.Module):
             self._modules[name] = value
@@ -169,28 +159,19 @@ class TrackedState:
         elif isinstance(value, Optimizer):
             self._optimizers[name] = OptimizerState(name, value, self._modules)
         else:
-            self._others[name] = cast(Stateful, value)
-
-    def reshard(self, name: str) -> Reshard | None:
-        """Return the function that makes an object's state on another number of ranks, if there is one."""
-        return self._reshards.get(name)
-
-    def generator(self, name: str) -> GeneratorState | None:
-        """Return the tracked generator of a name; None if it is of something else."""
-        other = self._others.get(name)
-        return other if isinstance(other, GeneratorState) else None
+            self.others[name] = cast(Stateful, value)
 
     def is_place(self, name: str, value: Any) -> bool:
         """Return True if a state is, or has in it, a place in the data: of a loader, or of anything else to loop
         over."""
-        other = self._others.get(name)
+        other = self.others.get(name)
         says = getattr(other, "has_place", None)
         return isinstance(other, PlaceInData) or hasattr(type(other), "__iter__") or (says is not None and says(value))
 
     def how_to_decide(self, names: Iterable[str]) -> str:
         """Return a hint for states of which nobody says what becomes of them on another number of ranks."""
         functions = ", ".join(
-            f"{name!r}: " + ("rest_of_epoch" if isinstance(self._others.get(name), PlaceInData) else "function")
+            f"{name!r}: " + ("rest_of_epoch" if isinstance(self.others.get(name), PlaceInData) else "function")
             for name in names
         )
         dealt = " (rest_of_epoch is for a DistributedSampler)" if "rest_of_epoch" in functions else ""
@@ -218,7 +199,7 @@ class TrackedState:
                 state[name], groups[name] = {"state": structured[0]}, PackedState(copied(structured[1], name))
             else:
                 packed[name] = self._pack(name, optimizer.optimizer.state_dict)
-        for name, other in self._others.items():
+        for name, other in self.others.items():
             packed[name] = self._pack(name, other.state_dict)
         packed[RNG] = PackedState(capture_rng_state())
         packed[FROZEN] = PackedState({name: frozen_parameters(module) for name, module in self._modules.items()})
@@ -238,10 +219,15 @@ class TrackedState:
         rank saves a share. Optimizers that have not stepped are estimated."""
         tensors = [t for m in self._module_states.values() for t in m.current().values() if isinstance(t, torch.Tensor)]
         tensors += [t for o in self._optimizers.values() for t in o.expected_tensors()]
-        own = [_sharded_bytes(tensor) for tensor in tensors]
-        plain = (tensor for tensor, nbytes in zip(tensors, own, strict=True) if nbytes is None)
-        alike = (tensor.nbytes for tensor in plain if is_plain_strided(tensor))
-        return sum(nbytes or 0 for nbytes in own) + largest_share(alike, self.world_size)
+        own, alike = 0, list[int]()
+        for tensor in tensors:
+            if isinstance(tensor, DTensor):
+                own += tensor.to_local().nbytes
+            elif isinstance(tensor, ShardedTensor):
+                own += sum(shard.tensor.nbytes for shard in tensor.local_shards())
+            elif is_plain_strided(tensor):
+                alike.append(tensor.nbytes)
+        return own + largest_share(alike, self.world_size)
 
     # ---- loading ------------------------------------------------------------------------------------------
 
@@ -278,7 +264,7 @@ class TrackedState:
             state[name] = self._optimizers[name].current(metadata, its)
             lacking += self._optimizers[name].lacking
         check_fit(state, metadata, without_state=without_state, lacking=lacking)
-        wanted = frozenset(packed_names & {RNG, FROZEN, *self._optimizers, *self._others})
+        wanted = frozenset(packed_names & {RNG, FROZEN, *self._optimizers, *self.others})
         by_rank = {rank: frozenset(names) for rank, names in packed_by.items()}
         return LoadTarget(state, frozenset(state), saved_by, source_rank, wanted, by_rank)
 
@@ -307,7 +293,7 @@ class TrackedState:
     def _without_state(self, saved: set[str], current: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """Return the names of what is tracked and was not saved, or not as the same thing."""
         # A module without any parameter or buffer leaves no trace in a checkpoint.
-        lacking = sorted({*self._optimizers, *self._others} - saved)
+        lacking = sorted({*self._optimizers, *self.others} - saved)
         lacking += sorted(name for name, tensors in current.items() if name not in saved and tensors)
         if extra := sorted(saved - {*self.names, RNG, FROZEN}):
             _log.warning("the checkpoint also has state of %s, which is not tracked now", ", ".join(map(repr, extra)))
@@ -332,7 +318,7 @@ class TrackedState:
                 optimizer.load(target.state[name])
             else:
                 optimizer.load_whole(states[name])
-        for name, other in self._others.items():
+        for name, other in self.others.items():
             other.load_state_dict(states[name])
         restore_rng_state(states[RNG])
         restored = RestoredRng(states[RNG])
@@ -350,7 +336,7 @@ class TrackedState:
         return [*(each for each in self._optimizers.values() if not each.optimizer.state), *self._places()]
 
     def _places(self) -> list[PlaceInData]:
-        return [other for other in self._others.values() if isinstance(other, PlaceInData)]
+        return [other for other in self.others.values() if isinstance(other, PlaceInData)]
 
 
 def checked_reshard(
@@ -385,12 +371,3 @@ def largest_share(sizes: Iterable[int], world_size: int) -> int:
     for nbytes in sizes:
         heapq.heapreplace(shares, shares[0] + nbytes)
     return max(shares)
-
-
-def _sharded_bytes(tensor: torch.Tensor) -> int | None:
-    """Return the bytes of this rank's own part of a tensor; None if it is plain, so that all ranks have it."""
-    if isinstance(tensor, DTensor):
-        return int(tensor.to_local().nbytes)
-    if isinstance(tensor, ShardedTensor):
-        return sum(shard.tensor.nbytes for shard in tensor.local_shards())
-    return None

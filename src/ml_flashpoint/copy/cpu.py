@@ -5,6 +5,7 @@ The pieces that the threads take are those that digests follow. For tensors on d
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -12,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 
 import torch
 
@@ -26,17 +26,6 @@ from ml_flashpoint.format.errors import InvalidArgumentError, LoadError
 PIECE = 8 << 20
 """Bytes that one thread copies at a time."""
 _MAX_THREADS = 8  # more do not help: memory bandwidth is used up
-_NO_KERNEL = frozenset(
-    dtype
-    for name in (
-        "float4_e2m1fn_x2", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2",
-        *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
-    )
-    if isinstance(dtype := getattr(torch, name, None), torch.dtype)
-)  # fmt: skip
-"""dtypes for which some torch has no copy kernel: they are copied as integers of the same size."""
-_dtype = attrgetter("dtype")
-
 OnCopied = Callable[[int, int], None]
 
 
@@ -199,21 +188,23 @@ def _jobs(
 
 def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy tensors on the CPU by one call of torch."""
+    if not targets:
+        return
     _check_memory(targets, "targets")
     _check_memory(sources, "sources")
-    if not _NO_KERNEL.isdisjoint(map(_dtype, targets)):
-        # Only where no conversion is asked for: torch has none either, and says so.
-        pairs = [
-            (as_integers(to), as_integers(of)) if to.dtype in _NO_KERNEL and of.dtype == to.dtype else (to, of)
-            for to, of in zip(targets, sources, strict=True)
-        ]
-        targets, sources = [to for to, _ in pairs], [of for _, of in pairs]
     with torch.no_grad():
-        if any(map(torch.Tensor.is_conj, targets)) or any(map(torch.Tensor.is_neg, targets)):
-            for target, source in zip(targets, sources, strict=True):  # `_foreach_copy_` refuses lazy targets
+        # `_foreach_copy_` refuses lazy targets, and torch has no kernels for some dtypes.
+        if not any(map(torch.Tensor.is_conj, targets)) and not any(map(torch.Tensor.is_neg, targets)):
+            with contextlib.suppress(NotImplementedError):
+                torch._foreach_copy_(list(targets), list(sources))
+                return
+        for target, source in zip(targets, sources, strict=True):
+            try:
                 target.copy_(source)
-        elif targets:
-            torch._foreach_copy_(list(targets), list(sources))
+            except NotImplementedError:
+                if target.dtype != source.dtype:
+                    raise
+                as_integers(target).copy_(as_integers(source))
 
 
 def _check_memory(tensors: Sequence[torch.Tensor], argument: str) -> None:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from ml_flashpoint.format.errors import LoadError
 from ml_flashpoint.state.modules import is_flat, named_parameters, plain_name
+from ml_flashpoint.state.packed_state import copied
 from ml_flashpoint.state.plain_modes import plain_modes
 from ml_flashpoint.state.planner import AS_SAVED
 from ml_flashpoint.state.private import ShardedTensor
@@ -58,7 +59,8 @@ class OptimizerState:
         self._is_under_way = False
 
     def to_save(self) -> tuple[dict[str, _State], list[_State]] | None:
-        """Return state and groups by names of parameters: references, not copies. None if it has to be saved whole."""
+        """Return references to the state by names of parameters, and copies of the groups; None if the optimizer has to
+        be saved whole."""
         self._is_under_way = True
         names, own = self._names(), self.optimizer.state_dict()
         if names is None or not _is_table(own, len(names)):
@@ -70,10 +72,18 @@ class OptimizerState:
                     why += " tracked has these weights: a restart would have those that the program makes"
                 _log.warning("optimizer %r is saved whole by each rank: %s", self._name, why)
             return None
-        if (root := self._flat_root()) is not None:
-            return _by_torch(root, self.optimizer) if self.optimizer.state else None
-        groups = [{**group, "params": [names[number] for number in group["params"]]} for group in own["param_groups"]]
-        return {names[number]: values for number, values in own["state"].items()}, groups
+        root = self._flat_root()
+        if root is not None and not self.optimizer.state:
+            return None  # torch would have it take a step
+        if root is not None:
+            state, groups = _by_torch(root, self.optimizer)
+        else:
+            state = {names[number]: values for number, values in own["state"].items()}
+            groups = [{**each, "params": [names[number] for number in each["params"]]} for each in own["param_groups"]]
+        return state, [
+            {**copied({k: v for k, v in group.items() if k != "params"}, self._name), "params": group["params"]}
+            for group in groups
+        ]
 
     def _names(self) -> list[str] | None:
         """Return the names of the parameters, in the order of the groups; None if one of them is in no module.

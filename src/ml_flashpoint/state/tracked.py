@@ -196,7 +196,7 @@ class TrackedState:
         groups: dict[str, PackedState] = {}
         for name, optimizer in self._optimizers.items():
             if (structured := optimizer.to_save()) is not None:
-                state[name], groups[name] = {"state": structured[0]}, PackedState(copied(structured[1], name))
+                state[name], groups[name] = {"state": structured[0]}, PackedState(structured[1])
             else:
                 packed[name] = self._pack(name, optimizer.optimizer.state_dict)
         for name, other in self.others.items():

@@ -495,12 +495,8 @@ class _Load:
         if target.saved_by != ranks.world_size:
             keep = self._checkpointer.config.on_world_size_change == "keep"
             change = Resharding(tracked, target, version, safe_globals=self._safe_globals, keep=keep)
-            step(lambda: change.read(reader, metadata))
-            reports = ranks.gather(change.report)
+            reports = ranks.gather(step(lambda: change.read(reader, metadata)))
             step(lambda: change.decide(reports))
-            if change.handed is not None:
-                handed = ranks.gather(change.handed)
-                step(lambda: change.take(handed))
         planner = TrackedLoadPlanner(target.structured, path=str(version), safe_globals=self._safe_globals)
         left = step(lambda: planner.plan(target.state, metadata))
         left_on_all = set.intersection(*(set(json.loads(blob)) for blob in ranks.gather(json.dumps(left).encode())))

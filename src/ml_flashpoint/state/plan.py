@@ -71,8 +71,8 @@ class Offer:
 
     Args:
         tree: the first of them.
-        rank, ranks: this rank, and the number of ranks that save together.
-        own: key of what belongs to this rank alone, as the second part of a name.
+        rank, ranks: this rank, and the number of ranks.
+        own: second part of the names of what belongs to this rank alone.
 
     Attributes:
         plan: DCP's plan of all items, whichever rank writes them.
@@ -80,7 +80,6 @@ class Offer:
 
     Raises:
         SaveError: checkpoints have no place for a tensor of such a kind.
-        ValueError: two values have one name.
     """
 
     def __init__(self, tree: Tree, *, rank: int = 0, ranks: int = 1, own: str = "") -> None:
@@ -204,13 +203,12 @@ class Share:
     """The items of an offer that one rank writes.
 
     Args:
-        offer: of this rank.
         wanted: numbers of the items, in order.
 
     Attributes:
         items: the items.
         keys: the name of each in the object.
-        byte_keys: names of those that are bytes, as far as that is known before they are captured.
+        byte_keys: names of those that are no tensors.
     """
 
     def __init__(self, offer: Offer, wanted: Sequence[int]) -> None:
@@ -243,9 +241,8 @@ class Share:
         for number in plan.others:
             item, source = self.items[number], self._sources[number]
             is_bytes = item.type is WriteItemType.BYTE_IO
-            captured.values[number] = (
-                tree.leaves[source.leaf] if is_bytes else whole_copy(source.tensor(tree), item.index.fqn)
-            )
+            fqn, leaf = item.index.fqn, tree.leaves[source.leaf]
+            captured.values[number] = leaf if is_bytes else whole_copy(source.tensor(tree), fqn)
         return captured
 
     def _differs(self, plan: Plan, tree: Tree, tensors: Sequence[torch.Tensor]) -> bool:

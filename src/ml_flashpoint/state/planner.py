@@ -58,11 +58,7 @@ class TrackedLoadPlanner(DefaultLoadPlanner):
         return _unplaced(metadata, self._structured, {item.dest_index.fqn for item in self._plan.items})
 
     def check_left(self, left: Collection[str]) -> None:
-        """Check that nothing stays behind on all ranks.
-
-        Raises:
-            LoadError: it does.
-        """
+        """Raise a `LoadError` if something stays behind on all ranks."""
         if left:
             raise LoadError(f"the checkpoint has {', '.join(sorted(left))}, for which there is no place", hint=AS_SAVED)
 
@@ -74,12 +70,7 @@ class TrackedLoadPlanner(DefaultLoadPlanner):
             reader.read_data(self.finish_plan(self._plan), self).wait()
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load an item that is no tensor.
-
-        Raises:
-            UnsafeContentError: it names something that is not allowed.
-            DamagedError: it makes no sense.
-        """
+        """Load an item that is no tensor."""
         fqn = read_item.dest_index.fqn
         loaded = load_archive(value.getbuffer(), fqn, path=self._path, allowed=self._safe_globals)
         set_element(self.original_state_dict, self.mappings[fqn], loaded)
@@ -93,7 +84,6 @@ def check_fit(
     What the checkpoint has too much is no difference by itself: another rank may have the place for it.
 
     Args:
-        state: nested, by the names of the tracked objects.
         without_state: names of tracked objects that the checkpoint has nothing of.
         lacking: further names of items that it should have.
 

@@ -61,12 +61,7 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
 
 
 class RestoredRng:
-    """The state that :func:`restore_rng_state` was given, to be put back once more at the place where a program goes
-    on.
-
-    Args:
-        state: of all global generators.
-    """
+    """A state of all global generators, to be restored once more at the place where a program goes on."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._state = state
@@ -80,12 +75,7 @@ class RestoredRng:
 
 
 def new_seed(saved: int, rank: int, step: int, what: str) -> int:
-    """Return the seed of a rank that is new, the same whenever it is made.
-
-    Args:
-        saved: the seed that rank 0 had.
-        what: the generator, since no two of a rank may give the same numbers.
-    """
+    """Return a seed for a generator of a new rank, the same whenever it is made, from the seed that rank 0 had."""
     digest = hashlib.sha256(f"{saved}/{rank}/{step}/{what}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 

@@ -84,7 +84,7 @@ class LoadTarget:
     """The places that one checkpoint is loaded into on this rank.
 
     Attributes:
-        state: tensors, and items of optimizers, for DCP.
+        state: what DCP loads into.
         structured: names of the objects whose state is in it; the others' is packed.
         saved_by: number of ranks that saved it.
         source_rank: the rank whose packed states this rank takes. packed: their names.
@@ -215,8 +215,8 @@ class TrackedState:
             raise SaveError(text, rank=self.rank) from error
 
     def expected_bytes(self) -> int:
-        """Return the bytes that a rank's part takes at most when training is under way: of what is replicated, each
-        rank saves a share. Optimizers that have not stepped are estimated."""
+        """Return the bytes of a rank's part when training is under way. Of what is replicated, each rank saves a share;
+        optimizers that have not stepped are estimated."""
         tensors = [t for m in self._module_states.values() for t in m.current().values() if isinstance(t, torch.Tensor)]
         tensors += [t for o in self._optimizers.values() for t in o.expected_tensors()]
         own, alike = 0, list[int]()
@@ -269,7 +269,7 @@ class TrackedState:
         return LoadTarget(state, frozenset(state), saved_by, source_rank, wanted, by_rank)
 
     def of_ranks(self, metadata: Metadata, ranks: Iterable[int]) -> dict[str, Any]:
-        """Return the places of the tensors that go with the packed states of some ranks."""
+        """Return the places of tensors that go with the packed states of some ranks."""
         return {}
 
     def whole(self, value: Any, state: Mapping[str, Any], rank: int) -> Any:
@@ -300,14 +300,8 @@ class TrackedState:
         return lacking
 
     def apply(self, target: LoadTarget, states: Mapping[str, Any]) -> None:
-        """Give every object what was loaded: modules, optimizers, the others in the order of tracking, generators.
-
-        Args:
-            states: that were packed, by name.
-
-        Raises:
-            Exception: an object refuses its state. Others may have theirs.
-        """
+        """Give every object what was loaded, also its packed state: modules, optimizers, the others in the order of
+        tracking, generators. Raise what an object raises that refuses its state; others may have theirs."""
         for name, module in self._module_states.items():
             module.load(target.state.get(name, {}))
         for name, frozen in states[FROZEN].items():
@@ -326,7 +320,7 @@ class TrackedState:
             place.restored = restored
 
     def device_of(self) -> Callable[[str], torch.device]:
-        """Return what gives the device for tensors in packed state, by the name of the device that they were on."""
+        """Return the function from the device that a tensor in packed state was on to the one that it is loaded to."""
         tensors = itertools.chain.from_iterable((*m.parameters(), *m.buffers()) for m in self._modules.values())
         ours = {tensor.device for tensor in tensors}
         return lambda location: device_today(location, ours)
@@ -342,11 +336,7 @@ class TrackedState:
 def checked_reshard(
     value: Reshard | Mapping[str, Reshard] | None, named: Mapping[str, object]
 ) -> Mapping[str, Reshard]:
-    """Return the functions for what is tracked by these names, by name.
-
-    Raises:
-        InvalidArgumentError: they are none, or for something else.
-    """
+    """Return the functions for what is tracked by these names, by name, or raise an `InvalidArgumentError`."""
     if value is None:
         return {}
     by_name = value
@@ -365,8 +355,7 @@ def checked_reshard(
 
 
 def largest_share(sizes: Iterable[int], world_size: int) -> int:
-    """Return the bytes of the rank that saves most of some tensors that all ranks have, shared out as DCP does: each
-    goes to the rank that has least so far."""
+    """Return the bytes of the rank that saves most of replicated tensors: each goes to the rank with least so far."""
     shares = [0] * world_size
     for nbytes in sizes:
         heapq.heapreplace(shares, shares[0] + nbytes)

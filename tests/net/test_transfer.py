@@ -338,7 +338,7 @@ EVIL_VERSIONS = [
 
 def test_names_that_leave_their_directory_never_reach_the_backend() -> None:
     store, part = MemoryStore(), {**PART.to_fields(), "offset": 0, "length": 1}
-    evil = [{"save": name} for name in EVIL_NAMES] + [{"version": name} for name in EVIL_VERSIONS] + [{"rank": -1}]
+    evil = [{"run": name} for name in EVIL_NAMES] + [{"step": name} for name in EVIL_VERSIONS] + [{"rank": -1}]
     with serving(store) as service:
         channel = channel_to(service)
         for changes in evil:

@@ -22,7 +22,7 @@ from ml_flashpoint.net.channel import Channel, ConnectionLostError
 from ml_flashpoint.net.messages import HEAD_BYTES
 from ml_flashpoint.net.peer import PeerConnection
 from ml_flashpoint.net.server import MAX_HANDSHAKES
-from ml_flashpoint.net.transfer_service import TransferService
+from ml_flashpoint.net.transfers import TransferService
 from tests.net.transfer_support import (
     PART,
     SECRET,

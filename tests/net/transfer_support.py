@@ -29,8 +29,7 @@ from ml_flashpoint.net.channel import Channel
 from ml_flashpoint.net.client import connect
 from ml_flashpoint.net.messages import Fields, Message
 from ml_flashpoint.net.peer import PeerConnection
-from ml_flashpoint.net.transfer_service import TransferService
-from ml_flashpoint.net.transfers import TRANSFERS, PartName
+from ml_flashpoint.net.transfers import TRANSFERS, PartName, TransferService
 from tests.support.processes import suspend
 
 SECRET = b"the secret of the job that tests"

@@ -26,13 +26,8 @@ _OVER = object()
 
 
 class Unread(NamedTuple):
-    """A part that is listed on a node and could not be read there.
-
-    Attributes:
-        version: name of its version; "" where not even the parts could be listed.
-        why: in words.
-        transient: True if the part may be sound; else it is damaged.
-    """
+    """A part of a version ("" where not even the parts could be listed) that could not be read on its node: because it
+    is damaged, or, if ``transient``, just now."""
 
     version: str
     why: str
@@ -72,11 +67,8 @@ class NodeReport(NamedTuple):
 
 
 def read_node(container: BaseContainer, node: str, until: float) -> NodeReport:
-    """Return the state of this node. What cannot be read just now is tried again, with back-off, until ``until``.
-
-    Raises:
-        FlashpointError: the records of runs cannot be read, so that nobody knows which saves exist.
-    """
+    """Return the state of this node. What cannot be read just now is tried again, with back-off, until ``until``. Raise
+    a `FlashpointError` if the records of runs cannot be read: nobody knows which saves exist."""
     waiting = pauses(until)
     logged: set[str] = set()
     while True:
@@ -93,11 +85,8 @@ def read_node(container: BaseContainer, node: str, until: float) -> NodeReport:
 
 
 def gather_reports(container: BaseContainer, ranks: RankGroup, until: float) -> list[NodeReport]:
-    """Return the state of every node, which its lowest rank reads. Collective.
-
-    Raises:
-        LoadError: the state of a node cannot be known. Raised on all ranks.
-    """
+    """Return the state of every node, which its lowest rank reads. Collective. Raise a `LoadError`, on all ranks, if
+    one cannot be known."""
     blob = trouble = b""
     if ranks.is_node_leader:
         try:

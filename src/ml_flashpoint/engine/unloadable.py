@@ -29,7 +29,8 @@ def why_nothing(
     world_size: int,
     durable: Sequence[str] = (),
 ) -> NothingLoadableError | None:
-    """Return the reason why no version could be loaded; None if none was lost.
+    """Return an error that names the versions that were lost; None if no version but the discarded ones was ever
+    complete.
 
     Args:
         reports: of every node.
@@ -37,9 +38,6 @@ def why_nothing(
         discarded: versions that the program could not load, which its own errors explain.
         world_size: number of ranks now.
         durable: problems of the durable store.
-
-    Returns:
-        An error that names every version concerned, or None: no version but the discarded ones was ever complete.
     """
     reasons = [f"{save.version} ({why})" for save, why in given_up.items()] + list(durable)
     reasons += [

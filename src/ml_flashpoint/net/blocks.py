@@ -15,20 +15,11 @@ _INLINE_BYTES = 256 << 10
 
 
 class BlockChecker:
-    """Blocks of an object that are being received: where they go, and which have arrived whole and are right.
+    """The blocks of an object that is being received into a buffer, and which of them are right.
 
-    The blocks are digested on the threads of `format.digest`. One thread receives. A context manager: leaving it drops
-    the blocks that were not looked at yet and waits for those under way (a few ms), so that nothing refers to the
-    buffer afterwards.
-
-    Args:
-        record: what the manifest says of the object.
-        into: writable and contiguous, as many bytes as the blocks have. Its content is undefined after an error.
-        path: how errors name the object.
-        first: first block; all from there on that fit into the buffer are received.
-
-    Raises:
-        InvalidArgumentError: ``into`` is read-only or of another size.
+    Blocks are digested on the threads of `format.digest`. One thread receives. A context manager: nothing refers to the
+    buffer after it is left. The buffer has as many bytes as whole blocks from ``first`` on have; ``path`` is for
+    errors.
     """
 
     def __init__(self, record: ObjectRecord, into: memoryview, path: str, first: int = 0) -> None:
@@ -41,14 +32,14 @@ class BlockChecker:
         self._first = first
         self._view = into.cast("B") if into.nbytes else memoryview(bytearray())
         self._right = bytearray(block_count(into.nbytes, record.block_size))
-        self._checks: list[tuple[int, Future[object]]] = []
+        self._checks: list[Future[object]] = []
         self._failure: BaseException | None = None
 
     def __enter__(self) -> BlockChecker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        wait([check for _, check in self._checks if not check.cancel()])
+        wait([check for check in self._checks if not check.cancel()])
         self._view.release()
 
     @property
@@ -90,24 +81,12 @@ class BlockChecker:
         if check is None:
             self._check(block)
         else:
-            self._checks.append((block, check))
+            self._checks.append(check)
 
     def finish(self, deadline_s: float) -> None:
-        """Wait until all blocks that have arrived are checked, and take part in that.
-
-        Args:
-            deadline_s: seconds in which one of them is to be finished.
-
-        Raises:
-            DigestMismatchError: the first that was found wrong since the last call.
-            DeadlineError: none was finished for so long.
-        """
-        left = set()
-        for block, check in self._checks:
-            if check.cancel():  # no thread has begun with it
-                self._check(block)
-            else:
-                left.add(check)
+        """Wait until all blocks that have arrived are checked. Raise a `DigestMismatchError` for the first one that was
+        found wrong since the last call, and a `DeadlineError` if none was checked for so many seconds."""
+        left = set(self._checks)
         while left:
             done, left = wait(left, deadline_s, FIRST_COMPLETED)
             if not done:

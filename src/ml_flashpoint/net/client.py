@@ -34,14 +34,11 @@ _CREDENTIALS: Final = struct.Struct("3i")
 
 
 class RequestLostError(ConnectionLostError):
-    """The connection broke after the request was sent: it may have been carried out, or not.
-
-    A plain `ConnectionLostError` from `Connection.request` means that it was not.
-    """
+    """The connection broke after the request was sent: it may have been carried out, or not."""
 
 
 class Reply(NamedTuple):
-    """Answer of a server."""
+    """The answer of a server."""
 
     fields: Fields
     blobs: list[bytes]
@@ -70,18 +67,11 @@ def check_credentials(sock: socket.socket, peer: str) -> int:
 def connect(
     address: Sequence[Any], secret: bytes, dialect: Dialect, *, within_s: float, stall_s: float = STALL_S
 ) -> Channel:
-    """Connect and authenticate. A server that hangs up in the handshake, as one does that too many connect to, is asked
-    some times more.
-
-    Args:
-        address: see `Address`; a list will do. A numeric host is best: resolving a name has no deadline.
-        secret: 16 bytes or more.
-        dialect: what is spoken.
-        within_s: seconds for all of it.
-        stall_s: see `Channel`.
+    """Connect and authenticate, within so many seconds. Ask a server that hangs up in the handshake, because too many
+    connect to it, some times more. A numeric host is best: resolving a name has no deadline.
 
     Raises:
-        ConnectionLostError: there is nobody at this address, or the connection broke.
+        ConnectionLostError: nobody is at this address, or the connection broke.
         DeadlineError: no answer in time; it is `Dialect.timeout`.
         AuthenticationError: the two sides do not share the secret, or the other is another user's.
         ProtocolError: something else listens there, or another version of this protocol.
@@ -131,12 +121,7 @@ def _open(address: Address, dialect: Dialect, until: float) -> tuple[socket.sock
 
 
 class Connection:
-    """A connection of a client. Thread-safe: one request at a time. In a forked child it is closed; the parent's stays
-    as it is. Raises as `connect` does, of which it has the arguments.
-
-    Attributes:
-        local: True if it is a Unix socket, and the other side so on this machine.
-    """
+    """A connection of a client, by `connect`. Thread-safe: one request at a time. In a forked child it is closed."""
 
     def __init__(
         self,
@@ -162,24 +147,18 @@ class Connection:
 
     @property
     def closed(self) -> bool:
-        """True if it is of no more use: it broke, a call timed out, `close` was called, or this is a forked child."""
+        """True once it broke, a call timed out or `close` was called, and in a forked child."""
         return self._closed or self._process != os.getpid()
 
     def request(self, op: str, fields: Fields, blobs: Sequence[Buffer] = (), *, timeout_s: float) -> Reply:
-        """Send one request and wait for the answer to it.
-
-        Args:
-            op: name of the operation.
-            fields: anything that JSON can hold.
-            blobs: sent as they are; do not change them meanwhile.
-            timeout_s: for all of it, waiting for other threads' requests included.
+        """Send one request and wait for the answer, other threads' requests included. Errors but the server's own, and
+        a busy connection, close this one.
 
         Raises:
-            ConnectionLostError: it was not carried out; this connection is closed.
-            RequestLostError: nobody knows whether it was carried out; this connection is closed.
-            DeadlineError: no answer in time, as `Dialect.timeout`; nobody knows; this connection is closed, unless it
-                was in use by others for all of that time.
-            FlashpointError: what the server answered.
+            ConnectionLostError: the request was not carried out.
+            RequestLostError: nobody knows whether the request was carried out.
+            DeadlineError: no answer in time, as `Dialect.timeout`.
+            FlashpointError: the server's answer.
         """
         timeout_s = min(timeout_s, _LONGEST_S)
         until = time.monotonic() + timeout_s

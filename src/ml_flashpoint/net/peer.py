@@ -1,4 +1,4 @@
-"""The client of a peer's `transfer_service`: pushes parts to it and fetches from it."""
+"""The client of a peer's `TransferService`: pushes parts to it and fetches from it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ml_flashpoint.format.errors import (
 )
 from ml_flashpoint.format.manifest import Manifest, decode, encode
 from ml_flashpoint.net.blocks import BlockChecker
-from ml_flashpoint.net.channel import Cancelled, Channel, ConnectionLostError
+from ml_flashpoint.net.channel import STALL_S, Cancelled, Channel, ConnectionLostError
 from ml_flashpoint.net.client import connect
 from ml_flashpoint.net.handshake import check_secret
 from ml_flashpoint.net.messages import Fields, Message
-from ml_flashpoint.net.transfers import DEADLINE_S, TRANSFERS, Address, PartName, error_context
+from ml_flashpoint.net.transfers import TRANSFERS, Address, PartName, error_context
 
 _log = logging.getLogger(__name__)
 
@@ -34,26 +34,12 @@ class PeerConnection:
     """A connection to a peer's transfer service. Thread-safe: one request at a time. A context manager.
 
     Connects with the first request, and again with the next one after a failure. If the connection breaks while it is
-    idle, the next request is sent once more, over a new connection.
-
-    Every method raises `ReplicationError` (also as `AuthenticationError` or `ProtocolError`; as `ConnectionLostError`
-    where a new connection may work), `DeadlineError` if the peer makes no progress, `TransferCancelledError` once
-    ``cancelled`` returns true (it is called every 16 MiB and about every second), or what the peer refuses with:
-    `ObjectNotFoundError`, `CapacityError`, `ManifestError`... They name the peer's node, and the step and rank.
-
-    Args:
-        address: host and port of the service. A numeric host is best: resolving a name has no deadline.
-        secret: of the job, 16 bytes or more.
-        node: id of the peer's node, for errors.
-        deadline_s: longest time without any progress; a push of n bytes may keep the peer at work for longer, see
-            `_WORK_BYTES_S`.
-        connect_timeout_s: longest time for connecting and authenticating.
+    idle, the next request is sent once more, over a new connection. Raises what `connect` and `Channel` do, and what
+    the peer refuses with. Errors name the peer's ``node``, and the step and rank. ``deadline_s`` is the longest time
+    without progress; a push of many bytes may keep the peer at work for longer.
 
     Attributes:
         connections: number of connections made so far. There may be another process behind each.
-
-    Raises:
-        InvalidArgumentError: the secret is too short, or a limit is not positive.
     """
 
     def __init__(
@@ -62,7 +48,7 @@ class PeerConnection:
         secret: bytes,
         *,
         node: str | None = None,
-        deadline_s: float = DEADLINE_S,
+        deadline_s: float = STALL_S,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> None:
         if min(deadline_s, connect_timeout_s) <= 0:
@@ -95,19 +81,13 @@ class PeerConnection:
             finally:
                 self._lock.release()
 
-    # ---- requests ------------------------------------------------------------------------------------------
-
     def ping(self, *, cancelled: Cancelled | None = None) -> None:
         """Return once the peer has answered."""
         with self._asked("ping", {}, cancelled=cancelled):
             pass
 
     def read_manifest(self, part: PartName) -> Manifest:
-        """Return the manifest of a part.
-
-        Raises:
-            ManifestError: the peer gives something else.
-        """
+        """Return the manifest of a part. Raise a `ManifestError` if the peer gives something else."""
         with self._asked("manifest", part.to_fields(), part=part) as (_, reply):
             if len(reply.blobs) != 1:
                 raise ProtocolError("the peer answered out of turn")
@@ -118,10 +98,9 @@ class PeerConnection:
         return manifest
 
     def fetch(self, part: PartName, blocks: BlockChecker, *, cancelled: Cancelled | None = None) -> None:
-        """Fetch the missing blocks of a part's object, and check them. What is right stays, also after an error.
+        """Fetch the missing blocks of a part's object, and check them. Those that are right stay, also after an error.
 
-        Raises:
-            DigestMismatchError: a block is not what the manifest says.
+        Raise a `DigestMismatchError` if a block is not what the manifest says.
         """
         with error_context(part, self._node):
             try:
@@ -137,18 +116,11 @@ class PeerConnection:
     def push(
         self, manifest: Manifest, buffer: memoryview, rider: Fields | None = None, *, cancelled: Cancelled | None = None
     ) -> bool:
-        """Give the peer a copy of a part, and return once it is checked and committed there.
+        """Give the peer a copy of a part, with a rider for its backend. Return once the copy is checked and committed
+        there.
 
-        Args:
-            manifest: of the part. The peer stores the same bytes.
-            buffer: the object, `size` bytes, which stay as they are until the return.
-            rider: for the peer's backend.
-
-        Returns:
-            True if the object was sent; False if the peer has the part already.
-
-        Raises:
-            DigestMismatchError: the bytes that arrived are not those of the manifest.
+        Return False if the peer has the part already, else True. Raise a `DigestMismatchError` if the bytes that
+        arrived are not those of the manifest.
         """
         part = PartName.of(manifest)
         if buffer.nbytes != manifest.total_size:
@@ -171,8 +143,6 @@ class PeerConnection:
             _check(channel.receive(request=False, stall_s=work_s, cancelled=cancelled))
         return True
 
-    # ---- the connection ------------------------------------------------------------------------------------
-
     @contextlib.contextmanager
     def _asked(
         self,
@@ -186,18 +156,18 @@ class PeerConnection:
     ) -> Iterator[tuple[Channel, Message]]:
         """Send a request and yield the channel with the reply. An error inside ends the connection."""
         with error_context(part, self._node), self._lock:
+            in_step = False
             try:
                 channel, reply = self._exchange(op, fields, blobs, work_s, cancelled)
-                if reply.subject is None and reply.payload_bytes != payload_bytes:
+                if isinstance(reply.subject, dict):  # a refusal leaves the connection in step
+                    in_step = True
+                    _check(reply)
+                if reply.payload_bytes != payload_bytes:
                     raise ProtocolError(f"the peer sends {reply.payload_bytes:,} bytes instead of {payload_bytes:,}")
-            except BaseException:
-                self._drop()
-                raise
-            _check(reply)  # a refusal leaves the connection in step
-            try:
                 yield channel, reply
             except BaseException:
-                self._drop()
+                if not in_step:
+                    self._drop()
                 raise
 
     def _exchange(
@@ -240,11 +210,8 @@ def _check(reply: Message) -> None:
 
 
 def push_to_all(targets: Sequence[int], push: Callable[[int], object]) -> None:
-    """Call ``push(target)`` for each rank or manager, all at once; return when all have ended.
-
-    Raises:
-        FlashpointError: the failure of one of them. Others may have worked.
-    """
+    """Call ``push(target)`` for each rank or manager, all at once. Once all have ended, raise the failure of one, if
+    any."""
     failures: list[FlashpointError] = []
 
     def guarded(target: int) -> None:

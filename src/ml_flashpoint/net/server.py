@@ -44,8 +44,8 @@ _PAUSE_S: Final = 0.1
 class Peer(NamedTuple):
     """The other side of a connection: how logs name it, and its process if that is on this machine.
 
-    ``is_gone()`` tells, while a request is worked on, whether nobody waits for the answer any more. ``channel`` is for
-    handlers that answer by themselves; None where there is none, as for who asks within the process.
+    ``is_gone()`` returns True once nobody waits for the answer any more. ``channel`` is for handlers that answer by
+    themselves; None where there is none.
     """
 
     text: str
@@ -78,18 +78,9 @@ class RequestHandler(Protocol):
 class RequestServer:
     """A server that listens from construction until `close`. In a forked child it is closed.
 
-    Args:
-        secret: 16 bytes or more.
-        handler: see `RequestHandler`.
-        dialect: what is spoken.
-        unix_path: where to make a Unix socket; one that is there is replaced, so that this path must be the caller's.
-            With a null byte first it is an abstract name, which leaves no file.
-        tcp_host: address of this machine to listen on as well.
-        tcp_port: 0 takes a free one.
-        max_connections: more are refused, with an error.
-        handshake_deadline_s: a stranger is dropped after so long.
-        idle_s: a connection without requests is closed after so long.
-        stall_s: see `Channel`.
+    Listens on a Unix socket (whose path must be the caller's; an abstract name has a null byte first), on a TCP address
+    (port 0 takes a free one), or on both. Connections without requests are closed after ``idle_s``, those over
+    ``max_connections`` are refused.
 
     Attributes:
         addresses: where clients reach it, the Unix socket first.
@@ -177,10 +168,8 @@ class RequestServer:
         self.close()
 
     def close(self) -> None:
-        """Stop listening, break connections off, and wait for their threads for at most about 2 s. Safe to call twice.
-
-        A thread that hangs in the handler is left behind; it cannot keep the process alive.
-        """
+        """Stop listening, break connections off, and wait for their threads for at most about 2 s. Safe to call
+        twice."""
         if self._process != os.getpid():  # threads do not exist in a forked child, and the lock may be held
             return
         with self._changed:

@@ -1,57 +1,43 @@
-"""The protocol by which parts travel between peers. A client asks a `transfer_service`
+"""The protocol by which parts travel between peers, and the server of a node's parts. A client asks for
 
-* ``ping``;
-* ``manifest`` of a part: the reply has it as a blob;
-* ``fetch`` a range of a part's object: the bytes are the payload of the reply;
-* ``push`` a part, whose manifest is a blob, with a rider. Unless the reply is that the part is ``held`` already,
-  ``data`` follows, with all bytes of the object as payload, and is answered once they are checked and committed.
-
-A part has one object, named after it. A rider is JSON that the backend understands and this package does not.
+* ``ping``: an answer;
+* ``manifest``: that of a part, as a blob;
+* ``fetch``: a range of a part's object, as the payload of the reply;
+* ``push``: to take a part, whose manifest is a blob, with a rider (JSON for the backend). Unless the reply is that the
+  part is ``held`` already, ``data`` follows, with all bytes of the object as payload, and is answered once they are
+  checked and committed.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Final, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
 
 from ml_flashpoint.format import errors
-from ml_flashpoint.format.manifest import MAX_MANIFEST_BYTES, Manifest, object_name
+from ml_flashpoint.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode, object_name
 from ml_flashpoint.format.save_id import SaveId
-from ml_flashpoint.net.messages import Dialect, Fields, integer, text
+from ml_flashpoint.net.blocks import BlockChecker
+from ml_flashpoint.net.channel import STALL_S, Channel
+from ml_flashpoint.net.messages import Dialect, Fields, errors_of, integer
+from ml_flashpoint.net.server import HangUp, Peer, RequestServer
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 Address: TypeAlias = tuple[str, int]
 """Host and port."""
 
-DEADLINE_S: Final = 30.0
-"""Default time without progress after which a transfer is given up."""
-
 TRANSFERS: Final = Dialect(
     purpose=b"ml_flashpoint.replication transfers",
-    errors={
-        error.__name__: error
-        for error in (
-            errors.CapacityError,
-            errors.DamagedError,
-            errors.DeadlineError,
-            errors.DigestMismatchError,
-            errors.JobInUseError,
-            errors.ManifestError,
-            errors.ObjectFormatError,
-            errors.ObjectNotFoundError,
-            errors.ProtocolError,
-            errors.PrunedError,
-            errors.ReplicationError,
-            errors.UnreadableError,
-        )
-    },
+    errors=errors_of(errors),
     failure=errors.ReplicationError,
     json_bytes=64 << 10,
     blobs=1,
     blob_bytes=MAX_MANIFEST_BYTES,
 )
-"""What is spoken. The blob is a manifest."""
+"""The blob is a manifest."""
 
 
 class PartName(NamedTuple):
@@ -62,11 +48,7 @@ class PartName(NamedTuple):
 
     @staticmethod
     def of(manifest: Manifest) -> PartName:
-        """Return the name of the part that a manifest is of.
-
-        Raises:
-            ManifestError: it is of no save, or does not have one object that is named after the part.
-        """
+        """Return the name of a part. Raise a `ManifestError` unless it has one object that is named after it."""
         save, rank = SaveId.of(manifest), manifest.rank
         names = [record.name for record in manifest.objects]
         if save is None or names != [object_name(rank, save.text)]:
@@ -76,40 +58,27 @@ class PartName(NamedTuple):
 
     def to_fields(self) -> Fields:
         """Return the name as fields of a request."""
-        return {"version": self.save.version, "save": self.save.text, "rank": self.rank}
+        return {"run": self.save.run, "step": self.save.step, "rank": self.rank}
 
     @staticmethod
     def from_fields(fields: Fields) -> PartName:
-        """Return the name in the fields of a request. Raise `ProtocolError` if there is none."""
-        save = SaveId.parse(text(fields, "version"), text(fields, "save"))
-        if save is None:
-            raise errors.ProtocolError(f"not a save: {fields['version']!a}, {fields['save']!a}")
-        return PartName(save, integer(fields, "rank"))
+        """Return the name in the fields of a request: numbers, by which no file elsewhere can be named."""
+        return PartName(SaveId(integer(fields, "run"), integer(fields, "step")), integer(fields, "rank"))
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.save.version} (run {self.save.run})"
 
 
 class TransferBackend(Protocol):
-    """The parts that a `TransferService` serves from and stores to. Called by many threads at once.
-
-    Errors reach the peer: a `FlashpointError` with its type and text, anything else by its name.
-    """
+    """The parts that a `TransferService` serves from and stores to. Called by many threads at once. Its errors reach
+    the peer."""
 
     def open_part(self, part: PartName) -> AbstractContextManager[memoryview]:
-        """Return the bytes of a committed object, which stay as they are until the context is left.
-
-        Raises:
-            ObjectNotFoundError: there is none.
-        """
+        """Return the bytes of a committed object, which stay as they are until the context is left."""
         ...
 
     def read_manifest(self, part: PartName) -> bytes:
-        """Return the encoded manifest of a part.
-
-        Raises:
-            ObjectNotFoundError: there is none.
-        """
+        """Return the encoded manifest of a part."""
         ...
 
     def receive(self, manifest: Manifest, rider: Fields) -> AbstractContextManager[memoryview | None]:
@@ -117,13 +86,6 @@ class TransferBackend(Protocol):
 
         The part is committed when the context is left: all bytes are there and have the manifest's digests. If the
         context is left by an error, they have not, and the room is free.
-
-        Args:
-            manifest: of the part.
-            rider: sent along by the peer.
-
-        Raises:
-            FlashpointError: the part is refused.
         """
         ...
 
@@ -139,3 +101,115 @@ def error_context(part: PartName | None, node: str | None = None) -> Iterator[No
             error.rank = part.rank if error.rank is None else error.rank
         error.node = node if error.node is None else error.node
         raise
+
+
+_LIMITS = {"idle_s": 300.0, "max_connections": 256}
+
+
+class TransferService:
+    """The server of a node's parts, for peers that know the job's secret. Listens from construction until `close`.
+
+    The backend sees only authenticated requests, with names that cannot leave a directory. A transfer without progress
+    for ``deadline_s`` is given up. ``limits`` are others of `RequestServer`. Raises a `ReplicationError` if it cannot
+    listen.
+
+    Attributes:
+        address: host and port for peers to connect to.
+    """
+
+    def __init__(
+        self,
+        secret: bytes,
+        backend: TransferBackend,
+        *,
+        host: str,
+        port: int = 0,
+        deadline_s: float = STALL_S,
+        **limits: Any,
+    ) -> None:
+        self._backend = backend
+        self._deadline_s = deadline_s
+        options = {"tcp_host": host, "tcp_port": port, "stall_s": deadline_s, **_LIMITS, **limits}
+        try:
+            self._server = RequestServer(secret, self, TRANSFERS, **options)
+        except OSError as error:
+            raise errors.ReplicationError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
+        except RuntimeError as error:
+            raise errors.ReplicationError(f"cannot serve peers: {error}") from error
+        self.address: Address = (host, int(self._server.addresses[0][-1]))
+
+    def __enter__(self) -> TransferService:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop listening, break off transfers, and wait for their threads for at most about 2 s. Safe to call twice."""
+        self._server.close()
+
+    def open(self, peer: Peer) -> Channel:
+        """See `RequestHandler`, as for the next two: a session is the channel."""
+        assert peer.channel is not None
+        return peer.channel
+
+    def closed(self, session: Channel) -> None:
+        """Do nothing."""
+
+    def handle(
+        self, session: Channel, op: str, fields: Fields, blobs: list[bytes]
+    ) -> tuple[Fields, Sequence[Buffer]] | None:
+        """Carry out a request."""
+        if op == "ping":
+            return {}, ()
+        if op == "manifest":
+            return {}, (self._backend.read_manifest(PartName.from_fields(fields)),)
+        if op == "fetch":
+            self._give_bytes(session, fields)
+            return None
+        if op == "push" and len(blobs) == 1:
+            return self._take_part(session, fields, blobs[0])
+        raise errors.ProtocolError(f"there is no request {op!a} of {len(blobs)} blobs")
+
+    def _give_bytes(self, channel: Channel, fields: Fields) -> None:
+        part, begin = PartName.from_fields(fields), integer(fields, "offset")
+        end = begin + integer(fields, "length")
+        with self._backend.open_part(part) as view:
+            if end > len(view):
+                raise errors.ProtocolError(f"bytes {begin} to {end} of {part}, which has {len(view)}")
+            with _out_of_step(), view[begin:end] as piece:
+                channel.send(None, {}, payload_bytes=len(piece))
+                channel.send_payload(piece)
+
+    def _take_part(self, channel: Channel, fields: Fields, encoded: bytes) -> tuple[Fields, Sequence[Buffer]]:
+        rider, manifest = fields.get("rider"), decode(encoded)
+        if not isinstance(rider, dict):
+            raise errors.ProtocolError("a push must have a rider")
+        part, record = PartName.of(manifest), manifest.objects[0]
+        with error_context(part), contextlib.ExitStack() as receiving:
+            buffer = receiving.enter_context(self._backend.receive(manifest, rider))
+            if buffer is None:
+                return {"held": True}, ()
+            # What is wrong is told while the peer may still be sending; it looks for this when its own send fails.
+            with _out_of_step():
+                blocks = receiving.enter_context(BlockChecker(record, buffer, str(part)))
+                channel.send(None, {"held": False})
+                announced = channel.receive(request=True)
+                if announced.subject != "data" or announced.payload_bytes != record.size:
+                    raise errors.ProtocolError("a push must go on with exactly the bytes that its manifest names")
+                for block in range(len(record.digests)):
+                    blocks.receive(channel, block)
+                    if blocks.failed:
+                        break
+                blocks.finish(self._deadline_s)
+                receiving.close()  # ends the checking, then commits
+        return {}, ()
+
+
+@contextlib.contextmanager
+def _out_of_step() -> Iterator[None]:
+    """From here on the two sides no longer agree on what comes next, if anything goes wrong."""
+    try:
+        yield
+    except Exception as error:
+        raise HangUp from error

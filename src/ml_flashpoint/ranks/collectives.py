@@ -35,11 +35,8 @@ _HINT = "one that is missing died, hangs, or did not make this call: its own log
 
 
 class Collectives:
-    """See the module. Collective to construct. Used by one thread.
-
-    Args:
-        deadline_s: seconds that a collective may take, or the ranks' meeting before it.
-    """
+    """See the module. Collective to construct. Used by one thread. ``deadline_s`` is for a collective, and for the
+    ranks' meeting before it."""
 
     def __init__(self, deadline_s: float) -> None:
         self._rank, self._size, self._deadline_s = dist.get_rank(), dist.get_world_size(), deadline_s
@@ -54,14 +51,8 @@ class Collectives:
         self._store = PrefixStore(f"flashpoint/{name.numpy().tobytes().decode()}", self._store)
 
     def reduce(self, what: str, data: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        """Reduce ``data`` over all ranks, in place.
-
-        Args:
-            what: names the collective in errors.
-
-        Raises:
-            RanksLostError: a rank did not come, or left. Names the ranks that are missing.
-        """
+        """Reduce ``data`` over all ranks, in place. ``what`` names the collective in errors. Raise a `RanksLostError`,
+        which names the ranks that are missing, if a rank did not come, or left."""
         options = dist.AllreduceOptions()
         options.reduceOp = op  # type: ignore[assignment]
         self._run(what, data, lambda group: group.allreduce([data], options).wait())

@@ -46,11 +46,7 @@ class Keep:
 
 
 def checked_keep(value: int | Keep, argument: str = "keep") -> Keep:
-    """Return the rule that a user passes: a `Keep`, or a number of the newest verified versions.
-
-    Raises:
-        InvalidArgumentError: the value is neither.
-    """
+    """Return the rule that a user passes: a `Keep`, or a number of the newest verified versions."""
     if isinstance(value, Keep):
         return value
     if type(value) is not int or not 1 <= value <= _MOST:
@@ -61,12 +57,8 @@ def checked_keep(value: int | Keep, argument: str = "keep") -> Keep:
 
 
 def kept(line: Sequence[SaveId], keep: Keep) -> list[SaveId]:
-    """Return those of some verified saves that stay, oldest first.
-
-    Args:
-        line: oldest first. The last one, which a crash goes back to, always stays.
-        keep: the rule.
-    """
+    """Return those of some verified saves, oldest first, that stay. The last one, which a crash goes back to, always
+    stays."""
     older, newest = line[: -keep.newest], line[-keep.newest :]
     milestones: list[SaveId] = []
     if keep.every_n_steps is not None:

@@ -258,11 +258,8 @@ STRATEGIES: Mapping[str, type[ReplicationStrategy]] = {
 def checked_strategy(
     value: ReplicationStrategy | str | None, argument: str = "replication"
 ) -> ReplicationStrategy | None:
-    """A strategy, the one of a name, or None for the default of whoever asks.
-
-    Raises:
-        InvalidArgumentError: it is none of these, or a strategy that ranks cannot compare.
-    """
+    """Return a strategy, the one of a name, or None for the default. Raise an `InvalidArgumentError` for anything
+    else."""
     if isinstance(value, str) and value in STRATEGIES:
         return STRATEGIES[value]()
     if value is not None and not isinstance(value, ReplicationStrategy):
@@ -279,12 +276,8 @@ def checked_strategy(
 
 
 def copies_within(members: Sequence[int], rank: int, topology: Topology) -> tuple[int, ...]:
-    """Return who holds copies of ``rank`` if the ranks ``members``, ascending and itself included, form a clique:
-    one of them on each other node, dealt out in turn.
-
-    Raises:
-        InvalidArgumentError: there is no such rank.
-    """
+    """Return who holds copies of ``rank`` if the ranks ``members``, ascending and itself included, form a clique: one
+    of them on each other node, dealt out in turn."""
     own_node = topology.node_of(rank)
     by_node: dict[str, list[int]] = {}
     for member in members:

@@ -56,7 +56,6 @@ from ml_flashpoint.ranks.recovery import (
 )
 from ml_flashpoint.ranks.retention import Keep, kept
 from ml_flashpoint.ranks.strategies import ReplicationStrategy
-from ml_flashpoint.stores.bounded import Bounded
 from ml_flashpoint.stores.durable import DurableVersions, save_of, version_of
 from ml_flashpoint.stores.location import open_durable
 from ml_flashpoint.stores.version_store import Version
@@ -126,15 +125,11 @@ class Listing(NamedTuple):
 
 
 class DurableTier:
-    """The durable store of a job, which rank 0 lists for all ranks while they read memory. Without a URL it is
-    empty."""
+    """The durable store of a job, which rank 0 lists for all ranks. Without a URL it is empty."""
 
     def __init__(self, url: str | None, ranks: RankGroup, open_store: Callable[[str], DurableVersions]) -> None:
         self.url, self._ranks, self._open_store = url, ranks, open_store
-        self._look: Bounded[Listing] | None = None
-        self._listing: Listing | None = None
-        self._waited_s = 0.0
-        self.start()
+        self.forget()
 
     @cached_property
     def store(self) -> DurableVersions:
@@ -142,29 +137,24 @@ class DurableTier:
         assert self.url is not None
         return self._open_store(self.url)
 
-    def start(self) -> None:
-        """Begin to list the store anew, on rank 0, unless it has not answered yet."""
+    def forget(self) -> None:
+        """List the store anew when that is needed next."""
         self._listing, self._waited_s = None if self.url else Listing(), 0.0
-        if self.url and self._ranks.rank == 0 and (self._look is None or self._look.wait(0.0)):
-            self._look = Bounded(self._read)
-
-    def _read(self) -> Listing:
-        until = time.monotonic() + recovery_deadline_s()
-        found = retrying(lambda: self.store.versions(), until, f"listing {self.url}")
-        problems = tuple(f"{each.folder} ({each.problem})" for each in found if each.problem)
-        run = max((each.save.run for each in found), default=0)
-        return Listing(tuple(each for each in found if each.counts), problems, run=run)
 
     def list(self, most_s: float = math.inf) -> Listing:
         """Return the content of the store. Collective. A store that did not answer is not waited for as long again: for
-        ``FLASHPOINT_RECOVERY_DEADLINE_S``, or ``most_s`` if that is less."""
+        ``FLASHPOINT_RECOVERY_DEADLINE_S``, or ``most_s`` if that is less.
+        """
         deadline_s = min(recovery_deadline_s(), most_s)
         if self._listing is not None and (not self._listing.unknown or deadline_s <= self._waited_s):
             return self._listing
         self._waited_s, blob = deadline_s, b""
-        if self._look is not None:
+        if self._ranks.rank == 0:
             try:
-                listing = self._look.result(deadline_s)
+                found = waited_for(lambda: self.store.versions(), str(self.url), deadline_s)
+                problems = tuple(f"{each.folder} ({each.problem})" for each in found if each.problem)
+                run = max((each.save.run for each in found), default=0)
+                listing = Listing(tuple(each for each in found if each.counts), problems, run=run)
             except Exception as error:  # the other ranks wait
                 listing = Listing(unknown=f"what is persisted at {self.url} cannot be known: {text_of(error)}")
             blob = json.dumps([list(map(save_of, listing.versions)), *listing[1:]]).encode()
@@ -242,7 +232,7 @@ class Recovery:
             LoadError: there is no version of the step, or it cannot be loaded. On all ranks.
         """
         self.damaged.clear()
-        self.durable.start()
+        self.durable.forget()
         search = _Search(self, wanted, excluded, retained)
         self.found, self.report = None, search.report
         self.found = search.run()

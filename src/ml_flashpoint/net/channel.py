@@ -82,6 +82,7 @@ class Channel:
         self._send_lock = threading.Lock()
         self._authenticated = False
         self._payload = b""  # came along with the message before
+        self.payloads = 0  # begun: sent, or awaited within a request
         sock.settimeout(None)
         if not self.local:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -138,6 +139,7 @@ class Channel:
             for blob in blobs  # bytes are common, and views take time
         ]
         parts.insert(0, self._dialect.begin_message(subject, fields, [len(part) for part in parts], payload_bytes))
+        self.payloads += payload_bytes > 0
         with self._send_lock:
             self._send_parts(parts, until)
 
@@ -156,6 +158,7 @@ class Channel:
         """
         if not self._authenticated:
             raise ProtocolError("messages need a handshake first")
+        self.payloads += 1
         wait = _Wait(self, until if idle_s is None else time.monotonic() + idle_s, cancelled, stall_s)
         data = self._some(_FIRST_READ, 0, wait)
         wait.until = until

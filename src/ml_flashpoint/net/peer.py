@@ -223,15 +223,15 @@ def push_to_all(targets: Sequence[int], push: Callable[[int], object]) -> None:
             _log.exception("pushing a copy to rank %d failed", target)
             failures.append(ReplicationError(f"{type(error).__name__}: {error}", rank=target))
 
-    mine, threads = list(targets[:1]), []
+    threads = []
     for target in targets[1:]:
         thread = threading.Thread(target=guarded, args=(target,), daemon=True, name=f"flashpoint-push-{target}")
         try:
             thread.start()
             threads.append(thread)
         except RuntimeError:  # no more threads to be had
-            mine.append(target)
-    for target in mine:
+            guarded(target)
+    for target in targets[:1]:
         guarded(target)
     for thread in threads:
         thread.join()

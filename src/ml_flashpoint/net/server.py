@@ -42,20 +42,15 @@ _PAUSE_S: Final = 0.1
 
 
 class Peer(NamedTuple):
-    """The other side of a connection: how logs name it, and its process if that is on this machine.
+    """The other side of a connection, by the name that logs have for it.
 
     ``is_gone()`` returns True once nobody waits for the answer any more. ``channel`` is for handlers that answer by
     themselves; None where there is none.
     """
 
     text: str
-    pid: int | None
     is_gone: Callable[[], bool] = lambda: False
     channel: Channel | None = None
-
-
-class HangUp(Exception):
-    """Raised by a handler when the two sides are out of step: the cause is sent, and the connection ends."""
 
 
 class RequestHandler(Protocol):
@@ -69,7 +64,7 @@ class RequestHandler(Protocol):
     ) -> tuple[Fields, Sequence[Buffer]] | None:
         """Carry out a request, which was well formed as JSON and nothing else. Return fields and blobs of the reply;
         None if the handler has replied itself, or will, by the channel. An error is raised at the client, see
-        `Dialect.describe`."""
+        `Dialect.describe`. It ends the connection if the handler has begun with a payload."""
 
     def closed(self, session: Any) -> None:
         """Take note that the connection is gone, for whatever reason. The last call of a session; one for each."""
@@ -246,7 +241,7 @@ class RequestServer:
                 text = f"serves as many connections as it may, {self._max_connections}: try again later"
                 channel.send(self._dialect.describe(self._dialect.failure(text)), {})
                 return
-            session = self._handler.open(Peer(peer, pid, partial(_is_hung_up, sock), channel))
+            session = self._handler.open(Peer(peer, partial(_is_hung_up, sock), channel))
             try:
                 self._serve(channel, session)
             finally:
@@ -275,18 +270,16 @@ class RequestServer:
                 return
             if payload_bytes:
                 raise ProtocolError(f"{op} comes with a payload out of turn")
+            payloads = channel.payloads
             try:
                 answer = handle(session, op, fields, blobs)  # type: ignore[arg-type]
-            except HangUp as hang_up:
-                cause = hang_up.__cause__
-                assert cause is not None
-                if not isinstance(cause, ConnectionLostError):
-                    with contextlib.suppress(FlashpointError):
-                        self._refuse(channel, cause)
-                raise cause from None
             except Exception as error:
-                self._refuse(channel, error)
-                continue
+                if channel.payloads == payloads:
+                    self._refuse(channel, error)
+                    continue
+                with contextlib.suppress(FlashpointError):  # the two sides do not agree any more on what comes next
+                    self._refuse(channel, error)
+                raise
             if answer is not None:
                 try:
                     channel.send(None, *answer)

@@ -21,7 +21,7 @@ from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.net.blocks import BlockChecker
 from ml_flashpoint.net.channel import STALL_S, Channel
 from ml_flashpoint.net.messages import Dialect, Fields, errors_of, integer
-from ml_flashpoint.net.server import HangUp, Peer, RequestServer
+from ml_flashpoint.net.server import Peer, RequestServer
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -177,7 +177,7 @@ class TransferService:
         with self._backend.open_part(part) as view:
             if end > len(view):
                 raise errors.ProtocolError(f"bytes {begin} to {end} of {part}, which has {len(view)}")
-            with _out_of_step(), view[begin:end] as piece:
+            with view[begin:end] as piece:
                 channel.send(None, {}, payload_bytes=len(piece))
                 channel.send_payload(piece)
 
@@ -190,26 +190,16 @@ class TransferService:
             buffer = receiving.enter_context(self._backend.receive(manifest, rider))
             if buffer is None:
                 return {"held": True}, ()
+            blocks = receiving.enter_context(BlockChecker(record, buffer, str(part)))
+            channel.send(None, {"held": False})
+            announced = channel.receive(request=True)
+            if announced.subject != "data" or announced.payload_bytes != record.size:
+                raise errors.ProtocolError("a push must go on with exactly the bytes that its manifest names")
             # What is wrong is told while the peer may still be sending; it looks for this when its own send fails.
-            with _out_of_step():
-                blocks = receiving.enter_context(BlockChecker(record, buffer, str(part)))
-                channel.send(None, {"held": False})
-                announced = channel.receive(request=True)
-                if announced.subject != "data" or announced.payload_bytes != record.size:
-                    raise errors.ProtocolError("a push must go on with exactly the bytes that its manifest names")
-                for block in range(len(record.digests)):
-                    blocks.receive(channel, block)
-                    if blocks.failed:
-                        break
-                blocks.finish(self._deadline_s)
-                receiving.close()  # ends the checking, then commits
+            for block in range(len(record.digests)):
+                blocks.receive(channel, block)
+                if blocks.failed:
+                    break
+            blocks.finish(self._deadline_s)
+            receiving.close()  # ends the checking, then commits
         return {}, ()
-
-
-@contextlib.contextmanager
-def _out_of_step() -> Iterator[None]:
-    """From here on the two sides no longer agree on what comes next, if anything goes wrong."""
-    try:
-        yield
-    except Exception as error:
-        raise HangUp from error

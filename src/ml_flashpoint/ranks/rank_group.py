@@ -29,7 +29,6 @@ from ml_flashpoint.ranks.strategies import Topology
 _T = TypeVar("_T")
 
 SECRET_BYTES = 32
-_MAX_BLOB = 1 << 32
 _GLOO_S = 0.3
 _SHARED_MEMORY = "/dev/shm"
 
@@ -72,9 +71,8 @@ class RankGroup:
         self.rank, self.world_size = 0, 1
         if default_group() is not None:
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.distributed = self.world_size > 1
         self._collectives: Collectives | None = None
-        if self.distributed:
+        if self.world_size > 1:
             atexit.unregister(_let_gloo_finish)  # once is enough for all groups
             atexit.register(_let_gloo_finish)
             self._collectives = Collectives(collective_deadline_s())
@@ -96,7 +94,7 @@ class RankGroup:
         sizes = torch.zeros(self.world_size, dtype=torch.int64, device="cpu")
         sizes[self.rank] = len(blob)
         self._collectives.reduce("gather", sizes, dist.ReduceOp.SUM)
-        ends = list(itertools.accumulate(self._checked(size, rank) for rank, size in enumerate(sizes.tolist())))
+        ends = list(itertools.accumulate(sizes.tolist()))
         begins = [0, *ends[:-1]]
         # Each rank fills its own range of one buffer. Other than by an all-gather, no range is padded to the longest.
         data = torch.zeros(ends[-1], dtype=torch.uint8, device="cpu")
@@ -107,29 +105,17 @@ class RankGroup:
         together = data.numpy().tobytes()
         return [together[begin:end] for begin, end in zip(begins, ends, strict=True)]
 
-    def broadcast(self, blob: bytes, source: int = 0) -> bytes:
-        """Return the bytes of rank ``source``, on every rank; what other ranks pass does not matter."""
-        if self._collectives is None:
-            return blob
-        size = torch.tensor([len(blob)], dtype=torch.int64, device="cpu")
-        self._collectives.broadcast("broadcast", size, source)
-        if self._checked(int(size.item()), source) == 0:
-            return b""
-        data = torch.frombuffer(bytearray(blob if source == self.rank else int(size.item())), dtype=torch.uint8)
-        self._collectives.broadcast("broadcast", data, source)
-        return data.numpy().tobytes()
-
-    @staticmethod
-    def _checked(size: int, source: int) -> int:
-        if not 0 <= size < _MAX_BLOB:
-            raise FlashpointError(f"a rank announced {size} bytes", rank=source)
-        return size
+    def broadcast(self, blob: bytes) -> bytes:
+        """Return the bytes of rank 0, on every rank; what other ranks pass does not matter."""
+        return self.gather(blob if self.rank == 0 else b"")[0]
 
     def all_ok(self, ok: bool) -> bool:
         """Return True if ``ok`` is true on every rank: the vote that keeps ranks from loading a mix."""
-        if not self.distributed:
+        if self._collectives is None:
             return ok
-        return bool(self.minimum((int(ok),), "vote")[0])
+        vote = torch.tensor([ok], dtype=torch.int64, device="cpu")
+        self._collectives.reduce("vote", vote, dist.ReduceOp.MIN)
+        return bool(vote.item())
 
     def together(self, action: Callable[[], _T], otherwise: FlashpointError) -> _T:
         """Return what ``action`` returns, once it has succeeded on every rank: one rank's trouble is no hang of the
@@ -178,14 +164,6 @@ class RankGroup:
                         hint=f"give each machine a {NODE_ID_VARIABLE} of its own, or unset it; ranks of one machine"
                         " use one base container",
                     )
-
-    def minimum(self, values: tuple[int, ...], what: str = "agreement") -> tuple[int, ...]:
-        """Return the elementwise minimum over all ranks."""
-        if self._collectives is None:
-            return values
-        data = torch.tensor(values, dtype=torch.int64, device="cpu")
-        self._collectives.reduce(what, data, dist.ReduceOp.MIN)
-        return tuple(data.tolist())
 
 
 def _let_gloo_finish() -> None:

@@ -39,11 +39,6 @@ class Keep:
         """The most verified versions that stay at once. A pool has one slot more: for the round's save."""
         return self.newest + (self.milestones if self.every_n_steps is not None else 0)
 
-    @property
-    def beside_newest(self) -> int:
-        """The most versions that stay beside the newest verified one."""
-        return self.versions - 1
-
 
 def checked_keep(value: int | Keep, argument: str = "keep") -> Keep:
     """Return the rule that a user passes: a `Keep`, or a number of the newest verified versions."""

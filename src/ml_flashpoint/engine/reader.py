@@ -8,6 +8,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -88,9 +89,10 @@ class ObjectReader:
             return
         size = self.record.block_size
         missing = [block for block in range(begin // size, -(-end // size)) if block not in self._present]
-        for first, last in _runs(missing):
-            self._fetch(first, self._buffer[first * size : min(last * size, self.record.size)])
-            self._present.update(range(first, last))
+        for _, consecutive in groupby(enumerate(missing), lambda pair: pair[1] - pair[0]):
+            run = [block for _, block in consecutive]
+            self._fetch(run[0], self._buffer[run[0] * size : min((run[-1] + 1) * size, self.record.size)])
+            self._present.update(run)
 
     @property
     def layout(self) -> Layout:
@@ -193,18 +195,15 @@ class MemoryParts:
         """
         save, container = self._save, self._container
         with contextlib.ExitStack() as opened:
-            held = self._pool.slot_of(save) if rank == self._pool.owner.rank else None
-            manifest = container.read_manifest(save, rank) if held is not None else None
-            if held is not None and manifest is not None and manifest.world_size == self._pool.owner.world_size:
-                buffer = opened.enter_context(self._pool.reading(save)).buffer
-                if len(buffer) != manifest.objects[0].file_size:
-                    name = container.base / save.version / manifest.objects[0].name
-                    raise DamagedError("the object is not of the size in the manifest", path=name, rank=rank)
-            else:
-                part = opened.enter_context(container.open_part(save, rank))
-                manifest, buffer = part.manifest, part.buffer
+            manifest = container.read_manifest(save, rank)
             record = manifest.objects[0]
             path = os.fspath(container.base / save.version / record.name)
+            if rank == self._pool.owner.rank and self._pool.slot_of(save) is not None:
+                buffer = opened.enter_context(self._pool.reading(save)).buffer
+                if len(buffer) != record.file_size:
+                    raise DamagedError("the object is not of the size in the manifest", path=path, rank=rank)
+            else:
+                buffer = opened.enter_context(container.open_part(save, rank)).buffer
             if (save, rank) not in self._checked:
                 bytes_of = buffer[: record.size]
                 verify_blocks(bytes_of, record.digests, record.block_size, path=path)
@@ -294,14 +293,3 @@ def waited_for(call: Callable[[], _T], url: str, deadline_s: float | None = None
     deadline_s = recovery_deadline_s() if deadline_s is None else deadline_s
     until = time.monotonic() + deadline_s
     return Bounded(lambda: retrying(call, until, f"reading at {url}")).result(deadline_s + _LATE_S)
-
-
-def _runs(blocks: Sequence[int]) -> list[tuple[int, int]]:
-    """Return consecutive numbers as half-open ranges."""
-    runs: list[tuple[int, int]] = []
-    for block in blocks:
-        if runs and runs[-1][1] == block:
-            runs[-1] = (runs[-1][0], block + 1)
-        else:
-            runs.append((block, block + 1))
-    return runs

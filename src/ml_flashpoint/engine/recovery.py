@@ -22,11 +22,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ml_flashpoint import events
 from ml_flashpoint.engine.copying import Copies, Failures
-from ml_flashpoint.engine.inventory import NodeReport, gather_reports
+from ml_flashpoint.engine.inventory import NodeReport, gather_reports, why_nothing
 from ml_flashpoint.engine.reader import DurableParts, MemoryParts, VersionReader, waited_for
 from ml_flashpoint.engine.rounds import Verdict
 from ml_flashpoint.engine.sidecars import carrier_of, sidecar_files
-from ml_flashpoint.engine.unloadable import why_nothing
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import CapacityError, FlashpointError, LoadError, ObjectNotFoundError, SaveError
 from ml_flashpoint.format.failure_kinds import as_ours, is_damage, is_transient, retrying, text_of

@@ -26,6 +26,10 @@ from ml_flashpoint.format.errors import DeadlineError, FlashpointError, InvalidA
 _MAGIC: Final = b"MLFm"
 _HEAD: Final = struct.Struct(">4sIIQ")
 HEAD_BYTES: Final = _HEAD.size
+JSON_BYTES: Final = 64 << 20
+BLOBS: Final = 65_536
+BLOB_BYTES: Final = 1 << 31
+"""A receiver takes no more JSON and blobs in a message, and no longer blob."""
 _MOST_PAYLOAD: Final = (1 << 63) - 1
 _MOST_TEXT: Final = 64 << 10
 _encode_json = json.JSONEncoder(separators=(",", ":")).encode
@@ -49,17 +53,13 @@ class Dialect:
     """The agreement of the two sides of a connection, beside the layout.
 
     ``purpose`` is that of `handshake.proved_secret`. ``errors`` travel with their types, or the nearest base type;
-    others arrive as ``failure``. Another side that takes too long is a ``timeout``. The rest are the most bytes of
-    JSON, blobs and bytes of a blob that a message may have.
+    others arrive as ``failure``. Another side that takes too long is a ``timeout``.
     """
 
     purpose: bytes
     errors: Mapping[str, type[FlashpointError]]
     failure: type[FlashpointError]
     timeout: type[DeadlineError] = DeadlineError
-    json_bytes: int = 16 << 20
-    blobs: int = 65_536
-    blob_bytes: int = 1 << 31
 
     def begin_message(
         self, subject: str | dict[str, Any] | None, fields: Fields, sizes: Sequence[int] = (), payload_bytes: int = 0
@@ -70,41 +70,40 @@ class Dialect:
             text = _encode_json((subject, fields)).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidArgumentError(f"cannot be sent: {error}", argument="fields", value=fields) from error
-        if len(text) > self.json_bytes:
+        if len(text) > JSON_BYTES:
             raise InvalidArgumentError(f"fields of {len(text)} bytes are too many to send", argument="fields")
-        if len(sizes) > self.blobs or (sizes and max(sizes) > self.blob_bytes):
+        if len(sizes) > BLOBS or (sizes and max(sizes) > BLOB_BYTES):
             raise InvalidArgumentError(
-                f"a message takes at most {self.blobs} blobs of at most {self.blob_bytes} bytes each", argument="blobs"
+                f"a message takes at most {BLOBS} blobs of at most {BLOB_BYTES} bytes each", argument="blobs"
             )
         return _HEAD.pack(_MAGIC, len(text), len(sizes), payload_bytes) + struct.pack(f">{len(sizes)}I", *sizes) + text
 
     def parse_head(self, data: bytes) -> tuple[int, int, int]:
         """Return length of the JSON, number of blobs and length of the payload, from the start of a message."""
         magic, length, count, payload_bytes = _HEAD.unpack_from(data)
-        if magic != _MAGIC or length > self.json_bytes or count > self.blobs or payload_bytes > _MOST_PAYLOAD:
+        if magic != _MAGIC or length > JSON_BYTES or count > BLOBS or payload_bytes > _MOST_PAYLOAD:
             raise ProtocolError("not the start of a message")
         return length, count, payload_bytes
 
     def parse_lengths(self, data: bytes, count: int) -> tuple[int, ...]:
         """Return the lengths of so many blobs, from the start of a message."""
         lengths: tuple[int, ...] = struct.unpack_from(f">{count}I", data, HEAD_BYTES)
-        if lengths and max(lengths) > self.blob_bytes:
-            raise ProtocolError(f"a blob of {max(lengths):,} bytes, over the {self.blob_bytes:,} allowed")
+        if lengths and max(lengths) > BLOB_BYTES:
+            raise ProtocolError(f"a blob of {max(lengths):,} bytes, over the {BLOB_BYTES:,} allowed")
         return lengths
 
     def describe(self, error: BaseException) -> dict[str, Any]:
         """Return an error as the subject of a reply."""
-        most = min(_MOST_TEXT, self.json_bytes // 64)  # the JSON of a character may take 12 bytes
         kinds = (each.__name__ for each in type(error).__mro__ if self.errors.get(each.__name__) is each)
         kind = next(kinds, None)
         message = str(getattr(error, "message", error))
         if kind is None:
             kind, message = self.failure.__name__, f"{type(error).__name__}: {message}"
-        described: dict[str, Any] = {"error": kind, "message": message[:most]}
+        described: dict[str, Any] = {"error": kind, "message": message[:_MOST_TEXT]}
         for name in _ATTRIBUTES:
             value = getattr(error, name, None)
             if isinstance(value, (str, int)):
-                described[name] = value[:most] if isinstance(value, str) else value
+                described[name] = value[:_MOST_TEXT] if isinstance(value, str) else value
         return described
 
     def rebuild(self, described: dict[str, Any]) -> FlashpointError:

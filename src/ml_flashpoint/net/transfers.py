@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
 
 from ml_flashpoint.format import errors
-from ml_flashpoint.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode, object_name
+from ml_flashpoint.format.manifest import Manifest, decode, object_name
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.net.blocks import BlockChecker
 from ml_flashpoint.net.channel import STALL_S, Channel
@@ -33,11 +33,7 @@ TRANSFERS: Final = Dialect(
     purpose=b"ml_flashpoint.replication transfers",
     errors=errors_of(errors),
     failure=errors.ReplicationError,
-    json_bytes=64 << 10,
-    blobs=1,
-    blob_bytes=MAX_MANIFEST_BYTES,
 )
-"""The blob is a manifest."""
 
 
 class PartName(NamedTuple):

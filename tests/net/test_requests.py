@@ -109,7 +109,7 @@ def test_a_session_is_closed_once_when_its_connection_is_gone(address: Address, 
     second.close()
     assert echo.wait_for(lambda: echo.closed_sessions == [0, 1])
     if address[0] == "unix":
-        assert {peer.pid for peer in echo.opened} == {os.getpid()}
+        assert {peer.text for peer in echo.opened} == {f"process {os.getpid()}"}
 
 
 def test_a_handler_can_tell_that_nobody_waits_any_more(address: Address, echo: Echo) -> None:

@@ -83,7 +83,7 @@ def _head(text: int, blobs: int, magic: bytes = b"MLFm", payload: int = 0) -> by
     [
         _head(10, 0, b"XXXX") + bytes(20),
         _head(messages.JSON_BYTES + 1, 0),
-        _head(2, REQUESTS.blobs + 1),
+        _head(2, messages.BLOBS + 1),
         _head(2, 1) + struct.pack(">I", messages.BLOB_BYTES + 1) + b"{}",
         _head(2, 0) + b"{}",
         _head(5, 0) + b"[1,2]",

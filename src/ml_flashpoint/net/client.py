@@ -10,13 +10,13 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ml_flashpoint.format.errors import AuthenticationError, FlashpointError, InvalidArgumentError, ProtocolError
-from ml_flashpoint.net.channel import NO_ANSWER, STALL_S, Channel, ConnectionLostError, timeval
+from ml_flashpoint.net.channel import NO_ANSWER, STALL_S, Cancelled, Channel, ConnectionLostError, timeval
 from ml_flashpoint.net.handshake import check_secret
-from ml_flashpoint.net.messages import Dialect, Fields
+from ml_flashpoint.net.messages import Dialect, Fields, Message
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -151,8 +151,26 @@ class Connection:
         return self._closed or self._process != os.getpid()
 
     def request(self, op: str, fields: Fields, blobs: Sequence[Buffer] = (), *, timeout_s: float) -> Reply:
-        """Send one request and wait for the answer, other threads' requests included. Errors but the server's own, and
-        a busy connection, close this one.
+        """Send one request and return the answer, within so many seconds. Raises what `exchange` does."""
+        with self.exchange(op, fields, blobs, until=time.monotonic() + min(timeout_s, _LONGEST_S)) as (_, reply):
+            return Reply(reply.fields, reply.blobs)
+
+    @contextlib.contextmanager
+    def exchange(
+        self,
+        op: str,
+        fields: Fields,
+        blobs: Sequence[Buffer] = (),
+        *,
+        until: float | None = None,
+        payload_bytes: int = 0,
+        work_s: float | None = None,
+        cancelled: Cancelled | None = None,
+    ) -> Iterator[tuple[Channel, Message]]:
+        """Send one request, once other threads' have ended, and yield the channel with the answer, for payloads.
+
+        ``until``, ``cancelled`` and ``work_s``, the longest silence while the server works, are as in `Channel`. Errors
+        close this connection, those within the context too; a busy one, and the server's answers, do not.
 
         Raises:
             ConnectionLostError: the request was not carried out.
@@ -160,23 +178,26 @@ class Connection:
             DeadlineError: no answer in time, as `Dialect.timeout`.
             FlashpointError: the server's answer.
         """
-        timeout_s = min(timeout_s, _LONGEST_S)
-        until = time.monotonic() + timeout_s
         if self.closed:  # before the lock: a thread that does not exist in a forked child may have it
             raise ConnectionLostError(f"the connection to {self._channel.peer} is closed")
-        if not self._lock.acquire(timeout=max(0.0, timeout_s)):
+        if not self._lock.acquire(timeout=-1 if until is None else max(0.0, until - time.monotonic())):
             raise self._channel.too_late("was busy with other requests of this process")
-        sent = False
+        sent = in_step = False
         try:
             if self._closed:
                 raise ConnectionLostError(f"the connection to {self._channel.peer} is closed")
             self._channel.send(op, fields, blobs, until=until)
             sent = True
-            reply = self._channel.receive(request=False, until=until)
-            if reply.payload_bytes:
-                raise ProtocolError(f"{self._channel.peer} sends a payload that nobody asked for")
+            reply = self._channel.receive(request=False, until=until, stall_s=work_s, cancelled=cancelled)
+            if isinstance(reply.subject, dict):
+                in_step = True
+                raise self._dialect.rebuild(reply.subject)
+            if reply.payload_bytes != payload_bytes:
+                text = f"{self._channel.peer} sends {reply.payload_bytes:,} bytes instead of {payload_bytes:,}"
+                raise ProtocolError(text)
+            yield self._channel, reply
         except BaseException as error:
-            if sent or not isinstance(error, InvalidArgumentError):
+            if not in_step and (sent or not isinstance(error, InvalidArgumentError)):
                 self._closed = True
                 self._channel.close()
             if sent and type(error) is ConnectionLostError:
@@ -184,9 +205,6 @@ class Connection:
             raise
         finally:
             self._lock.release()
-        if isinstance(reply.subject, dict):
-            raise self._dialect.rebuild(reply.subject)
-        return Reply(reply.fields, reply.blobs)
 
     def close(self) -> None:
         """Close it; a request under way in another thread fails. Safe to call twice."""

@@ -6,6 +6,8 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 from ml_flashpoint.format.errors import (
     FlashpointError,
@@ -17,7 +19,7 @@ from ml_flashpoint.format.errors import (
 from ml_flashpoint.format.manifest import Manifest, decode, encode
 from ml_flashpoint.net.blocks import BlockChecker
 from ml_flashpoint.net.channel import STALL_S, Cancelled, Channel, ConnectionLostError
-from ml_flashpoint.net.client import connect
+from ml_flashpoint.net.client import Connection
 from ml_flashpoint.net.handshake import check_secret
 from ml_flashpoint.net.messages import Fields, Message
 from ml_flashpoint.net.transfers import TRANSFERS, Address, PartName, error_context
@@ -53,13 +55,11 @@ class PeerConnection:
     ) -> None:
         if min(deadline_s, connect_timeout_s) <= 0:
             raise InvalidArgumentError("deadlines of a peer connection must be positive")
-        self._address = address
-        self._secret = check_secret(secret)
-        self._node = node
-        self._deadline_s = deadline_s
-        self._connect_timeout_s = connect_timeout_s
+        options = {"connect_timeout_s": connect_timeout_s, "stall_s": deadline_s}
+        self._connect = partial(Connection, ("tcp", *address), check_secret(secret), TRANSFERS, **options)
+        self._node, self._deadline_s = node, deadline_s
         self._lock = threading.Lock()
-        self._channel: Channel | None = None
+        self._connection: Connection | None = None
         self._closed = False
         self.connections = 0
 
@@ -72,14 +72,8 @@ class PeerConnection:
     def close(self) -> None:
         """Close the connection for good; a request under way in another thread fails. Safe to call twice."""
         self._closed = True
-        if (channel := self._channel) is not None:
-            channel.interrupt()
-        # A descriptor must not be closed, and then reused, while another thread reads from it.
-        if self._lock.acquire(blocking=False):
-            try:
-                self._drop()
-            finally:
-                self._lock.release()
+        if self._connection is not None:
+            self._connection.close()
 
     def ping(self, *, cancelled: Cancelled | None = None) -> None:
         """Return once the peer has answered."""
@@ -145,68 +139,38 @@ class PeerConnection:
 
     @contextlib.contextmanager
     def _asked(
-        self,
-        op: str,
-        fields: Fields,
-        *blobs: bytes,
-        part: PartName | None = None,
-        payload_bytes: int = 0,
-        work_s: float | None = None,
-        cancelled: Cancelled | None = None,
+        self, op: str, fields: Fields, *blobs: bytes, part: PartName | None = None, **options: Any
     ) -> Iterator[tuple[Channel, Message]]:
-        """Send a request and yield the channel with the reply. An error inside ends the connection."""
-        with error_context(part, self._node), self._lock:
-            in_step = False
-            try:
-                channel, reply = self._exchange(op, fields, blobs, work_s, cancelled)
-                if isinstance(reply.subject, dict):  # a refusal leaves the connection in step
-                    in_step = True
-                    _check(reply)
-                if reply.payload_bytes != payload_bytes:
-                    raise ProtocolError(f"the peer sends {reply.payload_bytes:,} bytes instead of {payload_bytes:,}")
-                yield channel, reply
-            except BaseException:
-                if not in_step:
-                    self._drop()
-                raise
+        """Send a request and yield the channel with the answer, see `Connection.exchange`."""
+        with error_context(part, self._node):
+            while True:
+                connection, is_new = self._opened()
+                has_answered = False
+                try:
+                    with connection.exchange(op, fields, blobs, **options) as exchanged:
+                        has_answered = True
+                        yield exchanged
+                    return
+                except ConnectionLostError:
+                    if has_answered or is_new:
+                        raise
 
-    def _exchange(
-        self, op: str, fields: Fields, blobs: Sequence[bytes], work_s: float | None, cancelled: Cancelled | None
-    ) -> tuple[Channel, Message]:
-        was_idle = self._channel is not None
-        while True:
-            channel = self._connected()
-            try:
-                channel.send(op, fields, blobs)
-                return channel, channel.receive(request=False, stall_s=work_s, cancelled=cancelled)
-            except ConnectionLostError:
-                if not was_idle:
-                    raise
-                self._drop()
-                was_idle = False
-
-    def _connected(self) -> Channel:
-        if self._channel is None and not self._closed:
-            address = ("tcp", *self._address)
-            self._channel = connect(
-                address, self._secret, TRANSFERS, within_s=self._connect_timeout_s, stall_s=self._deadline_s
-            )
-            self.connections += 1
-        if self._channel is None or self._closed:  # `close` looks for a channel after it has said so
-            raise ConnectionLostError("this connection was closed")
-        return self._channel
-
-    def _drop(self) -> None:
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            channel.close()
+    def _opened(self) -> tuple[Connection, bool]:
+        """Return an open connection, and True if it is new."""
+        with self._lock:
+            is_new = self._connection is None or self._connection.closed
+            if is_new and not self._closed:
+                self._connection = self._connect()
+                self.connections += 1
+            if self._connection is None or self._closed:
+                self.close()  # which looked for a connection before this one was there
+                raise ConnectionLostError("this connection was closed")
+            return self._connection, is_new
 
 
 def _check(reply: Message) -> None:
     if isinstance(reply.subject, dict):
-        error = TRANSFERS.rebuild(reply.subject)
-        error.message = f"the peer refused: {error.message}"
-        raise error
+        raise TRANSFERS.rebuild(reply.subject)
 
 
 def push_to_all(targets: Sequence[int], push: Callable[[int], object]) -> None:

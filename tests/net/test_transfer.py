@@ -22,11 +22,9 @@ from ml_flashpoint.format.errors import (
 )
 from ml_flashpoint.format.manifest import ObjectRecord, encode, object_name
 from ml_flashpoint.format.save_id import SaveId
-from ml_flashpoint.net import blocks as blocks_module
-from ml_flashpoint.net.blocks import BlockChecker
+from ml_flashpoint.net import transfers
 from ml_flashpoint.net.channel import ConnectionLostError
-from ml_flashpoint.net.peer import PeerConnection
-from ml_flashpoint.net.transfers import PartName
+from ml_flashpoint.net.transfers import BlockChecker, PartName, PeerConnection
 from tests.net.transfer_support import (
     BLOCK,
     NAME,
@@ -202,7 +200,7 @@ def test_checking_ends_before_the_buffer_is_given_back() -> None:
 
 def test_checking_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that may not start one just now recovers nevertheless, and is not told that damage is sound."""
-    monkeypatch.setattr(blocks_module, "run_on_pool", lambda job: None)
+    monkeypatch.setattr(transfers, "run_on_pool", lambda job: None)
     data = pattern(3 * BLOCK + 1)
     damaged = bytearray(data)
     damaged[2 * BLOCK] ^= 1

@@ -23,10 +23,8 @@ from ml_flashpoint.format.errors import (
 )
 from ml_flashpoint.net import channel as channels
 from ml_flashpoint.net import handshake
-from ml_flashpoint.net.blocks import BlockChecker
 from ml_flashpoint.net.channel import Channel, ConnectionLostError, TransferCancelledError
-from ml_flashpoint.net.peer import PeerConnection
-from ml_flashpoint.net.transfers import TRANSFERS, TransferService
+from ml_flashpoint.net.transfers import TRANSFERS, BlockChecker, PeerConnection, TransferService
 from tests.net.transfer_support import (
     BLOCK,
     LARGE,

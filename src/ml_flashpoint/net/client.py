@@ -182,13 +182,14 @@ class Connection:
             raise ConnectionLostError(f"the connection to {self._channel.peer} is closed")
         if not self._lock.acquire(timeout=-1 if until is None else max(0.0, until - time.monotonic())):
             raise self._channel.too_late("was busy with other requests of this process")
-        sent = in_step = False
+        sent = answered = in_step = False
         try:
             if self._closed:
                 raise ConnectionLostError(f"the connection to {self._channel.peer} is closed")
             self._channel.send(op, fields, blobs, until=until)
             sent = True
             reply = self._channel.receive(request=False, until=until, stall_s=work_s, cancelled=cancelled)
+            answered = True
             if isinstance(reply.subject, dict):
                 in_step = True
                 raise self._dialect.rebuild(reply.subject)
@@ -200,7 +201,7 @@ class Connection:
             if not in_step and (sent or not isinstance(error, InvalidArgumentError)):
                 self._closed = True
                 self._channel.close()
-            if sent and type(error) is ConnectionLostError:
+            if sent and not answered and type(error) is ConnectionLostError:
                 raise RequestLostError(error.message) from error
             raise
         finally:

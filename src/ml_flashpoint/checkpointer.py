@@ -12,8 +12,8 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -32,6 +32,7 @@ from ml_flashpoint.engine import checkpointer as engine
 from ml_flashpoint.engine.committing import BytesItem, TensorItem
 from ml_flashpoint.engine.joint_load import JointLoad
 from ml_flashpoint.engine.launcher import warn_of_shared_store
+from ml_flashpoint.engine.recovery import RecoveryReport
 from ml_flashpoint.engine.replicas import Table
 from ml_flashpoint.engine.save import Save
 from ml_flashpoint.engine.signals import answer_sigterm, interrupts_held
@@ -67,13 +68,9 @@ State = Mapping[str, torch.nn.Module | Optimizer | Stateful]
 Fallback = Callable[[], "int | None"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """The part of the state that this rank writes, for states of one structure.
-
-    Attributes:
-        offer: everything that this rank has. table: the ranks' agreement on who writes what. share: what follows.
-    """
+class _Written(NamedTuple):
+    """What this rank has, the ranks' agreement on who writes what, and what this rank writes, for states of one
+    structure."""
 
     offer: Offer
     table: Table
@@ -391,8 +388,8 @@ class _Load:
         self._unloadable: NothingLoadableError | None = None
         self.version: CheckpointContainerId | None = None
         self.source: Source = "memory"
-        self.detect_s = self.plan_s = self.fetch_s = self.load_s = 0.0
-        self.fetched_bytes = 0
+        self._reports: list[RecoveryReport] = []
+        self._load_s = 0.0
 
     def run(self) -> None:
         """Load. Raises where all ranks must stop: see `Checkpointer.load`."""
@@ -449,12 +446,12 @@ class _Load:
             step=step,
             source=source,
             version=None if self.version is None else self.version.name,
-            detect_s=self.detect_s,
-            plan_s=self.plan_s,
-            fetch_s=self.fetch_s,
-            load_s=self.load_s,
+            detect_s=sum(each.detect_s for each in self._reports),
+            plan_s=sum(each.plan_s for each in self._reports),
+            fetch_s=sum(each.fetch_s for each in self._reports),
+            load_s=self._load_s,
             total_s=total_s,
-            fetched_bytes=self.fetched_bytes,
+            fetched_bytes=sum(each.fetched_bytes for each in self._reports),
             discarded=tuple(failure.version for failure in self._joint.failures),
         )
 
@@ -469,10 +466,7 @@ class _Load:
             self._unloadable = error
         if (report := self._checkpointer.last_recovery) is not None:
             self.source = report.tier
-            self.detect_s += report.detect_s
-            self.plan_s += report.plan_s
-            self.fetch_s += report.fetch_s
-            self.fetched_bytes += report.fetched_bytes
+            self._reports.append(report)
         return version
 
     def _load_timed(self, version: CheckpointContainerId) -> None:
@@ -480,7 +474,7 @@ class _Load:
         try:
             self._load(version)
         finally:
-            self.load_s += time.perf_counter() - began
+            self._load_s += time.perf_counter() - began
 
     def _load(self, version: CheckpointContainerId) -> None:
         """Load one version, in steps that all ranks vote on."""

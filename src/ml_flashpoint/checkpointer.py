@@ -304,7 +304,7 @@ class Checkpointer(engine.Checkpointer):
         if not ranks.all_ok(self.await_commits(self._deadline_s)):
             raise DeadlineError("a save is still under way, on this rank or another one", rank=ranks.rank)
         load = _Load(self, tracked, wanted)
-        load.run()
+        load.run(may_fall_back=fallback is not None)
         done, source = 0, load.source
         if load.version is not None:
             done = load.version.step or 0
@@ -313,7 +313,6 @@ class Checkpointer(engine.Checkpointer):
                 _log.error("falling back, and what is in memory will be overwritten: %s", why)
             done, source = self._fall_back(fallback), "fallback"
         else:
-            load.refuse_to_start_anew()
             source = "nothing"
         self.go_on_from(load.version)
         self.check_room(tracked.expected_bytes())
@@ -391,8 +390,8 @@ class _Load:
         self._reports: list[RecoveryReport] = []
         self._load_s = 0.0
 
-    def run(self) -> None:
-        """Load. Raises where all ranks must stop: see `Checkpointer.load`."""
+    def run(self, *, may_fall_back: bool) -> None:
+        """Load. Raise where all ranks must stop: see `Checkpointer.load`."""
         fresh, generators = self._tracked.fresh(), capture_rng_state()
         try:
             loaded = self._joint.newest(self._next_version, self._load_timed)
@@ -403,17 +402,17 @@ class _Load:
                     each.forget()
                 restore_rng_state(generators)
         if self.version is None:
-            self._refuse()
+            self._refuse(may_fall_back)
 
-    def _refuse(self) -> None:
-        """Raise if going on from elsewhere would bury a sound version, or the user has to decide first."""
+    def _refuse(self, may_fall_back: bool) -> None:
+        """Raise if going on from elsewhere would bury a version, or the user has to decide first."""
         failures = self._joint.failures
+        in_part = " (one was loaded in part)" if any(failure.touched for failure in failures) else ""
+        rank = failures[0].rank if failures else self._ranks.rank
         for failure in failures:
             if failure.blame is Blame.CHOICE:
                 raise ReshardError(f"version {failure.version} cannot be loaded yet: {failure.text}", rank=failure.rank)
         if self._wanted is not None:
-            in_part = " (and was loaded in part)" if any(failure.touched for failure in failures) else ""
-            rank = failures[0].rank if failures else self._ranks.rank
             raise LoadError(f"the version cannot be loaded{in_part}: {self.why()}", rank=rank)
         for failure in failures:
             if failure.is_misfit:
@@ -422,18 +421,13 @@ class _Load:
                     rank=failure.rank,
                     hint=f"{_ANEW}, or pass discard_existing=True to the constructor",
                 )
-
-    def refuse_to_start_anew(self) -> None:
-        """Raise if to start from nothing would bury versions, or leave objects half loaded."""
-        failures, hint = self._joint.failures, f"{_ANEW}, pass fallback=, or discard_existing=True to the constructor"
-        touched = next((failure for failure in failures if failure.touched), None)
-        if touched is not None:
-            text = f"no version could be loaded, and {touched.version} was loaded in part: {touched.text}"
-            raise LoadError(text, rank=touched.rank, hint=hint)
-        if failures:
-            text = f"there are versions and none can be loaded: {self.why()}"
-            raise NothingLoadableError(text, rank=failures[0].rank, hint=hint) from self._unloadable
-        if self._unloadable is not None:
+        if failures and not may_fall_back:
+            raise NothingLoadableError(
+                f"there are versions and none can be loaded{in_part}: {self.why()}",
+                rank=rank,
+                hint=f"{_ANEW}, pass fallback=, or discard_existing=True to the constructor",
+            ) from self._unloadable
+        if self._unloadable is not None and not may_fall_back:
             raise self._unloadable
 
     def why(self) -> str | None:

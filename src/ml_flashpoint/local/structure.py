@@ -31,8 +31,7 @@ from ml_flashpoint.copy.dtypes import STORABLE_DTYPES
 from ml_flashpoint.engine.committing import BytesItem, TensorItem
 from ml_flashpoint.engine.reader import ObjectReader
 from ml_flashpoint.format.errors import DamagedError, InvalidArgumentError
-from ml_flashpoint.local.base_state_dict import TensorAwareStateDict
-from ml_flashpoint.local.basic_state_dict import BasicTensorAwareStateDict, flags_of, rewrap
+from ml_flashpoint.local.basic_state_dict import BasicTensorAwareStateDict, TensorAwareStateDict, flags_of, rewrap
 from ml_flashpoint.local.errors import CheckpointingException
 from ml_flashpoint.ranks.rank_group import RankGroup
 from ml_flashpoint.state.archive import SafeGlobal, attributes_of, is_plain, load_archive, save_archive

@@ -306,11 +306,21 @@ class LoaderState(PlaceInData):
         if not goes_on and not (resumed and _is_finished(before.own)):
             return epoch, iter(self.loader)
         self.loader.load_state_dict(before.own)  # somebody may have iterated over it since
-        return epoch, self._from_state()
+        with self._made_quietly():
+            batches = iter(self.loader)
+        return epoch, self._first_quietly(batches)
 
-    def _from_state(self) -> Iterator[Any]:
-        """Give the batches from the loader's state on. Put back what torchdata draws when it makes an iterator of a
-        state: an undisturbed run makes none there. An ``__iter__`` that is a generator does that at the first batch."""
+    def _first_quietly(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Give the same batches. An ``__iter__`` that is a generator makes torch's iterator at the first one."""
+        with self._made_quietly():
+            first = next(batches, self)
+        if first is not self:
+            yield first
+            yield from batches
+
+    @contextlib.contextmanager
+    def _made_quietly(self) -> Iterator[None]:
+        """Put back what torchdata draws when it makes an iterator of a state: an undisturbed run makes none there."""
         loader: Any = getattr(self.loader, "base_dataloader", self.loader)  # which Accelerate's wrap
         make = loader._get_iterator
 
@@ -324,13 +334,9 @@ class LoaderState(PlaceInData):
 
         loader._get_iterator = make_quietly
         try:
-            batches = iter(self.loader)
-            first = next(batches, self)
+            yield
         finally:
             vars(loader).pop("_get_iterator", None)
-        if first is not self:
-            yield first
-            yield from batches
 
     def _counted(self, epoch: Epoch, inner: Iterator[Any], drawn: deque[int], through: Through | None) -> Iterator[Any]:
         """Give the batches of a pass, and note what counts of each once the loop has it."""

@@ -18,7 +18,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
-from ml_flashpoint.adapter.megatron import local_plan, save_plan
+from ml_flashpoint.adapter.megatron import save_plan
 from ml_flashpoint.adapter.megatron.save_plan import PlannedSave, Plans
 from ml_flashpoint.copy.cpu import view_identity
 from ml_flashpoint.format.errors import SaveError
@@ -191,26 +191,7 @@ def test_what_is_described_as_before_is_not_planned_anew(
     def planned(*args: object, **more: object) -> Any:
         raise AssertionError("it was planned anew")
 
-    monkeypatch.setattr(local_plan, "state_to_save", planned)
-    monkeypatch.setattr(save_plan, "LocalPlan", planned)
+    monkeypatch.setattr(save_plan, "state_to_save", planned)
     for _ in range(2):
         again = exchange.plan(save_preprocess(make(), validate_access_integrity=False)[0])
         assert again.plan is first.plan
-
-
-def test_of_what_was_planned_nothing_is_kept() -> None:
-    state, exchange = State(), Plans(0)
-    sharded, _ = save_preprocess(state.described(), validate_access_integrity=False)
-    planned = exchange.plan(sharded)
-    assert planned.data
-    kept = vars(exchange._local)
-    assert kept["_first"] is None
-    assert not any(isinstance(each, torch.Tensor) for value in kept.values() for each in _flat(value))
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _flat(each)
-    else:
-        yield value

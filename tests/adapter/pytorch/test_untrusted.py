@@ -31,8 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
-from ml_flashpoint.adapter.pytorch.metadata_format import encode_metadata
-from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE, ItemPlace
+from ml_flashpoint.adapter.pytorch.metadata_format import METADATA_KEY, METADATA_SCOPE, ItemPlace, encode_metadata
 from tests.support.dcp import Door
 from tests.support.tensors import assert_same
 

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from ml_flashpoint.adapter.megatron.releases import metadata_types, object_types
+from ml_flashpoint.adapter.megatron.releases import object_types
 from ml_flashpoint.adapter.megatron.save_strategies import version_of
 from ml_flashpoint.adapter.megatron.translation import LoadTranslation
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
@@ -48,7 +48,7 @@ class MLFlashpointMegatronLoadStrategy(TorchDistLoadShardedStrategy):  # type: i
         super().__init__()
         MemoryStorageReader(None, checkpoint_loader)  # refuses any other loader now
         self._loader = checkpoint_loader
-        self._safe_globals = (*object_types(), *metadata_types(), *safe_globals)
+        self._safe_globals = (*object_types(), *safe_globals)
 
     def load(
         self,

@@ -32,7 +32,6 @@ except ImportError:
 __all__ = [
     "AsyncRequest",
     "SaveStrategyBase",
-    "metadata_types",
     "object_types",
     "refused_in_common",
     "resharding",
@@ -85,12 +84,6 @@ def split_common_state(sharded_state_dict: dict[str, Any]) -> tuple[dict[str, An
     if not isinstance(found, ShardedObject) or found.key != _COMMON_STATE:
         return sharded_state_dict, None
     return {key: value for key, value in sharded_state_dict.items() if key != _COMMON_STATE}, found
-
-
-def metadata_types() -> list[type]:
-    """Return types of megatron-core that DCP's plans and metadata are made of, beside DCP's own."""
-    names = ("MCoreMetadata", "MCoreSavePlan")
-    return [getattr(mcore, name) for name in names if hasattr(mcore, name)]
 
 
 def object_types() -> list[Any]:

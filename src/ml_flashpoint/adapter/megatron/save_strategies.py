@@ -34,7 +34,7 @@ from ml_flashpoint.adapter.megatron.releases import (
 )
 from ml_flashpoint.adapter.megatron.save_plan import Plans
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
-from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE
+from ml_flashpoint.adapter.pytorch.metadata_format import METADATA_KEY, METADATA_SCOPE
 from ml_flashpoint.copy.collection import collection_paused
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.engine.committing import BytesItem, TensorItem

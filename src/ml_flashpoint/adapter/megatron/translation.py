@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies import torch as mcore
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlanner
 
 from ml_flashpoint.adapter.megatron.releases import resharding
 from ml_flashpoint.format.errors import SaveError
@@ -55,6 +55,12 @@ def objects_to_save(objects: Sequence[ShardedObject]) -> dict[str, io.BytesIO]:
 def _archive(key: str, objects: Sequence[ShardedObject]) -> io.BytesIO:
     """Return the data of objects, as megatron-core loads it. Written here, since no pickle of NumPy is ever read."""
     return io.BytesIO(save_archive([each.data for each in objects], key, allowed=None))
+
+
+def flattened_shapes(plan: SavePlan) -> dict[str, tuple[int, ...]]:
+    """Return notes for loading: shapes of tensors of which ranks have ranges of the flattened elements."""
+    data: dict[str, Any] = getattr(plan, "mcore_data", {})
+    return {f"{key}\0shape": tuple(its[_ORIGINAL_SHAPE]) for key, its in data.items() if _ORIGINAL_SHAPE in its}
 
 
 def save_planner() -> SavePlanner:
@@ -108,13 +114,12 @@ class LoadTranslation:
 
 def _flattened(sharded_state_dict: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
     """Return the layout in the checkpoint of tensors that are loaded by ranges of their flattened elements."""
-    kept = getattr(metadata, "mcore_data", None) or {}
     found = {}
     for each in nested_values(sharded_state_dict):
         if not resharding.is_nd_flattened_tensor(each):
             continue
         try:
-            shape = kept[each.key][_ORIGINAL_SHAPE]
+            shape = metadata.planner_data[f"{each.key}\0shape"]
         except KeyError:
             raise CheckpointingException(f"the checkpoint has no shape of the flattened tensor {each.key}") from None
         stored: Any = metadata.state_dict_metadata[each.key]

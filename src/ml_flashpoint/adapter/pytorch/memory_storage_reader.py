@@ -18,9 +18,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ml_flashpoint.adapter.pytorch.metadata_format import decode_metadata
+from ml_flashpoint.adapter.pytorch.metadata_format import METADATA_KEY, METADATA_SCOPE, ItemPlace, decode_metadata
 from ml_flashpoint.adapter.pytorch.seed import DefaultMLFlashpointCheckpointLoader
-from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE, ItemPlace
 from ml_flashpoint.copy.cpu import copy_all
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.engine.reader import ObjectReader, VersionReader

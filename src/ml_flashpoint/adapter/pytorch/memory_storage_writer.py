@@ -16,20 +16,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ml_flashpoint.adapter.pytorch.metadata_format import encode_metadata
+from ml_flashpoint.adapter.pytorch.metadata_format import METADATA_KEY, METADATA_SCOPE, encode_metadata
 from ml_flashpoint.adapter.pytorch.omission import Omission, left_to_others, tensor_names
 from ml_flashpoint.adapter.pytorch.plan_items import resolve_items, results_of
 from ml_flashpoint.adapter.pytorch.saves import LocalSaves, Staged
 from ml_flashpoint.adapter.pytorch.saving_process import RemoteSave, RemoteSaves
 from ml_flashpoint.adapter.pytorch.seed import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.adapter.pytorch.staged_state import StagedStateDict, forget_reading, staged_state_read
-from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE
 from ml_flashpoint.adapter.pytorch.tensor_leaves import TensorLeaves
 from ml_flashpoint.copy.collection import collection_paused
 from ml_flashpoint.copy.late import LateCopy
@@ -44,9 +42,6 @@ from ml_flashpoint.state.archive import SafeGlobal, by_name
 from ml_flashpoint.state.plan import item_keys
 
 _log = logging.getLogger(__name__)
-
-# What torch's own writer says; torch 2.6 has none.
-_DCP_VERSION: str | None = getattr(filesystem, "CURRENT_DCP_VERSION", None)
 
 
 @dataclass(eq=False)
@@ -322,8 +317,6 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         try:
             metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
             metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=call.save_id)
-            if _DCP_VERSION is not None and metadata.version is None:
-                metadata.version = _DCP_VERSION
             scope = "global" if call.use_collectives else "rank"
             self._commit(call, {METADATA_SCOPE: scope}, [(METADATA_KEY, encode_metadata(metadata, self._safe_globals))])
         except BaseException as error:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace
+from ml_flashpoint.adapter.pytorch.metadata_format import ItemPlace
 from ml_flashpoint.copy.tensors import is_plain_strided, materialized
 from ml_flashpoint.engine.committing import BytesItem, TensorItem
 from ml_flashpoint.format.errors import NotStagedError, UnsafeContentError

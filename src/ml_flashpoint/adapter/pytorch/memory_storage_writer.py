@@ -22,13 +22,12 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ml_flashpoint.adapter.pytorch.metadata_format import METADATA_KEY, METADATA_SCOPE, encode_metadata
-from ml_flashpoint.adapter.pytorch.omission import Omission, left_to_others, tensor_names
 from ml_flashpoint.adapter.pytorch.plan_items import resolve_items, results_of
-from ml_flashpoint.adapter.pytorch.saves import LocalSaves, Staged
+from ml_flashpoint.adapter.pytorch.saves import LocalSaves
 from ml_flashpoint.adapter.pytorch.saving_process import RemoteSave, RemoteSaves
 from ml_flashpoint.adapter.pytorch.seed import DefaultMLFlashpointCheckpointSaver
-from ml_flashpoint.adapter.pytorch.staged_state import StagedStateDict, forget_reading, staged_state_read
-from ml_flashpoint.adapter.pytorch.tensor_leaves import TensorLeaves
+from ml_flashpoint.adapter.pytorch.staged import Staged, StagedStateDict, take_read
+from ml_flashpoint.adapter.pytorch.staging import Omission, TensorLeaves, left_to_others, tensor_names
 from ml_flashpoint.copy.collection import collection_paused
 from ml_flashpoint.copy.late import LateCopy
 from ml_flashpoint.copy.overlap import Overlap, OverlappingDoor
@@ -49,14 +48,13 @@ class _Call:
     """A save of DCP's on one thread, from `reset` on. DCP runs the whole of it there, and may run two at once.
 
     Attributes:
-        staged: what it reads that was staged. save: the save, once begun. trouble: why it cannot be written.
+        id: the checkpoint's. staged: what it reads that was staged. save: the save, once begun.
         own_tensors: names of the tensors in this rank's own plan.
     """
 
-    version: CheckpointContainerId | None = None
+    id: str | os.PathLike[str] | None = None
     staged: Any = None
     save: Staged | RemoteSave | None = None
-    trouble: Exception | None = None
     is_coordinator: bool = False
     use_collectives: bool = True
     own_tensors: frozenset[str] | None = None
@@ -131,7 +129,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
     @property
     def checkpoint_id(self) -> str | None:
         """Return the checkpoint that the calling thread is saving; torch logs it."""
-        return str(self._call.version) if self._call.version is not None else None
+        return None if self._call.id is None else str(self._call.id)
 
     # ---- for adapters that plan before they stage -------------------------------------------------------------
 
@@ -193,20 +191,15 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         return self._local.stage(state_of)
 
     def _staged(self, staged: Staged, state_dict: dict[str, Any], *, promised: bool) -> dict[str, Any]:
-        leaves, needed = TensorLeaves({}), list[int]()
-        copies: Sequence[torch.Tensor] = ()
         try:
             leaves = TensorLeaves(state_dict, self._omission.places)
-            if leaves.error is not None:
-                raise leaves.error
-            needed, names = self._omission.needed(leaves), leaves.names
+            needed, names = self._omission.needed(leaves, staged), leaves.names
             tensors = [(names[i], leaves.tensors[i]) for i in needed]
             copies = staged.copy(tensors, self._overlap.begin((tensor for _, tensor in tensors), promised=promised))
-            self._omission.watch(staged)
         except Exception as error:  # not raised here, where it would leave the other ranks waiting
             _log.error("staging failed: %s", error)
             staged.fail(error)
-            needed = []
+            return {}
         replacements = [torch.empty_like(tensor, device="meta") for tensor in leaves.tensors]
         for index, copy in zip(needed, copies, strict=True):
             replacements[index] = copy
@@ -233,14 +226,8 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         """Begin a save on the calling thread."""
         if isinstance(self._saves, LocalSaves):
             self._saves.await_previous()
-        self._thread.call = call = _Call()
-        forget_reading()
-        try:
-            if checkpoint_id is None:
-                raise InvalidArgumentError("DCP gave no checkpoint id", argument="checkpoint_id", value=None)
-            call.version = CheckpointContainerId(checkpoint_id)
-        except Exception as error:  # raised by the write, where DCP tells all ranks
-            call.trouble = error
+        self._thread.call = _Call(checkpoint_id)
+        take_read()  # nothing is read for it yet
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -248,15 +235,16 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         return CheckpointContainerId.of_version(checkpoint_id) is not None
 
     def storage_meta(self) -> StorageMeta | None:
-        """Return what DCP tells planners about this save. DCP asks once it has read the state, and before anything can
-        fail, so the save begins here: ranks learn of a save that only some of them write."""
+        """Begin the save, and return what DCP tells planners about it. DCP asks once it has read the state.
+
+        Raises:
+            FlashpointError: through DCP, on every rank: it cannot begin, or staging failed.
+        """
         call = self._call
-        if call.trouble is None and call.version is not None:
-            call.staged = staged_state_read()
-            try:
-                call.save = self._saves.begin(call.version, call.staged)
-            except Exception as error:
-                call.trouble = error
+        if call.id is None or call.save is not None:
+            raise InvalidArgumentError("DCP gave no checkpoint id", argument="checkpoint_id", value=None)
+        call.staged = take_read()
+        call.save = self._saves.begin(CheckpointContainerId(call.id), call.staged)
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=call.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -291,8 +279,6 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
             FlashpointError: through DCP, on every rank. The next save is not affected.
         """
         call = self._call
-        if call.trouble is not None:
-            raise call.trouble
         if call.save is None:
             raise SaveError("write_data comes before reset and storage_meta")
         call.save.others = left_to_others(planner, call.own_tensors, plan)
@@ -325,10 +311,10 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
 
     def _commit(self, call: _Call, labels: dict[str, str], extra: Sequence[BytesItem] = ()) -> None:
         assert call.save is not None
-        assert call.version is not None
+        assert call.id is not None
         call.save.commit(extra=extra, labels={"door": "dcp", **labels})
         if call.staged is None and isinstance(self._saves, LocalSaves):
-            self._saves.note_held(call.version, time.perf_counter() - call.began)
+            self._saves.note_held(CheckpointContainerId(call.id), time.perf_counter() - call.began)
 
 
 def _saves_of(saver: Checkpointer | DefaultMLFlashpointCheckpointSaver) -> LocalSaves:

@@ -1,4 +1,10 @@
-"""The tensors of a nested state dict: `TensorLeaves` takes them out, and builds the state anew around copies."""
+"""The tensors of a nested state dict that a rank stages: all that it has, or all that it will write.
+
+`TensorLeaves` takes the tensors out, and builds the state anew around copies. DCP leaves out replicated tensors only
+when it plans, which in asynchronous saves is after they were staged; but as long as structure and planner stay, so does
+the plan. So one save teaches the next (`Omission`). A wrong guess costs a save and never a byte: what was not staged has
+no data to write.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +17,15 @@ from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor import Shard  # type: ignore[attr-defined]
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from ml_flashpoint.adapter.pytorch.staged import Staged
 from ml_flashpoint.copy import cuda
 from ml_flashpoint.copy.cpu import view_identity
 from ml_flashpoint.copy.tensors import is_plain_strided, materialized, storable_name, whole_copy
+from ml_flashpoint.format.errors import NotStagedError
 from ml_flashpoint.state.private import ShardedTensor, tree_unflatten
 from ml_flashpoint.state.tree import Structure, Tree
 
@@ -25,23 +35,16 @@ _CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list, tuple})
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Places:
-    """The places in states of one structure.
+    """The places of plain tensors in states of one structure.
 
     Attributes:
-        structure: the structure. numbers: of the leaf that each plain tensor is of.
-        paths: place of each of these tensors, for example ``optim.state.0.exp_avg``: DCP's name, when it flattens.
-        others: places of everything else.
+        numbers: of the leaf that each tensor is of.
+        paths: place of each tensor, for example ``optim.state.0.exp_avg``: DCP's name, when it flattens.
     """
 
     structure: Structure
     numbers: list[int]
     paths: list[str]
-    others: list[str]
-
-    @property
-    def is_ambiguous(self) -> bool:
-        """True if a path stands for two places, ``a.b`` and b in a: planners that do not flatten tell them apart."""
-        return len({*self.paths, *self.others}) != len(self.paths) + len(self.others)
 
 
 class TensorLeaves:
@@ -54,12 +57,13 @@ class TensorLeaves:
     Attributes:
         tensors: the tensors, without history; each memory once.
         indices: for each place of a plain tensor, which of ``tensors`` is there.
-        error: of the first value that could not be copied, and is None in what is built; or None.
+
+    Raises:
+        Exception: a value cannot be copied, for whatever reason that has.
     """
 
     def __init__(self, state_dict: Mapping[str, Any], before: Places | None = None) -> None:
         tree = self._tree = _flattened(state_dict)
-        self.error: Exception | None = None
         self._before = before
         self._values = list(tree.leaves)
         self._numbers: list[int] = []  # of the leaf that each plain tensor is of
@@ -68,8 +72,10 @@ class TensorLeaves:
             if isinstance(leaf, torch.Tensor) and (parts := _parts(leaf)) is not None:
                 tensors += parts
                 self._numbers += [number] * len(parts)
+            elif isinstance(leaf, torch.Tensor):  # a meta tensor, too: it is an error only if the plan wants it
+                self._values[number] = whole_copy(leaf, _paths(tree)[number])
             elif not isinstance(leaf, _IMMUTABLE):
-                self._values[number] = self._copied(number)
+                self._values[number] = copy.deepcopy(leaf)
         if cuda.in_use() and any(one is not other for one, other in zip(self._values, tree.leaves, strict=True)):
             cuda.settle()
         self.indices = _each_memory_once(tensors)
@@ -78,26 +84,14 @@ class TensorLeaves:
             self._first.setdefault(index, place)
         self.tensors = [tensors[place] for place in self._first.values()]
 
-    def _copied(self, number: int) -> Any:
-        # The copy is made now: what the training changes later must not show up in the checkpoint.
-        leaf = self._tree.leaves[number]
-        try:
-            if isinstance(leaf, torch.Tensor):  # a meta tensor, too: it is an error only if the plan wants it
-                return whole_copy(leaf, _paths(self._tree)[number])
-            return copy.deepcopy(leaf)
-        except Exception as error:  # of whatever kind a value's own copying raises
-            self.error = self.error or error
-            return None
-
     @functools.cached_property
     def places(self) -> Places:
         """The places: the same object as before while nothing but content has changed."""
         tree, before = self._tree, self._before
         if before is not None and before.numbers == self._numbers and before.structure.is_of(tree):
             return before
-        paths, plain = _paths(tree), set(self._numbers)
-        others = [path for number, path in enumerate(paths) if number not in plain]
-        return Places(Structure(tree), self._numbers, [paths[number] for number in self._numbers], others)
+        paths = _paths(tree)
+        return Places(Structure(tree), self._numbers, [paths[number] for number in self._numbers])
 
     @property
     def names(self) -> list[str]:
@@ -160,3 +154,52 @@ def _paths(tree: Tree) -> list[str]:
     """Return the place of each leaf. DCP refuses a mapping with two keys that are the same as text."""
     found = {number: ".".join(map(str, path)) for path, number in tree.places().items()}
     return [found.get(number, "") for number in range(len(tree.leaves))]
+
+
+# ---- what need not be staged --------------------------------------------------------------------------------------
+
+
+class Omission:
+    """Tensors that need not be staged, because other ranks write them. For the thread that stages.
+
+    Attributes:
+        places: of the last state; None before.
+    """
+
+    def __init__(self) -> None:
+        self.places: Places | None = None
+        self._others: frozenset[str] = frozenset()
+        self._last: Staged | None = None
+        self._has_failed = False
+
+    def needed(self, leaves: TensorLeaves, staged: Staged) -> list[int]:
+        """Return the indices of the tensors to stage for a save. It teaches the next one of the same structure."""
+        last, self._last = self._last, staged
+        if leaves.places is not self.places:
+            self.places, self._others, self._has_failed = leaves.places, frozenset(), False
+        elif last is not None and isinstance(last.error, NotStagedError):
+            # Another rank has another plan now, or plans of several kinds take turns.
+            self._others, self._has_failed = frozenset(), True
+        elif last is not None and last.others is not None and not self._has_failed:
+            self._others = last.others
+        others = self._others
+        return sorted({i for path, i in zip(leaves.places.paths, leaves.indices, strict=True) if path not in others})
+
+
+def tensor_names(plan: SavePlan) -> frozenset[str] | None:
+    """Return the names of the tensors in a rank's own plan; None if the plan is empty, and stands for a cached one."""
+    if not getattr(plan, "usable", True):
+        return None
+    return frozenset(item.index.fqn for item in plan.items if item.type is not WriteItemType.BYTE_IO)
+
+
+def left_to_others(planner: SavePlanner, own: frozenset[str] | None, final: SavePlan) -> frozenset[str] | None:
+    """Return the names of a rank's tensors that its final plan does not have; None if that is not known.
+
+    Args:
+        own: `tensor_names` of the rank's own plan. Only torch's planner is known to write each tensor under the name of
+            its place and from itself alone.
+    """
+    if type(planner) is not DefaultSavePlanner or not planner.flatten_state_dict or own is None:
+        return None
+    return own - {item.index.fqn for item in final.items}

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -200,10 +199,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
             _log.error("staging failed: %s", error)
             staged.fail(error)
             return {}
-        replacements = [torch.empty_like(tensor, device="meta") for tensor in leaves.tensors]
-        for index, copy in zip(needed, copies, strict=True):
-            replacements[index] = copy
-        return leaves.rebuild(replacements)
+        return leaves.rebuild(dict(zip(needed, copies, strict=True)))
 
     def synchronize_staging(self) -> None:
         """Have what this thread gives to the devices from now on wait for the copy; watched optimizers do so anyway."""

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ml_flashpoint.adapter.pytorch.staged import MappedFile, Staged, StagedStateDict
+from ml_flashpoint.adapter.pytorch.staging import LeftOut
 from ml_flashpoint.copy.dtypes import dtype_name, octets_of, torch_dtype
 from ml_flashpoint.engine.committing import BytesItem, TensorItem
 from ml_flashpoint.format import errors
@@ -176,10 +177,12 @@ class _Pickler(pickle.Pickler):
         self.path: str | None = None
         self._place_of = place_of
 
-    def persistent_id(self, value: Any) -> tuple[int, torch.dtype, tuple[int, ...]] | None:
-        if type(value) is not torch.Tensor or (place := self._place_of(value)) is None:
+    def persistent_id(self, value: Any) -> tuple[int | None, torch.dtype, tuple[int, ...]] | None:
+        offset = None
+        if type(value) is torch.Tensor and (place := self._place_of(value)) is not None:
+            self.path, offset = place
+        elif type(value) is not LeftOut:
             return None
-        self.path, offset = place
         return offset, value.dtype, tuple(value.shape)
 
 
@@ -193,8 +196,8 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, place: Any) -> torch.Tensor:
         offset, dtype, shape = place
-        if self._file is None:
-            return torch.empty(shape, dtype=dtype, device="meta")
+        if self._file is None or offset is None:
+            return LeftOut.of(torch.empty(shape, dtype=dtype, device="meta"))
         return self._file.tensor_at(offset, dtype, shape)
 
 

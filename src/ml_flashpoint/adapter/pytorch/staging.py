@@ -2,8 +2,8 @@
 
 `TensorLeaves` takes the tensors out, and builds the state anew around copies. DCP leaves out replicated tensors only
 when it plans, which in asynchronous saves is after they were staged; but as long as structure and planner stay, so does
-the plan. So one save teaches the next (`Omission`). A wrong guess costs a save and never a byte: what was not staged has
-no data to write.
+the plan. So one save teaches the next (`Omission`). A wrong guess costs a save and never a byte: what was not staged
+has no data to write.
 """
 
 from __future__ import annotations
@@ -31,6 +31,18 @@ from ml_flashpoint.state.tree import Structure, Tree
 
 _IMMUTABLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list, tuple})
+
+
+class LeftOut(torch.Tensor):
+    """A stand-in for a tensor that is not staged. It has no data, and a planner cannot pickle it."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> LeftOut:
+        """Return one of a tensor's shape and dtype."""
+        return torch.empty_like(tensor, device="meta").as_subclass(cls)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise NotStagedError(f"a tensor of shape {tuple(self.shape)} has no data: another rank used to write it")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -99,11 +111,12 @@ class TensorLeaves:
         names = [storable_name(self.places.paths[place]) for place in self._first.values()]
         return names if len(set(names)) == len(names) else [f"{name}#{number}" for number, name in enumerate(names)]
 
-    def rebuild(self, replacements: Sequence[torch.Tensor]) -> dict[str, Any]:
-        """Return the state dict with ``replacements[i]`` in the place of ``tensors[i]``."""
+    def rebuild(self, copies: Mapping[int, torch.Tensor]) -> dict[str, Any]:
+        """Return the state dict with ``copies[i]`` in the place of ``tensors[i]``, or else a `LeftOut`."""
         parts: dict[int, list[torch.Tensor]] = {}
         for number, index in zip(self._numbers, self.indices, strict=True):
-            parts.setdefault(number, []).append(replacements[index])
+            copied = copies.get(index)
+            parts.setdefault(number, []).append(LeftOut.of(self.tensors[index]) if copied is None else copied)
         for number, found in parts.items():
             self._values[number] = _rebuilt(self._tree.leaves[number], found)
         built: dict[str, Any] = tree_unflatten(self._values, self._tree.spec)

@@ -26,16 +26,13 @@ class _StagingFuture(Future[dict[str, Any]]):
         super().__init__()
         self._copying: StagedStateDict | None = state
         if state.staged.is_copied:
-            self._end()
+            self.result()
 
-    def _end(self) -> None:
+    def result(self, timeout: float | None = None) -> dict[str, Any]:
         state, self._copying = self._copying, None
         if state is not None:
             state.staged.await_copies()
             self.set_result(state)
-
-    def result(self, timeout: float | None = None) -> dict[str, Any]:
-        self._end()
         return super().result(timeout)
 
 
@@ -65,16 +62,11 @@ class MemoryStager:
 
     def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]] | dict[str, Any]:
         """Called by DCP, which takes either."""
-        return (
-            _StagingFuture(self._writer.stage(state_dict, promised=True))
-            if HAS_FUTURES
-            else self._writer.stage(state_dict)
-        )
+        staged = self._writer.stage(state_dict, promised=HAS_FUTURES)
+        return _StagingFuture(staged) if HAS_FUTURES else staged
 
     def synchronize_staging(self) -> None:
         """Have what this thread gives to the devices from now on wait for the copy."""
         self._writer.before_update()
 
-    def close(self) -> None:
-        """Have what this thread gives to the devices from now on wait for the copy. The writer stays open."""
-        self._writer.before_update()
+    close = synchronize_staging  # the writer stays open

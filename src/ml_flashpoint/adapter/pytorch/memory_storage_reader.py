@@ -8,8 +8,7 @@ from __future__ import annotations
 import io
 import logging
 import os
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -66,7 +65,13 @@ class MemoryStorageReader(StorageReader):
         trust_bytes: bool = False,
     ) -> None:
         super().__init__()
-        self._open = _opener_of(checkpoint_loader)
+        if not isinstance(checkpoint_loader, (Checkpointer, DefaultMLFlashpointCheckpointLoader)):
+            raise InvalidArgumentError(
+                "must be a Checkpointer or a DefaultMLFlashpointCheckpointLoader",
+                argument="checkpoint_loader",
+                value=checkpoint_loader,
+            )
+        self._loader = checkpoint_loader
         self._version = None if path is None else CheckpointContainerId(path)
         self._safe_globals = tuple(safe_globals)
         self._trust_bytes = trust_bytes
@@ -74,7 +79,6 @@ class MemoryStorageReader(StorageReader):
         self._parts: VersionReader | None = None
         self._readers: dict[int, ObjectReader] = {}
         self._unread: Exception | None = None  # why this load could not read metadata
-        self._load_id = str(uuid.uuid4())
 
     @property
     def checkpoint_id(self) -> str | None:
@@ -85,7 +89,6 @@ class MemoryStorageReader(StorageReader):
         """Begin a load, of ``checkpoint_id`` if there is one."""
         if checkpoint_id is not None:
             self._version = CheckpointContainerId(checkpoint_id)
-        self._load_id = str(uuid.uuid4())
         self._release()  # of a load that failed while it was planned
         self._unread = None
 
@@ -137,7 +140,7 @@ class MemoryStorageReader(StorageReader):
         reader = self._reader(source)
         metadata = decode_metadata(bytes(reader.bytes_of(METADATA_KEY)), path=reader.path, allowed=self._safe_globals)
         save_id = getattr(metadata.storage_meta, "save_id", None)
-        metadata.storage_meta = StorageMeta(self.checkpoint_id, save_id=save_id, load_id=self._load_id)
+        metadata.storage_meta = StorageMeta(self.checkpoint_id, save_id=save_id)
         return metadata
 
     def _metadata_source(self, rank: int | None) -> int:
@@ -168,9 +171,7 @@ class MemoryStorageReader(StorageReader):
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Take note of where the items of a checkpoint are, from its metadata."""
         places = metadata.storage_data
-        if not isinstance(places, dict) or not all(
-            isinstance(p, ItemPlace) and type(p.rank) is int and isinstance(p.key, (str, int)) for p in places.values()
-        ):
+        if not isinstance(places, dict) or not all(isinstance(place, ItemPlace) for place in places.values()):
             raise DamagedError("the checkpoint's metadata does not say where its items are", path=self.checkpoint_id)
         self._places = places
 
@@ -196,7 +197,11 @@ class MemoryStorageReader(StorageReader):
                 reader, key = self._find(item)
                 entry = reader.entry(key)
                 if item.type is LoadItemType.BYTE_IO:
-                    planner.load_bytes(item, self._checked(reader, key))
+                    data = reader.bytes_of(key)
+                    if self._trust_bytes:
+                        planner.load_bytes(item, io.BytesIO(data))
+                    else:
+                        planner.load_bytes(item, check_bytes(data, key, path=reader.path, allowed=self._safe_globals))
                     continue
                 target = planner.resolve_tensor(item)
                 if entry.kind == "bytes":
@@ -229,12 +234,6 @@ class MemoryStorageReader(StorageReader):
             raise LoadError(f"item {item.dest_index.fqn!r} can only be loaded as a whole", path=reader.path)
         return value
 
-    def _checked(self, reader: ObjectReader, key: str) -> Any:
-        data = reader.bytes_of(key)
-        if self._trust_bytes:
-            return io.BytesIO(data)
-        return check_bytes(data, key, path=reader.path, allowed=self._safe_globals)
-
     def _find(self, item: ReadItem) -> tuple[ObjectReader, str]:
         place = self._places.get(item.storage_index)
         if place is None:
@@ -256,16 +255,8 @@ class MemoryStorageReader(StorageReader):
                 hint="pass what get_latest_complete_checkpoint() returned",
             )
         if self._parts is None:
-            self._parts = self._open(self._version)
+            self._parts = self._loader.open_version(self._version)
         return self._parts
-
-
-def _opener_of(loader: object) -> Callable[[CheckpointContainerId], VersionReader]:
-    if isinstance(loader, (Checkpointer, DefaultMLFlashpointCheckpointLoader)):
-        return loader.open_version
-    raise InvalidArgumentError(
-        "must be a Checkpointer or a DefaultMLFlashpointCheckpointLoader", argument="checkpoint_loader", value=loader
-    )
 
 
 def _assign(target: torch.Tensor, value: torch.Tensor, *, path: str) -> None:

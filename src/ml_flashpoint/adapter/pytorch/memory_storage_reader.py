@@ -24,7 +24,6 @@ from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.engine.reader import ObjectReader, VersionReader
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import (
-    DamagedError,
     InvalidArgumentError,
     LoadError,
     ObjectNotFoundError,
@@ -35,10 +34,6 @@ from ml_flashpoint.state.archive import SafeGlobal, check_bytes, load_archive
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 _log = logging.getLogger(__name__)
-
-
-class _OtherScopeError(ObjectNotFoundError):
-    """A checkpoint has metadata, of all ranks or by rank, and the other kind was asked for."""
 
 
 class MemoryStorageReader(StorageReader):
@@ -106,74 +101,48 @@ class MemoryStorageReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return DCP's metadata of the checkpoint.
 
-        torch asks without a rank first. Where that raises, it asks with one, and does the rest of the load without
-        collectives if that does not raise. So the second call must succeed on all ranks or on none, whatever kept one
-        of them from reading at the first call: a rank without collectives beside others with them is a hang.
-
-        Args:
-            rank: (keyword) read that rank's own metadata, of a checkpoint saved without collectives.
+        Where that raises, torch asks again with a ``rank``, and does the rest of the load without collectives if that
+        does not raise. A rank without collectives beside others with them is a hang, so the second call always raises.
 
         Raises:
-            ObjectNotFoundError: there is none, or it is per rank and no rank was named, or the reverse.
+            ObjectNotFoundError: there is none.
             LoadError: the version was not saved through DCP.
         """
-        rank = kwargs.get("rank")
+        if kwargs.get("rank") is not None:
+            error = self._unread or LoadError("there is no metadata by rank", path=self.checkpoint_id)
+            # Some releases of torch (2.9) keep to themselves why neither call worked.
+            _log.error("the metadata of %s cannot be read: %s", self.checkpoint_id or "a checkpoint", error)
+            raise error
+        self._unread = None
         try:
-            if rank is None:
-                self._unread = None
-            elif self._unread is not None:
-                raise self._unread
-            return self._read_metadata(rank)
-        except _OtherScopeError:
-            raise
+            reader = self._reader(self._metadata_source())
+            data = bytes(reader.bytes_of(METADATA_KEY))
+            metadata = decode_metadata(data, path=reader.path, allowed=self._safe_globals)
         except Exception as error:
             self._unread = error
-            # Some releases of torch (2.9) keep to themselves why neither call worked.
-            if rank is not None:
-                _log.error("the metadata of %s cannot be read: %s", self.checkpoint_id or "a checkpoint", error)
             raise
         finally:
             self._release()  # where planning fails, DCP says nothing, and a slot that is read is used for no save
-
-    def _read_metadata(self, rank: int | None) -> Metadata:
-        source = self._metadata_source(rank)
-        reader = self._reader(source)
-        metadata = decode_metadata(bytes(reader.bytes_of(METADATA_KEY)), path=reader.path, allowed=self._safe_globals)
         save_id = getattr(metadata.storage_meta, "save_id", None)
         metadata.storage_meta = StorageMeta(self.checkpoint_id, save_id=save_id)
         return metadata
 
-    def _metadata_source(self, rank: int | None) -> int:
-        """Return the rank whose object has the metadata: ``rank``'s own where every rank was its own coordinator.
-
-        Raises:
-            ObjectNotFoundError: a part that may have it is missing, or the metadata is of the other scope.
-            LoadError: there is none.
-        """
-        parts, version = self._opened(), self._version
-        assert version is not None
-        for source in dict.fromkeys((rank if rank is not None else rank_group().rank, 0)):
+    def _metadata_source(self) -> int:
+        """Return the rank whose object has the metadata: this one where every rank was its own coordinator."""
+        parts = self._opened()
+        for source in dict.fromkeys((rank_group().rank, 0)):
             try:
-                scope = parts.manifest(source).labels.get(METADATA_SCOPE)
+                if METADATA_SCOPE in parts.manifest(source).labels:
+                    return source
             except ObjectNotFoundError:
                 if source == 0:
                     raise
-                continue
-            if scope is not None and (scope == "rank") != (rank is not None):
-                text = "this checkpoint has metadata by rank only" if rank is None else "it has no metadata by rank"
-                raise _OtherScopeError(text, path=str(version))
-            if scope is not None:
-                return source
-        raise LoadError(
-            "this version was not saved through DCP: it has no DCP metadata", step=version.step, path=str(version)
-        )
+        text = "this version was not saved through DCP: it has no DCP metadata"
+        raise LoadError(text, step=None if self._version is None else self._version.step, path=self.checkpoint_id)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Take note of where the items of a checkpoint are, from its metadata."""
-        places = metadata.storage_data
-        if not isinstance(places, dict) or not all(isinstance(place, ItemPlace) for place in places.values()):
-            raise DamagedError("the checkpoint's metadata does not say where its items are", path=self.checkpoint_id)
-        self._places = places
+        self._places = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Leave the plan as it is."""

@@ -55,7 +55,6 @@ class _Call:
     staged: Any = None
     save: Staged | RemoteSave | None = None
     is_coordinator: bool = False
-    use_collectives: bool = True
     own_tensors: frozenset[str] | None = None
     save_id: str = field(default_factory=lambda: str(uuid.uuid4()))
     began: float = field(default_factory=time.perf_counter)
@@ -245,8 +244,9 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Take note of the calling rank's role in this save."""
+        if not kwargs.get("use_collectives", True):
+            raise InvalidArgumentError("ranks save one version together", argument="use_collectives", value=False)
         self._call.is_coordinator = is_coordinator
-        self._call.use_collectives = bool(kwargs.get("use_collectives", True))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Leave the plan as it is."""
@@ -282,7 +282,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
             keys = item_keys(plan.items)
             tensors, byte_items = self.items(plan, planner, keys)
             call.save.fill(tensors, byte_items)
-            if not call.is_coordinator and call.use_collectives:
+            if not call.is_coordinator:
                 self._commit(call, {})
         except BaseException as error:
             call.save.fail(error)
@@ -299,8 +299,9 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         try:
             metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
             metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=call.save_id)
-            scope = "global" if call.use_collectives else "rank"
-            self._commit(call, {METADATA_SCOPE: scope}, [(METADATA_KEY, encode_metadata(metadata, self._safe_globals))])
+            self._commit(
+                call, {METADATA_SCOPE: "global"}, [(METADATA_KEY, encode_metadata(metadata, self._safe_globals))]
+            )
         except BaseException as error:
             call.save.fail(error)
             raise

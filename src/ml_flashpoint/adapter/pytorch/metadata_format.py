@@ -45,7 +45,7 @@ METADATA_KEY = "__dcp_metadata__"
 """Item of the coordinator's object that holds the metadata."""
 
 METADATA_SCOPE = "dcp_metadata"
-"""Manifest label of a part whose object has that item: ``global`` or, for saves without collectives, ``rank``."""
+"""Manifest label of a part whose object has that item."""
 
 _SCHEMA = 1
 _FIELDS = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
@@ -117,6 +117,11 @@ def decode_metadata(data: bytes, *, path: str, allowed: Sequence[SafeGlobal] = (
     found = _unpickled(data, path=path, allowed=allowed)
     if not isinstance(found, Metadata):
         raise UnsafeContentError(f"the checkpoint's metadata is a {type(found).__name__}", path=path)
+    places = found.storage_data
+    if not isinstance(places, dict) or not all(
+        isinstance(p, ItemPlace) and type(p.rank) is int and type(p.key) is str for p in places.values()
+    ):
+        raise DamagedError("the checkpoint's metadata does not say where its items are", path=path)
     return found
 
 

@@ -146,7 +146,7 @@ def _crafted(
     kind = TensorStorageMetadata(properties, size, chunks) if as_tensor else BytesStorageMetadata()
     index = MetadataIndex("x", torch.Size([0]) if as_tensor else None)
     made = Metadata({"x": kind}, planner_data={"x": ("x",)}, storage_data={index: ItemPlace(0, "x")})
-    described = encode_metadata(metadata(made)) if encoded is None else encoded
+    described = encode_metadata(metadata(made), None) if encoded is None else encoded
     items = [("x", data), (METADATA_KEY, described)]
     door.put(1, [("other", torch.ones(2))], items, **{METADATA_SCOPE: "global"})
     return door.version(1)

@@ -82,11 +82,11 @@ class _UnusualError(Exception):
     """The schema has no words for something in the metadata."""
 
 
-def encode_metadata(metadata: Metadata, allowed: Sequence[SafeGlobal] = ()) -> bytes:
+def encode_metadata(metadata: Metadata, allowed: Sequence[SafeGlobal] | None = ()) -> bytes:
     """Return DCP metadata as bytes. Of ``storage_meta``, only the ``save_id`` is kept: the reader knows what it reads.
 
     Args:
-        allowed: what `decode_metadata` will be told to allow.
+        allowed: what `decode_metadata` will be told to allow; None if nothing is to be refused here.
 
     Raises:
         UnsafeContentError: `decode_metadata` would refuse this metadata.
@@ -181,7 +181,7 @@ def _require(condition: bool) -> None:
         raise _UnusualError
 
 
-def _fields_of(metadata: Metadata, allowed: Sequence[SafeGlobal]) -> dict[str, Any]:
+def _fields_of(metadata: Metadata, allowed: Sequence[SafeGlobal] | None) -> dict[str, Any]:
     save_id, version = getattr(metadata.storage_meta, "save_id", None), getattr(metadata, "version", None)
     _require(type(metadata) is Metadata and vars(metadata).keys() <= _FIELDS)
     _require({type(version), type(save_id)} <= {str, type(None)} and isinstance(metadata.storage_data, dict))
@@ -274,8 +274,8 @@ def _part(value: Any) -> str | int:
     return value if type(value) is int else _text(value)
 
 
-def _pickled(value: Any, allowed: Sequence[SafeGlobal]) -> bytes:
-    return save_archive(value, "the planner's metadata", allowed=[*_TYPES, *allowed])
+def _pickled(value: Any, allowed: Sequence[SafeGlobal] | None) -> bytes:
+    return save_archive(value, "the planner's metadata", allowed=None if allowed is None else [*_TYPES, *allowed])
 
 
 def _unpickled(data: bytes, *, path: str, allowed: Sequence[SafeGlobal]) -> Any:

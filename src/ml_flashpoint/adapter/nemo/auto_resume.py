@@ -32,12 +32,8 @@ class MLFlashpointAutoResume(AutoResume):  # type: ignore[misc]
 
     def __init__(self, parts: EngineParts, default: AutoResume | None = None) -> None:
         # What the user's says of itself is arguments here too: NeMo looks at some of it.
-        arguments = (
-            {}
-            if default is None
-            else {each.name: getattr(default, each.name) for each in dataclasses.fields(AutoResume)}
-        )
-        super().__init__(**arguments)
+        fields = () if default is None else dataclasses.fields(AutoResume)
+        super().__init__(**{each.name: getattr(default, each.name) for each in fields})
         self.parts = parts
         self.default = default
 
@@ -64,14 +60,16 @@ class MLFlashpointAutoResume(AutoResume):  # type: ignore[misc]
             NothingLoadableError: there are versions, none can be loaded, and there is nothing else: training would
                 start from nothing, and overwrite them.
         """
+        engine = self.parts.engine
         try:
-            return self.parts.newest()
+            found = engine.latest()
         except NothingLoadableError as error:
             if self.default is None or self.default.get_trainer_ckpt_path(model) is None:
                 raise
             _log.error("going on from elsewhere, and what is in memory will be overwritten: %s", error)
-            self.parts.overwrite()
+            engine.go_on_from(None)
             return None
+        return None if found is None else Path(str(found))
 
     def get_trainer_ckpt_path(self, model: Any = None) -> Path | None:
         """Collective: the newest version in memory, or what the user's own finds."""

@@ -83,7 +83,6 @@ class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[mis
         if not self.parts.engine.holds(path):
             request: AsyncRequest | None = self.alternate.save_checkpoint(checkpoint, path, storage_options)
             return request
-        self.parts.go_on()
         checks, self._checked = not self._checked, True
         explicit = (storage_options or {}).pop(EXPLICIT, True)
         refused: SaveError | None = None
@@ -157,10 +156,8 @@ class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[mis
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint, unless it lies in the base container: those go when newer ones are verified."""
-        if self.parts.engine.holds(path):
-            _log.warning("not removing %s: versions in memory go when newer ones are verified", path)
-            return
-        self.alternate.remove_checkpoint(path)
+        if not self.parts.engine.holds(path):
+            self.alternate.remove_checkpoint(path)
 
     def teardown(self) -> None:
         """Give saves under way time, and tear down what paths elsewhere are for."""

@@ -107,32 +107,23 @@ def wrap_trainer_and_auto_resume_with_mlflashpoint(
 def _parts_before(trainer: Any, base: CheckpointContainerId) -> EngineParts | None:
     """Return the engine of a trainer that was wrapped before; None if it was not."""
     wrapped = flashpoint_io_of(trainer)
-    if wrapped is None:
-        return None
-    if wrapped.parts.engine.base != base:
-        raise InvalidArgumentError(
-            f"differs from that with which this trainer was wrapped before, {wrapped.parts.engine.base}",
-            argument="flashpoint_base_container",
-            value=str(base),
-        )
-    return wrapped.parts
+    if wrapped is not None and wrapped.parts.engine.base != base:
+        text = f"differs from that with which this trainer was wrapped before, {wrapped.parts.engine.base}"
+        raise InvalidArgumentError(text, argument="flashpoint_base_container", value=str(base))
+    return None if wrapped is None else wrapped.parts
 
 
 def _is_enabled(trainer: Any, base: CheckpointContainerId) -> bool:
     """Return True if the trainer's callbacks are; their base container has to be this one then."""
     callbacks = [each for each in trainer.callbacks if isinstance(each, MLFlashpointCheckpointCallback)]
     if any(not each.enabled for each in callbacks):
-        _log.info("the callback is not enabled: the trainer is left as it is")
         return False
     if not callbacks:
         _log.warning("the trainer has no MLFlashpointCheckpointCallback: nothing will be saved into memory")
     for each in callbacks:
         if each.base != base:
-            raise InvalidArgumentError(
-                f"is not that of the callback, {each.base}",
-                argument="flashpoint_base_container",
-                value=str(base),
-            )
+            text = f"is not that of the callback, {each.base}"
+            raise InvalidArgumentError(text, argument="flashpoint_base_container", value=str(base))
     return True
 
 

@@ -10,6 +10,7 @@ pytest.importorskip("lightning")
 
 from ml_flashpoint.adapter.lightning import FlashpointCheckpointIO
 from ml_flashpoint.adapter.lightning.engine import TrainerFlashpoint
+from ml_flashpoint.config import Config
 from tests.conformance.suite import Conformance, Door, State
 from tests.support import forked
 
@@ -21,17 +22,17 @@ forked.preload("ml_flashpoint.adapter.lightning")
 class LightningDoor(Door):
     def __init__(self, base: Path) -> None:
         super().__init__(base)
-        self._flashpoint = TrainerFlashpoint(str(base), sharded=False, strict=True)
+        self._flashpoint = TrainerFlashpoint(str(base), sharded=False, config=Config(sigterm_grace_s=None), strict=True)
         self._io = FlashpointCheckpointIO(self._flashpoint)
 
     def save(self, step: int, state: State) -> None:
         if self._flashpoint.last_saved is None:
-            self._flashpoint.newest()  # as one must, where there may be something
+            self._flashpoint.find(None)  # as one must, where there may be something
         self._io.save_checkpoint(state, f"{self.base}/step-{step}_ckpt")
         assert self._flashpoint.wait(60)
 
     def load_latest(self) -> tuple[int, State] | None:
-        path = self._flashpoint.newest()
+        path = self._flashpoint.find(None)
         if path is None:
             return None
         assert path.step is not None

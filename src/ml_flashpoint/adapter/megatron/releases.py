@@ -10,17 +10,15 @@ import io
 import pickle
 import re
 import types
-import warnings
 from typing import Any, Final
 
 import torch
-from megatron.core import __version__ as INSTALLED
 from megatron.core.dist_checkpointing import ShardedObject, serialization
 from megatron.core.dist_checkpointing.strategies import async_utils
 from megatron.core.dist_checkpointing.strategies import torch as mcore
 
 try:  # until 0.15: tensors of several dimensions of which a rank has a range of the flattened elements
-    from megatron.core.dist_checkpointing.strategies import resharding
+    from megatron.core.dist_checkpointing.strategies import resharding as resharding
 except ImportError:
     resharding = None
 
@@ -29,17 +27,6 @@ try:  # since 0.14
 except ImportError:
     SAFE_GLOBALS = []
 
-__all__ = [
-    "AsyncRequest",
-    "SaveStrategyBase",
-    "object_types",
-    "refused_in_common",
-    "resharding",
-    "split_common_state",
-    "warn_if_untested",
-]
-
-_UNTESTED: Final = (0, 20)
 _COMMON_STATE: Final = "common_state"
 
 # Since 0.19 `dist_checkpointing.save` hands the common state to the strategy, as a sharded object with this key.
@@ -103,18 +90,3 @@ def refused_in_common(content: bytes) -> list[str]:
     except pickle.UnpicklingError as error:
         return re.findall(r"<class '([^']+)'>", str(error)) or ["a type that is not named"]
     return []
-
-
-def warn_if_untested(installed: str = INSTALLED) -> None:
-    """Warn of a release that is newer than those tested."""
-    numbers = tuple(int(each) for each in re.findall(r"\d+", installed)[:2])
-    if numbers >= _UNTESTED:
-        warnings.warn(
-            f"megatron-core {installed} is newer than the releases that ml_flashpoint is tested with (0.13 to 0.19). "
-            "Try a save and a load before you rely on it, or install megatron-core<0.20",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-
-
-warn_if_untested()

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,15 +24,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 
 from ml_flashpoint import events
-from ml_flashpoint.adapter.megatron.common_state import saved_common_state, written_common_state
 from ml_flashpoint.adapter.megatron.optimizers import watch_optimizers
-from ml_flashpoint.adapter.megatron.releases import (
-    AsyncRequest,
-    SaveStrategyBase,
-    object_types,
-    split_common_state,
-)
+from ml_flashpoint.adapter.megatron.releases import AsyncRequest, SaveStrategyBase, object_types, split_common_state
 from ml_flashpoint.adapter.megatron.save_plan import Plans
+from ml_flashpoint.adapter.megatron.translation import saved_common_state, written_common_state
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
 from ml_flashpoint.adapter.pytorch.metadata_format import METADATA_KEY, METADATA_SCOPE
 from ml_flashpoint.copy.collection import collection_paused
@@ -92,7 +87,7 @@ class _Writing:
 
     Attributes:
         over: ends once the part is committed and its files are beside it, or the save has failed.
-        files: what belongs beside the part. labels: for its manifest.
+        files: what belongs beside the part.
         table: by which this rank writes the save; empty if it does not.
     """
 
@@ -100,7 +95,6 @@ class _Writing:
     checkpointer: Checkpointer | None = None
     save: Save | None = None
     files: dict[str, bytes] = field(default_factory=dict)
-    labels: dict[str, str] = field(default_factory=dict)
     table: str = ""
     over: Future[None] = field(default_factory=Future)
 
@@ -127,12 +121,9 @@ class _Writing:
     def error(self) -> FlashpointError | None:
         """Wait until the save is over on this rank. Return why it failed."""
         error = self.over.exception()
-        if error is None:
-            return None
-        kept = error if isinstance(error, FlashpointError) else SaveError(f"{type(error).__name__}: {error}")
-        kept.step = self.version.step if kept.step is None else kept.step
-        kept.rank = rank_group().rank if kept.rank is None else kept.rank
-        return kept
+        if error is None or isinstance(error, FlashpointError):
+            return error
+        return SaveError(f"{type(error).__name__}: {error}", step=self.version.step, rank=rank_group().rank)
 
 
 class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[misc]
@@ -174,7 +165,6 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         self._group = rank_group()
         self._plans = Plans(self._group.rank)
         self._carried: _Carried | None = None
-        self._failed: list[CheckpointContainerId] = []
         self.last_error: FlashpointError | None = None
 
     def watch(self, *optimizers: Any) -> None:
@@ -259,26 +249,18 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
     def _begin(self, sharded_state_dict: dict[str, Any], version: CheckpointContainerId) -> _Writing:
         """Do everything that the caller has to wait for. Errors are kept, since they must not leave other ranks
         waiting, unless all ranks raise them."""
-        began = time.perf_counter()
-        for failed in self._failed:
-            if failed != version:
-                _remove_files(failed)
-        self._failed.clear()
-        writing = _Writing(version)
-        sharded_state_dict, common_state = split_common_state(sharded_state_dict)
+        began, writing = time.perf_counter(), _Writing(version)
         try:
             writing.checkpointer = checkpointer = self._writer.enter(version)
             checkpointer.check_asked("get_latest_complete_checkpoint(base)")
             with collection_paused():
-                self._stage(writing, checkpointer, sharded_state_dict, common_state)
+                self._stage(writing, checkpointer, *split_common_state(sharded_state_dict))
         except UnaskedVersionsError:  # on all ranks, and no fault that will pass
-            _remove_files(version)
             raise
-        except Exception as error:
-            writing.fail(error)
         except BaseException as error:
             writing.fail(error)
-            raise
+            if not isinstance(error, Exception):
+                raise
         seconds = time.perf_counter() - began
         events.emit(events.LoopHeld, self._group, version.parent, version.step, seconds=seconds)
         return writing
@@ -308,7 +290,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         save.committed.add_done_callback(writing.end)
         if failure is not None:
             raise failure
-        self._add_files(writing, common_state)
+        carrier = self._add_files(writing, common_state)
         data = dict(zip((item.index for item in planned.plan.items), planned.data, strict=True))
         planner: Any = SimpleNamespace(resolve_data=lambda item: data[item.index])
         tensors, byte_items = self._writer.items(planned.plan, planner, planned.keys, safe_globals=object_types())
@@ -324,10 +306,10 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
             return named, [*byte_items, (METADATA_KEY, metadata)]
 
         scope = {METADATA_SCOPE: "global"} if self._group.rank == 0 else {}
-        checkpointer.commit(save, items=items, labels={"door": "dcp", **writing.labels, **scope})
+        checkpointer.commit(save, items=items, labels={"door": "dcp", **sidecar_labels(carrier), **scope})
 
-    def _add_files(self, writing: _Writing, common_state: ShardedObject | None) -> None:
-        """Have the files that `dist_checkpointing.load` looks for kept in an object.
+    def _add_files(self, writing: _Writing, common_state: ShardedObject | None) -> int:
+        """Have the files that `dist_checkpointing.load` looks for kept in an object. Return the rank that has it.
 
         Args:
             common_state: what `dist_checkpointing.save` has given along; None where it has written a file instead.
@@ -340,12 +322,12 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
             else:
                 common = partial(saved_common_state, common_state.data)
             carried = _Carried(0, common if self._group.rank == 0 else None)
-        writing.labels.update(sidecar_labels(carried.carrier))
         if carried.common is not None:
             config = json.dumps(asdict(CheckpointingConfig(self.backend, self.version)))
             content = carried.common()
             writing.files = {CONFIG_FNAME: config.encode()} | ({} if content is None else {COMMON_STATE_FNAME: content})
             writing.files |= carried.others()
+        return carried.carrier
 
     def _end(self, writing: _Writing) -> None:
         """Collective: wait for this rank's part, and learn whether all ranks have theirs."""
@@ -366,24 +348,12 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         if writing.checkpointer is not None:
             writing.checkpointer.replicas.forget()
         _log.error("the save of step %s failed, training goes on: %s", writing.version.step, error)
-        self._failed.append(writing.version)
         if self._group.rank == 0:
             # `dist_checkpointing.save` is about to write a file there.
             try:
                 make_tree(Path(str(writing.version.parent)), Path(str(writing.version)))
             except (FlashpointError, OSError) as refused:
                 _log.error("the folder of the failed save cannot be made: %s", refused)
-
-
-def _remove_files(version: CheckpointContainerId) -> None:
-    """Remove the files of megatron-core beside parts that are not there, and their folder."""
-    folder = Path(str(version))
-    with suppress(OSError):
-        names = os.listdir(folder)
-        if not folder.is_symlink() and {CONFIG_FNAME, COMMON_STATE_FNAME}.issuperset(names):
-            for name in names:
-                (folder / name).unlink()
-            folder.rmdir()
 
 
 def _nothing() -> None:

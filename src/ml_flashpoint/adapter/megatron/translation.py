@@ -7,7 +7,8 @@ those. They are the same in all releases that are supported; what is not, is in 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,12 +16,14 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies import torch as mcore
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlanner
 
-from ml_flashpoint.adapter.megatron.releases import resharding
-from ml_flashpoint.format.errors import SaveError
-from ml_flashpoint.state.archive import save_archive
+from ml_flashpoint.adapter.megatron.releases import refused_in_common, resharding
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import SaveError, UnsafeContentError
+from ml_flashpoint.state.archive import place_of, save_archive
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
@@ -67,6 +70,54 @@ def save_planner() -> SavePlanner:
     """megatron-core's planner, each rank's plan of which stands by itself."""
     planner: SavePlanner = mcore.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
     return planner
+
+
+# ---- common state: whatever is no sharded tensor or object, as bytes that megatron-core's own loader accepts --------
+
+
+def saved_common_state(common_state: Mapping[str, Any]) -> bytes:
+    """Return the bytes of ``common.pt``.
+
+    Raises:
+        UnsafeContentError: megatron-core would refuse to load them.
+    """
+    content = _plain_archive(common_state)
+    if refused := refused_in_common(content):
+        where = place_of(common_state, "common state", lambda each: bool(refused_in_common(_plain_archive(each))))
+        raise _refused(where, refused)
+    return content
+
+
+def _plain_archive(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def _refused(where: str, types: list[str]) -> UnsafeContentError:
+    return UnsafeContentError(
+        f"{where!r} holds {', '.join(types)}, which megatron-core would refuse when it loads its common state",
+        hint="keep plain values and tensors in it, or trust these types by torch.serialization.add_safe_globals",
+    )
+
+
+def written_common_state(version: CheckpointContainerId) -> bytes | None:
+    """Return the ``common.pt`` that `dist_checkpointing.save` wrote; None if the strategy is used without it.
+
+    Raises:
+        UnsafeContentError: megatron-core would refuse to load it.
+    """
+    path = Path(str(version)) / str(COMMON_STATE_FNAME)
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    if refused := refused_in_common(content):
+        raise _refused("the common state", refused)
+    return content
+
+
+# ---- loading ------------------------------------------------------------------------------------------------------
 
 
 class LoadTranslation:

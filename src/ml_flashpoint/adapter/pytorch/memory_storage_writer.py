@@ -6,6 +6,7 @@ object: they are named once DCP has planned, not copied again.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import threading
@@ -15,13 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ml_flashpoint.adapter.pytorch.metadata_format import METADATA_KEY, METADATA_SCOPE, encode_metadata
-from ml_flashpoint.adapter.pytorch.plan_items import resolve_items, results_of
+from ml_flashpoint.adapter.pytorch.metadata_format import METADATA_KEY, METADATA_SCOPE, ItemPlace, encode_metadata
 from ml_flashpoint.adapter.pytorch.saves import LocalSaves
 from ml_flashpoint.adapter.pytorch.saving_process import RemoteSave, RemoteSaves
 from ml_flashpoint.adapter.pytorch.seed import DefaultMLFlashpointCheckpointSaver
@@ -30,16 +31,18 @@ from ml_flashpoint.adapter.pytorch.staging import Omission, TensorLeaves, left_t
 from ml_flashpoint.copy.collection import collection_paused
 from ml_flashpoint.copy.late import LateCopy
 from ml_flashpoint.copy.overlap import Overlap, OverlappingDoor
+from ml_flashpoint.copy.tensors import is_plain_strided, materialized
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.engine.committing import BytesItem, TensorItem
 from ml_flashpoint.format.arguments import ignored
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.errors import InvalidArgumentError, SaveError
+from ml_flashpoint.format.errors import InvalidArgumentError, NotStagedError, SaveError, UnsafeContentError
 from ml_flashpoint.format.knobs import exit_deadline_s
-from ml_flashpoint.state.archive import SafeGlobal, by_name
+from ml_flashpoint.state.archive import SafeGlobal, by_name, refuse_unloadable, save_archive
 from ml_flashpoint.state.plan import item_keys
 
 _log = logging.getLogger(__name__)
+_HINT = "keep plain values in it, or pass safe_globals=[{}] to writer and reader if you trust that"
 
 
 @dataclass(eq=False)
@@ -147,14 +150,36 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
     def items(
         self, plan: SavePlan, planner: SavePlanner, keys: list[str], *, safe_globals: Sequence[SafeGlobal] = ()
     ) -> tuple[list[TensorItem], list[BytesItem]]:
-        """Return the data of a plan's items, for `Checkpointer.fill`; see `plan_items.resolve_items`.
+        """Return the data of a plan's items, for `Checkpointer.fill`: tensors to be stored as such, and bytes.
 
         Args:
             keys: names of the items.
             safe_globals: types that may be saved beside those of the writer.
+
+        Raises:
+            NotStagedError: a tensor has no data.
+            FlashpointError: a reader would refuse an item.
         """
         allowed = (*self._safe_globals, *by_name(safe_globals))
-        return resolve_items(plan, planner, keys, allowed=allowed, trust_bytes=self._trust_bytes)
+        tensors: list[TensorItem] = []
+        byte_items: list[BytesItem] = []
+        for item, key in zip(plan.items, keys, strict=True):
+            data = planner.resolve_data(item)
+            if isinstance(data, io.BytesIO):
+                content = data.getvalue()
+                byte_items.append((key, content if self._trust_bytes else _loadable(content, item, planner, allowed)))
+                continue
+            data = materialized(data)
+            if data.is_meta:
+                raise NotStagedError(
+                    f"tensor {item.index.fqn!r} has no data: it is a meta tensor, or another rank used to write it",
+                    hint="give it data; or, if the structure of the state has changed on another rank, save again",
+                )
+            if is_plain_strided(data):
+                tensors.append((key, data))
+            else:
+                byte_items.append((key, save_archive(data, str(item.index.fqn), allowed=allowed, hint=_HINT)))
+        return tensors, byte_items
 
     @property
     def _local(self) -> LocalSaves:
@@ -287,8 +312,14 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         except BaseException as error:
             call.save.fail(error)
             raise
+        sizes = {key: tensor.nbytes for key, tensor in tensors} | {key: len(data) for key, data in byte_items}
         future: Future[list[WriteResult]] = Future()
-        future.set_result(results_of(plan, keys, tensors, byte_items, self._saves.rank))
+        future.set_result(
+            [
+                WriteResult(item.index, sizes[key], ItemPlace(self._saves.rank, key))
+                for item, key in zip(plan.items, keys, strict=True)
+            ]
+        )
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -322,3 +353,17 @@ def _saves_of(saver: Checkpointer | DefaultMLFlashpointCheckpointSaver) -> Local
     raise InvalidArgumentError(
         "must be a Checkpointer or a DefaultMLFlashpointCheckpointSaver", argument="checkpoint_saver", value=saver
     )
+
+
+def _loadable(content: bytes, item: WriteItem, planner: SavePlanner, allowed: tuple[SafeGlobal, ...]) -> bytes:
+    """Return what a planner pickled, or an archive of the same value if it is of kinds that only archives can hold."""
+    try:
+        refuse_unloadable(content, f"item {item.index.fqn!r}", allowed=allowed)
+    except UnsafeContentError:
+        own = DefaultSavePlanner
+        if not isinstance(planner, own) or any(
+            getattr(type(planner), name) is not getattr(own, name) for name in ("resolve_data", "transform_object")
+        ):
+            raise
+        return save_archive(planner.lookup_object(item.index), str(item.index.fqn), allowed=allowed, hint=_HINT)
+    return content

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ml_flashpoint.adapter.pytorch.staged import MappedFile, Staged, StagedStateDict
+from ml_flashpoint.adapter.pytorch.staged import Staged, StagedStateDict
 from ml_flashpoint.adapter.pytorch.staging import LeftOut
 from ml_flashpoint.copy.dtypes import dtype_name, octets_of, torch_dtype
 from ml_flashpoint.engine.committing import BytesItem, TensorItem
@@ -201,16 +201,33 @@ class _Unpickler(pickle.Unpickler):
         return self._file.tensor_at(offset, dtype, shape)
 
 
-class _PrivateFile(MappedFile):
+class _PrivateFile:
     """The file that staged tensors lie in. What this process writes to the mapping stays here."""
 
     def __init__(self, path: str) -> None:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             protection = mmap.PROT_READ | mmap.PROT_WRITE
-            super().__init__(mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE, prot=protection))
+            self._mapping = mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE, prot=protection)
         finally:
             os.close(descriptor)
+        self.begin = torch.frombuffer(self._mapping, dtype=torch.uint8, count=1).data_ptr()
+        self.end = self.begin + len(self._mapping)
+
+    def tensor_at(self, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """Return the tensor at an offset, with a storage of its own: torch pickles all of a storage with a view."""
+        count = torch.Size(shape).numel() * dtype.itemsize
+        if not count:
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+        with torch.inference_mode(False):
+            data = torch.frombuffer(self._mapping, dtype=torch.uint8, count=count, offset=offset)
+            return data.view(dtype).view(tuple(shape))
+
+    def place_of(self, tensor: torch.Tensor) -> int | None:
+        """Return where the memory of a tensor begins in the file; None if it is elsewhere, or not all of its memory."""
+        offset = tensor.data_ptr() - self.begin
+        plain = tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+        return offset if plain and offset >= 0 and tensor.data_ptr() + tensor.nbytes <= self.end else None
 
     @property
     def changed(self) -> bool:

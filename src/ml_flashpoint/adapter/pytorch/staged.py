@@ -1,13 +1,11 @@
 """`Staged`: a save of DCP's in the process that trains, with the tensors that were copied for it.
 
-The copies lie in the slot of the save. Before a base container is known they lie in a file without a name. Either is a
-file that another process can map, so that only places travel there.
+The copies lie in the slot of the save, a file that another process can map, so that only places travel there. Before a
+base container is known they are copies like any others.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 import threading
 import time
 import weakref
@@ -16,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ml_flashpoint.copy.cpu import copy_all
+from ml_flashpoint.copy.cpu import cpu_clones
 from ml_flashpoint.copy.late import LateCopy
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.engine.committing import BytesItem, TensorItem
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
 
 GIVEN_S = 1e-3
 """Seconds in which a thread that DCP has just started lets the training thread return to its loop."""
-_ALIGNMENT = 64
 
 _reading = threading.local()
 
@@ -63,53 +60,6 @@ def take_read() -> Any:
     return staged
 
 
-class MappedFile:
-    """Tensors in the mapping of a file. Each has a storage of its own: torch pickles all of a storage with a view."""
-
-    def __init__(self, mapping: mmap.mmap) -> None:
-        self._mapping = mapping
-        self.begin = torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
-        self.end = self.begin + len(mapping)
-
-    def tensor_at(self, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """Return the tensor at an offset. Raises `SaveError` if the file ends before."""
-        count = torch.Size(shape).numel() * dtype.itemsize
-        if not 0 <= offset <= offset + count <= len(self._mapping):
-            raise SaveError(f"nothing was staged at bytes {offset} to {offset + count}")
-        with torch.inference_mode(False):
-            if not count:
-                return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-            data = torch.frombuffer(self._mapping, dtype=torch.uint8, count=count, offset=offset)
-            return data.view(dtype).view(tuple(shape))
-
-    def place_of(self, tensor: torch.Tensor) -> int | None:
-        """Return where the memory of a tensor begins in the file; None if it is elsewhere, or not all of its memory."""
-        offset = tensor.data_ptr() - self.begin
-        plain = tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
-        return offset if plain and offset >= 0 and tensor.data_ptr() + tensor.nbytes <= self.end else None
-
-
-class _Clones(MappedFile):
-    """Copies of tensors in a file without a name.
-
-    Attributes:
-        views: the copies. path: where another process finds the file as long as this object lives.
-    """
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        begins, end = list[int](), 0
-        for tensor in tensors:
-            begins.append(end)
-            end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        descriptor = os.memfd_create("flashpoint-staged")
-        weakref.finalize(self, os.close, descriptor)
-        self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
-        os.posix_fallocate(descriptor, 0, max(end, 1))  # a store to a page that is not there would be a SIGBUS
-        super().__init__(mmap.mmap(descriptor, max(end, 1)))
-        self.views = [self.tensor_at(begin, t.dtype, t.shape) for begin, t in zip(begins, tensors, strict=True)]
-        copy_all(self.views, tensors)
-
-
 class Staged:
     """A save of DCP's; one that was not staged has no copies.
 
@@ -138,7 +88,6 @@ class Staged:
         self.state: Callable[[], object] = object
         self.is_claimed = False
         self._checkpointer, self._send = checkpointer, send
-        self._clones: _Clones | None = None
         self._late: LateCopy | None = None
         self._stager = threading.current_thread()
         self._threads = weakref.WeakSet(threading.enumerate())
@@ -146,8 +95,7 @@ class Staged:
     def copy(self, tensors: Sequence[TensorItem], late: LateCopy | None) -> Sequence[torch.Tensor]:
         """Begin the save, if a base container is known, and copy tensors away. Return the copies in order."""
         if self._checkpointer is None:
-            self._clones = _Clones([tensor for _, tensor in tensors])
-            return self._clones.views
+            return cpu_clones([tensor for _, tensor in tensors])
         self.save, self._late = self._checkpointer.begin(explicit=True), late
         return self._checkpointer.stage(self.save, tensors, late=late)
 
@@ -193,12 +141,10 @@ class Staged:
         checkpointer, save = self._begun
         checkpointer.commit(save, extra=extra, labels=labels)
         save.committed.result()
-        self._clones = None
 
     def fail(self, error: BaseException) -> None:
         """Give it up. Safe to repeat, and after it was committed."""
         self.error = self.error or error
-        self._clones = None
         if self.save is not None and self._checkpointer is not None:
             self._checkpointer.fail(self.save, error)
 
@@ -238,17 +184,12 @@ class Staged:
 
     def place_of(self, tensor: torch.Tensor) -> tuple[str, int] | None:
         """Return file and offset of one of the copies; None for any other tensor."""
-        if self._clones is not None:
-            offset = self._clones.place_of(tensor)
-            return None if offset is None else (self._clones.path, offset)
         if self.save is None or self._checkpointer is None:
             return None
         return self._checkpointer.place_of(self.save, tensor)
 
     def tensor_at(self, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """Return the copy, or a part of it, that lies at an offset. Raises `SaveError` if there is none."""
-        if self._clones is not None:
-            return self._clones.tensor_at(offset, dtype, shape)
         checkpointer, save = self._begun
         if self.error is not None:
             raise self.error

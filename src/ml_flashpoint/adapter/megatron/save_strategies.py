@@ -11,7 +11,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -86,9 +85,9 @@ class _Writing:
     """One save on this rank.
 
     Attributes:
-        over: ends once the part is committed and its files are beside it, or the save has failed.
         files: what belongs beside the part.
         table: by which this rank writes the save; empty if it does not.
+        failure: why nothing is on its way to be committed.
     """
 
     version: CheckpointContainerId
@@ -96,34 +95,7 @@ class _Writing:
     save: Save | None = None
     files: dict[str, bytes] = field(default_factory=dict)
     table: str = ""
-    over: Future[None] = field(default_factory=Future)
-
-    def fail(self, error: BaseException) -> None:
-        """Give the save up. Nothing of it is left, unless it was committed."""
-        if self.checkpointer is not None and self.save is not None:
-            self.checkpointer.fail(self.save, error)
-        else:
-            self.over.set_exception(error)
-
-    def end(self, committed: Future[Any]) -> None:
-        """Put the files beside the part, which stays committed whatever happens here."""
-        if (error := committed.exception()) is not None:
-            self.over.set_exception(error)
-            return
-        try:
-            if self.files and self.checkpointer is not None and self.save is not None and self.save.id is not None:
-                self.checkpointer.container.write_sidecars(self.save.id, self.files)
-        except Exception as refused:
-            text = "the files beside step %s cannot be written; a recovery writes what its objects keep of them: %s"
-            _log.warning(text, self.version.step, refused)
-        self.over.set_result(None)
-
-    def error(self) -> FlashpointError | None:
-        """Wait until the save is over on this rank. Return why it failed."""
-        error = self.over.exception()
-        if error is None or isinstance(error, FlashpointError):
-            return error
-        return SaveError(f"{type(error).__name__}: {error}", step=self.version.step, rank=rank_group().rank)
+    failure: BaseException | None = None
 
 
 class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[misc]
@@ -168,20 +140,12 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         self.last_error: FlashpointError | None = None
 
     def watch(self, *optimizers: Any) -> None:
-        """From now on, asynchronous saves return before what these optimizers update is copied, which goes on while the
-        next forward and backward run; the next step waits for what is left of it.
-
-        Args:
-            optimizers: megatron-core's, chained or not, or torch's.
-
-        Raises:
-            InvalidArgumentError: one is neither.
-        """
+        """Have asynchronous saves copy what these optimizers update while the next forward and backward run: see
+        `watch_optimizers`."""
         watch_optimizers(self._writer, *optimizers)
 
     def before_update(self) -> None:
-        """Wait until nothing is copied any more. To be called before anything but the step of an optimizer that is
-        watched changes what that updates: else the save fails, and from then on saves return when all is copied."""
+        """Wait until nothing is copied any more: see `MemoryStorageWriter.before_update`."""
         self._writer.before_update()
 
     def stop_watching(self) -> None:
@@ -189,7 +153,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         self._writer.stop_watching()
 
     def can_handle_sharded_objects(self) -> bool:
-        """Return True: sharded objects are saved like tensors. (megatron-core asks for the attribute only.)"""
+        """Return True. (megatron-core asks for the attribute only.)"""
         return True
 
     def async_save(
@@ -198,7 +162,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         checkpoint_dir: str | os.PathLike[str],
         async_strategy: str | None = None,
     ) -> AsyncRequest:
-        """Collective: plan and stage; return when the tensors may change again, but for those watched (:meth:`watch`).
+        """Plan and stage; return when the tensors may change again, except for those watched. Collective.
 
         Args:
             sharded_state_dict: of sharded tensors and objects only.
@@ -206,8 +170,8 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
             async_strategy: accepted, and not needed: the request goes into any of the queues that this can name.
 
         Returns:
-            What `AsyncCallsQueue` takes. Its finalization waits until every rank has committed its part. Of a save that
-            failed, it is as good as any other.
+            What `AsyncCallsQueue` takes, also where the save has failed. Its finalization waits until every rank has
+            committed its part.
 
         Raises:
             InvalidArgumentError, InvalidNameError: ``checkpoint_dir`` is no version.
@@ -218,10 +182,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         return AsyncRequest(_nothing if self._child else None, (), [partial(self._end, writing)])
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> None:
-        """Collective: save; every rank has committed its part on return, unless the save failed (:attr:`last_error`).
-
-        Args and errors are those of :meth:`async_save`.
-        """
+        """Save; every rank has committed its part on return, or the save has failed (`last_error`). Collective."""
         self._end(self._begin(sharded_state_dict, version_of(checkpoint_dir)))
 
     @contextmanager
@@ -232,12 +193,8 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         *,
         explicit: bool = True,
     ) -> Iterator[None]:
-        """Have the save made in here keep ``common_state`` of every node, as its lowest rank has it, and further files
-        for the version's folder, which are made on that rank only. Their names have no directories.
-
-        Args:
-            explicit: somebody waits for the save; see `Checkpointer.begin`.
-        """
+        """Have the save made in here keep ``common_state`` of every node, as its lowest rank has it, and further files,
+        which are made on that rank only; see `save_local_aware_megatron_checkpoint`."""
         leader = self._group.topology.ranks_of(self._group.node)[0]
         common = (lambda: saved_common_state(common_state)) if self._group.is_node_leader else None
         self._carried = _Carried(leader, common, files, explicit)
@@ -258,7 +215,9 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         except UnaskedVersionsError:  # on all ranks, and no fault that will pass
             raise
         except BaseException as error:
-            writing.fail(error)
+            writing.failure = error
+            if writing.save is not None and writing.checkpointer is not None:
+                writing.checkpointer.fail(writing.save, error)
             if not isinstance(error, Exception):
                 raise
         seconds = time.perf_counter() - began
@@ -287,7 +246,6 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         replicas.publish(writing.table, lambda: share)
         explicit = self._carried is None or self._carried.explicit
         writing.save = save = checkpointer.begin(step, explicit=explicit, table=writing.table)
-        save.committed.add_done_callback(writing.end)
         if failure is not None:
             raise failure
         carrier = self._add_files(writing, common_state)
@@ -329,9 +287,24 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
             writing.files |= carried.others()
         return carried.carrier
 
+    def _outcome(self, writing: _Writing) -> FlashpointError | None:
+        """Wait until this rank's part is committed, and put the files beside it. Return why there is no part."""
+        error = writing.failure
+        if error is None and writing.save is not None:
+            error = writing.save.committed.exception()
+        if error is not None and not isinstance(error, FlashpointError):
+            return SaveError(f"{type(error).__name__}: {error}", step=writing.version.step, rank=self._group.rank)
+        try:
+            if error is None and writing.files and writing.checkpointer and writing.save and writing.save.id:
+                writing.checkpointer.container.write_sidecars(writing.save.id, writing.files)
+        except Exception as refused:  # the part stays committed
+            text = "the files beside step %s cannot be written; a recovery writes what its objects keep of them: %s"
+            _log.warning(text, writing.version.step, refused)
+        return error
+
     def _end(self, writing: _Writing) -> None:
         """Collective: wait for this rank's part, and learn whether all ranks have theirs."""
-        error = writing.error()
+        error = self._outcome(writing)
         try:
             told = json.dumps([writing.table, "" if error is None else str(error)[:_MOST_SHOWN]])
             outcomes = [json.loads(blob) for blob in self._group.gather(told.encode())]
@@ -357,4 +330,4 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
 
 
 def _nothing() -> None:
-    """Be all that is left to do for a process of megatron-core's."""
+    """Do what is left to do for a process of megatron-core's."""

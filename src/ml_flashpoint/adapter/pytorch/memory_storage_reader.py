@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -124,7 +125,7 @@ class MemoryStorageReader(StorageReader):
         finally:
             self._release()  # where planning fails, DCP says nothing, and a slot that is read is used for no save
         save_id = getattr(metadata.storage_meta, "save_id", None)
-        metadata.storage_meta = StorageMeta(self.checkpoint_id, save_id=save_id)
+        metadata.storage_meta = StorageMeta(self.checkpoint_id, save_id=save_id, load_id=str(uuid.uuid4()))
         return metadata
 
     def _metadata_source(self) -> int:

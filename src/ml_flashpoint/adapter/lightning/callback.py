@@ -39,12 +39,12 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         trainer.fit(model, ckpt_path=resume_path(trainer))
 
     A step is one of the optimizer (``trainer.global_step``). What is saved is what Lightning's own checkpoint has,
-    of every rank, and the random number generators. Saves go beside `ModelCheckpoint`.
+    of every rank, and the random number generators.
 
     A save that is due at the last batch of an epoch, or at one that validation follows, is made at the next step that
     is neither, two steps later at most: Lightning, resumed from there, would leave out that validation and the hooks
     at the end of that epoch. If training is complete before, it is made when all of that is done, where Lightning goes
-    on exactly from there; where not, training goes on from the save before.
+    on exactly from there.
 
     Args:
         base: base container of the job on this node: an absolute path, best on a tmpfs. Restarts use the same.
@@ -52,8 +52,7 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         skip_every_n_steps: how often the standard checkpoint is saved, to leave those steps out; 0 leaves none out.
         enabled: False to do nothing at all.
         strict, discard_existing, persist, persist_every, persist_keep, persist_bytes_per_s: see `Flashpoint`.
-        grace_s: seconds at most that a trainer which ends after SIGTERM waits for the save under way, and for the
-            newest version to be persisted.
+        grace_s: seconds at most that a trainer which ends after SIGTERM waits for saves, and for persisting.
         settings: ``replication``, ``keep``, ``safe_globals``, ``overlap``, ``on_world_size_change``, ``deadline_s``:
             see `Config`.
 
@@ -99,12 +98,10 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
     # ---- life ---------------------------------------------------------------------------------------------
 
     def open(self, trainer: Trainer) -> TrainerFlashpoint:
-        """Return the `Flashpoint`, whose way back is built into the trainer. Collective at first; processes must be
-        set up.
+        """Return the `Flashpoint`, whose way back is built into the trainer. Collective at first.
 
         Raises:
             InvalidArgumentError: the strategy or a callback is not supported; says why.
-            FlashpointError: the base container cannot be used.
         """
         if self._open is not None:
             return self._open
@@ -138,10 +135,8 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
             self._schedule.step, self._put_off = trainer.global_step, 0
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give schedulers that follow a metric their turn, at the end of an epoch.
-
-        In an epoch that was resumed in the middle, Lightning leaves them out, since it does not save metrics.
-        """
+        """Give schedulers that follow a metric their turn. In an epoch that was resumed in the middle, Lightning leaves
+        them out, since it does not save metrics."""
         plateaus = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
         if self._open is not None and all(config.monitor in trainer.callback_metrics for config in plateaus):
             trainer.fit_loop._restarting = False  # which Lightning does a moment later
@@ -194,8 +189,7 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
             self._open.before_update()
 
     def save(self, trainer: Trainer) -> None:
-        """Save now, whatever the schedule says. Collective; in the middle of training, after a step. Without free
-        memory, wait for some.
+        """Save now, whatever the schedule says; without free memory, wait for some. Collective; after a step.
 
         Raises:
             FlashpointError: a save has failed, and failures are to be raised (``strict``).
@@ -213,10 +207,9 @@ def resume_path(
 
     Args:
         trainer: has a `FlashpointCallback`.
-        fallback: what to return when there is no version, in memory or persisted: a path, ``"last"`` and the like, or
-            None to start anew. Not together with ``step``.
-        step: the version of this step, or an error: see `Flashpoint.resume`. What is newer does not count any more once
-            it is loaded.
+        fallback: what to return when there is no version: a path, ``"last"`` and the like, or None to start anew. Not
+            together with ``step``.
+        step: the version of this step, or an error: see `Flashpoint.resume`.
 
     Returns:
         The path of the newest version that all ranks can load, which has been fetched and verified; or the fallback.
@@ -257,10 +250,8 @@ def resume_path(
 
 
 def _goes_on_from_the_end(trainer: Trainer) -> bool:
-    """Return True if a trainer that is given what this one has now, after its last epoch, begins the next one as this
-    would. Not so if that epoch was ended before its last batch; if steps are limited, since Lightning then takes the
-    epoch for one to be finished, and ends it again; nor with loaders that have a state, which it leaves out. With
-    averages, those have taken the place of the parameters."""
+    """Return True if a trainer that loads what this one has now begins the next epoch as this would. Lightning ends an
+    epoch again where steps are limited, and leaves out the state of loaders. Averages have replaced the parameters."""
     loop = trainer.fit_loop
     if not trainer.is_last_batch or loop._iteration_based_training():
         return False

@@ -48,12 +48,8 @@ class Mark:
 
 
 def take_apart(value: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Separate the tensors of nested dicts, lists and tuples from everything else.
-
-    Returns:
-        The same structure with a `Mark` in the place of each tensor, and the tensors by their places, detached and not
-        copied. Tensors that are more than their memory (sparse, quantized, of classes of their own) stay in place.
-    """
+    """Return nested dicts, lists and tuples with a `Mark` in the place of each tensor, and the tensors by their places,
+    detached and not copied. Tensors that are more than their memory (sparse, quantized) stay in place."""
     tensors: dict[str, torch.Tensor] = {}
 
     def walk(value: Any, path: str) -> Any:
@@ -77,11 +73,7 @@ def take_apart(value: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def put_together(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return what `take_apart` was given.
-
-    Raises:
-        LoadError: a tensor is missing.
-    """
+    """Return what `take_apart` was given. Raises `LoadError` if a tensor is missing."""
     if isinstance(value, Mark):
         if value.path not in tensors:
             raise LoadError(f"the checkpoint does not have the tensor {value.path!r}, which its dictionary refers to")
@@ -99,14 +91,7 @@ def put_together(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 class Slot:
-    """A tracked object whose state is made on demand, and kept when it is loaded.
-
-    Args:
-        make: gives the state to save.
-
-    Attributes:
-        loaded: the state that was loaded; None before.
-    """
+    """A tracked object whose state ``make`` gives, and which keeps what is loaded."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
@@ -137,10 +122,9 @@ class DictionaryState(TrackedState):
     """Tracks one checkpoint dictionary; nothing else needs to be added.
 
     Attributes:
-        make: gives the dictionary to save. To be set before the first save.
-        parameters: names of the model's parameters in the dictionary. Of what else there is of the model (buffers),
-            rank 0's is saved, as Lightning does. None: there is one rank, or all ranks have the same.
-        sizes: gives tensors as large as what will be saved of model and optimizers.
+        make: gives the dictionary to save. sizes: gives tensors as large as what will be saved of model and optimizers.
+        parameters: names of the model's parameters in the dictionary. Of its buffers, rank 0's are saved, as Lightning
+            does. None: there is one rank, or all ranks have the same.
         rest: the dictionary without its tensors; once loaded, with them.
     """
 

@@ -36,11 +36,7 @@ _TENSORS = ("state_dict", "optimizer_states")
 
 
 class TrainerFlashpoint(Flashpoint):
-    """A `Flashpoint` for one trainer, from the set-up of its processes to its teardown. See there for the options.
-
-    Args:
-        sharded: True if the strategy shards model and optimizers, see `strategies.is_sharded`.
-    """
+    """A `Flashpoint` for one trainer, whose strategy is ``sharded`` or not. See there for the options."""
 
     _watches_optimizers = False
 
@@ -130,11 +126,7 @@ class TrainerFlashpoint(Flashpoint):
                 _log.warning("hyperparameters are left out of checkpoints in memory: %s", why)
 
     def save_dictionary(self, checkpoint: Checkpoint, step: int) -> None:
-        """Save a dictionary that is already made, of unsharded state. Collective. Without free memory, wait for some.
-
-        Raises:
-            FlashpointError: a save has failed, and failures are to be raised (``strict``).
-        """
+        """Save a dictionary that is already made, of unsharded state. Without free memory, wait for some."""
         tracked = self._tracked
         assert isinstance(tracked, DictionaryState)
         self._begin_run()
@@ -142,11 +134,7 @@ class TrainerFlashpoint(Flashpoint):
             self.save(step)
 
     def save_due(self, step: int) -> None:
-        """Save by the schedule. Collective. Without free memory, the save is skipped.
-
-        Raises:
-            FlashpointError: a save has failed, and failures are to be raised (``strict``).
-        """
+        """Save by the schedule. Without free memory, the save is skipped."""
         self._prepare()
         self._save(step, explicit=False)
         self._raise_failure()
@@ -154,12 +142,8 @@ class TrainerFlashpoint(Flashpoint):
     # ---- loading ------------------------------------------------------------------------------------------
 
     def find(self, wanted: int | None) -> CheckpointContainerId | None:
-        """Bring the newest version that all ranks can load here, or that of a step, for `load`. Collective.
-
-        Raises:
-            NothingLoadableError: there are versions, and none can be loaded.
-            LoadError: there is no version of the step, or it cannot be loaded.
-        """
+        """Bring the newest version that all ranks can load here, or that of a step, for `load`. Collective. Raises as
+        `Checkpointer.latest` and `Checkpointer.bring`."""
         self._wanted = wanted
         self._brought = None if wanted is None else self._checkpointer.bring(wanted)
         return self._checkpointer.latest() if wanted is None else self._brought
@@ -180,10 +164,10 @@ class TrainerFlashpoint(Flashpoint):
         return self._checkpointer.holds(path)
 
     def load(self, path: str | os.PathLike[str]) -> Checkpoint:
-        """Load a version. Collective. With a sharded strategy, model and optimizers are loaded on return.
+        """Load a version. Collective.
 
         Returns:
-            The dictionary for Lightning to restore from, without model and optimizers if these are sharded.
+            The dictionary for Lightning to restore from. Sharded models and optimizers are loaded, and not in it.
 
         Raises:
             LoadError: it cannot be loaded, nor an older one; or it is not the newest.
@@ -206,12 +190,9 @@ class TrainerFlashpoint(Flashpoint):
         return checkpoint
 
     def _go_on(self, trainer: Trainer) -> None:
-        """Restore what Lightning does not.
-
-        In the middle of an epoch, these are the batches that were fetched and not used, the metrics that schedulers
-        may be waiting for, and the random number generators, from which the set-up has drawn since. At the start of
-        an epoch, what was drawn since is what the uninterrupted run draws, too, when it begins the epoch.
-        """
+        """Restore what Lightning does not. In the middle of an epoch these are batches that were fetched and not used,
+        metrics that schedulers wait for, and generators, from which the set-up has drawn. At the start of an epoch, the
+        uninterrupted run draws the same."""
         generators, self._generators = self._generators, None
         besides, self._besides = self._besides, {}
         if "frozen" in besides:  # which callbacks for finetuning do not restore
@@ -250,14 +231,8 @@ def _tensors_of(trainer: Trainer) -> list[torch.Tensor]:
 
 
 class FlashpointCheckpointIO(CheckpointIO):  # type: ignore[misc]
-    """Saves to and loads from memory what lies in a base container, and passes everything else on.
-
-    `FlashpointCallback` puts one around the trainer's own.
-
-    Args:
-        flashpoint: the engine. It stays open when Lightning tears this object down.
-        checkpoint_io: what paths elsewhere are for; by default Lightning's own.
-    """
+    """Saves to and loads from memory what lies in a base container, and passes everything else on to another
+    `CheckpointIO`, by default Lightning's own. `FlashpointCallback` puts one around the trainer's."""
 
     def __init__(self, flashpoint: TrainerFlashpoint, checkpoint_io: CheckpointIO | None = None) -> None:
         super().__init__()
@@ -270,8 +245,7 @@ class FlashpointCheckpointIO(CheckpointIO):  # type: ignore[misc]
         """Save a dictionary. In the base container, it is staged on return and committed in the background.
 
         Raises:
-            InvalidArgumentError: a path in the base container, and more than one rank. Lightning would save on rank 0
-                only; `FlashpointCallback` is for that.
+            InvalidArgumentError: a path in the base container, and more than one rank: Lightning saves on rank 0 only.
         """
         if not self.flashpoint.holds(path):
             self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
@@ -288,11 +262,7 @@ class FlashpointCheckpointIO(CheckpointIO):  # type: ignore[misc]
         self.flashpoint.save_dictionary(checkpoint, step)
 
     def load_checkpoint(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Checkpoint:
-        """Load a dictionary. Collective in the base container, where tensors are loaded into memory of the CPU.
-
-        Raises:
-            LoadError: it cannot be loaded.
-        """
+        """Load a dictionary. Collective in the base container, where tensors are loaded into memory of the CPU."""
         if self.flashpoint.holds(path):
             return self.flashpoint.load(path)
         loaded: Checkpoint = self.checkpoint_io.load_checkpoint(path, *args, **kwargs)

@@ -23,12 +23,7 @@ _CONTEXT_FOLDER = "nemo-context"
 
 
 class MLFlashpointAutoResume(AutoResume):  # type: ignore[misc]
-    """Chooses the newest version in memory; if there is none, it is the user's own `AutoResume`, or none.
-
-    Args:
-        parts: the engine.
-        default: the user's own.
-    """
+    """Chooses the newest version in memory; if there is none, it is the user's own `AutoResume`, or none."""
 
     def __init__(self, parts: EngineParts, default: AutoResume | None = None) -> None:
         # What the user's says of itself is arguments here too: NeMo looks at some of it.
@@ -38,7 +33,7 @@ class MLFlashpointAutoResume(AutoResume):  # type: ignore[misc]
         self.default = default
 
     def setup(self, trainer: Any, model: Any = None) -> None:
-        """Collective: tell the trainer where to go on from."""
+        """Tell the trainer where to go on from. Collective."""
         path = self._newest(model)
         if path is None:
             _log.info("memory has no version to go on from")
@@ -53,13 +48,9 @@ class MLFlashpointAutoResume(AutoResume):  # type: ignore[misc]
             _try_restore_tokenizer(model, context)
 
     def _newest(self, model: Any) -> Path | None:
-        """Collective: the newest version in memory; None if there is none, or none can be loaded and the user's own has
-        something to go on from.
-
-        Raises:
-            NothingLoadableError: there are versions, none can be loaded, and there is nothing else: training would
-                start from nothing, and overwrite them.
-        """
+        """Return the newest version in memory; None if there is none, or none can be loaded and the user's own has
+        something to go on from. Collective. Raises `NothingLoadableError` where training would start from nothing, and
+        overwrite."""
         engine = self.parts.engine
         try:
             found = engine.latest()
@@ -72,14 +63,14 @@ class MLFlashpointAutoResume(AutoResume):  # type: ignore[misc]
         return None if found is None else Path(str(found))
 
     def get_trainer_ckpt_path(self, model: Any = None) -> Path | None:
-        """Collective: the newest version in memory, or what the user's own finds."""
+        """Return the newest version in memory, or what the user's own finds. Collective."""
         path = self._newest(model)
         if path is None and self.default is not None:
             path = self.default.get_trainer_ckpt_path(model)
         return path
 
     def get_context_path(self, model: Any = None) -> Path | None:
-        """Collective: the context folder that was saved with the version, or what the user's own finds."""
+        """Return the context folder that was saved with the version, or what the user's own finds. Collective."""
         path = self._newest(model)
         context = None if path is None else self._context_of(path)
         if context is None and self.default is not None:

@@ -22,8 +22,8 @@ from ml_flashpoint.format.knobs import seal_deadline_s
 
 
 class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
-    """Saves into memory every few steps, through the trainer that
-    `wrap_trainer_and_auto_resume_with_mlflashpoint` has wrapped.
+    """Saves into memory every few steps, through a trainer that `wrap_trainer_and_auto_resume_with_mlflashpoint` has
+    wrapped.
 
     Args:
         checkpoint_base_container: base container of the job on this node: an absolute path, best on a tmpfs. Restarts
@@ -34,8 +34,8 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
         keep_mlf_checkpoint_on_train_end: False to remove all versions from memory, on all nodes, when training ends as
             planned. Saves under way end first; where the newest version is to be persisted and was not, all stay.
         overlap: with asynchronous saves, copy what optimizers update on CUDA devices while the next forward and
-            backward run. What changes any of that by other means than a step, between a save and the next step, has to
-            call :meth:`before_update` first, or the save fails. What is on the CPU is copied before a save returns.
+            backward run. What changes that by other means, between a save and the next step, has to call
+            `before_update` first, or the save fails.
 
     Raises:
         InvalidArgumentError: an argument is unusable.
@@ -66,11 +66,10 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
             go_last(trainer, self)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin a run of saves. Everything is set up and restored.
+        """Begin to save. Everything is set up and restored.
 
         Raises:
-            InvalidArgumentError: the trainer is not wrapped, or with another base container; or ranks save at different
-                steps.
+            InvalidArgumentError: the trainer is not wrapped with this base container; or ranks save at different steps.
             UnaskedVersionsError: it would overwrite versions that nobody has asked about.
         """
         if not self.enabled:
@@ -140,11 +139,8 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
 
 
 def _complete_saved_batch(fit_loop: Any) -> None:
-    """Count the batch after which a checkpoint was made, as an uninterrupted run did a moment later.
-
-    Lightning does so itself from 2.5 on, and NeMo wants 2.4. There, each resumption is one batch more to the end of
-    the epoch and to the next validation.
-    """
+    """Count the batch after which a checkpoint was made, as Lightning does from 2.5 on. NeMo wants 2.4, where each
+    resumption is one batch more to the end of the epoch and to the next validation."""
     loop = fit_loop.epoch_loop
     count, epochs = loop.batch_progress, fit_loop.epoch_progress
     if hasattr(loop, "restarted_on_train_batch_end") or not loop.restarting or count.is_last_batch:

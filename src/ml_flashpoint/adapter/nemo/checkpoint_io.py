@@ -40,7 +40,6 @@ class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[mis
     """Saves to and loads from memory what lies in the base container, and passes everything else on.
 
     Args:
-        parts: the engine.
         alternate: what paths elsewhere are for: the trainer's own.
         trainer: whose context is saved.
         async_save: return requests for what is left to do after staging, instead of doing it.
@@ -75,11 +74,8 @@ class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[mis
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> AsyncRequest | None:
-        """Collective: save a sharded checkpoint.
-
-        Returns:
-            What is left to do, if saves are asynchronous; in the base container it is staged, and goes on by itself.
-        """
+        """Save a sharded checkpoint. Collective. Return what is left to do, if saves are asynchronous; in the base
+        container it is staged, and goes on by itself."""
         if not self.parts.engine.holds(path):
             request: AsyncRequest | None = self.alternate.save_checkpoint(checkpoint, path, storage_options)
             return request
@@ -133,11 +129,7 @@ class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[mis
         strict: Any = None,
         **options: Any,
     ) -> dict[str, Any]:
-        """Collective: load a sharded checkpoint.
-
-        Args:
-            strict: as for NeMo's `MegatronCheckpointIO`.
-        """
+        """Load a sharded checkpoint. Collective. ``strict`` is as for NeMo's `MegatronCheckpointIO`."""
         if not self.parts.engine.holds(path):
             found: dict[str, Any] = self.alternate.load_checkpoint(
                 path, sharded_state_dict=sharded_state_dict, map_location=map_location, strict=strict, **options
@@ -168,11 +160,8 @@ class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[mis
 class MLFlashpointAsyncFinalizableCheckpointIO(AsyncFinalizableCheckpointIO):  # type: ignore[misc]
     """Finalizes asynchronous saves: ours one by one, the trainer's in their queue.
 
-    Ours are committed without being finalized. That only tells all ranks what became of a save, so it is done before
-    the next one and at the end, where it waits for nothing, and not at every step, where all ranks would have to agree.
-
-    Args:
-        checkpoint_io: saves to memory, and elsewhere.
+    Finalizing ours only tells all ranks what became of a save. So it is done before the next one and at the end, where
+    it waits for nothing, and not at every step, where all ranks would have to agree.
     """
 
     def __init__(self, checkpoint_io: MLFlashpointCheckpointIO) -> None:
@@ -182,7 +171,7 @@ class MLFlashpointAsyncFinalizableCheckpointIO(AsyncFinalizableCheckpointIO):  #
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Collective: save. In the base container, it is staged on return, and nothing else is waited for."""
+        """Save. Collective. In the base container, it is staged on return, and nothing else is waited for."""
         ours: MLFlashpointCheckpointIO = self.checkpoint_io
         if not ours.parts.engine.holds(path):
             ours.alternate.save_checkpoint(checkpoint, path, storage_options)
@@ -197,14 +186,7 @@ class MLFlashpointAsyncFinalizableCheckpointIO(AsyncFinalizableCheckpointIO):  #
             finalize()
 
     def maybe_finalize_save_checkpoint(self, blocking: bool = False) -> bool:
-        """Finalize what can be.
-
-        Args:
-            blocking: wait for all saves, and finalize them.
-
-        Returns:
-            Whether a save was finalized.
-        """
+        """Finalize what can be; with ``blocking``, wait for all saves. Return True if a save was finalized."""
         finalized = self._finalize_ours() if blocking else False
         alternate = self.checkpoint_io.alternate
         if isinstance(alternate, AsyncFinalizableCheckpointIO):

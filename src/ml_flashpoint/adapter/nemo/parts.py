@@ -21,7 +21,6 @@ class EngineParts:
     Collective to construct.
 
     Attributes:
-        engine: the checkpointer. save_strategy, load_strategy: for megatron-core.
         grace_s: seconds at most that a trainer which ends after SIGTERM waits for saves, and for persisting.
     """
 

@@ -56,15 +56,10 @@ def wrap_trainer_and_auto_resume_with_mlflashpoint(
         async_save: whether saves return when the state is staged, with the rest done in the background.
         default_auto_resume: what to go on from when memory has nothing.
         always_save_context: save NeMo's context with each version, too.
-        write_thread_count: accepted for recipes that pass it. Staging is one copy, which one thread does at the speed
-            of memory.
-        initial_write_buffer_size_bytes: accepted, and not needed: slots are as large as the state.
         keep, persist, persist_every, persist_keep, persist_bytes_per_s: see `ml_flashpoint.Flashpoint`.
-        grace_s: seconds at most that a trainer which ends after SIGTERM waits for the save under way, and for the
-            newest version to be persisted.
-        use_optimized_save, use_cached_ckpt_structure, use_fully_parallel_wrapper: accepted for recipes that pass them,
-            and ignored: every save is one copy, its plan is made anew only where the structure has changed, and each
-            tensor is saved once.
+        grace_s: seconds at most that a trainer which ends after SIGTERM waits for saves, and for persisting.
+        write_thread_count, initial_write_buffer_size_bytes, use_optimized_save, use_cached_ckpt_structure,
+            use_fully_parallel_wrapper: accepted for recipes that pass them, and ignored.
 
     Returns:
         What to use in place of ``default_auto_resume``; that itself, if the trainer's callback is not enabled.

@@ -31,11 +31,7 @@ class MLFlashpointMegatronLoadStrategy(TorchDistLoadShardedStrategy):  # type: i
     Args:
         replication_manager: accepted for callers that pass it, and not needed.
         checkpoint_loader: a `Checkpointer`, or a `DefaultMLFlashpointCheckpointLoader`.
-        safe_globals: further types that sharded objects may be made of, as for ``torch.serialization.safe_globals``.
-            Those that megatron-core allows are allowed; anything else is refused before it is unpickled.
-
-    Raises:
-        InvalidArgumentError: ``checkpoint_loader`` is neither.
+        safe_globals: types that sharded objects may be made of beside those that megatron-core allows.
     """
 
     def __init__(
@@ -56,7 +52,7 @@ class MLFlashpointMegatronLoadStrategy(TorchDistLoadShardedStrategy):  # type: i
         checkpoint_dir: str | os.PathLike[str],
         async_strategy: str | None = None,
     ) -> dict[str, Any]:
-        """Collective: load into the tensors of a sharded state dict.
+        """Load into the tensors of a sharded state dict. Collective.
 
         Args:
             sharded_state_dict: of sharded tensors and objects only.

@@ -1,7 +1,4 @@
-"""Differences between releases of megatron-core, 0.13 to 0.19, each told by what the installed package has.
-
-Everything else here is the same for all of them, and nothing else here asks which release is installed.
-"""
+"""Differences between releases of megatron-core, 0.13 to 0.19, each told by what the installed package has."""
 
 from __future__ import annotations
 
@@ -41,32 +38,19 @@ SaveStrategyBase: Any = mcore.TorchDistSaveShardedStrategy
 
 
 class AsyncRequest(async_utils.AsyncRequest):  # type: ignore[misc]
-    """An asynchronous save, for megatron-core's queue and for that of nvidia-resiliency-ext.
-
-    From 0.17 on, `dist_checkpointing.save` names the queue that the program has (``async_strategy``); this request goes
-    into either, so the name makes no difference.
-    """
+    """An asynchronous save, for megatron-core's queue and for that of nvidia-resiliency-ext."""
 
     def execute_finalize_fns(self, validate_matching_call_idx: bool = True) -> int:
-        """Call the finalizations, which are collective, as the queue of nvidia-resiliency-ext does.
-
-        Args:
-            validate_matching_call_idx: accepted, and not needed: the vote of a save is among its finalizations.
-
-        Returns:
-            The number that the queue gave the request.
-        """
+        """Call the finalizations, which are collective, as the queue of nvidia-resiliency-ext does. Return the number
+        that the queue gave the request."""
         for finalize in self.finalize_fns:
             finalize()
         return int(self.call_idx)
 
 
 def split_common_state(sharded_state_dict: dict[str, Any]) -> tuple[dict[str, Any], ShardedObject | None]:
-    """Take the common state out of what `dist_checkpointing.save` gives a strategy.
-
-    Returns:
-        The rest, and the object that holds the common state; None where the release writes it as a file.
-    """
+    """Return what `dist_checkpointing.save` gives a strategy without the common state, and the object that holds that;
+    None where the release writes it as a file."""
     found = sharded_state_dict.get(_COMMON_STATE) if _common_state_is_an_object else None
     if not isinstance(found, ShardedObject) or found.key != _COMMON_STATE:
         return sharded_state_dict, None

@@ -32,13 +32,8 @@ Data: TypeAlias = "torch.Tensor | io.BytesIO"
 
 @dataclass(frozen=True, slots=True)
 class PlannedSave:
-    """A plan of one rank.
-
-    Attributes:
-        plan, keys: the items, and the name of each in the object.
-        data: of each item.
-        share, digest: the plan as metadata for rank 0, and its digest.
-    """
+    """A plan of one rank: its items, the name and the data of each, the plan as metadata for rank 0, and a digest of
+    that."""
 
     plan: SavePlan
     keys: list[str]
@@ -52,11 +47,7 @@ NOTHING = PlannedSave(SavePlan([]), [], (), b"", "nothing")
 
 
 class Plans:
-    """Plans of one strategy's saves on one rank.
-
-    Attributes:
-        known: the last plan, without data.
-    """
+    """Plans of one strategy's saves on one rank. ``known`` is the last one, without data."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -79,11 +70,8 @@ class Plans:
         return replace(self.known, data=data)
 
     def metadata(self, replicas: Replicas, table: str, deadline_s: float) -> bytes:
-        """Return DCP's metadata of the saves by a table, once all ranks have published their plans. On rank 0.
-
-        Raises:
-            DeadlineError: a rank has not. `SaveError`, `DamagedError`, `UnsafeContentError`: see `merged_metadata`.
-        """
+        """Return DCP's metadata of the saves by a table, on rank 0. Raises `DeadlineError` if a rank has published no
+        plan, or as `merged_metadata`."""
         if self._metadata[0] != table:
             self._metadata = table, merged_metadata(replicas.collect(table, deadline_s))
         return self._metadata[1]

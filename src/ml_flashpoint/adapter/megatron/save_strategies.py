@@ -47,11 +47,8 @@ _MOST_SHOWN = 500
 
 
 def version_of(checkpoint_dir: str | os.PathLike[str]) -> CheckpointContainerId:
-    """Return the version that a checkpoint folder is.
-
-    Raises:
-        InvalidArgumentError: it is none. InvalidNameError: it is no absolute path.
-    """
+    """Return the version that a checkpoint folder is. Raises `InvalidArgumentError`, `InvalidNameError` if it is
+    none."""
     version = CheckpointContainerId(checkpoint_dir)
     if version.step is None:
         raise InvalidArgumentError(
@@ -102,18 +99,16 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
     """Saves megatron-core's sharded state dicts into memory. Use one for all saves of a job, from one thread.
 
     A save that fails does not stop the training, be it synchronous or not: it is logged, counted, and told by
-    :attr:`last_error`, on every rank, and the next one is made as usual. To save the last step again, or an earlier
-    one, begins a new run, which goes on from the newest version.
+    `last_error`, on every rank, and the next one is made as usual. To save the last step again, or an earlier one,
+    begins a new run, which goes on from the newest version.
 
     Args:
         storage_writer: the job's writer.
         backend, version: what ``metadata.json`` says of the format. As for megatron-core's `torch_dist`, which reads
-            the rest of such a checkpoint, common state and content metadata, by itself.
+            common state and content metadata of such a checkpoint by itself.
         child: give `AsyncCallsQueue` a function that does nothing, which it runs in a process. Without one it starts
-            none, which saves a fork in each save; but a persistent caller that other strategies use, too, waits for
-            the answer of that process to each request, and so for ever.
-        use_cached_ckpt_structure: accepted for callers that pass it, and ignored: a plan is kept while the structure is
-            the same.
+            none; but a persistent caller that other strategies use, too, would wait for an answer for ever.
+        use_cached_ckpt_structure: accepted for callers that pass it, and ignored.
 
     Raises:
         InvalidArgumentError: ``storage_writer`` is no `MemoryStorageWriter`.
@@ -175,8 +170,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
 
         Raises:
             InvalidArgumentError, InvalidNameError: ``checkpoint_dir`` is no version.
-            UnaskedVersionsError: the base container has versions of an earlier run that nobody has asked about. On all
-                ranks.
+            UnaskedVersionsError: there are versions of an earlier run that nobody has asked about. On all ranks.
         """
         writing = self._begin(sharded_state_dict, version_of(checkpoint_dir))
         return AsyncRequest(_nothing if self._child else None, (), [partial(self._end, writing)])
@@ -267,11 +261,8 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         checkpointer.commit(save, items=items, labels={"door": "dcp", **sidecar_labels(carrier), **scope})
 
     def _add_files(self, writing: _Writing, common_state: ShardedObject | None) -> int:
-        """Have the files that `dist_checkpointing.load` looks for kept in an object. Return the rank that has it.
-
-        Args:
-            common_state: what `dist_checkpointing.save` has given along; None where it has written a file instead.
-        """
+        """Have the files that `dist_checkpointing.load` looks for kept in an object. Return the rank that has it. Where
+        ``common_state`` is None, `dist_checkpointing.save` has written a file instead."""
         carried = self._carried
         if carried is None:  # the common state is rank 0's
             common: Callable[[], bytes | None]

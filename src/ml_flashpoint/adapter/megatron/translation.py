@@ -1,7 +1,6 @@
 """Translation of megatron-core's sharded state dicts to states that DCP can plan, and back.
 
-megatron-core does both for its `torch_dist` format, with functions that are not public; nothing else here imports
-those. They are the same in all releases that are supported; what is not, is in `releases`.
+megatron-core does both for its `torch_dist` format, with functions that are not public; nothing else imports those.
 """
 
 from __future__ import annotations
@@ -76,11 +75,7 @@ def save_planner() -> SavePlanner:
 
 
 def saved_common_state(common_state: Mapping[str, Any]) -> bytes:
-    """Return the bytes of ``common.pt``.
-
-    Raises:
-        UnsafeContentError: megatron-core would refuse to load them.
-    """
+    """Return the bytes of ``common.pt``. Raises `UnsafeContentError` if megatron-core would refuse to load them."""
     content = _plain_archive(common_state)
     if refused := refused_in_common(content):
         where = place_of(common_state, "common state", lambda each: bool(refused_in_common(_plain_archive(each))))
@@ -102,11 +97,7 @@ def _refused(where: str, types: list[str]) -> UnsafeContentError:
 
 
 def written_common_state(version: CheckpointContainerId) -> bytes | None:
-    """Return the ``common.pt`` that `dist_checkpointing.save` wrote; None if the strategy is used without it.
-
-    Raises:
-        UnsafeContentError: megatron-core would refuse to load it.
-    """
+    """Return the ``common.pt`` that `dist_checkpointing.save` wrote; None if the strategy is used without it."""
     path = Path(str(version)) / str(COMMON_STATE_FNAME)
     try:
         content = path.read_bytes()
@@ -121,18 +112,8 @@ def written_common_state(version: CheckpointContainerId) -> bytes | None:
 
 
 class LoadTranslation:
-    """One load: the state that DCP fills, and what megatron-core makes of it then.
-
-    Args:
-        sharded_state_dict: what to load, as `LoadShardedStrategy.load` is given it.
-        metadata: of the checkpoint.
-
-    Attributes:
-        state: for DCP. planner: checks shapes.
-
-    Raises:
-        CheckpointingException: the checkpoint does not say what is needed to load it.
-    """
+    """One load: ``state`` is what DCP fills by ``planner``, ``result()`` what megatron-core makes of it then. Raises
+    `CheckpointingException` if the metadata does not say what is needed."""
 
     def __init__(self, sharded_state_dict: dict[str, Any], metadata: Metadata) -> None:
         self._restore: Any = None

@@ -1,7 +1,4 @@
-"""`MemoryStager`: DCP's staging future, for a loop that waits for it before it changes anything.
-
-Owns nothing but DCP's protocol for it. Staging is the writer's.
-"""
+"""`MemoryStager`: DCP's staging future, for a loop that waits for it before it changes anything."""
 
 from __future__ import annotations
 
@@ -42,14 +39,11 @@ class MemoryStager:
     That returns an ``AsyncSaveResponse``, and copies from CUDA devices while the program goes on: no tensor there may
     change before ``staging_completion.result()``. One that does fails the save, as ``upload_completion`` tells, and
     from then on all is copied before ``async_save`` returns. If the writer watches an optimizer, only what that updates
-    is copied late: everything else may change at once, and its ``step()`` waits by itself. Whatever is on the CPU is
-    copied before ``async_save`` returns; with older releases of torch, which know no such future, so is all else.
-
-    Args:
-        writer: of the same saves.
+    is copied late, and its ``step()`` waits by itself. Whatever is on the CPU is copied before ``async_save`` returns;
+    with older releases of torch, which know no such future, so is all else.
 
     Raises:
-        InvalidArgumentError: it is none.
+        InvalidArgumentError: ``writer`` is no `MemoryStorageWriter`.
     """
 
     should_synchronize_after_execute = False

@@ -1,7 +1,4 @@
-"""`MemoryStorageReader`: torch DCP's way out of the engine.
-
-Translates DCP's reads into reads of objects, on this node or on peers.
-"""
+"""`MemoryStorageReader`: DCP's way out of the engine. Reads of DCP become reads of objects, here or on peers."""
 
 from __future__ import annotations
 
@@ -48,8 +45,7 @@ class MemoryStorageReader(StorageReader):
         trust_bytes: pass non-tensor items to the planner unchecked. Only for planners that do not unpickle.
 
     Raises:
-        InvalidArgumentError: ``checkpoint_loader`` is neither.
-        InvalidNameError: ``path`` is no absolute path.
+        InvalidArgumentError: ``checkpoint_loader`` is neither. `InvalidNameError`: ``path`` is no absolute path.
     """
 
     def __init__(

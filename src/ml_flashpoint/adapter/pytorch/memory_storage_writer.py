@@ -135,12 +135,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
     # ---- for adapters that plan before they stage -------------------------------------------------------------
 
     def enter(self, version: CheckpointContainerId) -> Checkpointer:
-        """Return the checkpointer of a version that all ranks are about to save. Collective the first time, and where
-        the step was saved before: that begins a new run.
-
-        Raises:
-            InvalidArgumentError: the path is that of no version, or another base container is open.
-        """
+        """Return the checkpointer of a version that all ranks are about to save. Collective as `LocalSaves.enter`."""
         return self._local.enter(version)
 
     def late(self, tensors: Sequence[TensorItem]) -> LateCopy | None:
@@ -153,8 +148,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         """Return the data of a plan's items, for `Checkpointer.fill`: tensors to be stored as such, and bytes.
 
         Args:
-            keys: names of the items.
-            safe_globals: types that may be saved beside those of the writer.
+            keys: names of the items. safe_globals: types that may be saved beside those of the writer.
 
         Raises:
             NotStagedError: a tensor has no data.
@@ -190,17 +184,15 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
     # ---- AsyncStager --------------------------------------------------------------------------------------
 
     def stage(self, state_dict: dict[str, Any], *, promised: bool = False) -> StagedStateDict:
-        """Copy the tensors of a state dict into a slot; the state dict returned consists of the copies.
+        """Copy the tensors of a state dict into a slot. Return a state of the copies that can be saved once, by any
+        thread, or in another process if pickled.
 
-        Tensors that other ranks write, known from the last save of the same structure, are left out: in their
-        places are tensors without data. A failure is kept and raised by the write, where DCP tells all ranks.
+        Tensors that other ranks write, known from the last save of the same structure, are left out: in their places
+        are tensors without data. A failure is raised as the save begins, where DCP tells all ranks.
 
         Args:
             promised: the caller changes no tensor on a CUDA device before all is copied. Where an optimizer is watched,
                 only what that updates is copied late; else all that is there.
-
-        Returns:
-            A state that can be saved once, by any thread, or in another process if pickled.
         """
         began = time.perf_counter()
         self._overlap.before_update()

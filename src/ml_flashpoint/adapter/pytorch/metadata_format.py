@@ -84,12 +84,10 @@ class _UnusualError(Exception):
 
 def encode_metadata(metadata: Metadata, allowed: Sequence[SafeGlobal] | None = ()) -> bytes:
     """Return DCP metadata as bytes. Of ``storage_meta``, only the ``save_id`` is kept: the reader knows what it reads.
+    Raises `UnsafeContentError` if `decode_metadata` would refuse this metadata.
 
     Args:
         allowed: what `decode_metadata` will be told to allow; None if nothing is to be refused here.
-
-    Raises:
-        UnsafeContentError: `decode_metadata` would refuse this metadata.
     """
     if _DCP_VERSION is not None and metadata.version is None:
         metadata.version = _DCP_VERSION
@@ -129,11 +127,10 @@ def decode_metadata(data: bytes, *, path: str, allowed: Sequence[SafeGlobal] = (
 
 
 def metadata_of_share(items: Sequence[WriteItem], keys: Sequence[str], paths: Mapping[str, Any], rank: int) -> bytes:
-    """Return the metadata of what one rank writes.
+    """Return the metadata of items that one rank writes under these keys.
 
     Args:
-        items: what it writes. keys: the name of each in the object.
-        paths: place of each item in the nested state, by name. An adapter adds notes under ``"<name>\0<note>"``.
+        paths: place of each item in the nested state, by name. An adapter adds notes under ``"<name>\\0<note>"``.
     """
     _, metadata = create_default_global_save_plan([SavePlan(list(items))], rewrite_index_hints=False)
     names = {item.index.fqn for item in items}
@@ -143,10 +140,8 @@ def metadata_of_share(items: Sequence[WriteItem], keys: Sequence[str], paths: Ma
 
 
 def merged_metadata(shares: Sequence[bytes]) -> bytes:
-    """Return the metadata of a version.
-
-    Args:
-        shares: what `metadata_of_share` has returned, of all ranks, in order; nothing of a rank that could not plan.
+    """Return the metadata of a version, out of what `metadata_of_share` has returned on each rank, in order; ``b""`` of
+    a rank that could not plan.
 
     Raises:
         SaveError: a rank could not plan. `DamagedError`, `UnsafeContentError`: a share from another rank is none.

@@ -67,11 +67,8 @@ class LocalSaves:
 
     def enter(self, version: CheckpointContainerId) -> Checkpointer:
         """Return the checkpointer of a version that all ranks are about to save. Collective where its base container is
-        not open yet, or where its step was saved before: that begins a new run.
-
-        Raises:
-            InvalidArgumentError: the path is that of no version, or another base container is open.
-        """
+        not open yet, or where its step was saved before: that begins a new run. Raises `InvalidArgumentError` if the
+        path is that of no version, or another base container is open."""
         if version.step is None:
             raise InvalidArgumentError(
                 "must end in step-<n>_ckpt",

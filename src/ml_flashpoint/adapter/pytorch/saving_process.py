@@ -2,8 +2,7 @@
 
 The saving process is a client of the trainer, over a Unix socket. Pickled are the address of that socket, its secret,
 and a ticket for what was staged. Tensors that lie in the staged slot come back as offsets in it, what a planner made of
-others as bytes; the trainer names and commits the save, as if one of its threads had saved. Nothing of the saving
-process is left when it dies: its save fails as its connection ends.
+others as bytes; the trainer names and commits the save. As the connection ends, a save that is not committed fails.
 """
 
 from __future__ import annotations
@@ -58,11 +57,8 @@ class _Session:
 
 
 class SaveServer:
-    """Has saving processes write saves of a trainer. Thread-safe. Listens from the first use until it is closed.
-
-    Args:
-        begin: starts a save of what was staged. rank: of the trainer.
-    """
+    """Has saving processes write saves of a trainer, which ``begin`` starts. Listens from the first use until it is
+    closed. Thread-safe."""
 
     def __init__(self, begin: Callable[[CheckpointContainerId, Staged | None], Staged], rank: int) -> None:
         self._begin, self._rank = begin, rank
@@ -73,11 +69,7 @@ class SaveServer:
         self._address = f"\0flashpoint-{secrets.token_hex(16)}"  # an abstract name: there is no file
 
     def reached_by(self) -> tuple[str, bytes]:
-        """Return address and secret.
-
-        Raises:
-            SaveError: the socket or its thread cannot be made.
-        """
+        """Return address and secret. Raises `SaveError` if the socket or its thread cannot be made."""
         with self._lock:
             if self._server is None:
                 try:
@@ -267,11 +259,7 @@ def _arrived(key: str, path: str | None, data: bytes) -> StagedStateDict:
 
 
 class RemoteSaves:
-    """The saves of a trainer, in a process that writes one of them. Picklable.
-
-    Args:
-        address, secret: of the trainer's socket. rank, world_size: of the trainer.
-    """
+    """The saves of a trainer, in a process that writes one of them. Picklable."""
 
     def __init__(self, address: str, secret: bytes, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size

@@ -45,12 +45,8 @@ class CheckpointObjectManager:
     def checkpointer(
         self, base: str | os.PathLike[str], replication_manager: ReplicationManager | None = None
     ) -> Checkpointer:
-        """Return the checkpointer of a base container. Collective the first time.
-
-        Raises:
-            InvalidArgumentError: this manager serves another base container, or it is open with another strategy.
-            FlashpointError: the base container cannot be opened.
-        """
+        """Return the checkpointer of a base container. Collective the first time. Raises `InvalidArgumentError` if this
+        manager serves another base container, or it is open with another strategy."""
         path = CheckpointContainerId(base)
         asked = None if replication_manager is None else replication_manager.checked
         with _lock:
@@ -101,11 +97,8 @@ class ReplicationManager:
         self._initialized = False
 
     def initialize(self, checkpoint_object_manager: CheckpointObjectManager) -> None:
-        """Learn who the ranks are. Collective; a second call does nothing. Copies begin as a base container is opened.
-
-        Raises:
-            InvalidArgumentError: ``checkpoint_object_manager`` is none.
-        """
+        """Learn who the ranks are. Collective; a second call does nothing. Copies begin as a base container is
+        opened."""
         if not isinstance(checkpoint_object_manager, CheckpointObjectManager):
             raise InvalidArgumentError(
                 "must be a CheckpointObjectManager",
@@ -141,9 +134,6 @@ class DefaultMLFlashpointCheckpointSaver:
 
     Attributes:
         saves: for a `MemoryStorageWriter`.
-
-    Raises:
-        InvalidArgumentError: ``initial_buffer_size_bytes`` is not positive.
     """
 
     def __init__(

@@ -33,11 +33,8 @@ _reading = threading.local()
 
 class StagedStateDict(dict[str, Any]):
     """A state that consists of copies. DCP saves it on a thread of its own, or sends it to another process, and says
-    neither; so the state notes which thread reads it.
-
-    Args:
-        state: the state. staged: a `Staged`, or in another process a `saving_process.ArrivedState`.
-    """
+    neither; so the state notes which thread reads it. ``staged`` is a `Staged`, or an `ArrivedState` in another
+    process."""
 
     def __init__(self, state: dict[str, Any], staged: Any) -> None:
         super().__init__(state)
@@ -69,10 +66,10 @@ class Staged:
 
     Attributes:
         save: None before it is begun.
-        error: why there is nothing to save; raised by DCP's planning, where DCP tells all ranks.
+        error: why there is nothing to save; raised as DCP plans.
         others: names of this rank's tensors that other ranks write, once its final plan is known; see `staging`.
         held_s: time that staging held the training loop; 0 if nothing was staged.
-        thread: carries it on: saves it, or waits for the process that does. None before.
+        thread: saves it, or waits for the process that does. None before.
         state: refers to the state that consists of the copies, for as long as DCP keeps that.
         is_claimed: True once a save has read what was staged.
     """

@@ -47,12 +47,8 @@ class LeftOut(torch.Tensor):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Places:
-    """The places of plain tensors in states of one structure.
-
-    Attributes:
-        numbers: of the leaf that each tensor is of.
-        paths: place of each tensor, for example ``optim.state.0.exp_avg``: DCP's name, when it flattens.
-    """
+    """The places of plain tensors in states of one structure: number of the leaf that each is of, and its path, such as
+    ``optim.state.0.exp_avg``: DCP's name, when it flattens."""
 
     structure: Structure
     numbers: list[int]
@@ -63,7 +59,6 @@ class TensorLeaves:
     """The plain tensors of a state dict, local parts of `DTensor` and `ShardedTensor` among them. The rest is copied.
 
     Args:
-        state_dict: a nested state dict.
         before: places of the save before, which are taken where the structure is the same.
 
     Attributes:
@@ -173,11 +168,7 @@ def _paths(tree: Tree) -> list[str]:
 
 
 class Omission:
-    """Tensors that need not be staged, because other ranks write them. For the thread that stages.
-
-    Attributes:
-        places: of the last state; None before.
-    """
+    """Tensors that need not be staged, because other ranks write them. For the thread that stages."""
 
     def __init__(self) -> None:
         self.places: Places | None = None
@@ -207,12 +198,8 @@ def tensor_names(plan: SavePlan) -> frozenset[str] | None:
 
 
 def left_to_others(planner: SavePlanner, own: frozenset[str] | None, final: SavePlan) -> frozenset[str] | None:
-    """Return the names of a rank's tensors that its final plan does not have; None if that is not known.
-
-    Args:
-        own: `tensor_names` of the rank's own plan. Only torch's planner is known to write each tensor under the name of
-            its place and from itself alone.
-    """
+    """Return the names of a rank's tensors that its final plan does not have, but its own; None if that is not known.
+    Only torch's planner is known to write each tensor under the name of its place and from itself alone."""
     if type(planner) is not DefaultSavePlanner or not planner.flatten_state_dict or own is None:
         return None
     return own - {item.index.fqn for item in final.items}

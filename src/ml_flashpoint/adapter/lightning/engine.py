@@ -5,11 +5,9 @@ With strategies that are not sharded, `FlashpointCheckpointIO` is Lightning's wa
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -62,7 +60,7 @@ class TrainerFlashpoint(Flashpoint):
         if isinstance(tracked, DictionaryState):
             tracked.make = lambda: self._dictionary(trainer)
             tracked.sizes = lambda: _tensors_of(trainer)
-            if self.world_size > 1:
+            if self._ranks.world_size > 1:
                 module = trainer.lightning_module
                 tracked.parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
             return
@@ -85,11 +83,6 @@ class TrainerFlashpoint(Flashpoint):
         self._begin_run()
         self._checkpointer.check_room(self._tracked.expected_bytes())
         self._go_on(trainer)
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks that save together."""
-        return self._ranks.world_size
 
     # ---- saving -------------------------------------------------------------------------------------------
 
@@ -124,14 +117,6 @@ class TrainerFlashpoint(Flashpoint):
             if not self._hparams_left_out:
                 self._hparams_left_out = True
                 _log.warning("hyperparameters are left out of checkpoints in memory: %s", why)
-
-    def save_dictionary(self, checkpoint: Checkpoint, step: int) -> None:
-        """Save a dictionary that is already made, of unsharded state. Without free memory, wait for some."""
-        tracked = self._tracked
-        assert isinstance(tracked, DictionaryState)
-        self._begin_run()
-        with _replaced(tracked, lambda: checkpoint):
-            self.save(step)
 
     def save_due(self, step: int) -> None:
         """Save by the schedule. Without free memory, the save is skipped."""
@@ -213,15 +198,6 @@ class TrainerFlashpoint(Flashpoint):
         self._close(max(give_up - time.monotonic(), 0.0))
 
 
-@contextlib.contextmanager
-def _replaced(tracked: DictionaryState, make: Callable[[], Checkpoint]) -> Iterator[None]:
-    before, tracked.make = tracked.make, make
-    try:
-        yield
-    finally:
-        tracked.make = before
-
-
 def _tensors_of(trainer: Trainer) -> list[torch.Tensor]:
     """Return tensors as large as those of model and optimizers after the first step."""
     tensors = [each for each in trainer.lightning_module.state_dict().values() if isinstance(each, torch.Tensor)]
@@ -242,24 +218,15 @@ class FlashpointCheckpointIO(CheckpointIO):  # type: ignore[misc]
     def save_checkpoint(
         self, checkpoint: Checkpoint, path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Save a dictionary. In the base container, it is staged on return and committed in the background.
-
-        Raises:
-            InvalidArgumentError: a path in the base container, and more than one rank: Lightning saves on rank 0 only.
-        """
-        if not self.flashpoint.holds(path):
-            self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
-            return
-        if self.flashpoint.world_size > 1:
+        """Save a dictionary elsewhere. Raises `InvalidArgumentError` for a path in the base container."""
+        if self.flashpoint.holds(path):
             raise InvalidArgumentError(
                 "lies in the base container, where all ranks save together, and Lightning saves on one",
                 argument="path",
                 value=path,
                 hint="call FlashpointCallback.save(trainer) on all ranks, or choose another folder",
             )
-        step = CheckpointContainerId(path).step
-        assert step is not None
-        self.flashpoint.save_dictionary(checkpoint, step)
+        self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
     def load_checkpoint(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Checkpoint:
         """Load a dictionary. Collective in the base container, where tensors are loaded into memory of the CPU."""

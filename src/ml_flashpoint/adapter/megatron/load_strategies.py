@@ -76,18 +76,15 @@ class MLFlashpointMegatronLoadStrategy(TorchDistLoadShardedStrategy):  # type: i
 
     def _load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
         with self._reading(checkpoint_dir) as reader:
-            return self._read(sharded_state_dict, reader)
-
-    def _read(self, sharded_state_dict: dict[str, Any], reader: MemoryStorageReader) -> dict[str, Any]:
-        metadata = reader.read_metadata()
-        translation = LoadTranslation(sharded_state_dict, metadata)
-        planner = translation.planner
-        # Every rank plans by itself: loads need nothing of each other, and so no collectives.
-        planner.set_up_planner(translation.state, metadata, True)
-        reader.set_up_storage_reader(metadata, True)
-        plan = reader.prepare_local_plan(planner.create_local_plan())
-        (plan,) = reader.prepare_global_plan(planner.create_global_plan([plan]))
-        reader.read_data(planner.finish_plan(plan), planner).wait()
+            metadata = reader.read_metadata()
+            translation = LoadTranslation(sharded_state_dict, metadata)
+            planner = translation.planner
+            # Every rank plans by itself: loads need nothing of each other, and so no collectives.
+            planner.set_up_planner(translation.state, metadata, True)
+            reader.set_up_storage_reader(metadata, True)
+            plan = planner.create_local_plan()
+            (plan,) = planner.create_global_plan([plan])
+            reader.read_data(planner.finish_plan(plan), planner).wait()
         self.cached_global_metadata = metadata
         return translation.result()
 

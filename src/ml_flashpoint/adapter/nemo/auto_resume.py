@@ -11,8 +11,7 @@ from typing import Any
 
 from nemo.lightning.resume import AutoResume, _try_restore_tokenizer
 
-from ml_flashpoint.adapter.nemo.checkpoint_io import CONTEXT_FILE
-from ml_flashpoint.adapter.nemo.parts import EngineParts
+from ml_flashpoint.adapter.nemo.checkpoint_io import CONTEXT_FILE, EngineParts
 from ml_flashpoint.format.errors import FlashpointError, NothingLoadableError
 from ml_flashpoint.format.private_folders import make_private
 from ml_flashpoint.ranks.rank_group import rank_group

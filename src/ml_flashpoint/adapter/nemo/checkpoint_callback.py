@@ -10,10 +10,10 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ml_flashpoint.adapter.nemo.checkpoint_io import (
     EXPLICIT,
+    EngineParts,
     MLFlashpointAsyncFinalizableCheckpointIO,
     MLFlashpointCheckpointIO,
 )
-from ml_flashpoint.adapter.nemo.parts import EngineParts
 from ml_flashpoint.adapter.trainer_loops import Schedule, go_last, updates_by_step
 from ml_flashpoint.format.arguments import checked_base, checked_bool
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId

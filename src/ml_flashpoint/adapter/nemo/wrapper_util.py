@@ -14,10 +14,10 @@ from nemo.utils.callbacks.dist_ckpt_io import AsyncFinalizableCheckpointIO, Asyn
 from ml_flashpoint.adapter.nemo.auto_resume import MLFlashpointAutoResume
 from ml_flashpoint.adapter.nemo.checkpoint_callback import MLFlashpointCheckpointCallback, flashpoint_io_of
 from ml_flashpoint.adapter.nemo.checkpoint_io import (
+    EngineParts,
     MLFlashpointAsyncFinalizableCheckpointIO,
     MLFlashpointCheckpointIO,
 )
-from ml_flashpoint.adapter.nemo.parts import EngineParts
 from ml_flashpoint.config import Config, Persist
 from ml_flashpoint.format.arguments import checked_base, checked_bool, checked_integer, checked_seconds, ignored
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId

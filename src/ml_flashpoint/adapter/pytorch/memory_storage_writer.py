@@ -26,8 +26,15 @@ from ml_flashpoint.adapter.pytorch.metadata_format import METADATA_KEY, METADATA
 from ml_flashpoint.adapter.pytorch.saves import LocalSaves
 from ml_flashpoint.adapter.pytorch.saving_process import RemoteSave, RemoteSaves
 from ml_flashpoint.adapter.pytorch.seed import DefaultMLFlashpointCheckpointSaver
-from ml_flashpoint.adapter.pytorch.staged import Staged, StagedStateDict, take_read
-from ml_flashpoint.adapter.pytorch.staging import Omission, TensorLeaves, left_to_others, tensor_names
+from ml_flashpoint.adapter.pytorch.staging import (
+    Omission,
+    Staged,
+    StagedStateDict,
+    TensorLeaves,
+    left_to_others,
+    take_read,
+    tensor_names,
+)
 from ml_flashpoint.copy.collection import collection_paused
 from ml_flashpoint.copy.late import LateCopy
 from ml_flashpoint.copy.overlap import Overlap, OverlappingDoor
@@ -61,6 +68,11 @@ class _Call:
     own_tensors: frozenset[str] | None = None
     save_id: str = field(default_factory=lambda: str(uuid.uuid4()))
     began: float = field(default_factory=time.perf_counter)
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.call = _Call()
 
 
 class MemoryStorageWriter(OverlappingDoor, StorageWriter):
@@ -107,7 +119,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         self._saves = saves
         self._safe_globals = safe_globals
         self._trust_bytes = trust_bytes
-        self._thread = threading.local()
+        self._thread = _Thread()
         self._omission = Omission()
         self._overlap = Overlap()
 
@@ -122,10 +134,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
 
     @property
     def _call(self) -> _Call:
-        call = getattr(self._thread, "call", None)
-        if call is None:
-            call = self._thread.call = _Call()
-        return call
+        return self._thread.call
 
     @property
     def checkpoint_id(self) -> str | None:

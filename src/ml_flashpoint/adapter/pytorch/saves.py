@@ -12,7 +12,7 @@ from typing import Any
 
 from ml_flashpoint import events
 from ml_flashpoint.adapter.pytorch.saving_process import RemoteSaves, SaveServer
-from ml_flashpoint.adapter.pytorch.staged import GIVEN_S, Staged, StagedStateDict
+from ml_flashpoint.adapter.pytorch.staging import GIVEN_S, Staged, StagedStateDict
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidArgumentError, SaveError

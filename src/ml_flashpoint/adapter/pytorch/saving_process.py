@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ml_flashpoint.adapter.pytorch.staged import Staged, StagedStateDict
-from ml_flashpoint.adapter.pytorch.staging import LeftOut
+from ml_flashpoint.adapter.pytorch.staging import LeftOut, Staged, StagedStateDict
 from ml_flashpoint.copy.dtypes import dtype_name, octets_of, torch_dtype
 from ml_flashpoint.engine.committing import BytesItem, TensorItem
 from ml_flashpoint.format import errors

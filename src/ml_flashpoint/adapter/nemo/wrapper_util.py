@@ -123,29 +123,19 @@ def _is_enabled(trainer: Any, base: CheckpointContainerId) -> bool:
 
 
 def _check_trainer(trainer: Any) -> None:
-    strategy = getattr(trainer, "strategy", None)
-    if not isinstance(strategy, MegatronStrategy):
-        raise InvalidArgumentError(
-            "must have NeMo's MegatronStrategy, whose sharded state dicts are what is saved",
-            argument="trainer.strategy",
-            value=type(strategy),
-            hint="for Lightning's own strategies there is ml_flashpoint.adapter.lightning",
-        )
-    if getattr(strategy, "_fsdp", None) is not None:
-        raise InvalidArgumentError(
-            "has FSDP, whose optimizer state NeMo saves in a form of its own",
-            argument="trainer.strategy",
-            value=type(strategy),
-            hint="use MegatronStrategy without fsdp=",
-        )
+    strategy, why, hint = getattr(trainer, "strategy", None), "", ""
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if several and not (dist.is_available() and dist.is_initialized()):
-        raise InvalidArgumentError(
-            "has not set up torch.distributed, which replication needs",
-            argument="trainer.strategy",
-            value=type(strategy),
-            hint="call trainer.strategy.setup_environment() first",
-        )
+    if not isinstance(strategy, MegatronStrategy):
+        why = "must have NeMo's MegatronStrategy, whose sharded state dicts are what is saved"
+        hint = "for Lightning's own strategies there is ml_flashpoint.adapter.lightning"
+    elif getattr(strategy, "_fsdp", None) is not None:
+        why = "has FSDP, whose optimizer state NeMo saves in a form of its own"
+        hint = "use MegatronStrategy without fsdp="
+    elif several and not (dist.is_available() and dist.is_initialized()):
+        why = "has not set up torch.distributed, which replication needs"
+        hint = "call trainer.strategy.setup_environment() first"
+    if why:
+        raise InvalidArgumentError(why, argument="trainer.strategy", value=type(strategy), hint=hint)
 
 
 def _wrap(trainer: Any, parts: EngineParts, *, async_save: bool, always_save_context: bool) -> None:

@@ -18,6 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -139,12 +140,13 @@ class SaveServer:
 def _items(save: Staged, received: list[bytes], fields: Fields) -> tuple[list[TensorItem], list[BytesItem]]:
     """Return the items of a call, of what was received and of what was staged."""
 
+    pieces = iter(received)
+
     def take(count: int) -> bytearray:
-        if not 0 <= count <= len(received):
+        found = list(islice(pieces, count))
+        if len(found) != count:
             raise ProtocolError("less was sent than was announced")
-        data = bytearray().join(received[:count])
-        del received[:count]
-        return data
+        return bytearray().join(found)
 
     tensors: list[TensorItem] = []
     for key, name, shape, offset, count in list_of(fields, "tensors"):

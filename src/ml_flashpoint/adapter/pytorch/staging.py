@@ -48,6 +48,9 @@ from ml_flashpoint.format.errors import NotStagedError
 from ml_flashpoint.state.private import ShardedTensor, tree_unflatten
 from ml_flashpoint.state.tree import Structure, Tree
 
+GIVEN_S = 1e-3
+"""Seconds in which a thread that DCP has just started lets the training thread return to its loop."""
+_reading = threading.local()
 _IMMUTABLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list, tuple})
 
@@ -184,11 +187,6 @@ def _paths(tree: Tree) -> list[str]:
 
 
 # ---- a save --------------------------------------------------------------------------------------------------------
-
-GIVEN_S = 1e-3
-"""Seconds in which a thread that DCP has just started lets the training thread return to its loop."""
-
-_reading = threading.local()
 
 
 class StagedStateDict(dict[str, Any]):

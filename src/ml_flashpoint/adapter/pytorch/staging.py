@@ -11,46 +11,39 @@ and never a byte: what was not staged has no data to write.
 
 from __future__ import annotations
 
+import copy
+import functools
 import threading
 import time
 import weakref
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from ml_flashpoint.copy.cpu import cpu_clones
-from ml_flashpoint.copy.late import LateCopy
-from ml_flashpoint.engine.checkpointer import Checkpointer
-from ml_flashpoint.engine.committing import BytesItem, TensorItem
-from ml_flashpoint.engine.save import Save
-from ml_flashpoint.format.errors import SaveError
-from ml_flashpoint.format.knobs import seal_deadline_s
-
-if TYPE_CHECKING:
-    from _collections_abc import dict_items
-
-
-import copy
-import functools
-from collections import OrderedDict, defaultdict
-from dataclasses import dataclass
-
 from torch.distributed._shard.sharded_tensor import Shard  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from ml_flashpoint.copy import cuda
-from ml_flashpoint.copy.cpu import view_identity
+from ml_flashpoint.copy.cpu import cpu_clones, view_identity
+from ml_flashpoint.copy.late import LateCopy
 from ml_flashpoint.copy.tensors import is_plain_strided, materialized, storable_name, whole_copy
-from ml_flashpoint.format.errors import NotStagedError
+from ml_flashpoint.engine.checkpointer import Checkpointer
+from ml_flashpoint.engine.committing import BytesItem, TensorItem
+from ml_flashpoint.engine.save import Save
+from ml_flashpoint.format.errors import NotStagedError, SaveError
+from ml_flashpoint.format.knobs import seal_deadline_s
 from ml_flashpoint.state.private import ShardedTensor, tree_unflatten
 from ml_flashpoint.state.tree import Structure, Tree
 
+if TYPE_CHECKING:
+    from _collections_abc import dict_items
+
 GIVEN_S = 1e-3
 """Seconds in which a thread that DCP has just started lets the training thread return to its loop."""
-_reading = threading.local()
 _IMMUTABLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list, tuple})
 
@@ -187,6 +180,9 @@ def _paths(tree: Tree) -> list[str]:
 
 
 # ---- a save --------------------------------------------------------------------------------------------------------
+
+
+_reading = threading.local()
 
 
 class StagedStateDict(dict[str, Any]):

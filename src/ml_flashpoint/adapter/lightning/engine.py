@@ -80,7 +80,11 @@ class TrainerFlashpoint(Flashpoint):
         # are through: `before_update`.
         for optimizer in trainer.optimizers:
             self._checkpointer.overlap.watch(optimizer, announced=trainer.lightning_module.automatic_optimization)
-        self._begin_run()
+        if self._brought is None or self._checkpointer.run > 0:
+            hint = "or construct the callback with discard_existing=True"
+            self._checkpointer.check_asked("resume_path(trainer)", hint=hint)
+        else:
+            self._checkpointer.go_on_from(self._brought)
         self._checkpointer.check_room(self._tracked.expected_bytes())
         self._go_on(trainer)
 
@@ -136,13 +140,6 @@ class TrainerFlashpoint(Flashpoint):
     def overwrite(self) -> None:
         """Note that the program goes on from elsewhere, and knows of the versions here. Collective."""
         self._checkpointer.go_on_from(None)
-
-    def _begin_run(self) -> None:
-        if self._checkpointer.run == 0 and not self._checkpointer.is_between_runs:  # else the next save goes on
-            if self._brought is None:
-                hint = "or construct the callback with discard_existing=True"
-                self._checkpointer.check_asked("resume_path(trainer)", hint=hint)
-            self._checkpointer.go_on_from(self._brought)
 
     def holds(self, path: object) -> bool:
         """Return True if a path is that of a version in the base container."""

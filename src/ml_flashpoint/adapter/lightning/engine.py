@@ -80,7 +80,7 @@ class TrainerFlashpoint(Flashpoint):
         # are through: `before_update`.
         for optimizer in trainer.optimizers:
             self._checkpointer.overlap.watch(optimizer, announced=trainer.lightning_module.automatic_optimization)
-        if self._brought is None or self._checkpointer.run > 0:
+        if self._brought is None or self._checkpointer.run > 0 or self._checkpointer.is_between_runs:
             hint = "or construct the callback with discard_existing=True"
             self._checkpointer.check_asked("resume_path(trainer)", hint=hint)
         else:

@@ -27,11 +27,11 @@ from nemo.lightning.io.pl import MegatronCheckpointIO
 from nemo.lightning.pytorch.strategies import MegatronStrategy
 from nemo.utils.callbacks.dist_ckpt_io import AsyncFinalizableCheckpointIO, AsyncFinalizerCallback
 
-from ml_flashpoint.adapter.nemo.auto_resume import MLFlashpointAutoResume
 from ml_flashpoint.adapter.nemo.checkpoint_callback import flashpoint_io_of
 from ml_flashpoint.adapter.nemo.checkpoint_io import (
     MLFlashpointCheckpointIO,
 )
+from ml_flashpoint.adapter.nemo.wrapper_util import MLFlashpointAutoResume
 from ml_flashpoint.adapter.nemo.wrapper_util import wrap_trainer_and_auto_resume_with_mlflashpoint as wrap
 from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, UnaskedVersionsError, UnsafePathError
 from tests.support.cases import go_through

@@ -34,6 +34,7 @@ class LightningDoor(Door):
             _logger_connector=SimpleNamespace(_callback_metrics={}),
             fit_loop=SimpleNamespace(_data_fetcher=None, _combined_loader=None),
             lightning_module=torch.nn.Module(),
+            optimizers=[],
         )
 
     def save(self, step: int, state: State) -> None:

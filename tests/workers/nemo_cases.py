@@ -314,6 +314,7 @@ def ending(base: Path) -> None:
         trainer = trainer_of(base, keep_mlf_checkpoint_on_train_end=keep)
         resume = wrap(trainer, str(base), async_save=True, use_optimized_save=True, use_cached_ckpt_structure=False)
         assert resume.get_trainer_ckpt_path() == (None if keep else version(base, 3))
+        trainer.callbacks[0].on_train_start(trainer, None)
         save(trainer, version(base, step), step)
         for each in [*trainer.callbacks[1:], trainer.callbacks[0]]:
             each.on_train_end(trainer, None)

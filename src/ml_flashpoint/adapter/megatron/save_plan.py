@@ -30,55 +30,6 @@ from ml_flashpoint.state.plan import item_keys
 Data: TypeAlias = "torch.Tensor | io.BytesIO"
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedSave:
-    """A plan of one rank: its items, the name and the data of each, the plan as metadata for rank 0, and a digest of
-    that."""
-
-    plan: SavePlan
-    keys: list[str]
-    data: Sequence[Data]
-    share: bytes
-    digest: str
-
-
-NOTHING = PlannedSave(SavePlan([]), [], (), b"", "nothing")
-"""Stands for the plan of a rank that has none."""
-
-
-class Plans:
-    """Plans of one strategy's saves on one rank. ``known`` is the last one, without data."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._local: _LocalPlan | None = None
-        self.known = NOTHING
-        self._metadata: tuple[str, bytes] = ("", b"")  # of a table; for the committing executor
-
-    def plan(self, sharded_state_dict: dict[str, Any]) -> PlannedSave:
-        """Plan what this rank writes of a state dict, see `translation.state_to_save`."""
-        local, self._local = self._local, None
-        data = None if local is None else local.data_in(sharded_state_dict)
-        if local is None or data is None:
-            local, data = _LocalPlan.of(sharded_state_dict, coordinator=self._rank == 0)
-        if local.plan is not self.known.plan and (self.known is NOTHING or local.plan != self.known.plan):
-            keys = item_keys(local.plan.items)
-            share = metadata_of_share(local.plan.items, keys, flattened_shapes(local.plan), self._rank)
-            digest = hashlib.blake2b(share, digest_size=16).hexdigest()
-            self.known = PlannedSave(local.plan, keys, (), share, digest)
-        self._local = local
-        return replace(self.known, data=data)
-
-    def metadata(self, replicas: Replicas, table: str, deadline_s: float) -> bytes:
-        """Return DCP's metadata of the saves by a table, on rank 0. Raises `DeadlineError` if a rank has published no
-        plan, or as `merged_metadata`."""
-        if self._metadata[0] != table:
-            self._metadata = table, merged_metadata(replicas.collect(table, deadline_s))
-        return self._metadata[1]
-
-
-# ---- one structure ------------------------------------------------------------------------------------------------
-
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _LASTING = frozenset({bool, int, str, type(None), tuple, slice, torch.dtype, torch.Size})
 """Types of fields that stay what they are for as long as they are equal to what they were: nothing is set in them."""
@@ -94,31 +45,22 @@ _of_data = attrgetter("dtype", "shape", "layout", "device")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _LocalPlan:
-    """A plan for state dicts of one description. No tensor is kept.
+class LocalPlan:
+    """The plan of one rank for state dicts of one description. No tensor is kept.
 
     Attributes:
-        plan: DCP's, of what this rank writes.
+        plan, keys: the items that this rank writes, and the name of each in the object.
+        share, digest: the plan as metadata for rank 0, and its digest.
         described: what it is for; None if nobody can tell.
         sources: by item, the number of the value that its data is of, and the shape; None for an object.
     """
 
     plan: SavePlan
-    described: list[object] | None
-    sources: list[tuple[int, torch.Size] | None]
-
-    @classmethod
-    def of(cls, sharded_state_dict: dict[str, Any], *, coordinator: bool) -> tuple[_LocalPlan, list[Data]]:
-        """Return the plan for a state dict, and the data of its items. Raises `SaveError`: see `state_to_save`."""
-        values = list(nested_values(sharded_state_dict))
-        # megatron-core gives some tensors a further axis.
-        described, given = _described(values), list(map(_data, values))
-        planner = save_planner()
-        planner.set_up_planner(state_to_save(sharded_state_dict), is_coordinator=coordinator)
-        plan = planner.create_local_plan()
-        data: list[Data] = [planner.resolve_data(item) for item in plan.items]
-        sources = None if described is None else _sources(plan, values, given, data)
-        return cls(plan, None if sources is None else described, sources or []), data
+    keys: list[str]
+    share: bytes
+    digest: str
+    described: list[object] | None = None
+    sources: Sequence[tuple[int, torch.Size] | None] = ()
 
     def data_in(self, sharded_state_dict: dict[str, Any]) -> list[Data] | None:
         """Return the data of the plan's items in another state dict; None if this plan may not be the one for it."""
@@ -136,10 +78,54 @@ class _LocalPlan:
         return found
 
 
+NOTHING = LocalPlan(SavePlan([]), [], b"", "nothing")
+"""Stands for the plan of a rank that has none."""
+
+
+class Plans:
+    """Plans of one strategy's saves on one rank. ``known`` is the last one."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.known = NOTHING
+        self._metadata: tuple[str, bytes] = ("", b"")  # of a table; for the committing executor
+
+    def plan(self, sharded_state_dict: dict[str, Any]) -> tuple[LocalPlan, list[Data]]:
+        """Return what this rank writes of a state dict, see `translation.state_to_save`, and the data of its items."""
+        data = self.known.data_in(sharded_state_dict)
+        if data is None:
+            self.known, data = self._planned(sharded_state_dict)
+        return self.known, data
+
+    def _planned(self, sharded_state_dict: dict[str, Any]) -> tuple[LocalPlan, list[Data]]:
+        values = list(nested_values(sharded_state_dict))
+        # megatron-core gives some tensors a further axis.
+        described, given = _described(values), list(map(_data, values))
+        planner = save_planner()
+        planner.set_up_planner(state_to_save(sharded_state_dict), is_coordinator=self._rank == 0)
+        plan = planner.create_local_plan()
+        data: list[Data] = [planner.resolve_data(item) for item in plan.items]
+        sources = None if described is None else _sources(plan, values, given, data)
+        described = None if sources is None else described
+        if self.known is not NOTHING and plan == self.known.plan:
+            return replace(self.known, described=described, sources=sources or ()), data
+        keys = item_keys(plan.items)
+        share = metadata_of_share(plan.items, keys, flattened_shapes(plan), self._rank)
+        digest = hashlib.blake2b(share, digest_size=16).hexdigest()
+        return LocalPlan(plan, keys, share, digest, described, sources or ()), data
+
+    def metadata(self, replicas: Replicas, table: str, deadline_s: float) -> bytes:
+        """Return DCP's metadata of the saves by a table, on rank 0. Raises `DeadlineError` if a rank has published no
+        plan, or as `merged_metadata`."""
+        if self._metadata[0] != table:
+            self._metadata = table, merged_metadata(replicas.collect(table, deadline_s))
+        return self._metadata[1]
+
+
 def _sources(
     plan: SavePlan, values: Sequence[Any], given: Sequence[Any], data: Sequence[Data]
 ) -> list[tuple[int, torch.Size] | None] | None:
-    """Return which of the values each item is of, see `_LocalPlan`; None if that is not clear.
+    """Return which of the values each item is of, see `LocalPlan`; None if that is not clear.
 
     Args:
         given: the data of the values, as the program has it. data: of the items.

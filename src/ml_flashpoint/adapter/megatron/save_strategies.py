@@ -227,9 +227,9 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
     ) -> None:
         """Plan what this rank writes, copy that, and leave the rest to the committing executor."""
         step = writing.version.step or 0
-        planned, failure = self._plans.known, None
+        planned, found, failure = self._plans.known, list[Any](), None
         try:
-            planned = self._plans.plan(sharded_state_dict)
+            planned, found = self._plans.plan(sharded_state_dict)
         except Exception as error:  # the other ranks may wait for this one's plan
             failure = error
         name, replicas = SaveId(checkpointer.run, step), checkpointer.replicas
@@ -243,7 +243,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         if failure is not None:
             raise failure
         carrier = self._add_files(writing, common_state)
-        data = dict(zip((item.index for item in planned.plan.items), planned.data, strict=True))
+        data = dict(zip((item.index for item in planned.plan.items), found, strict=True))
         planner: Any = SimpleNamespace(resolve_data=lambda item: data[item.index])
         tensors, byte_items = self._writer.items(planned.plan, planner, planned.keys, safe_globals=object_types())
         byte_items = [*byte_items, *sidecar_items(writing.files)]

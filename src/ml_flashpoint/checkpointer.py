@@ -24,7 +24,6 @@ from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageRea
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
 from ml_flashpoint.adapter.pytorch.metadata_format import (
     METADATA_KEY,
-    METADATA_SCOPE,
     merged_metadata,
     metadata_of_share,
 )
@@ -249,8 +248,7 @@ class Checkpointer(engine.Checkpointer):
             late=self.overlap.begin(tensor for _, tensor in captured.tensors),
         )
         captured.tensors = ()
-        labels = {"door": "dcp", **({METADATA_SCOPE: "global"} if self.ranks.rank == 0 else {})}
-        self.commit(save, items=partial(self._items, written, captured, copies), labels=labels)
+        self.commit(save, items=partial(self._items, written, captured, copies))
 
     def _items(
         self, written: _Written, captured: Captured, copies: Sequence[torch.Tensor]

@@ -19,7 +19,7 @@ import torch
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from ml_flashpoint.adapter.pytorch.metadata_format import METADATA_KEY, METADATA_SCOPE, ItemPlace, decode_metadata
+from ml_flashpoint.adapter.pytorch.metadata_format import METADATA_KEY, ItemPlace, decode_metadata
 from ml_flashpoint.copy.cpu import typed_view
 from ml_flashpoint.copy.dtypes import torch_dtype
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, ObjectNotFoundError
@@ -318,7 +318,7 @@ class VersionItems:
 
 def _metadata(version: OpenVersion) -> Metadata:
     first = version.object(0)
-    if METADATA_SCOPE not in version.manifests[0].labels:
+    if METADATA_KEY not in first.layout.by_key:
         text = "this version was not saved through DCP: names of its state are not known"
         raise LoadError(text, step=version.step, path=first.path)
     metadata = decode_metadata(bytes(first.bytes_of(METADATA_KEY)), path=first.path)

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
-from ml_flashpoint.adapter.pytorch.metadata_format import METADATA_KEY, METADATA_SCOPE, ItemPlace, encode_metadata
+from ml_flashpoint.adapter.pytorch.metadata_format import METADATA_KEY, ItemPlace, encode_metadata
 from tests.support.dcp import Door
 from tests.support.tensors import assert_same
 
@@ -148,7 +148,7 @@ def _crafted(
     made = Metadata({"x": kind}, planner_data={"x": ("x",)}, storage_data={index: ItemPlace(0, "x")})
     described = encode_metadata(metadata(made), None) if encoded is None else encoded
     items = [("x", data), (METADATA_KEY, described)]
-    door.put(1, [("other", torch.ones(2))], items, **{METADATA_SCOPE: "global"})
+    door.put(1, [("other", torch.ones(2))], items)
     return door.version(1)
 
 

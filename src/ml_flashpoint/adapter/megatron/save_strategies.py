@@ -28,7 +28,7 @@ from ml_flashpoint.adapter.megatron.releases import AsyncRequest, SaveStrategyBa
 from ml_flashpoint.adapter.megatron.save_plan import Plans
 from ml_flashpoint.adapter.megatron.translation import saved_common_state, written_common_state
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
-from ml_flashpoint.adapter.pytorch.metadata_format import METADATA_KEY, METADATA_SCOPE
+from ml_flashpoint.adapter.pytorch.metadata_format import METADATA_KEY
 from ml_flashpoint.copy.collection import collection_paused
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.engine.committing import BytesItem, TensorItem
@@ -257,8 +257,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
             metadata = self._plans.metadata(replicas, writing.table, save.terms.left_s)
             return named, [*byte_items, (METADATA_KEY, metadata)]
 
-        scope = {METADATA_SCOPE: "global"} if self._group.rank == 0 else {}
-        checkpointer.commit(save, items=items, labels={"door": "dcp", **sidecar_labels(carrier), **scope})
+        checkpointer.commit(save, items=items, labels=sidecar_labels(carrier))
 
     def _add_files(self, writing: _Writing, common_state: ShardedObject | None) -> int:
         """Have the files that `dist_checkpointing.load` looks for kept in an object. Return the rank that has it. Where

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ml_flashpoint.adapter.pytorch.metadata_format import METADATA_KEY, METADATA_SCOPE, ItemPlace, decode_metadata
+from ml_flashpoint.adapter.pytorch.metadata_format import METADATA_KEY, ItemPlace, decode_metadata
 from ml_flashpoint.adapter.pytorch.seed import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.copy.cpu import copy_all
 from ml_flashpoint.engine.checkpointer import Checkpointer
@@ -112,7 +112,7 @@ class MemoryStorageReader(StorageReader):
             raise error
         self._unread = None
         try:
-            reader = self._reader(self._metadata_source())
+            reader = self._metadata_reader()
             data = bytes(reader.bytes_of(METADATA_KEY))
             metadata = decode_metadata(data, path=reader.path, allowed=self._safe_globals)
         except Exception as error:
@@ -124,15 +124,14 @@ class MemoryStorageReader(StorageReader):
         metadata.storage_meta = StorageMeta(self.checkpoint_id, save_id=save_id, load_id=str(uuid.uuid4()))
         return metadata
 
-    def _metadata_source(self) -> int:
-        """Return the rank whose object has the metadata: this one where every rank was its own coordinator."""
-        parts = self._opened()
-        for source in dict.fromkeys((rank_group().rank, 0)):
+    def _metadata_reader(self) -> ObjectReader:
+        """Return the object that has the metadata: own, where each rank was a coordinator, or rank 0's."""
+        for rank in dict.fromkeys((rank_group().rank, 0)):
             try:
-                if METADATA_SCOPE in parts.manifest(source).labels:
-                    return source
+                if METADATA_KEY in (reader := self._reader(rank)).layout.by_key:
+                    return reader
             except ObjectNotFoundError:
-                if source == 0:
+                if rank == 0:
                     raise
         text = "this version was not saved through DCP: it has no DCP metadata"
         raise LoadError(text, step=None if self._version is None else self._version.step, path=self.checkpoint_id)

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ml_flashpoint.adapter.pytorch.metadata_format import METADATA_KEY, METADATA_SCOPE, ItemPlace, encode_metadata
+from ml_flashpoint.adapter.pytorch.metadata_format import METADATA_KEY, ItemPlace, encode_metadata
 from ml_flashpoint.adapter.pytorch.saves import LocalSaves
 from ml_flashpoint.adapter.pytorch.saving_process import RemoteSave, RemoteSaves
 from ml_flashpoint.adapter.pytorch.seed import DefaultMLFlashpointCheckpointSaver
@@ -309,7 +309,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
             tensors, byte_items = self.items(plan, planner, keys)
             call.save.fill(tensors, byte_items)
             if not call.is_coordinator:
-                self._commit(call, {})
+                self._commit(call)
         except BaseException as error:
             call.save.fail(error)
             raise
@@ -331,17 +331,15 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         try:
             metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
             metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=call.save_id)
-            self._commit(
-                call, {METADATA_SCOPE: "global"}, [(METADATA_KEY, encode_metadata(metadata, self._safe_globals))]
-            )
+            self._commit(call, [(METADATA_KEY, encode_metadata(metadata, self._safe_globals))])
         except BaseException as error:
             call.save.fail(error)
             raise
 
-    def _commit(self, call: _Call, labels: dict[str, str], extra: Sequence[BytesItem] = ()) -> None:
+    def _commit(self, call: _Call, extra: Sequence[BytesItem] = ()) -> None:
         assert call.save is not None
         assert call.id is not None
-        call.save.commit(extra=extra, labels={"door": "dcp", **labels})
+        call.save.commit(extra)
         if call.staged is None and isinstance(self._saves, LocalSaves):
             self._saves.note_held(CheckpointContainerId(call.id), time.perf_counter() - call.began)
 

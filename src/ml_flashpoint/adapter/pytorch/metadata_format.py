@@ -44,9 +44,6 @@ from ml_flashpoint.state.plain_modes import plain_modes
 METADATA_KEY = "__dcp_metadata__"
 """Item of the coordinator's object that holds the metadata."""
 
-METADATA_SCOPE = "dcp_metadata"
-"""Manifest label of a part whose object has that item."""
-
 _SCHEMA = 1
 _FIELDS = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
 # What torch's own writer says; torch 2.6 has none.

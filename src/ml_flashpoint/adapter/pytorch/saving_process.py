@@ -16,7 +16,7 @@ import pickle
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -129,7 +129,7 @@ class SaveServer:
             save.others = None if others is None else frozenset(others)
             save.fill(*_items(save, received, fields))
         elif op == "commit":
-            save.commit(extra=list(zip(list_of(fields, "extra"), blobs, strict=True)), labels=fields["labels"])
+            save.commit(list(zip(list_of(fields, "extra"), blobs, strict=True)))
         elif op == "fail":
             save.fail(WIRE.rebuild(fields["error"]))
         else:
@@ -310,10 +310,9 @@ class RemoteSave:
         others = None if self.others is None else sorted(self.others)
         self.request("fill", {"tensors": described, "byte_items": counts, "others": others})
 
-    def commit(self, *, extra: Sequence[BytesItem] = (), labels: Mapping[str, str]) -> None:
+    def commit(self, extra: Sequence[BytesItem] = ()) -> None:
         """Have the object committed; return when the trainer's part is."""
-        fields = {"labels": dict(labels), "extra": [key for key, _ in extra]}
-        self.request("commit", fields, [data for _, data in extra])
+        self.request("commit", {"extra": [key for key, _ in extra]}, [data for _, data in extra])
         self._connection.close()
 
     def fail(self, error: BaseException) -> None:

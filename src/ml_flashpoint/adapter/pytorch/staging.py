@@ -287,10 +287,10 @@ class Staged:
         checkpointer, save = self._begun
         checkpointer.fill(save, tensors, byte_items)
 
-    def commit(self, *, extra: Sequence[BytesItem] = (), labels: Mapping[str, str]) -> None:
+    def commit(self, extra: Sequence[BytesItem] = ()) -> None:
         """Commit the object; return when this rank's part is committed."""
         checkpointer, save = self._begun
-        checkpointer.commit(save, extra=extra, labels=labels)
+        checkpointer.commit(save, extra=extra)
         save.committed.result()
 
     def fail(self, error: BaseException) -> None:

@@ -116,7 +116,7 @@ def decode_metadata(data: bytes, *, path: str, allowed: Sequence[SafeGlobal] = (
     if not isinstance(places, dict) or not all(
         isinstance(p, ItemPlace) and type(p.rank) is int and type(p.key) is str for p in places.values()
     ):
-        raise DamagedError("the checkpoint's metadata does not say where its items are", path=path)
+        raise DamagedError("the checkpoint's metadata is not valid: it does not say where its items are", path=path)
     return found
 
 

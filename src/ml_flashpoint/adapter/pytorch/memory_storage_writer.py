@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -43,13 +44,12 @@ from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.engine.committing import BytesItem, TensorItem
 from ml_flashpoint.format.arguments import ignored
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.errors import InvalidArgumentError, NotStagedError, SaveError, UnsafeContentError
+from ml_flashpoint.format.errors import InvalidArgumentError, NotStagedError, SaveError
 from ml_flashpoint.format.knobs import exit_deadline_s
-from ml_flashpoint.state.archive import SafeGlobal, by_name, refuse_unloadable, save_archive
+from ml_flashpoint.state.archive import SafeGlobal, by_name, load_archive, save_archive
 from ml_flashpoint.state.plan import item_keys
 
 _log = logging.getLogger(__name__)
-_HINT = "keep plain values in it, or pass safe_globals=[{}] to writer and reader if you trust that"
 
 
 @dataclass(eq=False)
@@ -167,11 +167,12 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         tensors: list[TensorItem] = []
         byte_items: list[BytesItem] = []
         for item, key in zip(plan.items, keys, strict=True):
-            data = planner.resolve_data(item)
-            if isinstance(data, io.BytesIO):
-                content = data.getvalue()
-                byte_items.append((key, content if self._trust_bytes else _loadable(content, item, planner, allowed)))
+            if item.type is WriteItemType.BYTE_IO:
+                content = _bytes_of(item, planner) if self._trust_bytes else _loadable(item, planner, allowed)
+                byte_items.append((key, content))
                 continue
+            data = planner.resolve_data(item)
+            assert isinstance(data, torch.Tensor)
             data = materialized(data)
             if data.is_meta:
                 raise NotStagedError(
@@ -181,7 +182,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
             if is_plain_strided(data):
                 tensors.append((key, data))
             else:
-                byte_items.append((key, save_archive(data, str(item.index.fqn), allowed=allowed, hint=_HINT)))
+                byte_items.append((key, save_archive(data, str(item.index.fqn), allowed=allowed)))
         return tensors, byte_items
 
     @property
@@ -354,15 +355,19 @@ def _saves_of(saver: Checkpointer | DefaultMLFlashpointCheckpointSaver) -> Local
     )
 
 
-def _loadable(content: bytes, item: WriteItem, planner: SavePlanner, allowed: tuple[SafeGlobal, ...]) -> bytes:
-    """Return what a planner pickled, or an archive of the same value if it is of kinds that only archives can hold."""
-    try:
-        refuse_unloadable(content, f"item {item.index.fqn!r}", allowed=allowed)
-    except UnsafeContentError:
-        own = DefaultSavePlanner
-        if not isinstance(planner, own) or any(
-            getattr(type(planner), name) is not getattr(own, name) for name in ("resolve_data", "transform_object")
-        ):
-            raise
-        return save_archive(planner.lookup_object(item.index), str(item.index.fqn), allowed=allowed, hint=_HINT)
+def _loadable(item: WriteItem, planner: SavePlanner, allowed: tuple[SafeGlobal, ...]) -> bytes:
+    """Return an item that is no tensor as an archive that a reader accepts, or the bytes that a planner makes."""
+    fqn, own = str(item.index.fqn), DefaultSavePlanner
+    if isinstance(planner, own) and all(
+        getattr(type(planner), name) is getattr(own, name) for name in ("resolve_data", "transform_object")
+    ):
+        return save_archive(planner.lookup_object(item.index), fqn, allowed=allowed)
+    content = _bytes_of(item, planner)
+    load_archive(content, fqn, path="", allowed=allowed)
     return content
+
+
+def _bytes_of(item: WriteItem, planner: SavePlanner) -> bytes:
+    data = planner.resolve_data(item)
+    assert isinstance(data, io.BytesIO)
+    return data.getvalue()

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-WIRE = Dialect(b"ml-flashpoint saving process 2", errors_of(errors), SaveError, json_bytes=64 << 20)
+WIRE = Dialect(b"ml-flashpoint saving process 2", errors_of(errors), SaveError)
 _PIECE_BYTES = 64 << 20
 _PIECES = 1024
 """Bytes of one blob, and blobs of one message."""

@@ -1,4 +1,4 @@
-"""Which checkpoints are committed, which retire, and in which epoch the dictionary is. One of these, in one process.
+"""The coordinator: it decides which checkpoints are committed, which retire, and in which epoch the dictionary is.
 
 Owns the order in which managers are asked to begin an epoch, to take a snapshot, to seal it, and to let older ones go;
 and what handles may ask, and are told. Who writes, and what is whole for that, is `writers`'; what is persisted,
@@ -21,10 +21,10 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from ml_flashpoint.ddict.checkpoints.managers import AllManagers, Call
 from ml_flashpoint.ddict.checkpoints.writers import Beginning, Epochs, Session, Writers
 from ml_flashpoint.ddict.errors import (
     DDictDestroyedError,
@@ -37,12 +37,64 @@ from ml_flashpoint.ddict.options import Options
 from ml_flashpoint.ddict.persistence import History, Persisting
 from ml_flashpoint.ddict.wire import requests as asked
 from ml_flashpoint.ddict.wire.fence import Fence
-from ml_flashpoint.ddict.wire.requests import Account, Back, Whose
+from ml_flashpoint.ddict.wire.requests import Account, Back, Request, Whose, name_of
 from ml_flashpoint.ddict.wire.written import Written
 from ml_flashpoint.format.errors import FlashpointError, ProtocolError
 from ml_flashpoint.format.knobs import seal_deadline_s
+from ml_flashpoint.net.messages import Fields
 from ml_flashpoint.stores.durable import save_of
 from ml_flashpoint.stores.version_store import Version
+
+CALL_S = 30.0
+
+Call: TypeAlias = Callable[[int, Request, float], Fields]
+"""``(manager, request, timeout in seconds) -> fields of the answer``."""
+
+_Found = TypeVar("_Found")
+
+
+class AllManagers:
+    """See the module. Thread-safe."""
+
+    def __init__(self, call: Call, count: int) -> None:
+        self._call = call
+        self._count = count
+        self._pool = self._threads("commit")
+        self.unanswered: dict[int, str] = {}  # managers that commits wait for, and what they were asked
+
+    def _threads(self, name: str) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(min(32, self._count), thread_name_prefix=f"ddict-{name}")
+
+    def ask(self, request: Request, timeout_s: float = CALL_S, *, apart: bool = False) -> list[Fields]:
+        """Return their answers. ``apart``: see `at_once`."""
+        call, left = (self._call if apart else self.call), max(0.05, timeout_s)
+        return self.at_once(range(self._count), name_of(request), lambda each: call(each, request, left), apart=apart)
+
+    def at_once(
+        self, managers: Iterable[int], name: str, ask: Callable[[int], _Found], *, apart: bool = False
+    ) -> list[_Found]:
+        """Return what ``ask`` returns for each of these, or the first error once all have answered, or that of asking.
+        ``apart``: with threads of its own, as it takes long, and commits must not wait for it."""
+        with self._threads(name) if apart else contextlib.nullcontext(self._pool) as pool:
+            try:
+                asked = [pool.submit(ask, each) for each in managers]
+            except RuntimeError as error:  # no thread can be had; or the program ends, without `destroy`
+                raise FlashpointError(f"managers cannot be asked to {name}: {error}") from error
+            wait(asked)
+            return [each.result() for each in asked]
+
+    def call(self, manager: int, request: Request, timeout_s: float) -> Fields:
+        """Return the answer of one that commits wait for."""
+        self.unanswered[manager] = name_of(request)
+        try:
+            return self._call(manager, request, timeout_s)
+        finally:
+            self.unanswered.pop(manager, None)
+
+    def close(self) -> None:
+        """Ask nothing more. Does not wait."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
 
 _log = logging.getLogger(__name__)
 _BEGIN_S = 10.0
@@ -108,8 +160,8 @@ class Coordinator:
         return self._sealed[checkpoint_id].cut if checkpoint_id in self._sealed else 0
 
     def _begin_epoch(self, beginning: Beginning, written: Written | None = None) -> None:
-        """With the lock held. The coordinator's thread has managers begin it. ``written``: by handles whose end others
-        are told of."""
+        """Begin an epoch, with the lock held; the coordinator's thread has managers begin it. ``written``: by handles
+        whose end others are told of."""
         _log.warning("epoch %d begins at checkpoint %d: %s", self.epoch + 1, beginning.base, beginning.why)
         self._epochs.begin(beginning)
         self._called_off = True
@@ -148,7 +200,7 @@ class Coordinator:
             ]
 
     def check_manager(self, manager: int) -> None:
-        """Raises `ProtocolError`: there is no such manager."""
+        """Raise a `ProtocolError` if there is no such manager."""
         if not 0 <= manager < self._rules.managers:
             raise ProtocolError(f"there is no manager {manager}")
 
@@ -790,7 +842,7 @@ class Coordinator:
 
     @contextlib.contextmanager
     def _alone(self, deadline: float) -> Iterator[None]:
-        """One restore at a time: who has given one up, and begins another, gets that one."""
+        """Let one restore run at a time: who has given one up, and begins another, gets that one."""
         if not self._restoring.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise DDictTimeoutError("another checkpoint is being restored")
         try:

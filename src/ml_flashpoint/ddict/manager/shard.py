@@ -24,7 +24,7 @@ from ml_flashpoint.ddict.errors import retired
 from ml_flashpoint.memory.slot import Slot
 
 if TYPE_CHECKING:
-    from ml_flashpoint.ddict.manager.part_ref import PartRef
+    from ml_flashpoint.ddict.manager.store import PartRef
 
 Value: TypeAlias = "InlineValue | StoredValue"
 ENTRY_BYTES = 400  # what Python needs for a key and its entry, about
@@ -69,7 +69,7 @@ class StoredValue:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """One state of one key."""
+    """A state of a key."""
 
     key: bytes  # encoded (`keys.encode_key`)
     checkpoint_id: int  # id at which it was written
@@ -82,12 +82,12 @@ class Entry:
 
     @property
     def persistent(self) -> bool:
-        """Whether the key does not have to be written again in each checkpoint."""
+        """True if the key does not have to be written again in each checkpoint."""
         return bool(self.flags & PERSISTENT)
 
     @property
     def broadcast(self) -> bool:
-        """Whether every manager has such an entry."""
+        """True if every manager has such an entry."""
         return bool(self.flags & BROADCAST)
 
     def is_written_at(self, checkpoint_id: int) -> bool:
@@ -131,7 +131,7 @@ class Shard:
         return entry
 
     def is_written(self, key: bytes, checkpoint_id: int) -> bool:
-        """Whether the key was written, or deleted, at ``checkpoint_id`` itself, or does not have to be."""
+        """Return True if the key was written, or deleted, at ``checkpoint_id`` itself, or does not have to be."""
         entry = self._visible(key, checkpoint_id)
         return entry is not None and entry.is_written_at(checkpoint_id)
 

@@ -23,25 +23,57 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
+from ml_flashpoint.ddict.options import check_checkpoint_id
 from ml_flashpoint.format.errors import (
     CapacityError,
     DamagedError,
     FlashpointError,
+    InvalidArgumentError,
     JobInUseError,
     ManifestError,
     ObjectNotFoundError,
     SaveError,
 )
 from ml_flashpoint.format.failure_kinds import is_shortage
-from ml_flashpoint.format.manifest import Manifest, ObjectRecord, parse_object_name
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name, parse_object_name
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.capacity import available_bytes
 from ml_flashpoint.memory.container import BaseContainer, Owner
 from ml_flashpoint.memory.lock import JobLock
 from ml_flashpoint.memory.pool import slot_size
 from ml_flashpoint.memory.slot import PAGE, Slot, round_up
+
+
+class PartRef(NamedTuple):
+    """Names a part of this manager."""
+
+    name: str  # its number, as `SaveId.text`; of what is persisted, the name of the item
+    step: int  # checkpoint that it was sealed in
+
+    @property
+    def save(self) -> SaveId:
+        """Its name in a base container. Raises `InvalidArgumentError`: this is no part in one."""
+        save = SaveId(int(self.name) if self.name.isascii() and self.name.isdecimal() else 0, self.step)
+        if save.text != self.name:
+            raise InvalidArgumentError("not the name of a part", argument="name", value=self.name)
+        return save
+
+
+def part_ref(name: object, step: object) -> PartRef:
+    """A reference that somebody else gave. Raises `InvalidArgumentError`, `InvalidNameError`: it names no part."""
+    if not isinstance(name, str):
+        raise InvalidArgumentError("not the name of a part", argument="name", value=name)
+    object_name(0, name)  # refuses what cannot be part of a file's name
+    return PartRef(name, check_checkpoint_id(step, "step"))
+
+
+def is_part(manifest: Manifest) -> bool:
+    """Return True if the manifest is of a part of a dictionary: a snapshot, or a large value, that fills a slot."""
+    objects = [(record.name, record.file_size % PAGE) for record in manifest.objects]
+    return SaveId.of(manifest) is not None and objects == [(object_name(manifest.rank, manifest.save_id), 0)]
+
 
 _log = logging.getLogger(__name__)
 

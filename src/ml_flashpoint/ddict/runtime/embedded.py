@@ -29,7 +29,7 @@ START_TIMEOUT_S = 60.0
 
 
 class Runtime:
-    """What runs the managers of a dictionary. Thread-safe. It is stopped at the end of this process at the latest."""
+    """The runtime of a dictionary's managers. Thread-safe. It is stopped at the end of this process at the latest."""
 
     def __init__(self) -> None:
         self._creator = os.getpid()
@@ -39,7 +39,7 @@ class Runtime:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it was stopped, or is that of the parent of this process."""
+        """True if it was stopped, or is that of the parent of this process."""
         return self._is_stopped or self._creator != os.getpid()
 
     def stop(self, timeout_s: float = END_GRACE_S) -> None:
@@ -150,7 +150,7 @@ class EmbeddedRuntime(Runtime):
 
 
 def _error_of(failed: Supervised) -> FlashpointError:
-    """What a manager that did not start has raised, if that is one of ours."""
+    """Return what a manager that did not start has raised, if that is one of ours."""
     error = REQUESTS.rebuild(failed.error)
     if not failed.error or type(error) is DDictError:
         error = DDictError(

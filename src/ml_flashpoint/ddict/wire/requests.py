@@ -46,7 +46,7 @@ class Back(NamedTuple):
 
 
 class Account(NamedTuple):
-    """All that the coordinator is told of a handle."""
+    """The coordinator's news of a handle."""
 
     whose: Whose
     session: str  # that keeps it attached

@@ -175,7 +175,7 @@ class Coordinator:
         self._changed.notify_all()
 
     def returned(self, manager: int, incarnation: str) -> None:
-        """A manager was lost, and is back: it has found what it can go on from, and waits for an epoch to begin."""
+        """Begin an epoch: a manager was lost, is back, and has found what it can go on from."""
         self.check_manager(manager)
         with self._changed:
             if self._returned.get(manager) == incarnation:
@@ -442,13 +442,10 @@ class Coordinator:
             self._follow()
 
     def join(self, account: Account) -> dict[str, Any]:
-        """A handle is about to write for the first time, or comes back. One that is known stays where it is, as it has
-        moved since this was sent; except where this is the first that is heard of it since a request of it was lost.
-
-        Raises:
-            StaleEpochError: see `catch_up`.
-            DDictCheckpointRetiredError: nobody can write where it is.
-        """
+        """Count a handle as writing, which is about to for the first time, or comes back. One that is known stays
+        where it is, as it has moved since this was sent; except where this is the first that is heard of it since a
+        request of it was lost. Raises `StaleEpochError`: see `catch_up`; `DDictCheckpointRetiredError`: nobody can
+        write where it is."""
         handle, position, epoch, generation = account.whose
         with self._changed:
             self._check_epoch(epoch, handle)
@@ -464,14 +461,10 @@ class Coordinator:
             return self.state()
 
     def move(self, account: Account, to: int, onwards: bool, timeout_s: float) -> dict[str, Any]:
-        """A handle moves on to another checkpoint; with ``onwards``, or to the next one that nobody has skipped.
-        Returns the state, and where it is now, ``position``.
-
-        Raises:
-            StaleEpochError: see `catch_up`.
-            DDictWritesLostError: told once: what a handle had written that is gone was lost.
-            DDictTimeoutError: others did not do their part in time: commits, or writers, or keys, are behind.
-        """
+        """Let a handle move on to another checkpoint; with ``onwards``, or to the next one that nobody has skipped.
+        Return the state, and where it is now, ``position``. Raises `StaleEpochError`: see `catch_up`;
+        `DDictWritesLostError`, told once: what a handle had written that is gone was lost; `DDictTimeoutError`:
+        others did not do their part in time."""
         deadline = time.monotonic() + timeout_s
         handle, _, epoch, generation = account.whose
         with self._changed:
@@ -528,7 +521,7 @@ class Coordinator:
         self._check_epoch(epoch, handle)
 
     def leave(self, account: Account) -> None:
-        """A handle writes no more. What it wrote counts, and can be lost like all the rest. A rollback that it has not
+        """Count a handle no more. What it wrote counts, and can be lost like all the rest. A rollback that it has not
         finished is finished now."""
         handle, _, epoch, generation = account.whose
         written, back = account.written, account.back
@@ -555,14 +548,8 @@ class Coordinator:
             self._record_rollback()
 
     def rollback(self, whose: Whose, session: str, back: Back, timeout_s: float) -> dict[str, Any]:
-        """A handle goes back to a checkpoint, and what it wrote above is discarded. Below what is committed, all go
-        back: an epoch begins there.
-
-        Args:
-            whose: the handle; it need not be attached.
-            session: that keeps it attached; "": it is not.
-            back: where to.
-            timeout_s: seconds that this may take.
+        """Take a handle back to a checkpoint, and discard what it wrote above. Below what is committed, all go back: an
+        epoch begins there. ``session``: that keeps the handle attached; "": it is not.
 
         Returns:
             The state, where it is now, ``position``, and why what was persisted above ``stays`` on offer, or null.
@@ -570,8 +557,7 @@ class Coordinator:
         Raises:
             StaleEpochError: see `catch_up`; but not for a handle that was killed, which comes back by this.
             DDictCheckpointRetiredError: nobody can go back there.
-            DDictTimeoutError: not all managers could be reached; the same call again finishes it.
-        """
+            DDictTimeoutError: not all managers could be reached; the same call again finishes it."""
         deadline = time.monotonic() + timeout_s
         handle, _, epoch, generation = whose
         with self._changed:
@@ -641,10 +627,10 @@ class Coordinator:
             raise StaleEpochError("this request is of another epoch")
 
     def catch_up(self, account: Account, timeout_s: float) -> dict[str, Any]:
-        """A handle was told that its epoch is over, or will be: what that means for it. Returns the state, and
-        ``lost``: why what it wrote is lost, or null; ``manager``: that was lost; ``base``: what to go on from, and
-        ``cut``: its number; ``taken``: what was committed below where it stands was taken back. Raises
-        `DDictTimeoutError`: managers have not begun it in time."""
+        """Tell a handle, whose epoch is over or will be, what that means for it. Return the state, and ``lost``: why
+        what it wrote is lost, or null; ``manager``: that was lost; ``base``: what to go on from, and ``cut``: its
+        number; ``taken``: what was committed below where it stands was taken back. Raises `DDictTimeoutError`:
+        managers have not begun it in time."""
         self._await_open(time.monotonic() + timeout_s)
         handle, position, epoch, _ = account.whose
         with self._changed:
@@ -725,16 +711,9 @@ class Coordinator:
         timeout_s: float,
         is_gone: IsGone = lambda: False,
     ) -> dict[str, Any]:
-        """Wait until a checkpoint is committed, and what the handle wrote late, unless it is still there. Raises
-        `StaleEpochError`, `DDictWritesLostError`: as :meth:`move`; `DDictTimeoutError`: it was not in time.
-
-        Args:
-            account: of the handle, which may be one that writes.
-            checkpoint_id: the checkpoint.
-            if_written: where nobody writes, do not wait for somebody who may begin to.
-            timeout_s: seconds that this may take.
-            is_gone: see `IsGone`.
-        """
+        """Wait until a checkpoint is committed, and what the handle wrote late, unless it is still there. With
+        ``if_written``, do not wait where nobody writes, for somebody who may begin to. Raises `StaleEpochError`,
+        `DDictWritesLostError`: as :meth:`move`; `DDictTimeoutError`: it was not in time."""
         deadline, written = time.monotonic() + timeout_s, account.written
         handle, _, epoch, _ = account.whose
         with self._changed:

@@ -252,11 +252,8 @@ class Manager:
 
     def make_room(self, nbytes: int, key: bytes, checkpoint_id: int, writer: str, deadline: float) -> None:
         """Wait a moment for checkpoints that are about to retire, if there is no room for a value in place of what its
-        put replaces; under the lock, which is let go of meanwhile: look at the shard after this, not before.
-
-        Raises:
-            DDictFullError: There still is no room.
-        """
+        put replaces; under the lock, which is let go of meanwhile: look at the shard after this, not before. Raises
+        `DDictFullError`: there still is no room."""
         limit = self.rules.limit_bytes
         nbytes += ENTRY_BYTES + len(key)
 

@@ -116,14 +116,9 @@ class Shard:
     # ---- reading ------------------------------------------------------------------------------------------
 
     def find(self, key: bytes, checkpoint_id: int, *, written: bool = False) -> Entry | None:
-        """Return the entry that a read at ``checkpoint_id`` sees; None if there is no such key.
-
-        Args:
-            written: leave out a key that has to be written at this checkpoint, and was not yet.
-
-        Raises:
-            DDictCheckpointRetiredError: The checkpoint has left the working set.
-        """
+        """Return the entry that a read at ``checkpoint_id`` sees; None if there is no such key. With ``written``,
+        leave out a key that has to be written at this checkpoint, and was not yet. Raises
+        `DDictCheckpointRetiredError`: the checkpoint has left the working set."""
         self.check_readable(checkpoint_id)
         entry = self._visible(key, checkpoint_id)
         if entry is None or entry.value is None or (written and not entry.is_written_at(checkpoint_id)):
@@ -258,10 +253,8 @@ class Shard:
             del self._history[key]
 
     def missing_after(self, checkpoint_id: int) -> bytes | None:
-        """A key of ``checkpoint_id`` that must be, and was not yet, written again at a later one; None: there is none.
-
-        Keys written with `pput`, and deleted ones, need not.
-        """
+        """Return a key of ``checkpoint_id`` that must be, and was not yet, written again at a later one; None: there is
+        none. Keys written with `pput`, and deleted ones, need not."""
         for key, history in self._history.items():
             if history[-1].checkpoint_id > checkpoint_id:
                 continue

@@ -269,7 +269,8 @@ class Recoverer:
         return self._store.number
 
     def recover(self, snapshots: Iterable[PartRef]) -> None:
-        """Recover every snapshot of these that can be had whole. Raises `TransferCancelledError`: it was cancelled."""
+        """Recover these snapshots, each that can be had whole. Whatever else is in the store is dropped with the next
+        :meth:`retain`. Return the entries of each, by checkpoint, and why others could not be recovered."""
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="ddict-recover") as pool:
             for ref in sorted(snapshots, key=lambda ref: ref.step, reverse=True):
                 try:
@@ -391,8 +392,8 @@ _log = logging.getLogger(__name__)
 
 
 class Snapshots:
-    """See the module. Thread-safe; seals come one after the other. Where a manager holds anything of another, it serves
-    peers from construction on: takes in their copies, and gives them theirs back, for which they wait.
+    """See the module. Thread-safe; seals come one after the other. Where a manager holds anything of another, it
+    serves peers from construction on: takes in their copies, and gives them theirs back, for which they wait.
 
     Args:
         store: of this manager.
@@ -403,14 +404,8 @@ class Snapshots:
         host: address to serve peers on, and the one told to them.
 
     Attributes:
-        holders: managers that are to have copies of all this.
-        held: managers that this one holds copies of.
-        copies: what the holders have.
-
-    Raises:
-        InvalidArgumentError: an argument is out of range.
-        ReplicationError: it cannot listen.
-    """
+        holders, held: managers that are to have copies of all this; managers that this one holds copies of.
+        copies: what the holders have."""
 
     def __init__(
         self,
@@ -458,12 +453,12 @@ class Snapshots:
 
     def seal(self, checkpoint_id: int, entries: Sequence[Entry], deadline_s: float) -> PartRef:
         """Have a verified snapshot of this checkpoint, with the entries of all keys that there are, here and at every
-        holder; returns its part.
+        holder; return its part.
 
-        What is there already is not written or sent again, so that calling it again after an error is cheap, as long
-        as the entries are the same objects. Sealing a checkpoint again with other entries replaces its snapshot. Copies
-        of earlier snapshots that a holder has lost are pushed first. Raises `DeadlineError`: not all holders had it in
-        time; `CapacityError`: no room, here or at a holder; `FlashpointError`: a holder is not there or refuses.
+        What is there already is not written or sent again, as long as the entries are the same objects. Sealing a
+        checkpoint again with other entries replaces its snapshot. Copies of earlier snapshots that a holder has lost
+        are pushed first. Raises `DeadlineError`: not all holders had it in time; `CapacityError`: no room, here or at a
+        holder; `FlashpointError`: a holder is not there or refuses.
         """
         check_checkpoint_id(checkpoint_id)
         deadline = time.monotonic() + deadline_s
@@ -589,20 +584,14 @@ class Snapshots:
     # ---- retention ----------------------------------------------------------------------------------------
 
     def retain(self, checkpoint_ids: Collection[int]) -> None:
-        """Drop the snapshots older than the newest of these, except these, and what only those needed; here and at
-        the holders. Snapshots above the newest stay: they are on their way to being committed.
-
-        A holder that cannot be told now is told the next time.
-        """
+        """Drop the snapshots older than the newest of these, except these, and what only those needed; here and at the
+        holders. Those above the newest stay: they are on their way to being committed."""
         wanted = set(checkpoint_ids)
         newest = max(wanted, default=0)
         self._drop_snapshots(lambda checkpoint_id: checkpoint_id < newest and checkpoint_id not in wanted)
 
     def forget_after(self, checkpoint_id: int) -> None:
-        """Drop the snapshots above this checkpoint, which were rolled back, here and at the holders.
-
-        A holder that cannot be told now is told the next time.
-        """
+        """Drop the snapshots above this checkpoint, which were rolled back, here and at the holders."""
         self._drop_snapshots(lambda other: other > checkpoint_id)
 
     def _drop_snapshots(self, is_dropped: Callable[[int], bool]) -> None:
@@ -635,14 +624,8 @@ class Snapshots:
     # ---- recovery -----------------------------------------------------------------------------------------
 
     def recover(self, snapshots: Iterable[PartRef]) -> tuple[dict[int, list[Entry]], dict[int, FlashpointError]]:
-        """Have these snapshots of this manager again, before anything is sealed.
-
-        Parts in the own store are verified; missing and damaged ones are fetched from the holders. Whatever else is in
-        the store is dropped with the next :meth:`retain`, here and at the holders.
-
-        Returns:
-            Entries of each snapshot that could be had whole, by checkpoint, and why others could not.
-        """
+        """Recover these snapshots, each that can be had whole. Whatever else is in the store is dropped with the next
+        :meth:`retain`. Return the entries of each, by checkpoint, and why others could not be recovered."""
         with self._building:
             recoverer = Recoverer(self._store, self._values, self.copies, self._closed.is_set)
             with collection_paused():

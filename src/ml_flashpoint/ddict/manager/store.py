@@ -105,18 +105,12 @@ class HeldPart:
 
 
 class PartStore:
-    """The parts and the slots of one manager. Thread-safe. What an earlier process of it left is taken over.
-
-    Args:
-        base: base container of the node's managers; made if it is missing.
-        number: of the manager.
-        managers: number of managers.
-        lock_deadline_s: seconds to wait for an earlier process of this manager that is ending.
+    """The parts and the slots of one manager. Thread-safe. What an earlier process of it left is taken over; one that
+    is ending is waited for. ``base``: base container of the node's managers; made if it is missing.
 
     Raises:
         JobInUseError: another process has the slots of this manager, or a training job the base container.
-        UnsafePathError: others could have planted the folder, or may write to it.
-    """
+        UnsafePathError: others could have planted the folder, or may write to it."""
 
     def __init__(self, base: Path, number: int, managers: int, *, lock_deadline_s: float = 30.0) -> None:
         self._job = JobLock(base, str(base), lock_deadline_s)
@@ -184,9 +178,7 @@ class PartStore:
             limit_bytes: most bytes of all slots. Free ones are removed before a new one would exceed it.
 
         Raises:
-            CapacityError: there is none, and no room for one, not even in place of the free ones.
-            SaveError: the system refuses to make one.
-        """
+            CapacityError, SaveError: there is no room, not even in place of the free ones; the system refuses."""
         slot, outgrown = self._reused(size, exact=exact)
         if slot is None:
             _remove(outgrown)
@@ -236,10 +228,7 @@ class PartStore:
 
     def remove_free(self, keep_bytes: int, keep: int = 0) -> int:
         """Remove free slots, those free for longest first, until they have ``keep_bytes`` together, or are ``keep``.
-
-        Returns:
-            The bytes of those that were removed.
-        """
+        Return the bytes of those that were removed."""
         gone = []
         with self._lock:
             left = sum(slot.size for slot in self._free)
@@ -259,10 +248,7 @@ class PartStore:
 
     def commit(self, slot: Slot, manifest: Manifest) -> HeldPart:
         """Make what lies in a slot a part, in place of one of the same name. The slot is the part's from then on.
-
-        Raises:
-            SaveError, CapacityError: the filesystem refuses, or the store was closed. There is no such part then.
-        """
+        Raises `SaveError`, `CapacityError`: there is no such part then."""
         save, rank = SaveId.of(manifest), manifest.rank
         with self._lock:
             if save is None or slot not in self._in_use:
@@ -276,11 +262,8 @@ class PartStore:
 
     @contextlib.contextmanager
     def receiving(self, manifest: Manifest) -> Iterator[memoryview]:
-        """Yield a buffer for a part from elsewhere, which is committed if the block is left without an error.
-
-        Raises:
-            SaveError, CapacityError: see `take` and `commit`.
-        """
+        """Yield a buffer for a part from elsewhere, which is committed if the block is left without an error. Raises
+        what `take` and `commit` raise."""
         slot = self.take(manifest.objects[0].file_size, exact=True)
         try:
             with slot.buffer[: manifest.objects[0].size] as buffer:
@@ -302,11 +285,8 @@ class PartStore:
 
     @contextlib.contextmanager
     def reading(self, save: SaveId, rank: int) -> Iterator[HeldPart]:
-        """Yield a part. Its slot is not used again before the block is left, also if the part is dropped meanwhile.
-
-        Raises:
-            ObjectNotFoundError: there is no such part.
-        """
+        """Yield a part, whose slot is not used again before the block is left. Raises `ObjectNotFoundError`: there
+        is no such part."""
         with self._lock:
             part = self._parts.get((save, rank))
             if part is None:

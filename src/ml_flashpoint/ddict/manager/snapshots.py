@@ -65,13 +65,10 @@ from ml_flashpoint.format.knobs import block_bytes, transfer_deadline_s
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, encode, object_name
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.slot import Slot
-from ml_flashpoint.net.blocks import BlockChecker
 from ml_flashpoint.net.channel import ConnectionLostError, TransferCancelledError
 from ml_flashpoint.net.handshake import check_secret
 from ml_flashpoint.net.messages import Fields
-from ml_flashpoint.net.peer import PeerConnection, push_to_all
-from ml_flashpoint.net.transfer_service import TransferService
-from ml_flashpoint.net.transfers import Address, PartName
+from ml_flashpoint.net.transfers import Address, BlockChecker, PartName, PeerConnection, TransferService, push_to_all
 
 _log = logging.getLogger(__name__)
 

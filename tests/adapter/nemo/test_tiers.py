@@ -30,7 +30,7 @@ def test_refuses_what_the_facade_refuses_in_its_words(tmpfs: Path, argument: str
 
 
 def test_refuses_to_keep_nothing(tmpfs: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="keep="):
+    with pytest.raises(InvalidArgumentError, match="keep must be"):
         wrap(tmpfs, keep=0)
 
 
@@ -48,5 +48,5 @@ def test_a_trainer_that_sigterm_ends_gets_its_grace(tmpfs: Path, monkeypatch: py
     assert ended == [], "which ends as ever"
     callback.on_exception(None, None, SIGTERMException())
     assert ended == ["with grace"]
-    with pytest.raises(InvalidArgumentError, match="grace_s="):
+    with pytest.raises(InvalidArgumentError, match="grace_s must be"):
         wrap(tmpfs, grace_s=0)

@@ -22,8 +22,11 @@ from ml_flashpoint import events
 from ml_flashpoint.adapter.pytorch.memory_stager import MemoryStager
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
-from ml_flashpoint.adapter.pytorch.merged_metadata import merged_metadata, metadata_of_share
-from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE
+from ml_flashpoint.adapter.pytorch.metadata_format import (
+    METADATA_KEY,
+    merged_metadata,
+    metadata_of_share,
+)
 from ml_flashpoint.config import Config
 from ml_flashpoint.copy import cuda
 from ml_flashpoint.copy.collection import collection_paused
@@ -240,8 +243,7 @@ class Checkpointer(engine.Checkpointer):
             late=self.overlap.begin(tensor for _, tensor in captured.tensors),
         )
         captured.tensors = ()
-        labels = {"door": "dcp", **({METADATA_SCOPE: "global"} if self.ranks.rank == 0 else {})}
-        self.commit(save, items=partial(self._items, written, captured, copies), labels=labels)
+        self.commit(save, items=partial(self._items, written, captured, copies))
 
     def _items(
         self, written: _Written, captured: Captured, copies: Sequence[torch.Tensor]

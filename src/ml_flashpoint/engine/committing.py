@@ -8,6 +8,8 @@ header. Where only content changes, no step of Python is made for each tensor.
 from __future__ import annotations
 
 import itertools
+import logging
+import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +24,7 @@ from ml_flashpoint.copy.dtypes import described, dtype_name, torch_dtype
 from ml_flashpoint.copy.late import LateCopy
 from ml_flashpoint.format import knobs
 from ml_flashpoint.format.digest import BlockDigester, block_count
-from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError
+from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, SaveError
 from ml_flashpoint.format.manifest import ObjectRecord
 from ml_flashpoint.format.object_format import (
     Entry,
@@ -49,7 +51,11 @@ class Take(Protocol):
         ...
 
 
+_log = logging.getLogger(__name__)
+
 _APPEND_ALIGNMENT = 64
+_IDLE_S = 0.25
+"""Seconds after which the committing thread looks for saves past their deadlines."""
 _CALLER_S = 1e-3
 """Seconds in which the caller of `stage` returns to its loop. Digests wait so long: they would take its core."""
 
@@ -458,3 +464,58 @@ def _without_aliases(tensors: Sequence[TensorItem]) -> tuple[Sequence[TensorItem
         else:
             aliases[name] = first
     return unique, aliases
+
+
+class CommittingThread:
+    """The committing executor: one thread that does what it is given, in turn.
+
+    Args:
+        idle: called when there is nothing to do. True if it is to be called again at once.
+
+    Raises:
+        SaveError: no thread can be started.
+    """
+
+    def __init__(self, idle: Callable[[], bool]) -> None:
+        self._given: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._idle = idle
+        self._thread = threading.Thread(target=self._run, name="flashpoint-commit", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise SaveError(f"cannot start the thread that commits: {error}", hint="look at ulimit -u") from error
+
+    @property
+    def is_current(self) -> bool:
+        """True if the caller runs on this thread."""
+        return threading.current_thread() is self._thread
+
+    def submit(self, work: Callable[[], object]) -> None:
+        """Have something done, after everything that was given before."""
+        self._given.put(work)
+
+    def drain(self, deadline_s: float) -> None:
+        """Wait until everything that was given is done."""
+        done = threading.Event()
+        self.submit(done.set)
+        done.wait(deadline_s)
+
+    def close(self) -> None:
+        """End the thread after what it was given. Does not wait for that."""
+        self._given.put(None)
+
+    def _run(self) -> None:
+        has_more = False
+        while True:
+            try:
+                work = self._given.get(timeout=0 if has_more else _IDLE_S)
+                if work is None:
+                    return
+            except queue.Empty:
+                work = self._idle
+            try:
+                has_more = work() is not False
+            except Exception:  # of whatever kind: a thread that ended would commit nothing any more
+                _log.exception("the committing thread goes on after an error")
+                has_more = False
+            del work  # it holds thousands of entries

@@ -19,17 +19,14 @@ from typing import Any, Protocol
 
 import torch
 
-from ml_flashpoint.copy.cpu import Piece, copy_all, cpu_clones, cut, threads_for, view_identity
+from ml_flashpoint.copy.cpu import Piece, copy_all, cpu_clones, cut, view_identity
 from ml_flashpoint.copy.dtypes import described, dtype_name, torch_dtype
 from ml_flashpoint.copy.late import LateCopy
-from ml_flashpoint.format import knobs
-from ml_flashpoint.format.digest import BlockDigester, block_count
 from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, SaveError
 from ml_flashpoint.format.manifest import ObjectRecord
 from ml_flashpoint.format.object_format import (
     Entry,
     Layout,
-    encode_header,
     layout_from_entries,
     plan_layout,
     with_byte_items,
@@ -56,16 +53,13 @@ _log = logging.getLogger(__name__)
 _APPEND_ALIGNMENT = 64
 _IDLE_S = 0.25
 """Seconds after which the committing thread looks for saves past their deadlines."""
-_CALLER_S = 1e-3
-"""Seconds in which the caller of `stage` returns to its loop. Digests wait so long: they would take its core."""
-
 _first, _second = itemgetter(0), itemgetter(1)
 _dtype, _shape = attrgetter("dtype"), attrgetter("shape")
 
 
 @dataclass(slots=True, eq=False)
 class Staged:
-    """Bytes ``begin:end`` of a slot that stay as they are until they are committed. They are digested meanwhile.
+    """Bytes ``begin:end`` of a slot that stay as they are until they are committed.
 
     Attributes:
         slot: the slot. begin, end: before is room for the header, and behind for what is added later.
@@ -78,24 +72,9 @@ class Staged:
     end: int
     views: Sequence[torch.Tensor] = field(default=(), repr=False)
     late: LateCopy | None = None
-    block_size: int = field(default_factory=knobs.block_bytes)
-    _digester: BlockDigester | None = None
-
-    @property
-    def digests_begin(self) -> int:
-        """Offset of the first block that lies wholly within, and is digested."""
-        return block_count(self.begin, self.block_size) * self.block_size
-
-    def digester(self) -> BlockDigester:
-        """Return what digests the blocks that lie wholly within."""
-        if self._digester is None:
-            begin = self.digests_begin
-            end = max(begin, self.end // self.block_size * self.block_size)
-            self._digester = BlockDigester(self.slot.buffer[begin:end], end - begin, block_size=self.block_size)
-        return self._digester
 
     def wait(self, deadline_s: float) -> None:
-        """Wait until all is copied, and begin to digest. Nothing happens where all is.
+        """Wait until all is copied.
 
         Raises:
             SaveError: a source has changed, or the copy was not over in time. The bytes are of no use.
@@ -103,33 +82,16 @@ class Staged:
         if self.late is not None:
             self.late.wait(deadline_s)
             self.late = None
-            self.digester().advance(0, self.digester().size)
-
-    def digests(self, size: int) -> tuple[str, ...]:
-        """Return the digests of all blocks of an object of ``size`` bytes, whose header and rest are written now."""
-        first, known = self.digests_begin // self.block_size, self.digester().finish()
-        self._digester = None
-        # What was staged and is not named may reach beyond the object, whose last block then ends earlier.
-        known = known[: max(0, size // self.block_size - first)]
-        begin, end = (min(block * self.block_size, size) for block in (first, first + len(known)))
-        around = []
-        for part in (self.slot.buffer[:begin], self.slot.buffer[end:size]):
-            with BlockDigester(part, part.nbytes, block_size=self.block_size) as digester:
-                around.append(digester.finish())
-        return (*around[0], *known, *around[1])
 
     def discard(self) -> None:
-        """Wait until nothing is copied or digested any more: the bytes are of no use. Safe to repeat."""
+        """Wait until nothing is copied any more: the bytes are of no use. Safe to repeat."""
         if self.late is not None:
             self.late.settle()
-        if self._digester is not None:
-            self._digester.abort()
-            self._digester = None
 
 
 @dataclass(slots=True, eq=False)
 class Filled:
-    """An object whose items are in place. Header and digests wait for the byte items that may still be added."""
+    """An object whose tensors are in place. Its byte items and its header are written by `PartWriter.seal`."""
 
     staged: Staged
     layout: Layout
@@ -204,9 +166,7 @@ class PartWriter:
             if late is not None:
                 self._start(staged, plan, views, sources, late)
             else:
-                copy_all(views, sources, pieces=plan.pieces)
-            if staged.late is None:
-                staged.digester().advance_soon(_CALLER_S)
+                copy_all(views, sources, plan.pieces)
         except BaseException:
             staged.discard()
             raise
@@ -307,23 +267,8 @@ class PartWriter:
         layout = with_byte_items(plan.layout, _sizes(byte_items))
         size, exact = layout.size + self._extra, old is not None and _wastes(layout.size, old)
         slot = take(slot_size(size) if exact else size, None if old is None else old.slot, exact=exact)
-        staged = _body(slot, plan.layout)
-        digester, begin = staged.digester(), staged.begin - staged.digests_begin
-        helps = threads_for(staged.end - staged.begin) > 1
-
-        def on_copied(first: int, last: int) -> None:
-            first, last = max(begin + first, 0), min(begin + last, digester.size)
-            if first < last:
-                digester.advance(first, last)
-                if helps:
-                    digester.help()
-
-        try:
-            copy_all(self._views_of(slot, plan.layout), plan.to_file(values), on_copied, plan.pieces)
-        except BaseException:
-            staged.discard()
-            raise
-        return Filled(staged, layout, list(byte_items))
+        copy_all(self._views_of(slot, plan.layout), plan.to_file(values), plan.pieces)
+        return Filled(_body(slot, plan.layout), layout, list(byte_items))
 
     # ---- sealing -------------------------------------------------------------------------------------------
 
@@ -332,39 +277,21 @@ class PartWriter:
     ) -> tuple[Slot, ObjectRecord]:
         """Add further byte items, write the header and complete the digests of an object. Return its slot, which is
         another one if these items did not fit, and its entry for the manifest. For ``deadline_s`` see `fill`."""
-        size = filled.layout.size
-        header = self._header(filled, extra)
-        if header is None:
-            layout, slot = filled.layout, filled.staged.slot
-            lying = [(entry.key, _view(slot, entry)) for entry in layout.tensors]
-            lying += [(alias, _view(slot, layout.by_key[kept])) for alias, kept in layout.aliases.items()]
-            items = [*filled.byte_items, *extra]
-            filled = self._place(take, lying, items, filled.staged, deadline_s)
-            header = self._header(filled, ())
-            if header is None:
-                raise CapacityError("the header of the object has no room for its items", path=slot.path)
-        layout, slot, staged = filled.layout, filled.staged.slot, filled.staged
-        for entry, (_, data) in zip(layout.byte_items, filled.byte_items, strict=True):
-            slot.buffer[entry.begin : entry.end] = data
-        slot.buffer[: layout.data_start] = header
-        digests = staged.digests(layout.size)
+        size, items = filled.layout.size, [*filled.byte_items, *extra]
+        layout, staged, contents = filled.layout, filled.staged, list(map(_second, items))
+        if extra:
+            layout = with_byte_items(layout, _sizes(items), staged.end)
+        try:
+            record = staged.slot.seal(name, layout, contents)
+        except CapacityError:
+            lying = [(entry.key, _view(staged.slot, entry)) for entry in layout.tensors]
+            lying += [(alias, _view(staged.slot, layout.by_key[kept])) for alias, kept in layout.aliases.items()]
+            filled = self._place(take, lying, items, staged, deadline_s)
+            layout, staged = filled.layout, filled.staged
+            record = staged.slot.seal(name, layout, contents)
         # What is added is about as long the next time.
         self._behind, self._extra = max(0, layout.size - staged.end), max(0, layout.size - size)
-        return slot, ObjectRecord(name, layout.size, slot.size, digests, staged.block_size)
-
-    def _header(self, filled: Filled, extra: Sequence[BytesItem]) -> bytes | None:
-        """Return the header with further byte items; None, with nothing changed, if there is no room."""
-        items = [*filled.byte_items, *extra]
-        layout = with_byte_items(filled.layout, _sizes(items), filled.staged.end) if extra else filled.layout
-        size = filled.staged.slot.size
-        if layout.size > size:
-            return None
-        try:
-            header = encode_header(layout, size)
-        except CapacityError:
-            return None
-        filled.layout, filled.byte_items = layout, items
-        return header
+        return staged.slot, record
 
 
 _data_ptr, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.is_contiguous

@@ -44,7 +44,7 @@ from ml_flashpoint.ddict.manager.shard import Entry, StoredValue
 from ml_flashpoint.ddict.manager.slots import ValueSlots
 from ml_flashpoint.ddict.manager.store import PartStore
 from ml_flashpoint.ddict.persister import check_checkpoint_id
-from ml_flashpoint.format.digest import BlockDigester
+from ml_flashpoint.format.digest import digest_blocks
 from ml_flashpoint.format.errors import (
     DeadlineError,
     FlashpointError,
@@ -205,7 +205,7 @@ class Snapshots:
 
     def _seal_value(self, checkpoint_id: int, value: StoredValue) -> None:
         ref, block = self._next_ref(checkpoint_id), block_bytes()
-        digests = BlockDigester(value.slot.buffer, value.size, block_size=block).finish()
+        digests = digest_blocks(value.slot.buffer[: value.size], block_size=block)
         name = object_name(self._manager, ref.name)
         self._commit(ref, value.slot, ObjectRecord(name, value.size, value.slot.size, digests, block))
         value.part = ref  # its slot is the store's to free

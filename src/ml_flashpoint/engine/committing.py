@@ -13,7 +13,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter, itemgetter
 from typing import Any, Protocol
 
@@ -35,8 +35,18 @@ from ml_flashpoint.memory.pool import slot_size
 from ml_flashpoint.memory.slot import Slot, round_up
 from ml_flashpoint.state.tree import elements
 
+_log = logging.getLogger(__name__)
+
 TensorItem = tuple[str, torch.Tensor]
 BytesItem = tuple[str, bytes]
+
+_APPEND_ALIGNMENT = 64
+_IDLE_S = 0.25
+"""Seconds after which the committing thread looks for saves past their deadlines."""
+_first, _second = itemgetter(0), itemgetter(1)
+_dtype, _shape = attrgetter("dtype"), attrgetter("shape")
+_data_ptr, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
+_is_neg, _is_conj = torch.Tensor.is_neg, torch.Tensor.is_conj
 
 
 class Take(Protocol):
@@ -46,15 +56,6 @@ class Take(Protocol):
     def __call__(self, size: int, old: Slot | None = None, *, exact: bool = False) -> Slot:
         """Return the slot."""
         ...
-
-
-_log = logging.getLogger(__name__)
-
-_APPEND_ALIGNMENT = 64
-_IDLE_S = 0.25
-"""Seconds after which the committing thread looks for saves past their deadlines."""
-_first, _second = itemgetter(0), itemgetter(1)
-_dtype, _shape = attrgetter("dtype"), attrgetter("shape")
 
 
 @dataclass(slots=True, eq=False)
@@ -231,7 +232,8 @@ class PartWriter:
         values = list(map(_second, tensors))
         offsets = [at if begin <= at < end else -1 for at in map((-slot.address).__add__, map(_data_ptr, values))]
         if not (all(map(_is_contiguous, values)) and not any(map(_is_neg, values)) and not any(map(_is_conj, values))):
-            offsets = [at if _is_its_memory(value) else -1 for at, value in zip(offsets, values, strict=True)]
+            lies = [value.is_contiguous() and not value.is_neg() and not value.is_conj() for value in values]
+            offsets = [at if is_there else -1 for at, is_there in zip(offsets, lies, strict=True)]
         names, dtypes, shapes = list(map(_first, tensors)), list(map(_dtype, values)), list(map(_shape, values))
         signature = begin, end, offsets, names, dtypes, shapes
         named = self._named
@@ -262,7 +264,6 @@ class PartWriter:
         if old is not None:  # some of them lie in the slot, which may be taken again
             old.wait(deadline_s)
             values = cpu_clones(values)
-            old.discard()
         plan = self._filled = _planned(self._filled, names, values, list(map(_first, byte_items)), aliases)
         layout = with_byte_items(plan.layout, _sizes(byte_items))
         size, exact = layout.size + self._extra, old is not None and _wastes(layout.size, old)
@@ -294,18 +295,10 @@ class PartWriter:
         return staged.slot, record
 
 
-_data_ptr, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
-_is_neg, _is_conj = torch.Tensor.is_neg, torch.Tensor.is_conj
-
-
 def _wastes(nbytes: int, staged: Staged) -> bool:
     """Return True if an object is much smaller than what was staged for it, as it is where DCP copies all of a
     replicated state before it divides the state: copies would be as large as the slot."""
     return nbytes * 3 < staged.end * 2
-
-
-def _is_its_memory(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
 def _sizes(byte_items: Iterable[BytesItem]) -> list[tuple[str, int]]:
@@ -335,7 +328,7 @@ def _planned(
     if known is not None and known.signature == signature:
         if known.kind is kind:
             return known
-        return _Plan(kind, signature, known.layout, known.pieces, known.to_file, known.to_caller)
+        return replace(known, kind=kind)
     tensors = list(zip(names, values, strict=True))
     layout = plan_layout(described(tensors), [(key, 0) for key in byte_keys], aliases)
     place = {name: number for number, name in enumerate(names)}

@@ -532,6 +532,8 @@ class Checkpointer:
 
     def _idle(self) -> bool:
         """Have saves fail whose deadlines have passed, and make slots ahead. Return True if there may be more to do."""
+        if self._persister is not None:
+            self._persister.look()
         with self._changed:
             self._saves = {save for save in self._saves if not (save.committed.done() and save.verified.done())}
             late = [save for save in self._saves if not save.terms.left_s]
@@ -548,12 +550,6 @@ class Checkpointer:
         return False
 
     # ---- the board's thread ----------------------------------------------------------------------------------
-
-    def _look(self, has_store: bool) -> None:
-        if has_store:
-            self.replicas.answer()
-        if self._persister is not None:
-            self._persister.look()
 
     def _push(self, save: SaveId, verdict: Verdict) -> None:
         if not self.holders:
@@ -694,7 +690,7 @@ class Checkpointer:
             connect=lambda: self._store.connect(f"run-{run}"),
             push=self._push,
             heard=self._heard,
-            also=self._look,
+            also=self.replicas.answer,
             emit=self._emit,
             persist_every=0 if persist is None else persist.every,
             persister_is_busy=lambda: self._persister is not None and self._persister.is_busy,

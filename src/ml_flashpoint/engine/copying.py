@@ -107,15 +107,8 @@ class Copies:
         return PeerConnection(self.address_of(rank), self._ranks.secret, node=node, deadline_s=deadline_s)
 
     def push(self, save: SaveId, verdict: Verdict, pool: Pool) -> int:
-        """Give all holders of this rank, at once, a copy of a committed part. Return its bytes when all have it.
-
-        Args:
-            save: of the part.
-            verdict: newest verdict that this rank knows.
-            pool: pool of this rank's parts.
-
-        Raises:
-            FlashpointError: a holder has no copy. Others may.
+        """Give all holders of this rank, at once, a copy of a committed part of its pool, with the newest verdict that
+        this rank knows. Return the part's bytes when all have it. Raise a `FlashpointError` if a holder has no copy.
         """
         manifest = pool.container.read_manifest(save, self._ranks.rank)
         rider = {"run": self._held.run, "verdict": verdict.to_fields()}
@@ -134,9 +127,8 @@ class Copies:
         until: float,
         failures: Failures | None = None,
     ) -> Manifest:
-        """Bring a part here: into a slot, checked, committed.
-
-        A node that breaks off is followed by the next one, from the last good block on.
+        """Bring a part here: into a slot, checked, committed. From a node that breaks off, the next one takes over after
+        the last good block.
 
         Args:
             save, rank: of the part.
@@ -179,17 +171,8 @@ class Copies:
     def read_blocks(
         self, save: SaveId, manifest: Manifest, first_block: int, buffer: memoryview, nodes: Sequence[str]
     ) -> None:
-        """Fill a buffer with whole blocks of a part's object, checked.
-
-        Args:
-            save: save of the part. manifest: its manifest.
-            first_block: number of the first block.
-            buffer: as many bytes as the blocks have.
-            nodes: nodes that have the part.
-
-        Raises:
-            FlashpointError: no node gives the blocks.
-        """
+        """Fill a buffer with whole blocks of a part's object, checked, from ``first_block`` on. Raise a
+        `FlashpointError` if none of the nodes gives the blocks."""
         part = PartName(save, manifest.rank)
         with BlockChecker(manifest.objects[0], buffer, str(part), first_block) as blocks:
             self._ask(nodes, part, lambda peer: peer.fetch(part, blocks), None, None)
@@ -259,13 +242,8 @@ class HeldCopies:
         self._receiving: set[int] = set()  # ranks whose copies are being received
 
     def serve(self, run: int, hear: Callable[[Verdict], None], retained: Callable[[], Collection[SaveId]]) -> None:
-        """Take in the copies that are pushed in a run.
-
-        Args:
-            run: number of the run.
-            hear: called with the verdict of each push.
-            retained: called after that; returns the saves whose copies are retained.
-        """
+        """Take in the copies that are pushed in a run. For each push, ``hear`` is called with its verdict, and then
+        ``retained``, which returns the saves whose copies are retained."""
         with self._changed:
             self.run, self._hear, self._retained, self._has_ended = run, hear, retained, False
             self._heard.clear()

@@ -127,8 +127,8 @@ class Copies:
         until: float,
         failures: Failures | None = None,
     ) -> Manifest:
-        """Bring a part here: into a slot, checked, committed. From a node that breaks off, the next one takes over after
-        the last good block.
+        """Bring a part here: into a slot, checked, committed. Where a node breaks off, the next one goes on after the
+        last good block.
 
         Args:
             save, rank: of the part.

@@ -163,8 +163,8 @@ class Replicas:
             self._own = self._table = None
 
     def answer(self) -> None:
-        """Publish this rank's entry, and adopt what others have published. On the board's thread. Does not wait. Raise a
-        `FlashpointError` if the job's store failed."""
+        """Publish this rank's entry, and adopt what others have published. On the board's thread. Does not wait.
+        Raise a `FlashpointError` if the job's store failed."""
         with self._lock:
             if self._own is None or self._ranks == 1:
                 return

@@ -76,24 +76,28 @@ class Copies:
     ) -> None:
         ranks.check_nodes(boot_id(), "a machine")
         self._ranks, self._held = ranks, held
+        self._service: TransferService | None = None
+        self._holders: dict[int, PeerConnection] = {}
 
-        def start() -> TransferService | None:
-            if len(ranks.topology.node_order) == 1:
-                return None
-            try:
-                address = host or reachable_host()
-                return TransferService(ranks.secret, held, host=address, deadline_s=transfer_deadline_s())
-            except OSError as error:
-                raise ReplicationError(f"peers cannot reach this host: {error}", rank=ranks.rank) from error
+        def serve() -> None:
+            if len(ranks.topology.node_order) > 1:
+                try:
+                    address = host or reachable_host()
+                    self._service = TransferService(ranks.secret, held, host=address, deadline_s=transfer_deadline_s())
+                except OSError as error:
+                    raise ReplicationError(f"peers cannot reach this host: {error}", rank=ranks.rank) from error
 
-        text = "another rank cannot serve its peers; its log says why"
-        self._service = ranks.together(start, ReplicationError(text, rank=ranks.rank))
-        mine = None if self._service is None else self._service.address
-        found = [json.loads(blob) for blob in ranks.gather(json.dumps(mine).encode())]
-        self.addresses: tuple[Address | None, ...] = tuple(
-            None if each is None else (each[0], each[1]) for each in found
-        )
-        self._holders = {rank: self._connection(rank) for rank in strategy.copies_of(ranks.rank, ranks.topology)}
+        try:
+            text = "another rank cannot serve its peers; its log says why"
+            ranks.together(serve, ReplicationError(text, rank=ranks.rank))
+            mine = None if self._service is None else self._service.address
+            found = [json.loads(blob) for blob in ranks.gather(json.dumps(mine).encode())]
+        except BaseException:
+            self.close()
+            raise
+        self.addresses: tuple[Address | None, ...] = tuple(each and (each[0], each[1]) for each in found)
+        for rank in strategy.copies_of(ranks.rank, ranks.topology):
+            self._holders[rank] = self._connection(rank)
 
     def address_of(self, rank: int) -> Address:
         """Return the address of a rank's service. Raise a `ReplicationError` if the rank serves nothing."""

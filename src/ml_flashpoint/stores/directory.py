@@ -19,9 +19,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ml_flashpoint.format.at_exit import close_in_children
 from ml_flashpoint.format.errors import DamagedError, JobInUseError, ObjectNotFoundError, SaveError
-from ml_flashpoint.format.files import as_octets, open_regular, replace_file, sync_directory, writing
+from ml_flashpoint.format.files import as_octets, close_in_children, open_regular, replace_file, sync_directory, writing
 from ml_flashpoint.format.private_folders import check_unplanted
 from ml_flashpoint.stores.files import Files, reading, split_name
 

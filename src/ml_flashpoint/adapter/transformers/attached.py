@@ -140,6 +140,8 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
     Args: as of `attach`.
 
     Attributes:
+        flashpoint: of the latest ``train()``.
+        step_found: of the newest version; None if there is none, or nobody has asked.
         generators: the random number generators as a version has them; None unless one was loaded.
         draws: of the loader in use; None where its data is iterable.
     """
@@ -149,11 +151,11 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         self.trainer = trainer
         self._open = functools.partial(TrainerFlashpoint, base, every_n_steps=every_n_steps, **options)
-        self._flashpoint = self._open()
+        self.flashpoint = self._open()
         self._is_tracking = False
         self._asked = False
         self._path: str | None = None  # what stands for the version that was found
-        self._wanted: int | None = None  # its step
+        self.step_found: int | None = None
         self._rest = _Rest(self)
         self._step = 0
         self._put_off = False
@@ -178,29 +180,29 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
         self._have_new()
         self._asked = True
         try:
-            self._wanted = self._flashpoint.newest_step()
+            self.step_found = self.flashpoint.newest_step()
         except NothingLoadableError as error:
             if fallback is None:
                 raise
             _log.error("falling back, and what is in memory will be overwritten: %s", error)
-            self._wanted = None
-        if self._wanted is None:
+            self.step_found = None
+        if self.step_found is None:
             return None
-        self._path = str(self._flashpoint.place)
+        self._path = str(self.flashpoint.place)
         os.makedirs(self._path, mode=0o700, exist_ok=True)
         args = self.trainer.args
-        state = TrainerState(global_step=self._wanted, train_batch_size=args.train_batch_size)
+        state = TrainerState(global_step=self.step_found, train_batch_size=args.train_batch_size)
         state.compute_steps(args, max(args.max_steps, 1))
         state.save_to_json(os.path.join(self._path, TRAINER_STATE_NAME))
         return self._path
 
     def _have_new(self) -> None:
         """Have a `Flashpoint` that tracks nothing yet: each ``train()`` wraps the model anew."""
-        if self._is_tracking or self._flashpoint.is_closed:
-            self._flashpoint.close()
-            self._flashpoint = self._open()
+        if self._is_tracking or self.flashpoint.is_closed:
+            self.flashpoint.close()
+            self.flashpoint = self._open()
         self._is_tracking = self._asked = False
-        self._path = self._wanted = self.generators = None
+        self._path = self.step_found = self.generators = None
         self._rest.loaded = None
 
     def _track(self) -> None:
@@ -213,14 +215,14 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
         if frozen and hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config"):
             model = Trained(trainer.model)
         optimizer = trainer.optimizer
-        self._flashpoint.track(
+        self.flashpoint.track(
             model=model,
             optimizer=optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer,
             scheduler=trainer.lr_scheduler,
             trainer=self._rest,
         )
         if trainer.accelerator.scaler is not None:
-            self._flashpoint.track(scaler=trainer.accelerator.scaler)
+            self.flashpoint.track(scaler=trainer.accelerator.scaler)
 
     def _load_nothing_yet(self, given: Callable[..., None], checkpoint: str, *rest: Any) -> None:
         if checkpoint != self._path:
@@ -232,7 +234,7 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
             given(checkpoint)
             return
         self._track()
-        self._flashpoint.resume(step=self._wanted)
+        self.flashpoint.resume(step=self.step_found)
         self.generators = capture_rng_state()
         self._rest.apply()
 
@@ -260,14 +262,14 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
         if self._rest.loaded is not None:
             self._rest.apply_to_loop(control)
             return
-        if self._wanted is not None:
+        if self.step_found is not None:
             text = "must be what resume_path(trainer) has returned: there is a version in memory"
             raise InvalidArgumentError(text, argument="resume_from_checkpoint", value=None)
         asked = self._asked
-        if self._is_tracking or self._flashpoint.is_closed:
+        if self._is_tracking or self.flashpoint.is_closed:
             self._have_new()
         self._track()
-        self._flashpoint.begin(state.global_step, asked=asked)
+        self.flashpoint.begin(state.global_step, asked=asked)
 
     def _run_epoch(self, given: Callable[..., None], **kwargs: Any) -> None:
         self._updates = kwargs["num_update_steps_per_epoch"]
@@ -278,7 +280,7 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Have the step wait for the copy under way."""
-        self._flashpoint.before_update()
+        self.flashpoint.before_update()
 
     def _end_step(self, given: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Save when a step, and the epoch that ends with it, is done in every respect."""
@@ -293,7 +295,7 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
         else:
             return
         if not self._put_off:
-            self._flashpoint.step()
+            self.flashpoint.step()
 
     def given(self) -> int:
         """Return the number of batches of this epoch that are trained on; 0 at its end."""
@@ -304,7 +306,7 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """End saving. Versions stay."""
-        self._flashpoint.close()
+        self.flashpoint.close()
 
 
 class Trained(nn.Module):

@@ -18,7 +18,7 @@ import torch
 
 from ml_flashpoint.config import Config
 from ml_flashpoint.engine.checkpointer import Checkpointer
-from ml_flashpoint.engine.copying import Copies
+from ml_flashpoint.engine.copying import Copies, HeldCopies
 from ml_flashpoint.engine.recovery import Found, Recovery
 from ml_flashpoint.engine.sidecars import sidecar_items, sidecar_labels
 from ml_flashpoint.format.errors import FlashpointError
@@ -99,7 +99,7 @@ class Job:
         make = lambda rank: Pool(self.container, Owner(size, rank), keep=plan.keep, owners=owners)  # noqa: E731
         self.pool = make(ranks.rank)
         self.held = {rank: make(rank) for rank in held[ranks.rank]}
-        self.copies = Copies(ranks, self.strategy, self.container, self.held, host="127.0.0.1")
+        self.copies = Copies(ranks, self.strategy, HeldCopies(self.container, self.held), host="127.0.0.1")
         self.recovery = Recovery(
             ranks,
             self.container,

@@ -175,8 +175,8 @@ def by_trainer(kind: str, base: Path, kills: list[int], seed: int) -> dict[str, 
     }
     quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True}
     args = TrainingArguments(output_dir=str(base.parent / "output"), **defaults | quiet | options)
-    if kind == "trainer-fsdp2":  # which Accelerate takes for DDP where there is no GPU
-        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    if kind == "trainer-fsdp2":  # Accelerate shards nothing where it sees no GPU
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     model = model_of(kind)
     seed_all(seed)
     teller = Teller(Life(kills, 0))

@@ -112,7 +112,7 @@ class _Accumulated:
 
 
 def has_own_state(loader: Any) -> bool:
-    """Return True if a prepared loader keeps its place itself. Its ``state_dict`` is there in any case, and may fail."""
+    """Return True if a prepared loader keeps its place itself. The methods are there in any case, and may fail."""
     return bool(getattr(loader, "use_stateful_dataloader", False))
 
 

@@ -27,6 +27,13 @@ class Draws:
         in_workers: True if samples are fetched by other processes, so that nothing is drawn here meanwhile.
     """
 
+    _batches: Any
+    _in_workers: bool
+    _start: dict[str, Any]  # generators at the begin of the pass
+    _before: dict[int, dict[str, Any]]  # and before each fetch
+    _start_to_come: dict[str, Any]  # the same, to be put back in the next pass
+    _to_come: dict[int, dict[str, Any]]
+
     def __init__(self, batches: Any, *, in_workers: bool) -> None:
         vars(self).update(
             _batches=batches, _in_workers=in_workers, _start={}, _before={}, _start_to_come={}, _to_come={}
@@ -38,6 +45,7 @@ class Draws:
         return getattr(self._batches, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # What Accelerate changes of a batch sampler, it changes of the one within.
         if name in vars(self):
             vars(self)[name] = value
         else:
@@ -122,7 +130,9 @@ def watch_draws(loader: Any) -> Draws | None:
     inner = getattr(loader, "base_dataloader", loader)
     if inner.batch_sampler is not None and not isinstance(inner.batch_sampler, Draws):
         draws = Draws(inner.batch_sampler, in_workers=inner.num_workers > 0)
-        object.__setattr__(inner, "batch_sampler", draws)  # torch lets nobody change it, since iterators keep the old one
+        object.__setattr__(
+            inner, "batch_sampler", draws
+        )  # torch lets nobody change it, since iterators keep the old one
     found: Draws | None = inner.batch_sampler
     return found
 

@@ -18,12 +18,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import transformers
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import get_last_checkpoint
 
 from ml_flashpoint.adapter.accelerate.place import Draws, watch_draws
 from ml_flashpoint.flashpoint import Flashpoint
@@ -34,7 +36,13 @@ _log = logging.getLogger(__name__)
 
 _ATTACHED = "_ml_flashpoint"
 # What a run gives itself, whatever was saved.
-_OF_THE_RUN = ("max_steps", "num_train_epochs", "is_local_process_zero", "is_world_process_zero", "is_hyper_param_search")
+_OF_THE_RUN = (
+    "max_steps",
+    "num_train_epochs",
+    "is_local_process_zero",
+    "is_world_process_zero",
+    "is_hyper_param_search",
+)
 _OF_THE_LOOP = (
     "_tr_loss",
     "_total_loss_scalar",
@@ -53,9 +61,9 @@ def attach(trainer: Trainer, base: str | os.PathLike[str], *, every_n_steps: int
         attach(trainer, "/dev/shm/mlf-jobs/job-145", every_n_steps=1)
         trainer.train(resume_from_checkpoint=resume_path(trainer))
 
-    Saved are model, optimizer, scheduler, scaler, the Trainer's state and that of its callbacks which have one, the loss
-    that is not logged yet, and the random number generators. Of a PEFT model, frozen parameters are left out, as the
-    Trainer does. The Trainer's own checkpoints stay as they are, beside.
+    Saved are model, optimizer, scheduler, scaler, the Trainer's state and that of its callbacks which have one, the
+    loss that is not logged yet, and the random number generators. Of a PEFT model, frozen parameters are left out, as
+    the Trainer does. The Trainer's own checkpoints stay as they are, beside.
 
     What samples and collators draw in the main process is drawn again as it was. Workers (``dataloader_num_workers``)
     that draw begin with other random numbers after a restart in the midst of an epoch.
@@ -87,27 +95,30 @@ def attach(trainer: Trainer, base: str | os.PathLike[str], *, every_n_steps: int
     return trainer
 
 
-def resume_path(trainer: Trainer, fallback: str | bool | None = None) -> str | bool | None:
+def resume_path(trainer: Trainer, fallback: str | bool | None = None) -> str | None:
     """Return what to go on from, for ``trainer.train(resume_from_checkpoint=...)``. Collective.
 
     Args:
         trainer: has a Flashpoint attached.
-        fallback: what to return where there is no version: a folder of the Trainer's own, True for its newest one,
-            None to start anew.
+        fallback: what to return where there is no version: a checkpoint of the Trainer's own, True for the newest one
+            in its ``output_dir``, if there is one, or None to start anew.
 
     Returns:
         A folder in the base container that stands for the newest version which all ranks can load; or the fallback.
 
     Raises:
         InvalidArgumentError: nothing is attached.
-        NothingLoadableError: there are versions, and none can be loaded.
+        NothingLoadableError: there are versions, none can be loaded, and there is no fallback.
         FlashpointError: ranks lost each other.
     """
     attached = getattr(trainer, _ATTACHED, None)
     if attached is None:
         raise InvalidArgumentError("has no Flashpoint: call attach() first", argument="trainer", value=trainer)
-    path: str | None = attached.find(fallback)
-    return fallback if path is None else path
+    if fallback is True:
+        folder = trainer.args.output_dir
+        fallback = get_last_checkpoint(folder) if os.path.isdir(folder) else None
+    path: str | None = attached.find(fallback or None)
+    return path or fallback or None
 
 
 class TrainerFlashpoint(Flashpoint):
@@ -149,6 +160,18 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
     def __init__(
         self, trainer: Trainer, base: str | os.PathLike[str], every_n_steps: int, options: dict[str, Any]
     ) -> None:
+        ours: dict[str, Callable[..., Any]] = {
+            "get_train_dataloader": self._make_loader,
+            "_load_from_checkpoint": self._load_nothing_yet,
+            "_load_optimizer_and_scheduler": self._load,
+            "_load_scaler": self._load_nothing_yet,
+            "_load_rng_state": self._restore_generators,
+            "_run_epoch": self._run_epoch,
+            "_maybe_log_save_evaluate": self._end_step,
+        }
+        if missing := [name for name in ours if not hasattr(trainer, name)]:
+            text = f"transformers {transformers.__version__} has no Trainer.{missing[0]}, which this adapter needs"
+            raise InvalidArgumentError(text, argument="trainer", value=trainer, hint="use release 5.24")
         self.trainer = trainer
         self._open = functools.partial(TrainerFlashpoint, base, every_n_steps=every_n_steps, **options)
         self.flashpoint = self._open()
@@ -162,16 +185,8 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
         self._updates = 1  # steps of the optimizer in an epoch
         self.generators: dict[str, Any] | None = None
         self.draws: Draws | None = None
-        for name, ours in {
-            "get_train_dataloader": self._make_loader,
-            "_load_from_checkpoint": self._load_nothing_yet,
-            "_load_optimizer_and_scheduler": self._load,
-            "_load_scaler": self._load_nothing_yet,
-            "_load_rng_state": self._restore_generators,
-            "_run_epoch": self._run_epoch,
-            "_maybe_log_save_evaluate": self._end_step,
-        }.items():
-            setattr(trainer, name, functools.partial(ours, getattr(trainer, name)))
+        for name, method in ours.items():
+            setattr(trainer, name, functools.partial(method, getattr(trainer, name)))
 
     # ---- the way back ---------------------------------------------------------------------------------------
 
@@ -273,7 +288,9 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
 
     def _run_epoch(self, given: Callable[..., None], **kwargs: Any) -> None:
         self._updates = kwargs["num_update_steps_per_epoch"]
-        if not self.trainer.control.should_training_stop:  # which was so when it was saved
+        control, state = self.trainer.control, self.trainer.state
+        control.should_training_stop |= state.global_step >= state.max_steps  # of which a Trainer would do one more
+        if not control.should_training_stop:
             given(**kwargs)
 
     def on_pre_optimizer_step(
@@ -296,6 +313,8 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
             return
         if not self._put_off:
             self.flashpoint.step()
+            if control.should_training_stop:
+                self.flashpoint.save()
 
     def given(self) -> int:
         """Return the number of batches of this epoch that are trained on; 0 at its end."""
@@ -344,7 +363,7 @@ class _Rest:
             "state": {name: getattr(trainer.state, name) for name in fields},
             "callbacks": [each.state()["attributes"] for each in self._callbacks()],
             "loop": {name: getattr(trainer, name) for name in _OF_THE_LOOP},
-            "should_training_stop": trainer.control.should_training_stop,
+            "stopped": trainer.control.should_training_stop and trainer.state.global_step < trainer.state.max_steps,
             "given": given,
             "draws": None if draws is None else draws.state_after(given),
         }
@@ -356,7 +375,8 @@ class _Rest:
     def apply(self) -> None:
         """Take over what was loaded, before training begins."""
         attached, loaded = self._attached, self.loaded
-        assert loaded is not None and attached.generators is not None
+        assert loaded is not None
+        assert attached.generators is not None
         trainer, draws, given = attached.trainer, attached.draws, loaded["given"]
         for name, value in loaded["state"].items():
             setattr(trainer.state, name, value)
@@ -376,7 +396,7 @@ class _Rest:
         assert self.loaded is not None
         for name, value in self.loaded["loop"].items():
             setattr(self._attached.trainer, name, value)
-        control.should_training_stop = self.loaded["should_training_stop"]
+        control.should_training_stop = self.loaded["stopped"]
         self.loaded = None
 
     def _callbacks(self) -> list[Any]:

@@ -19,7 +19,7 @@ import torch
 from ml_flashpoint.config import Config
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.engine.copying import Copies, HeldCopies
-from ml_flashpoint.engine.recovery import Found, Recovery
+from ml_flashpoint.engine.recovery import Found, Recovery, tier_of
 from ml_flashpoint.engine.sidecars import sidecar_items, sidecar_labels
 from ml_flashpoint.format.errors import FlashpointError
 from ml_flashpoint.format.manifest import object_name
@@ -151,7 +151,7 @@ class Job:
         """What the parts of all ranks say that they are."""
         values = []
         with self.recovery.reader(self.container.base / found.save.version) as reader:
-            assert (reader.save, reader.world_size, reader.tier) == (found.save, found.world_size, found.tier)
+            assert (reader.save, reader.world_size, reader.tier) == (found.save, found.world_size, tier_of(found))
             for rank in range(reader.world_size):
                 tensor = reader.open(rank).tensor("w")
                 assert bool((tensor == tensor[0]).all())
@@ -190,7 +190,7 @@ def recover_and_save(job: Job, plan: Plan) -> dict[str, Any]:
                 found = job.recovery.find(plan.wanted, excluded=excluded)
             if found is not None:
                 told["found"], told["values"] = tuple(found.save), job.values(found)
-                told["tier"] = found.tier
+                told["tier"] = tier_of(found)
             assert job.recovery.report is not None
             told["fetched"], told["tries"] = job.recovery.report.fetched_bytes, job.recovery.report.tries
         else:

@@ -30,8 +30,8 @@ from ml_flashpoint.engine.board import Board
 from ml_flashpoint.engine.committing import BytesItem, Filled, PartWriter, Staged, TensorItem
 from ml_flashpoint.engine.copying import Copies, HeldCopies
 from ml_flashpoint.engine.persist import Persister, PersistHealth
-from ml_flashpoint.engine.reader import RecoveryReport, VersionReader
-from ml_flashpoint.engine.recovery import Found, KeptVersion, Recovery
+from ml_flashpoint.engine.reader import VersionReader
+from ml_flashpoint.engine.recovery import Found, KeptVersion, Recovery, RecoveryReport
 from ml_flashpoint.engine.replicas import Replicas
 from ml_flashpoint.engine.rounds import Fate, Member, Verdict
 from ml_flashpoint.engine.save import Save, SaveStats, Terms

@@ -80,6 +80,7 @@ def test_the_matrix_by_door_has_what_tests_run_with() -> None:
     assert rows["[NeMo](nemo.md)"] == ", ".join(nemo)
     for name, door in (
         ("lightning", "[Lightning](lightning.md)"),
+        ("torch", "[Trainer, Accelerate](hugging-face.md)"),
         ("ray", "[Dictionaries](ddict.md) on many machines"),
     ):
         try:

@@ -21,7 +21,7 @@ class AccelerateDoor(Door):
     def __init__(self, base: Path) -> None:
         super().__init__(base)
         accelerator = Accelerator(cpu=True)
-        accelerator.prepare(torch.nn.Linear(1, 1, device="cpu"))
+        accelerator.prepare(torch.nn.Identity())
         self._holder = Holder()
         accelerator.register_for_checkpointing(self._holder)
         self._fp = AcceleratorFlashpoint(accelerator, base, strict=True)

@@ -311,10 +311,12 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
             self._put_off = False
         else:
             return
-        if not self._put_off:
+        if self._put_off:
+            return
+        if control.should_training_stop:
+            self.flashpoint.save(step)
+        else:
             self.flashpoint.step()
-            if control.should_training_stop:
-                self.flashpoint.save()
 
     def given(self) -> int:
         """Return the number of batches of this epoch that are trained on; 0 at its end."""

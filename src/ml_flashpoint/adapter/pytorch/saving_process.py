@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-WIRE = Dialect(b"ml-flashpoint saving process 2", errors_of(errors), SaveError, json_bytes=64 << 20)
+WIRE = Dialect(b"ml-flashpoint saving process 2", errors_of(errors), SaveError)
 _ALIGNMENT = 16
 _PIECE_BYTES = 64 << 20
 _PIECE_BLOBS = 1024

@@ -22,8 +22,11 @@ from ml_flashpoint import events
 from ml_flashpoint.adapter.pytorch.memory_stager import MemoryStager
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
-from ml_flashpoint.adapter.pytorch.merged_metadata import merged_metadata, metadata_of_share
-from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE
+from ml_flashpoint.adapter.pytorch.metadata_format import (
+    METADATA_KEY,
+    merged_metadata,
+    metadata_of_share,
+)
 from ml_flashpoint.config import Config
 from ml_flashpoint.copy import cuda
 from ml_flashpoint.copy.collection import collection_paused
@@ -182,20 +185,18 @@ class Checkpointer(engine.Checkpointer):
         if may_be_there and (last := self._already(step)) is not None:
             return last
         self._attempted = max(step, self._attempted)
-        name, tree, error = SaveId(self.run, step), None, None
+        name = SaveId(self.run, step)
+        tree: Tree | Exception
         try:
             tree = self._flatten(name, tracked)
         except Exception as caught:  # of whatever kind: the other ranks learn that this rank has no part
-            error = caught
+            tree = caught
             self.replicas.pass_over(name)
+        table = "" if self._written is None else self._written.table.name
+        self._last = save = self.begin(step, explicit=explicit, table=table)
         try:
-            save = self.begin(step, explicit=explicit, table="" if self._written is None else self._written.table.name)
-        except Exception as caught:
-            raise (error or caught) from None
-        self._last = save
-        try:
-            if error is not None or tree is None:
-                raise error or SaveError("nothing was saved")
+            if isinstance(tree, Exception):
+                raise tree
             self._stage(save, tree)
         except Exception as caught:
             self.fail(save, caught)
@@ -242,8 +243,7 @@ class Checkpointer(engine.Checkpointer):
             late=self.overlap.begin(tensor for _, tensor in captured.tensors),
         )
         captured.tensors = ()
-        labels = {"door": "dcp", **({METADATA_SCOPE: "global"} if self.ranks.rank == 0 else {})}
-        self.commit(save, items=partial(self._items, written, captured, copies), labels=labels)
+        self.commit(save, items=partial(self._items, written, captured, copies))
 
     def _items(
         self, written: _Written, captured: Captured, copies: Sequence[torch.Tensor]

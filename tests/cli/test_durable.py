@@ -19,6 +19,7 @@ from ml_flashpoint.cli.ls import list_versions
 from ml_flashpoint.cli.verify import verify_base
 from ml_flashpoint.format.digest import digest_block
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
+from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.stores.durable import MARKER, DurableVersions
 from ml_flashpoint.stores.location import open_durable
 
@@ -33,12 +34,12 @@ def write_parts(store: DurableVersions, step: int, world_size: int = 2, *, only:
         digests = tuple(digest_block(CONTENT[at : at + BLOCK]) for at in range(0, len(CONTENT), BLOCK))
         record = ObjectRecord(object_name(rank, RUN), len(CONTENT), len(CONTENT) + 8, digests, BLOCK)
         manifest = Manifest(f"step-{step}_ckpt", rank, world_size, RUN, "node", (record,))
-        store.write_part(manifest, lambda record: [CONTENT, bytes(8)])
+        store.write_part(manifest, lambda: [CONTENT, bytes(8)])
 
 
 def persist(store: DurableVersions, step: int) -> None:
     write_parts(store, step)
-    store.complete(f"step-{step}_ckpt", RUN, 2)
+    store.complete(SaveId(int(RUN), step), 2)
 
 
 def path_of(root: Path, step: int, rank: int, suffix: str = "safetensors") -> Path:
@@ -142,7 +143,7 @@ def test_what_retention_removes_meanwhile_is_no_damage(
     check = verify.check_part
 
     def removed_first(*args: Any, **options: Any) -> Any:
-        store.keep_newest(1, "step-7_ckpt", RUN)
+        store.keep_newest(1, SaveId(int(RUN), 7))
         return check(*args, **options)
 
     monkeypatch.setattr(verify, "check_part", removed_first)

@@ -97,7 +97,7 @@ def test_a_version_that_was_removed_is_told_of(job: _Job) -> None:
             path.unlink()
         assert _is_all(tensor, 2), "what was read is the reader's own"
         with pytest.raises(PrunedError, match="step 2"):
-            version.object(0).check()
+            list(version.object(0).pieces())
     job.flashpoint.close()
 
 
@@ -105,7 +105,7 @@ def test_a_version_that_was_removed_is_told_of(job: _Job) -> None:
 def test_a_version_that_is_not_whole_here_is_taken_only_if_asked_for(tmpfs: Path) -> None:
     base = tmpfs / "job"
     call(cli_bases.make, base, [0], [])
-    with pytest.raises(ObjectNotFoundError, match="there is no version"):
+    with pytest.raises(ObjectNotFoundError, match="there is no complete version"):
         open_version(base)
     call(cli_bases.make, base, [0], [Part(0, 1)])
     with pytest.raises(ObjectNotFoundError, match=r"ranks 1, 2, 3 of 4 are missing.*--partial"):
@@ -160,7 +160,7 @@ def test_nothing_is_copied_to_where_another_user_planted_a_link(job: _Job, tmpfs
 def test_a_version_that_goes_meanwhile_is_not_copied_and_the_newest_is(
     job: _Job, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ml_flashpoint.stores.part.PIECE_BYTES", 4096)
+    monkeypatch.setattr("ml_flashpoint.stores.version_store.PIECE_BYTES", 4096)
     saves = [1]
 
     def save_some(done: int, total: int) -> None:
@@ -241,9 +241,9 @@ def test_a_version_of_which_the_manifest_cannot_be_read_is_not_passed_over(job: 
 
 def test_what_is_no_base_container_is_an_error_of_ours(tmpfs: Path) -> None:
     (tmpfs / "file").write_text("no folder")
-    with pytest.raises(ObjectNotFoundError, match="no version here"):
+    with pytest.raises(ObjectNotFoundError, match="no complete version here"):
         open_version(tmpfs / "file")
-    with pytest.raises(ObjectNotFoundError, match="no version here"):
+    with pytest.raises(ObjectNotFoundError, match="no complete version here"):
         copy_version(tmpfs / "file", tmpfs / "copies")
 
 

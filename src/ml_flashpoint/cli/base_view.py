@@ -312,15 +312,18 @@ def _read_parts(store: BaseContainer) -> tuple[list[_FoundPart], list[Path]]:
             path = store.base / version.folder / manifest_name(found.rank, version.save_id)
             if not found.removed:
                 problems = [Problem(*problem) for problem in found.problems]
-                save = (version.folder, found.rank, version.save_id)
-                parts.append(_FoundPart(*save, path, found.manifest, problems))
+                part = (version.folder, found.rank, version.save_id)
+                parts.append(_FoundPart(*part, path, found.manifest, problems))
     committed = {(part.version, part.rank, part.save_id) for part in parts}
     loose = []
     for version_name in store.folders():
         for name in _names(store.base / version_name):
             owner = parse_object_name(name)
+            if owner is None or (version_name, *owner) in committed:
+                continue
             # Asked again: one that was being committed may have its manifest by now, one being removed be gone.
-            if owner is not None and (version_name, *owner) not in committed and not store.has(version_name, *owner):
+            save = SaveId.parse(version_name, owner[1])
+            if save is None or not store.has(save, owner[0]):
                 path = store.base / version_name / name
                 loose += [path] if os.path.lexists(path) else []
     return parts, loose

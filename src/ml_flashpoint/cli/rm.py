@@ -6,12 +6,14 @@ Owns the question, and what is printed; the removal is `tools.removal`'s.
 from __future__ import annotations
 
 import json
+import os
 import sys
+from pathlib import Path
 
 import typer
 
 from ml_flashpoint.cli import output
-from ml_flashpoint.cli.base_view import BaseView, format_bytes, format_ranks, read_base
+from ml_flashpoint.cli.base_view import BaseView, format_bytes, format_ranks, memory_of, read_base
 from ml_flashpoint.format.errors import InvalidArgumentError, JobInUseError
 from ml_flashpoint.stores.location import open_store
 from ml_flashpoint.tools.removal import removable, remove_versions
@@ -23,7 +25,7 @@ def remove(
 ) -> None:
     """Remove versions, or all that there is, if that is what the user wants."""
     base, step = output.split_source(source)
-    store = open_store(base)
+    store, before = open_store(base), 0
     if store.durable:
         described = "" if yes else _persisted(base, store.path, step, newest, deadline_s)
     else:
@@ -34,18 +36,20 @@ def remove(
             raise JobInUseError(
                 f"ranks {format_ranks(view.live)} are running here", path=view.base, hint="end the job first"
             )
-        described = _in_memory(view, step)
+        described, before = _in_memory(view, step), view.resident_bytes
     if not yes:
         _ask(source, described, as_json)
     removed = remove_versions(base, step, newest=newest, deadline_s=deadline_s)
+    path = Path(store.path)
+    freed = 0 if store.durable else before - memory_of(path)
+    left = sorted(os.listdir(path)) if not store.durable and step is None and path.exists() else []
     if as_json:
-        memory = {} if store.durable else {"freed_bytes": removed.freed_bytes, "left": removed.left}
-        print(json.dumps({"base": store.path, "versions": removed.versions, **memory}, indent=2))
+        memory = {} if store.durable else {"freed_bytes": freed, "left": left}
+        print(json.dumps({"base": store.path, "versions": removed, **memory}, indent=2))
         return
-    freed = "" if store.durable else f", {format_bytes(removed.freed_bytes)}"
-    print(f"removed {', '.join(removed.versions) or 'no versions'}{freed}: {store.path}")
-    if removed.left and step is None:
-        print(f"left, being nobody's of ours: {', '.join(removed.left)}", file=sys.stderr)
+    print(f"removed {', '.join(removed) or 'no versions'}{f', {format_bytes(freed)}' if freed else ''}: {store.path}")
+    if left:
+        print(f"left, being nobody's of ours: {', '.join(left)}", file=sys.stderr)
 
 
 def _ask(source: str, what: str, as_json: bool) -> None:

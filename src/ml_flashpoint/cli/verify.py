@@ -10,6 +10,7 @@ import json
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -106,7 +107,7 @@ def verify_base(source: str, *, as_json: bool = False, threads: int = 2) -> int:
 
     Args:
         source: base container, URL or folder of persisted versions; with ``@STEP``, only that step.
-        threads: blocks that are read at the same time.
+        threads: parts that are read at the same time.
     """
     store, versions = versions_at(*output.split_source(source))
     began = time.monotonic()
@@ -120,10 +121,11 @@ def verify_base(source: str, *, as_json: bool = False, threads: int = 2) -> int:
                 done += count
                 progress(done, total)
 
-        results = [
-            CheckedVersion(version, tuple(check_part(store, part, threads=threads, advance=advance) for part in parts))
-            for version, parts in looked
-        ]
+        with ThreadPoolExecutor(threads) as pool:
+            results = [
+                CheckedVersion(version, tuple(pool.map(lambda part: check_part(store, part, advance), parts)))
+                for version, parts in looked
+            ]
     seconds = time.monotonic() - began
     if as_json:
         print(json.dumps(_to_json(store, results, seconds), indent=2))

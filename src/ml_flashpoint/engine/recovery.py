@@ -16,6 +16,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -56,8 +57,8 @@ from ml_flashpoint.ranks.recovery import (
 )
 from ml_flashpoint.ranks.retention import Keep, kept
 from ml_flashpoint.ranks.strategies import ReplicationStrategy
-from ml_flashpoint.stores.bounded import Bounded
-from ml_flashpoint.stores.durable import DurableVersions, save_of, version_of
+from ml_flashpoint.stores.bounded import in_background, result_of
+from ml_flashpoint.stores.durable import DurableVersions, from_fields, to_fields
 from ml_flashpoint.stores.location import open_durable
 from ml_flashpoint.stores.version_store import Version
 
@@ -134,7 +135,7 @@ class DurableTier:
     def __init__(self, url: str | None, ranks: RankGroup, open_store: Callable[[str], DurableVersions]) -> None:
         self.url, self._ranks, self._open_store = url, ranks, open_store
         self._opened: DurableVersions | None = None
-        self._look: Bounded[Listing] | None = None
+        self._look: Future[Listing] | None = None
         self._listing: Listing | None = None if url is not None else Listing()
         self._waited_s = 0.0
 
@@ -156,10 +157,10 @@ class DurableTier:
             return
         if anew:
             self._listing, self._waited_s = None, 0.0
-            if self._look is not None and self._look.wait(0.0):
+            if self._look is not None and self._look.done():
                 self._look = None
         if self._look is None and self._ranks.rank == 0:
-            self._look = Bounded(self._read)
+            self._look = in_background(self._read)
 
     def _read(self) -> Listing:
         until = time.monotonic() + recovery_deadline_s()
@@ -182,13 +183,13 @@ class DurableTier:
             try:
                 self.start()
                 assert self._look is not None
-                listing = self._look.result(deadline_s)
+                listing = result_of(self._look, deadline_s)
             except Exception as error:  # the other ranks wait
                 listing = Listing(unknown=f"what is persisted at {self.url} cannot be known: {text_of(error)}")
-            saves = list(map(save_of, listing.versions))
+            saves = list(map(to_fields, listing.versions))
             blob = json.dumps([saves, listing.problems, listing.unknown, listing.run]).encode()
         saves, problems, unknown, run = json.loads(self._ranks.broadcast(blob))
-        self._listing = Listing(tuple(map(version_of, saves)), tuple(problems), unknown, run)
+        self._listing = Listing(tuple(map(from_fields, saves)), tuple(problems), unknown, run)
         return self._listing
 
     def give_up(self, why: str) -> None:
@@ -722,4 +723,4 @@ class _Search:
 
 
 def _check_size(store: DurableVersions, version: Version, rank: int) -> None:
-    store.check_sizes(store.manifest(version, rank))
+    store.check_size(store.manifest(version, rank))

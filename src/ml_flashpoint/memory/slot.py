@@ -39,9 +39,7 @@ TEMPORARY = ".tmp"
 """Suffix of files that are not what their names will say yet."""
 
 _MADV_POPULATE_WRITE = 23
-_STEP = (
-    64 << 20
-)  # bytes that are reserved or faulted in at once: the kernel locks the mappings of the process meanwhile
+_STEP = 64 << 20  # bytes that are reserved or faulted in at once: the kernel locks the process's mappings meanwhile
 _PUNCH_HOLE, _KEEP_SIZE = 0x02, 0x01
 _libc = ctypes.CDLL(None, use_errno=True)  # its calls release the GIL; those of `mmap` do not
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -56,12 +54,9 @@ def round_up(size: int, unit: int) -> int:
 class State(enum.Enum):
     """State of a slot in the process that owns it."""
 
-    EMPTY = "empty"
-    """It holds nothing, or bytes that nobody needs."""
-    WRITING = "writing"
-    """It is being filled, or waits for its commit."""
+    EMPTY = "empty"  # also: bytes that nobody needs
+    WRITING = "writing"  # being filled, or waiting for the commit
     COMMITTED = "committed"
-    """The manifest of its part is there."""
 
 
 class _Mapping(mmap.mmap):
@@ -127,7 +122,7 @@ class Slot:
             try:
                 for begin in range(0, size, _STEP):
                     if not go_on(size - begin):
-                        raise _no_room(size, path)
+                        raise no_room("a slot", size, path)
                     # Before any store: one to a page that a full tmpfs has not reserved is a SIGBUS.
                     os.posix_fallocate(descriptor, begin, min(_STEP, size - begin))
                 os.rename(temporary, path)
@@ -139,7 +134,7 @@ class Slot:
                 raise
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
-                raise _no_room(size, path) from error
+                raise no_room("a slot", size, path) from error
             hint = "look at the limits of this process (ulimit -n, ulimit -v)"
             raise SaveError(f"cannot make a slot: {error.strerror}", path=path, hint=hint) from error
         if prepare:
@@ -148,7 +143,7 @@ class Slot:
 
     @classmethod
     def open(cls, path: Path) -> Slot:
-        """Map a slot that an earlier process, or another one, has made.
+        """Map a slot that another process has made.
 
         Raises:
             DamagedError: the file is no whole number of pages.
@@ -229,16 +224,13 @@ class Slot:
         *,
         metadata: Mapping[str, str] | None = None,
     ) -> ObjectRecord:
-        """Write the byte items and the header of an object whose tensors are in place, and digest its blocks.
+        """Write the byte items and the header of an object whose tensors are in place. Return its record.
 
         Args:
             name: of the object.
             layout: where everything lies.
             byte_items: content of ``layout.byte_items``, in their order.
             metadata: goes into the header.
-
-        Returns:
-            The record of the object for its manifest.
 
         Raises:
             CapacityError: the header does not fit before the data, or the items behind the tensors.
@@ -252,8 +244,6 @@ class Slot:
         self.buffer[: layout.data_start] = header
         block_size = knobs.block_bytes()
         with BlockDigester(self.buffer, layout.size, block_size=block_size) as digester:
-            if layout.size:
-                digester.advance(0, layout.size)
             digests = digester.finish()
         return ObjectRecord(name, layout.size, self.size, digests, block_size)
 
@@ -298,12 +288,12 @@ class Slot:
         return f"Slot({str(self.path)!r}, {self.size}, {self.state.value}, {self.save})"
 
 
-def _no_room(size: int, path: Path) -> CapacityError:
-    available = available_bytes(path.parent)
+def no_room(what: str, size: int, path: Path, available: int | None = None) -> CapacityError:
+    """Return the error of memory that cannot be had."""
     return CapacityError(
-        "no room for a slot",
+        f"no room for {what}",
         needed_bytes=size,
-        available_bytes=available,
+        available_bytes=available_bytes(path) if available is None else max(available, 0),
         path=path,
         hint="enlarge the tmpfs (mount -o remount,size=...) or the container, free memory, or lower keep",
     )

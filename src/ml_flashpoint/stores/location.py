@@ -1,4 +1,4 @@
-"""The stores that paths and URLs lead to. Owns what they mean here."""
+"""The stores that paths and URLs lead to."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.format.private_folders import check_unplanted
 from ml_flashpoint.memory.lock import PRIVATE
 from ml_flashpoint.stores.base_container import BaseContainer
-from ml_flashpoint.stores.directory import Directory
 from ml_flashpoint.stores.durable import DurableVersions, is_run_folder
-from ml_flashpoint.stores.url import UrlFiles
+from ml_flashpoint.stores.files import Directory, UrlFiles
 from ml_flashpoint.stores.version_store import VersionStore
 
 _FILE: Final = "file://"

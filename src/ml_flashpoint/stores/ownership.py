@@ -1,9 +1,9 @@
-"""The right to complete and remove versions in a store, which one process has at a time.
+"""The right to complete and remove versions in a store, which one process has at a time: a lock, or a lease.
 
-Owns the lock, and the lease that stands for it where files have no locks: a record that its owner writes anew every few
-seconds. Whoever else wants it watches that record, and takes it over once it has not changed for several such periods;
-clocks are not compared. A lease keeps two jobs apart that were given one URL. It is no defence against a job that hangs
-for longer than that and then goes on: an owner checks before each removal.
+A lease stands for the lock where files have no locks: a record that its owner writes anew every few seconds. Whoever
+else wants it watches that record, and takes it over once it has not changed for several such periods; clocks are not
+compared. A lease keeps two jobs apart that were given one URL. It is no defence against a job that hangs for longer
+than that and then goes on: an owner checks before each removal.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from contextlib import AbstractContextManager
 from typing import Final
 
 from ml_flashpoint.format.errors import DamagedError, FlashpointError, JobInUseError, ObjectNotFoundError
+from ml_flashpoint.format.records import decode_record, encode_record
 from ml_flashpoint.stores.files import Files
-from ml_flashpoint.stores.records import decode_record, encode_record
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +79,8 @@ class Ownership:
             FlashpointError: the store failed.
         """
         if self._leased and not self._is_ours():
-            self._lose()
+            self.taken = self._leased = False
+            self._ended.set()
             raise JobInUseError("another process has taken this over", path=self._store.path_of(_LEASE))
 
     def release(self) -> None:
@@ -105,21 +106,14 @@ class Ownership:
             if self._seen is None or self._seen[0] != now:
                 self._seen = (now, time.monotonic())
             if time.monotonic() - self._seen[1] < _PERIODS * self._period_s:
-                raise JobInUseError(
-                    f"{now[0]} persists here, or did until a moment ago",
-                    path=self._store.path_of(_LEASE),
-                    hint="give each job a URL of its own",
-                )
+                text = f"{now[0]} persists here, or did until a moment ago"
+                raise JobInUseError(text, path=self._store.path_of(_LEASE), hint="give each job a URL of its own")
         self._renew()
         time.sleep(self._period_s * _SETTLE)  # of two that found nobody, the one that wrote last has it
         if not self._is_ours():
             raise JobInUseError("another process was faster", path=self._store.path_of(_LEASE))
         self._leased, self._seen, self._ended = True, None, threading.Event()
         threading.Thread(target=self._keep, args=(self._ended,), name="flashpoint-lease", daemon=True).start()
-
-    def _lose(self) -> None:
-        self.taken = self._leased = False
-        self._ended.set()
 
     def _keep(self, ended: threading.Event) -> None:
         while not ended.wait(self._period_s):
@@ -151,16 +145,9 @@ class Ownership:
 
 @contextlib.contextmanager
 def owned_files(files: Files, period_s: float, moved: Callable[[], None]) -> Iterator[Callable[[], None]]:
-    """Be the owner, and yield a call that raises if that was lost. A lease whose owner may be dead is waited for.
+    """Be the owner, and yield a call that raises if that was lost. See `VersionStore.owned`.
 
-    Args:
-        files: of the store.
-        period_s: see `PERIOD_S`.
-        moved: called again and again meanwhile.
-
-    Raises:
-        JobInUseError: somebody else is.
-        FlashpointError: the store failed.
+    A lease whose owner may be dead is waited for.
     """
     ownership = Ownership(files, period_s=period_s)
     give_up, told = time.monotonic() + _PERIODS_TO_WAIT * period_s, False

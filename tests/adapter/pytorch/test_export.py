@@ -399,7 +399,7 @@ def test_the_command(
     assert exported(str(base)) == 1
     assert "is there already" in capsys.readouterr().err
     assert exported(f"{base}@9") == 2
-    assert "no version of step 9" in capsys.readouterr().err
+    assert "no complete version of step 9" in capsys.readouterr().err
     assert exported(f"{base}@1", f"{base}@2") == 2
     assert "these are different steps" in capsys.readouterr().err
 

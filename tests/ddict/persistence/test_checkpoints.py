@@ -26,8 +26,7 @@ from ml_flashpoint.format.errors import (
     InvalidArgumentError,
     ObjectNotFoundError,
 )
-from ml_flashpoint.stores.directory import Directory
-from ml_flashpoint.stores.files import Files
+from ml_flashpoint.stores.files import Directory, Files
 from tests.ddict.persistence.support import MANAGERS, _assert_whole, _begun, _items, _persist, _write, mount_dfuse
 
 

@@ -28,8 +28,8 @@ from ml_flashpoint.format.errors import (
     InvalidArgumentError,
     JobInUseError,
 )
-from ml_flashpoint.stores.directory import Directory
-from ml_flashpoint.stores.records import encode_record
+from ml_flashpoint.format.records import encode_record
+from ml_flashpoint.stores.files import Directory
 from tests.ddict.persistence.support import MANAGERS, _assert_whole, _begun, _items, _persist, _write
 
 DEADLINE_S = 20.0

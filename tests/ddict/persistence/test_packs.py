@@ -19,10 +19,8 @@ from ml_flashpoint.format.errors import (
     ObjectNotFoundError,
 )
 from ml_flashpoint.format.manifest import Manifest
-from ml_flashpoint.stores import part as parts
-from ml_flashpoint.stores.directory import Directory
-from ml_flashpoint.stores.files import Files
-from ml_flashpoint.stores.url import UrlFiles
+from ml_flashpoint.stores import version_store as parts
+from ml_flashpoint.stores.files import Directory, Files, UrlFiles
 
 FOLDER = "run/step-7_ckpt"
 

@@ -21,10 +21,8 @@ from ml_flashpoint.ddict.persister import (
     new_run_id,
 )
 from ml_flashpoint.format.private_folders import check_unplanted
-from ml_flashpoint.stores.directory import Directory
-from ml_flashpoint.stores.files import Files
+from ml_flashpoint.stores.files import Directory, Files, UrlFiles
 from ml_flashpoint.stores.location import is_url
-from ml_flashpoint.stores.url import UrlFiles
 
 __all__ = [
     "CheckpointPersister",

@@ -29,9 +29,8 @@ from ml_flashpoint.format.manifest import (
     parse_manifest_name,
 )
 from ml_flashpoint.format.object_format import encode_header, plan_layout
-from ml_flashpoint.stores.durable import only_object
 from ml_flashpoint.stores.files import PIECE_BYTES, Files
-from ml_flashpoint.stores.part import StoredObject, check_blocks
+from ml_flashpoint.stores.version_store import StoredObject, check_blocks, only_object
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -46,9 +46,9 @@ from ml_flashpoint.format.errors import (
     ObjectNotFoundError,
 )
 from ml_flashpoint.format.manifest import Manifest
+from ml_flashpoint.format.records import MAX_RECORD_BYTES, decode_record, encode_record
 from ml_flashpoint.stores.durable import MARKER, MARKER_KIND, RUN_PREFIX, try_to_remove
 from ml_flashpoint.stores.files import Files
-from ml_flashpoint.stores.records import MAX_RECORD_BYTES, decode_record, encode_record
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -32,7 +32,7 @@ _ELSEWHERE = {
         "CheckpointObjectManager()",
         "find_latest()",
     ),
-    "tests/facade/test_keep.py": ("keep=Keep(",),
+    "tests/flashpoint/test_keep.py": ("keep=Keep(",),
     "tests/local/test_compat.py": ("compat.install()",),
     "tests/workers/nemo_cases.py": ("nemo.md",),  # by tests/e2e/test_nemo_trainer.py, in NeMo's own environment
 }

@@ -1,9 +1,8 @@
 """`Checkpointer`: the public face. The state of a program goes into a base container, and comes back from it.
 
 The engine's `Checkpointer` moves named tensors and bytes. This one moves modules, optimizers and whatever else has a
-state, and gives DCP its storage writer and reader. Saves: the training thread takes the state, compares its structure
-with the one before, and copies what this rank writes of it; items are named and encoded on the committing executor.
-Loads: all ranks vote on each step, so that one rank's trouble is an error on all.
+state, and gives DCP its storage writer and reader. All ranks vote on each step of a load, so that one rank's trouble is
+an error on all.
 """
 
 from __future__ import annotations
@@ -68,10 +67,6 @@ State = Mapping[str, torch.nn.Module | Optimizer | Stateful]
 Fallback = Callable[[], "int | None"]
 
 
-class _InterruptedError(SaveError):
-    """The program was interrupted in the midst of a save."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Written:
     """The part of the state that this rank writes, for states of one structure.
@@ -102,21 +97,12 @@ class Checkpointer(engine.Checkpointer):
         dcp.save(state_dict, checkpoint_id=ckpt.id(step), storage_writer=ckpt.writer())
 
     Construct it on all ranks, after ``init_process_group`` if there is one, and save the same steps on all of them.
-    Construction, `load`, `latest`, `go_back` and `versions` are collective.
-
-    Args:
-        base: absolute path of a folder on a tmpfs of this node that belongs to this job alone. Restarts use the same.
-        config: settings; the same on all ranks.
-        discard_existing: remove every version that is there, on all nodes, before anything else.
+    Construction, `load`, `latest`, `go_back` and `versions` are collective. For the arguments and errors see the
+    engine's `Checkpointer`.
 
     Attributes:
         overlap: the optimizers whose tensors on CUDA devices are copied late.
         last_load: the last `load`; None before.
-
-    Raises:
-        InvalidArgumentError: an argument is unusable, or differs between ranks.
-        JobInUseError: another job has the base container open.
-        FlashpointError: this rank, or another one, cannot use it. Raised on all ranks.
     """
 
     def __init__(
@@ -161,17 +147,14 @@ class Checkpointer(engine.Checkpointer):
     def save(self, step: int, state: State | TrackedState, *, explicit: bool = True) -> Save:
         """Save. Returns once the state is copied: it may change in any way then. The rest is done in the background.
 
-        A step that was saved last is that save, and is not saved again. If it was skipped, or failed, on some rank, it
-        is saved now, by a run that goes on from the newest version.
-
         Args:
-            step: above all that were saved before in this run.
+            step: above all that were saved before in this run. The step that was saved last is that save; if it was
+                skipped, or failed, on some rank, it is saved now, by a run that goes on from the newest version.
             state: the objects to save; or what a `Flashpoint` tracks.
             explicit: without a free slot, wait for one, up to the deadline of the save; False: skip the save at once.
 
         Returns:
-            The save. Its futures ``staged``, ``committed`` and ``verified`` end by its deadline; a save that fails says
-            why there.
+            The save. A save that fails says why in its futures.
 
         Raises:
             UnaskedVersionsError: there are versions from before, and `load` was not called.
@@ -220,15 +203,12 @@ class Checkpointer(engine.Checkpointer):
         except Exception as caught:
             self.fail(save, caught)
         except BaseException:  # the program is being interrupted
-            self.fail(save, _InterruptedError("interrupted", step=step, rank=self.ranks.rank))
+            self.fail(save, SaveError("interrupted", step=step, rank=self.ranks.rank))
             raise
         return save
 
     def _already(self, step: int) -> Save | None:
-        """Return the save of a step that was attempted before, if it has not failed on any rank. Collective.
-
-        A step is saved once in a run. Where it was skipped, or failed, on some rank, a new run begins.
-        """
+        """Return the save of a step, if it has not failed on any rank. Else a new run begins. Collective."""
         last = self._last
         is_there = last is not None and last.id == SaveId(self.run, step)
         has_failed = last is not None and last.committed.done() and last.committed.exception() is not None
@@ -294,13 +274,13 @@ class Checkpointer(engine.Checkpointer):
     ) -> int:
         """Load the newest state that all ranks can load, or that of a step, in place. Collective.
 
-        Versions that turn out to be damaged are left for older ones; what cannot be read just now is tried again for
-        ``FLASHPOINT_RECOVERY_DEADLINE_S`` first. Afterwards a new run begins, and the filesystem is checked to have
-        room for the checkpoints to come.
+        Versions that turn out to be damaged are left for older ones. Afterwards a new run begins, and the filesystem is
+        checked to have room for the checkpoints to come.
 
         Args:
             state: the objects to load into; or what a `Flashpoint` tracks.
-            step: load the version of this step, or raise. Newer versions do not count any more.
+            step: load the version of this step, or raise. Newer versions do not count any more: no load finds them
+                again, and their memory is the next saves'.
             fallback: called on all ranks when memory has no version, or none that is sound; loads the state from
                 elsewhere and returns the number of steps done, or None for 0. Not together with ``step``.
             reshard: makes a rank's own state on another number of ranks; see `Flashpoint.track`.
@@ -309,10 +289,10 @@ class Checkpointer(engine.Checkpointer):
             The step of the version; what ``fallback`` returned; 0 if there is nothing to go on from.
 
         Raises:
-            ReshardError: the newest version is of another number of ranks, and nothing says what becomes of what each
-                of them had of its own.
-            LoadError: a version does not fit the objects, or none could be loaded and there is no fallback
-                (`NothingLoadableError`), or there is no version of ``step``.
+            ReshardError: the version is of another number of ranks, and nothing says what becomes of what each of them
+                had of its own.
+            LoadError: a version does not fit the objects, none could be loaded and there is no fallback
+                (`NothingLoadableError`), or there is none of ``step``.
             CapacityError: the filesystem is too small.
             InvalidArgumentError: an argument is unusable.
             FlashpointError: ranks lost each other, or their fallbacks returned different steps.
@@ -385,8 +365,8 @@ class Checkpointer(engine.Checkpointer):
     # ---- life ----------------------------------------------------------------------------------------------
 
     def wait(self, deadline_s: float | None = None) -> bool:
-        """Wait until all futures of all saves that were begun have ended; one that ``dcp.save`` could not finish, for
-        it failed on another rank, is given up. Return True if that was so in time."""
+        """Wait until all futures of all saves have ended; saves of DCP that another rank has not finished are given up.
+        Return True if that was so in time."""
         if self._writer_of_dcp is not None:
             self._writer_of_dcp.give_up()
         return super().wait(self._deadline_s if deadline_s is None else deadline_s)
@@ -401,14 +381,8 @@ class Checkpointer(engine.Checkpointer):
 
 
 class _Load:
-    """One load: the newest version that all ranks can load, into the tracked objects of all ranks or of none.
-
-    Args:
-        wanted: the step of a version, to load that one or none.
-
-    Attributes:
-        version, source: what was loaded, and from where. For the times see `Recovery`.
-    """
+    """One load, into the objects of all ranks or of none: of the version of the step ``wanted``, or of the newest
+    one that all ranks can load."""
 
     def __init__(self, checkpointer: Checkpointer, tracked: TrackedState, wanted: int | None) -> None:
         self._checkpointer, self._tracked, self._wanted = checkpointer, tracked, wanted
@@ -421,13 +395,7 @@ class _Load:
         self.fetched_bytes = 0
 
     def run(self) -> None:
-        """Load. What failed in an earlier call is tried again.
-
-        Raises:
-            LoadError: there is no version of the step, or one that does not fit what is tracked.
-            ReshardError: ranks have saved state of their own, and nothing says what becomes of it.
-            RanksLostError: ranks lost each other again and again, which says nothing about the version. On all ranks.
-        """
+        """Load. Raises where all ranks must stop: see `Checkpointer.load`."""
         fresh, generators = self._tracked.fresh(), capture_rng_state()
         try:
             loaded = self._joint.newest(self._next_version, self._load_timed)
@@ -459,11 +427,7 @@ class _Load:
                 )
 
     def refuse_to_start_anew(self) -> None:
-        """Raise if training must not start from nothing. Called when nothing was loaded.
-
-        Raises:
-            LoadError: there are versions that this would bury, or the tracked objects are half loaded.
-        """
+        """Raise if to start from nothing would bury versions, or leave objects half loaded."""
         failures, hint = self._joint.failures, f"{_ANEW}, pass fallback=, or discard_existing=True to the constructor"
         touched = next((failure for failure in failures if failure.touched), None)
         if touched is not None:
@@ -481,7 +445,6 @@ class _Load:
         return "; ".join(reasons + ([self._unloadable.message] if self._unloadable else [])) or None
 
     def recovery(self, step: int, source: Source, total_s: float) -> Recovery:
-        """Return a report of the load. For the arguments see `Recovery`."""
         return Recovery(
             step=step,
             source=source,

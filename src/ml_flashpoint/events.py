@@ -1,4 +1,4 @@
-"""Events: what happens to checkpoints in this process, for whoever wants to know.
+"""Events: facts about checkpoints in this process, who is told of them, and their form as lines of JSON.
 
 ::
 
@@ -7,153 +7,407 @@
     with events.subscribe(lambda event: print(event)):
         ...
 
-Owns the subscribers of a process, the thread that calls them, and the file that ``FLASHPOINT_EVENTS`` names. Nobody who
-tells of an event waits for a subscriber: those that are slow miss events, which is logged and counted. The kinds of
-events are `format.events`'s, and importable from here.
+`emit` waits for no subscriber: slow ones miss events, which is logged. ``FLASHPOINT_EVENTS`` names a file for all
+events of a process.
+
+A line is one JSON object (RFC 8259) with ``schema`` (:data:`SCHEMA`), ``event`` (the name of a class below in snake
+case) and the attributes of that class. Readers skip kinds and attributes that they do not know, so releases may add
+some under the same number.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import dataclasses
 import functools
 import io
+import json
 import logging
 import os
 import queue
+import re
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
-from ml_flashpoint.format.at_exit import at_exit
 from ml_flashpoint.format.errors import InvalidArgumentError
-from ml_flashpoint.format.events import (
-    KINDS,
-    AgreementFailed,
-    Event,
-    LoopHeld,
-    PartCommitted,
-    PartFetched,
-    PartPersisted,
-    PartReplicated,
-    PersistFailed,
-    RanksMissing,
-    ReplicationFailed,
-    Resumed,
-    SaveFailed,
-    SaveSkipped,
-    SteppedBack,
-    VersionPersisted,
-    VersionRecovered,
-    VersionVerified,
-    decode_event,
-    decode_events,
-    encode_event,
-    name_of,
-)
 from ml_flashpoint.format.knobs import events_file, exit_deadline_s
 
-__all__ = [
-    "KINDS",
-    "AgreementFailed",
-    "Event",
-    "LoopHeld",
-    "PartCommitted",
-    "PartFetched",
-    "PartPersisted",
-    "PartReplicated",
-    "PersistFailed",
-    "RanksMissing",
-    "ReplicationFailed",
-    "Resumed",
-    "SaveFailed",
-    "SaveSkipped",
-    "SteppedBack",
-    "VersionPersisted",
-    "VersionRecovered",
-    "VersionVerified",
-    "decode_event",
-    "decode_events",
-    "encode_event",
-    "name_of",
-    "read_events",
-    "subscribe",
-]
-
 _log = logging.getLogger(__name__)
+
+SCHEMA = 1
+
+_MOST_OF_A_LINE = 1 << 16
+_MOST_WAITING = 10_000
+_WORD = re.compile(r"(?<!^)(?=[A-Z])")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """A fact about checkpoints, as one rank saw it.
+
+    Attributes:
+        time_s: time of the event in seconds since the epoch, by the clock of its node.
+        rank: the rank that emitted it.
+        node: node of that rank.
+        base: base container of the job, on that node.
+        step: training step of the checkpoint; None if no step applies.
+    """
+
+    time_s: float = 0.0
+    rank: int = 0
+    node: str = ""
+    base: str = ""
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopHeld(Event):
+    """A save has let go of the training loop for good: its copy is made, perhaps some time after the call.
+
+    Attributes:
+        seconds: time for which it held the loop, all in all.
+    """
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartCommitted(Event):
+    """This rank's part of a version is on its node, whole.
+
+    Attributes:
+        bytes: its size.
+        seconds: time since the save began.
+    """
+
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveSkipped(Event):
+    """A save found no free slot, since earlier saves are still being copied: this rank has no part of this version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveFailed(Event):
+    """This rank has no part of a version, or another rank has none.
+
+    Attributes:
+        error: the reason.
+    """
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartReplicated(Event):
+    """All copies of this rank's part that the strategy asks for are acknowledged.
+
+    Attributes:
+        bytes: size of the part.
+        holders: ranks that hold copies now.
+        seconds: time that the copies took.
+    """
+
+    bytes: int
+    holders: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicationFailed(Event):
+    """Copies of this rank's part are missing; older versions are kept.
+
+    Attributes:
+        error: the reason.
+    """
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionVerified(Event):
+    """All ranks have committed their parts, and have all copies: older versions may go.
+
+    Attributes:
+        seconds: time since the save began on this rank.
+    """
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgreementFailed(Event):
+    """This rank cannot use the board: nothing new is verified until it can, and older versions stay.
+
+    Attributes:
+        error: the reason.
+    """
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksMissing(Event):
+    """Rank 0 has heard nothing of some ranks about a save, which is not verified therefore. Nothing has failed yet.
+
+    Attributes:
+        ranks: these ranks.
+        seconds: time since rank 0 has its part and the copies of it.
+    """
+
+    ranks: tuple[int, ...]
+    seconds: float
+
+    @property
+    def text(self) -> str:
+        """The event in words."""
+        named = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
+        plural = len(self.ranks) > 1
+        step = "" if self.step is None else f" of step {self.step}"
+        return f"rank{'s' * plural} {named} {'have' if plural else 'has'} not come to the save{step}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartPersisted(Event):
+    """This rank's part of a verified version is in the durable store.
+
+    Attributes:
+        bytes: its size.
+        seconds: time that writing it took.
+    """
+
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionPersisted(Event):
+    """All parts are in the durable store, and the marker that makes them a version. Rank 0 emits it.
+
+    Attributes:
+        url: of the store.
+    """
+
+    url: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PersistFailed(Event):
+    """A version that was due is not persisted, or none can be; the next one is tried.
+
+    Attributes:
+        error: the reason.
+    """
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartFetched(Event):
+    """A part that this node did not have was fetched from a peer.
+
+    Attributes:
+        part_rank: rank whose part it is.
+        bytes: its size.
+        seconds: time that it took.
+    """
+
+    part_rank: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SteppedBack(Event):
+    """A version could not be recovered or loaded, and an older one is looked for.
+
+    Attributes:
+        error: the reason.
+    """
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionRecovered(Event):
+    """A version is on its nodes, whole and verified.
+
+    Attributes:
+        detect_s: seconds for reading and gathering inventories.
+        plan_s: seconds for planning.
+        fetch_s: seconds for fetching from peers, checking, voting.
+        fetched_bytes: bytes that this rank received from peers.
+        tries: plans that were carried out.
+    """
+
+    detect_s: float
+    plan_s: float
+    fetch_s: float
+    fetched_bytes: int
+    tries: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed(Event):
+    """Training goes on, from :attr:`step`.
+
+    Attributes:
+        source: source of its state; see `Recovery`.
+        seconds: time that it took, all in all.
+    """
+
+    source: str
+    seconds: float
+
+
+KINDS: dict[str, type[Event]] = {
+    _WORD.sub("_", kind.__name__).lower(): kind
+    for kind in (
+        LoopHeld,
+        PartCommitted,
+        SaveSkipped,
+        SaveFailed,
+        PartReplicated,
+        ReplicationFailed,
+        VersionVerified,
+        AgreementFailed,
+        RanksMissing,
+        PartPersisted,
+        VersionPersisted,
+        PersistFailed,
+        PartFetched,
+        SteppedBack,
+        VersionRecovered,
+        Resumed,
+    )
+}
+"""All kinds of events, by their names in lines."""
+
+_NAMES = {kind: name for name, kind in KINDS.items()}
+
+# ---- lines ----------------------------------------------------------------------------------------------------------
+
+
+def name_of(event: Event) -> str:
+    """Return the kind of an event, as in lines."""
+    return _NAMES[type(event)]
+
+
+def encode_event(event: Event) -> str:
+    """Return an event as one line, with its end."""
+    return json.dumps({"schema": SCHEMA, "event": name_of(event), **dataclasses.asdict(event)}) + "\n"
+
+
+def decode_event(line: str | bytes) -> Event | None:
+    """Return the event of a line; None if the line is torn, or of a kind, schema or form that is not known."""
+    fields = read_object(line)
+    kind = KINDS.get(str(fields.get("event")))
+    return None if kind is None else from_fields(kind, fields)
+
+
+def read_events(path: str | os.PathLike[str]) -> Iterator[Event]:
+    """Yield the events in a file of ``FLASHPOINT_EVENTS``. Lines that cannot be read are skipped."""
+    with open(path, "rb") as lines:
+        yield from filter(None, map(decode_event, lines))
+
+
+_T = TypeVar("_T")
+
+
+def read_object(text: str | bytes) -> dict[str, Any]:
+    """Return the JSON object of this module's schema in a text; an empty one if the text is anything else."""
+    try:
+        found = json.loads(text) if len(text) <= _MOST_OF_A_LINE else None
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) and found.get("schema") == SCHEMA else {}
+
+
+def from_fields(kind: type[_T], found: Mapping[str, Any]) -> _T | None:
+    """Return a dataclass made of those fields that it has; None if one is missing or has another type."""
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    values = {field.name: found[field.name] for field in fields if field.name in found}
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    try:
+        made = kind(**values)
+    except TypeError:
+        return None
+    return made if all(_is_a(getattr(made, field.name), str(field.type)) for field in fields) else None
+
+
+def _is_a(value: object, hint: str) -> bool:
+    match value:
+        case bool():
+            return False
+        case None:
+            return "None" in hint
+        case int():
+            return hint.startswith(("int", "float"))
+        case float():
+            return hint.startswith("float")
+        case str():
+            return hint.startswith("str")
+        case tuple():
+            item = str if hint.startswith("tuple[str") else int
+            return hint.startswith("tuple") and all(type(each) is item for each in value)
+    return False
+
+
+# ---- subscribers ----------------------------------------------------------------------------------------------------
 
 Subscriber = Callable[[Event], object]
 _Subscription = tuple[Subscriber, "str | None"]
 
 
-class Teller(Protocol):
-    """A rank, and its node."""
+class _Bus:
+    """The subscribers of a process, and the thread that calls them in the order of events. Thread-safe."""
 
-    @property
-    def rank(self) -> int:
-        """Its number."""
-
-    @property
-    def node(self) -> str:
-        """Where it runs."""
-
-
-class EventBus:
-    """Subscribers and who calls them, in the order of the events, one at a time. Thread-safe.
-
-    Args:
-        most_waiting: events that wait for slow subscribers, before newer ones are missed.
-
-    Attributes:
-        missed: events that subscribers were too slow for.
-    """
-
-    def __init__(self, most_waiting: int = 10_000) -> None:
-        self._subscribers: tuple[_Subscription, ...] = ()
+    def __init__(self) -> None:
+        self.subscriptions: tuple[_Subscription, ...] = ()
         self._lock = threading.Lock()
-        self._waiting: queue.Queue[tuple[Event, tuple[_Subscription, ...]] | threading.Event] = queue.Queue(
-            most_waiting
-        )
+        self._waiting: queue.Queue[Callable[[], object]] = queue.Queue(_MOST_WAITING)
         self._thread: threading.Thread | None = None
-        self.missed = 0
+        self._missed = 0
 
     def add(self, subscriber: Subscriber, base: str | None = None) -> Callable[[], None]:
-        """Have a subscriber called from now on, for events of one base container or of all; returns what ends that."""
+        """Call a subscriber from now on, for events of one base container or of all. Return a function to end that."""
         entry = (subscriber, base)
         with self._lock:
-            self._subscribers = (*self._subscribers, entry)
+            self.subscriptions = (*self.subscriptions, entry)
 
         def remove() -> None:
             with self._lock:
-                self._subscribers = tuple(each for each in self._subscribers if each is not entry)
+                self.subscriptions = tuple(each for each in self.subscriptions if each is not entry)
 
         return remove
 
-    @property
-    def wanted(self) -> bool:
-        """Whether anybody subscribes."""
-        return bool(self._subscribers)
-
     def put(self, event: Event) -> None:
-        """Tell those of an event who subscribe now. Returns at once."""
+        """Have the present subscribers called. Returns at once."""
         try:
             self._ensure_thread()
-            self._waiting.put_nowait((event, self._subscribers))
+            self._waiting.put_nowait(functools.partial(_call, event, self.subscriptions))
         except (queue.Full, RuntimeError):  # or no thread can be started
-            self.missed += 1
-            if self.missed.bit_count() == 1:
-                _log.warning("subscribers are too slow: %d events were missed", self.missed)
+            self._missed += 1
+            if self._missed.bit_count() == 1:
+                _log.warning("subscribers are too slow: %d events were missed", self._missed)
 
     def flush(self, deadline_s: float) -> bool:
-        """Wait until subscribers were told of all events so far; returns whether that was so in time."""
+        """Wait until subscribers were called for all events so far; return False if they were not in time."""
         if self._thread is None or threading.current_thread() is self._thread:
             return True
-        told = threading.Event()
+        called = threading.Event()
         try:
-            self._waiting.put(told, timeout=deadline_s)
+            self._waiting.put(called.set, timeout=deadline_s)
         except queue.Full:
             return False
-        return told.wait(deadline_s)
+        return called.wait(deadline_s)
 
     def _ensure_thread(self) -> None:
         if self._thread is None:
@@ -165,23 +419,20 @@ class EventBus:
 
     def _run(self) -> None:
         while True:
-            waiting = self._waiting.get()
-            if isinstance(waiting, threading.Event):
-                waiting.set()
-                continue
-            event, subscribers = waiting
-            for subscriber, base in subscribers:
-                if base is None or base == event.base:
-                    try:
-                        subscriber(event)
-                    except Exception:  # theirs, of whatever kind
-                        _log.exception("a subscriber failed at %s", event)
+            self._waiting.get()()
+
+
+def _call(event: Event, subscriptions: Iterable[_Subscription]) -> None:
+    for subscriber, base in subscriptions:
+        if base is None or base == event.base:
+            try:
+                subscriber(event)
+            except Exception:  # theirs, of whatever kind
+                _log.exception("a subscriber failed at %s", event)
 
 
 _resolved = functools.lru_cache(64)(os.path.realpath)  # one base container may be known by several paths
-_bus = EventBus()
-_to_file: tuple[str, Callable[[], None]] | None = None
-_file_lock = threading.Lock()
+_bus = _Bus()
 
 
 @contextlib.contextmanager
@@ -189,30 +440,27 @@ def subscribe(subscriber: Subscriber, base: str | os.PathLike[str] | None = None
     """Have a function called for every event, on a thread of its own, inside a ``with`` statement.
 
     Args:
-        subscriber: ``subscriber(event)``; what it raises is logged. It may miss events if it is slow.
-        base: base container of which it is told; by default all that this process uses.
+        subscriber: ``subscriber(event)``; its exceptions are logged. A slow one may miss events.
+        base: base container whose events it gets; None for all that this process uses.
 
     Raises:
         InvalidArgumentError: it cannot be called.
     """
-    remove = add_subscriber(subscriber, base, argument="subscriber")
+    end = add_subscriber(subscriber, base, argument="subscriber")
     try:
         yield
     finally:
-        remove()
+        end()
 
 
 def add_subscriber(
     subscriber: Subscriber, base: str | os.PathLike[str] | None = None, *, argument: str
 ) -> Callable[[], None]:
-    """The same without a ``with`` statement.
+    """Do as `subscribe` does, without a ``with`` statement. Return a function that flushes and ends it.
 
     Args:
-        subscriber, base: see :func:`subscribe`.
-        argument: what the caller calls the subscriber, for errors.
-
-    Returns:
-        What ends it, once it was told of all that has happened so far.
+        subscriber, base: see `subscribe`.
+        argument: name of ``subscriber`` in errors.
     """
     if not callable(subscriber):
         raise InvalidArgumentError("must be callable", argument=argument, value=subscriber)
@@ -225,52 +473,61 @@ def add_subscriber(
     return end
 
 
+@atexit.register
 def flush(deadline_s: float | None = None) -> bool:
-    """Wait until subscribers were told of all that has happened so far.
+    """Wait until subscribers were called for all events so far; return False if they were not in time.
 
     Args:
         deadline_s: seconds at most; by default ``FLASHPOINT_EXIT_DEADLINE_S``.
-
-    Returns:
-        Whether that was so in time.
     """
     return _bus.flush(exit_deadline_s() if deadline_s is None else deadline_s)
 
 
-def emit(kind: type[Event], by: Teller, base: object, step: int | None, **fields: Any) -> None:
-    """Tell of an event, if anybody wants to know. Never raises, and waits for nobody.
+class Emitter(Protocol):
+    """A rank and its node."""
+
+    @property
+    def rank(self) -> int:
+        """Number of the rank."""
+
+    @property
+    def node(self) -> str:
+        """Its node."""
+
+
+def emit(kind: type[Event], by: Emitter, base: object, step: int | None, **fields: Any) -> None:
+    """Emit an event. Never raises, and waits for nobody.
 
     Args:
-        kind: its class; ``fields`` are the attributes that it has beside those of all.
-        by: the rank that tells.
+        kind: its class.
+        by: the rank that emits it.
         base, step: see `Event`.
+        fields: the other attributes of its class.
     """
     _ensure_file(by)
-    if _bus.wanted:
+    if _bus.subscriptions:
         where = "" if base is None else _resolved(str(base))
         _bus.put(kind(time_s=time.time(), rank=by.rank, node=by.node, base=where, step=step, **fields))
 
 
-def read_events(path: str | os.PathLike[str]) -> Iterator[Event]:
-    """The events in a file that was written for ``FLASHPOINT_EVENTS``, those left out that cannot be read: the last
-    line of a process that was killed, or what a newer release has added."""
-    with open(path, "rb") as lines:
-        yield from decode_events(lines)
+# ---- the file -------------------------------------------------------------------------------------------------------
+
+_to_file: tuple[str, Callable[[], None]] | None = None
+_file_lock = threading.Lock()
 
 
 class _EventFile:
-    """Appends lines to a file, which several ranks may share: a line is one write."""
+    """A subscriber that appends lines to a file, which several ranks may share: each line is one write."""
 
     def __init__(self, path: str) -> None:
         self._path, self._failed = path, False
         self._file: io.RawIOBase | None = None
 
     def __call__(self, event: Event) -> None:
-        # What comes after half a line begins a new one.
-        line = b"\n" * self._failed + encode_event(event).encode()
+        line = b"\n" * self._failed + encode_event(event).encode()  # half a line is ended before the next one
         try:
-            if self._file is None:  # here, as who tells of an event must not wait for a filesystem
-                self._file = open(self._path, "ab", buffering=0, opener=_without_waiting)  # noqa: SIM115
+            if self._file is None:  # opened on this thread: emit() must not wait for a filesystem
+                self._file = open(self._path, "ab", buffering=0, opener=_open_at_once)  # noqa: SIM115
             error = None if self._file.write(line) == len(line) else "no room for a whole line"
         except OSError as caught:
             error = str(caught)
@@ -279,11 +536,11 @@ class _EventFile:
         self._failed = error is not None
 
 
-def _without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)  # not for the reader of a pipe, either
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)  # does not wait for the reader of a pipe
 
 
-def _ensure_file(by: Teller) -> None:
+def _ensure_file(by: Emitter) -> None:
     """Write to the file that the environment names, from the first event after it was named."""
     global _to_file
     pattern = events_file()
@@ -293,17 +550,29 @@ def _ensure_file(by: Teller) -> None:
         if _to_file is not None:
             _to_file[1]()
             _to_file = None
-        if not pattern:
-            return
-        path = pattern.replace("{rank}", str(by.rank)).replace("{node}", by.node.replace(os.sep, "_"))
-        _to_file = pattern, _bus.add(_EventFile(path))
+        if pattern:
+            path = pattern.replace("{rank}", str(by.rank)).replace("{node}", by.node.replace(os.sep, "_"))
+            _to_file = pattern, _bus.add(_EventFile(path))
 
 
 def _begin_anew() -> None:
-    """In a forked child: it has no thread to call subscribers, and they are its parent's."""
+    """Forget the parent's subscribers and thread, in a forked child."""
     global _bus, _to_file, _file_lock
-    _bus, _to_file, _file_lock = EventBus(), None, threading.Lock()
+    _bus, _to_file, _file_lock = _Bus(), None, threading.Lock()
 
 
 os.register_at_fork(after_in_child=_begin_anew)
-at_exit(flush)
+
+# ---- lines for people -----------------------------------------------------------------------------------------------
+
+
+def announce(logger: logging.Logger, rank: int, text: str, *values: object) -> None:
+    """Log a line at INFO; where the program has not set logging up in any way, print it to stderr on rank 0.
+
+    A level for the logger ``ml_flashpoint`` silences it.
+    """
+    logger.info(text, *values)
+    ours, root = logging.getLogger("ml_flashpoint"), logging.getLogger()
+    is_set_up = logger.hasHandlers() or root.level != logging.WARNING or root.manager.disable >= logging.INFO
+    if rank == 0 and not is_set_up and ours.level == logging.NOTSET and not ours.disabled:
+        print(f"ml_flashpoint: {text % values}", file=sys.stderr, flush=True)

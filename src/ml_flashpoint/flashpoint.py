@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -24,10 +22,10 @@ from ml_flashpoint import events
 from ml_flashpoint.checkpointer import Checkpointer
 from ml_flashpoint.config import Config, Persist
 from ml_flashpoint.data import LoaderBatches, Loaders, Through
-from ml_flashpoint.engine.notices import tell
 from ml_flashpoint.engine.recovery import KeptVersion
 from ml_flashpoint.engine.schedule import checked_every, passes_multiple
 from ml_flashpoint.engine.signals import answer_sigterm
+from ml_flashpoint.events import announce
 from ml_flashpoint.format.arguments import (
     checked_base,
     checked_bool,
@@ -37,7 +35,7 @@ from ml_flashpoint.format.arguments import (
     checked_seconds,
 )
 from ml_flashpoint.format.checkpoint_id_types import MAX_STEP
-from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, JobInUseError, SaveError, SkippedError
+from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, SaveError, SkippedError
 from ml_flashpoint.format.failure_kinds import text_of
 from ml_flashpoint.format.knobs import exit_deadline_s, seal_deadline_s
 from ml_flashpoint.format.manifest import Manifest
@@ -51,20 +49,6 @@ from ml_flashpoint.status import Health, Recovery
 _log = logging.getLogger(__name__)
 
 _IF_UNASKED = "call resume() before the first step, or construct with discard_existing=True"
-_DIGITS = re.compile(r"\d+")
-
-_live: weakref.WeakKeyDictionary[Flashpoint, str] = weakref.WeakKeyDictionary()
-
-
-def _check_free(base: str) -> None:
-    """Raise if another live `Flashpoint` of this process uses a base container."""
-    if any(place == base and not each.is_closed for each, place in list(_live.items())):
-        raise JobInUseError(
-            "another Flashpoint of this process uses this base container",
-            rank=rank_group().rank,
-            path=base,
-            hint="close it first, or give each job a base container of its own",
-        )
 
 
 class Flashpoint:
@@ -81,17 +65,15 @@ class Flashpoint:
                 fp.step()
 
     Construct it on all ranks, and save the same steps on all of them. Construction, `resume` and `versions` are
-    collective. They, `step` and `save` belong to the training thread; `wait` and everything that only tells may be used
-    from any.
+    collective; they, `step` and `save` belong to the training thread.
 
-    The state saved is that of all tracked objects, and of the random number generators of Python, NumPy, torch and
-    CUDA. The version of step n holds the state after n steps. It is copied before a save returns, and may change in any
-    way then. The rest is done in the background. A save waits for nothing but that copy: not for another rank, except
-    where the structure of the state has changed, and not for an earlier save. If earlier saves are still being copied
-    to other nodes and no memory is free, `step` skips its save, and `save` waits.
+    The version of step n holds the state after n steps: of all tracked objects, and of the random number generators of
+    Python, NumPy, torch and CUDA. A save returns once that is copied, and waits for nothing else, except for the other
+    ranks where the structure of the state has changed.
 
     Args:
-        base: base container of the job on this node: an absolute path, best on a tmpfs. Restarts use the same.
+        base: base container of the job on this node: an absolute path, best on a tmpfs. Restarts use the same. An
+            earlier `Flashpoint` of this process that uses it is closed.
         every_n_steps: `step` saves at every so many. `flashpoint plan` computes a number for a job.
         config: all settings that `Config` has, in place of the keywords for these.
         strict: raise when a save has failed, from the next `step`, `save`, `wait` or `close`. By default failed saves
@@ -101,12 +83,11 @@ class Flashpoint:
         on_event: called with each `events.Event` of this base container, on a thread of its own.
         replication, keep, safe_globals, overlap, on_world_size_change, deadline_s: see `Config`.
         handle_sigterm, grace_s: see `Config.sigterm_grace_s`; False is None there.
-        persist, persist_every, persist_keep, persist_bytes_per_s: see `Persist`: verified versions are written there,
-            too, in the background, and `resume` takes the newest one where memory has none as new.
+        persist, persist_every, persist_keep, persist_bytes_per_s: see `Persist`.
 
     Raises:
         InvalidArgumentError: an argument is unusable, or differs between ranks.
-        JobInUseError: a live process, or another `Flashpoint` of this one, uses the base container as this rank.
+        JobInUseError: a live process uses the base container.
         FlashpointError: the base container cannot be used, or ranks cannot agree.
     """
 
@@ -156,11 +137,8 @@ class Flashpoint:
         self._deadline_s = seal_deadline_s() if config.deadline_s is None else config.deadline_s
         checked_bool("discard_existing", discard_existing)
         self._world, self._ranks = default_group(), rank_group()
-        place = os.path.realpath(self._base)
-        _check_free(place)
         self._ranks.agree_on(every_n_steps=self._every)
         self._checkpointer = Checkpointer(self._base, config, discard_existing=discard_existing)
-        _live[self] = place
         self._loaders = Loaders()
         self._tracked = self._tracked_type(self._ranks.rank, self._ranks.world_size)
         self._steps = 0
@@ -179,16 +157,14 @@ class Flashpoint:
         """Say what to save and restore, before `resume` and the first save.
 
         Modules and optimizers are saved as they are sharded, and can be loaded by another number of ranks. The state
-        of anything else (schedulers, data loaders, counters) belongs to one rank, which gets its own back; on another
-        number of ranks, one that differed between ranks, and the place of a loader, need a ``reshard`` function.
+        of anything else belongs to one rank; see `Config.on_world_size_change`.
 
         Args:
-            reshard: by name, or one for all of this call that are neither modules nor optimizers:
-                ``reshard(states, rank, world_size)``, called on each rank when the number of ranks is another one,
-                whether or not the states differ. ``states`` is what ``state_dict()`` gave on each rank that saved, by
-                rank, in new copies; None where this name was not tracked. What it returns goes to
-                ``load_state_dict()`` on this rank, which is ``rank`` of ``world_size`` now. `rest_of_epoch` is one for
-                data loaders.
+            reshard: for objects that are neither modules nor optimizers, by name or one for all:
+                ``reshard(states, rank, world_size)``, called on each rank when the number of ranks is another one.
+                ``states`` is what ``state_dict()`` gave on each rank that saved, by rank, None where this name was not
+                tracked. What it returns goes to ``load_state_dict()`` on this rank. `rest_of_epoch` is one for data
+                loaders.
             named: anything with ``state_dict()`` and ``load_state_dict()``, by the name to save it under.
 
         Returns:
@@ -213,15 +189,11 @@ class Flashpoint:
         return self
 
     def batches(self, loader: DataLoader[Any], through: Through | None = None) -> LoaderBatches:
-        """The batches of a tracked loader, from where training goes on: each ``for`` loop over the result is one pass.
+        """Return the batches of a tracked loader, from where training goes on: each ``for`` loop is one pass.
 
         Args:
-            loader: tracked. Whoever iterates over it directly changes nothing of where training goes on.
+            loader: tracked.
             through: fetches batches ahead of the loop: takes an iterable, and gives its batches one for one, in order.
-
-        Returns:
-            An iterable, whose ``len()`` is the loader's. The first pass after `resume` begins with the batch that comes
-            next, and with the random number generators as they were saved.
 
         Raises:
             InvalidArgumentError: the loader is not tracked, or ``through`` cannot be called.
@@ -233,32 +205,21 @@ class Flashpoint:
     def resume(self, fallback: Callable[[], int | None] | None = None, *, step: int | None = None) -> int:
         """Restore the newest state that all ranks can load, or that of a step. Collective.
 
-        May be called again during training, to go back to the newest version. For all else, and for what is raised, see
-        `Checkpointer.load`.
-
-        Args:
-            fallback: called on all ranks when memory has no version, or none that is sound; loads the state from
-                elsewhere and returns the number of steps done, or None for 0. Not together with ``step``.
-            step: load the version of this step, or raise. Newer versions do not count any more: no `resume` finds
-                them again, and their memory is the next saves'.
+        May be called again during training, to go back. For the arguments and errors see `Checkpointer.load`.
 
         Returns:
-            The number of steps done, which is where to go on; 0 if there is nothing to go on from. `step` counts on
-            from there.
+            The number of steps done, which is where to go on; 0 if there is nothing to go on from.
         """
         self._check_usable()
         self._steps = self._checkpointer.load(self._tracked, step=step, fallback=fallback)
         recovery = self._checkpointer.last_load
         assert recovery is not None
         self._resumed_from = None if recovery.version is None else self._steps
-        tell(_log, self._ranks.rank, "%s", recovery.in_words(str(self._base)))
+        announce(_log, self._ranks.rank, "%s", recovery.in_words(str(self._base)))
         return self._steps
 
     def versions(self) -> list[KeptVersion]:
-        """Return what this job holds in memory and `resume` can load, newest save first. Collective.
-
-        A version of which a part is on no node any more is not among them.
-        """
+        """Return what `resume` can load from memory, newest save first. Collective."""
         self._check_open()
         return self._checkpointer.versions()
 
@@ -267,14 +228,13 @@ class Flashpoint:
     def step(self) -> int:
         """Count a step as done, and save if a save is due. Call it after the optimizer's step.
 
-        Where no memory is free, because earlier saves are still being copied, the save is skipped, and counted in
-        `health`.
+        Where no memory is free, because earlier saves are still being copied, the save is skipped.
 
         Returns:
             The number of steps done.
 
         Raises:
-            UnaskedVersionsError: see `save`.
+            UnaskedVersionsError: the base container has versions from before, and `resume` was not called.
             FlashpointError: a save has failed, and failures are to be raised (``strict``).
         """
         self._prepare()
@@ -288,16 +248,13 @@ class Flashpoint:
     def save(self, step: int | None = None) -> None:
         """Save now, whatever the schedule says. Without free memory, wait until copies of earlier saves are made.
 
-        A step that was saved last, since construction or `resume`, is that version, and is not saved again. If its
-        save was skipped, or failed, on some rank, it is saved now, by a run that goes on from the newest version.
-
         Args:
-            step: number of steps to save under; by default those done. Above those saved before.
+            step: number of steps to save under; by default those done. Above those saved before; the one that was saved
+                last is only saved again if its save was skipped, or failed, on some rank.
 
         Raises:
             InvalidArgumentError: ``step`` is no step.
-            UnaskedVersionsError: the base container has versions from before, and `resume` was not called.
-            FlashpointError: a save has failed, and failures are to be raised (``strict``).
+            UnaskedVersionsError, FlashpointError: see `step`.
         """
         self._prepare()
         step = self._steps if step is None else checked_integer("step", step, 0, MAX_STEP)
@@ -313,8 +270,8 @@ class Flashpoint:
     def before_update(self) -> None:
         """Have what this thread gives to its devices from now on wait for the copy of the latest save.
 
-        With ``overlap``, to be called before anything but its ``step()`` changes parameters of a tracked optimizer, or
-        its state, on a CUDA device. Otherwise the save fails, and later saves return when all is copied.
+        With ``overlap``, to be called before anything but its ``step()`` changes what a tracked optimizer updates on a
+        CUDA device. Otherwise the save fails, and later saves return when all is copied.
         """
         self._checkpointer.overlap.before_update()
 
@@ -342,21 +299,14 @@ class Flashpoint:
     def _fail(self, step: int, error: BaseException) -> None:
         failure = error if isinstance(error, FlashpointError) else None
         failure = failure or SaveError(text_of(error), step=step, rank=self._ranks.rank)
-        text = str(failure)
         with self._lock:
             self._failures += 1
             self._failures_in_a_row += 1
-            # A job that cannot save says so again and again, but not at every step. Steps and paths are in the text.
-            same = self._last_error is not None and _DIGITS.sub("", text) == _DIGITS.sub("", self._last_error)
-            loud = not same or self._failures_in_a_row.bit_count() == 1
-            self._last_error, self._failure = text, failure
-            _log.log(
-                logging.ERROR if loud else logging.DEBUG,
-                "the save of step %s failed (%d in a row), training goes on: %s",
-                step,
-                self._failures_in_a_row,
-                text,
-            )
+            self._last_error, self._failure = str(failure), failure
+            # A job that cannot save says so again and again, but not at every step.
+            loud = self._failures_in_a_row.bit_count() == 1
+            text = "the save of step %s failed (%d in a row), training goes on: %s"
+            _log.log(logging.ERROR if loud else logging.DEBUG, text, step, self._failures_in_a_row, failure)
 
     def _raise_failure(self) -> None:
         """Called at the end of everything that saves or waits."""
@@ -364,15 +314,14 @@ class Flashpoint:
         if not self._told and stats.last_committed is not None:
             self._told = True
             what = "first save works: step %s, %.3g MB of this rank in memory; it held training up for %.3f s"
-            tell(_log, self._ranks.rank, what, stats.last_committed, stats.bytes / 1e6, stats.blocked_s)
+            announce(_log, self._ranks.rank, what, stats.last_committed, stats.bytes / 1e6, stats.blocked_s)
         with self._lock:
             failure, self._failure = self._failure, None
         if self._strict and failure is not None:
             raise failure
 
     def wait(self, deadline_s: float | None = None) -> bool:
-        """Wait until every save begun is verified (committed on all ranks, with all copies), has failed, or is passed
-        over for a newer one.
+        """Wait until every save begun is verified, has failed, or is passed over for a newer one.
 
         Args:
             deadline_s: seconds at most; by default that of the constructor.
@@ -381,7 +330,7 @@ class Flashpoint:
             True if that was so in time.
 
         Raises:
-            FlashpointError: a save has failed, and failures are to be raised (``strict``).
+            FlashpointError: see `step`.
         """
         deadline_s = self._deadline_s if deadline_s is None else checked_seconds("deadline_s", deadline_s)
         ended = self._checkpointer.wait(deadline_s)
@@ -397,15 +346,14 @@ class Flashpoint:
 
     @property
     def last_saved(self) -> int | None:
-        """Step of the newest version of which this rank's part is committed: saved since construction or `resume`, or
-        resumed from. None if there is none."""
+        """Step of the newest version committed on this rank, or resumed from; None if there is none."""
         saved = self._checkpointer.stats.last_committed
         return self._resumed_from if saved is None else saved
 
     @property
     def last_replicated(self) -> int | None:
-        """Step of the newest version saved by this object that is verified: committed on all ranks, with every copy
-        that the replication strategy asks for. None if there is none, or nobody holds copies of this rank's parts."""
+        """Step of the newest version saved by this object of which all ranks have all copies. None if there is none,
+        or nobody holds copies of this rank's parts."""
         return self._checkpointer.stats.last_verified if self._checkpointer.holders else None
 
     @property
@@ -436,12 +384,8 @@ class Flashpoint:
         )
 
     def scalars(self, prefix: str = "flashpoint/") -> dict[str, float]:
-        """Return what there is to plot, by name: the numbers of `health`, the newest steps, and the steps by which
-        copies lag behind. For TensorBoard, W&B and the like; what is not known yet is left out.
-
-        Args:
-            prefix: of the names.
-        """
+        """Return the numbers of `health`, the newest steps, and the steps by which copies lag behind, by name: for
+        TensorBoard, W&B and the like. What is not known yet is left out."""
         saved, copied, recovery = self.last_saved, self.last_replicated, self.last_recovery
         found = self.health.scalars(prefix)
         if saved is not None:
@@ -476,11 +420,8 @@ class Flashpoint:
         self._tracking_ended = True
 
     def close(self) -> None:
-        """Let saves under way finish, within a deadline, and end. Versions stay for the next run. Safe to call twice.
-
-        Raises:
-            FlashpointError: a save has failed, and failures are to be raised (``strict``).
-        """
+        """Let saves under way finish, within a deadline, and end. Versions stay. Safe to call twice. Raises as `step`
+        does."""
         self._close(self._deadline_s)
         self._raise_failure()
 

@@ -1,16 +1,236 @@
-"""The health of a `Flashpoint`, and the last load: plain values, made on demand, safe to keep and to send."""
+"""Status of saving on one rank: a reducer over its events, and the file that shows it to other processes.
+
+The file, ``<base>/.flashpoint/status/<rank>``, is one JSON object with ``schema`` and the attributes of `Status`. Also
+the two views that a training loop has of it: `Health` and `Recovery`.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import time
 from dataclasses import dataclass, fields
-from typing import Literal, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from ml_flashpoint import events
+from ml_flashpoint.format.errors import JobInUseError, UnsafePathError
+from ml_flashpoint.format.files import read_file
+from ml_flashpoint.format.private_folders import make_tree, open_own
+from ml_flashpoint.memory.container import STATUS, BaseContainer
+
+if TYPE_CHECKING:
+    from ml_flashpoint.memory.lock import JobLock
+    from ml_flashpoint.ranks.rank_group import RankGroup
+    from ml_flashpoint.ranks.strategies import ReplicationStrategy
+
+_log = logging.getLogger(__name__)
 
 Source: TypeAlias = Literal["memory", "persisted", "fallback", "nothing"]
+
+_MOST_BYTES = 1 << 16
+_MOST_OF_AN_ERROR = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """Status of saving on one rank. Steps are None while there is none; times are since the epoch, by the node's clock.
+
+    Attributes:
+        rank, node: the rank, and its node.
+        pid: its process.
+        since_s: time at which a process first opened the base container here.
+        starts: number of processes that did, this one included.
+        updated_s: time of the newest event.
+        nodes: number of nodes of the job.
+        survives: number of nodes that may be lost at once, whichever they are, without a verified version.
+        copies_on: nodes that hold copies of this rank's parts.
+        resumed: the step that this process went on from.
+        committed: newest step of which this rank's part is on its node.
+        replicated: newest step whose copies were acknowledged; None also where nobody holds copies.
+        verified: newest step that all ranks have, with all copies.
+        verified_s: time at which it was verified.
+        held_s: seconds that the newest save has held the loop; 0.0 where that is not measured.
+        committed_after_s, verified_after_s: seconds from the begin of the newest such save on.
+        part_bytes: size of the newest part.
+        copied_bytes, copied_in_s: size of the newest part of which copies were made, and seconds that they took.
+        persisted: newest step whose part of this rank is in the durable store.
+        saves, failures: parts committed, saves failed.
+        skipped: saves that found no free slot.
+        stepped_back: versions that could not be recovered or loaded.
+        error: of the newest failed save; it stays.
+        replication_error, agreement_error, persist_error: reasons why something is amiss now.
+    """
+
+    rank: int
+    node: str
+    pid: int = 0
+    since_s: float = 0.0
+    starts: int = 0
+    updated_s: float = 0.0
+    nodes: int = 0
+    survives: int = 0
+    copies_on: tuple[str, ...] = ()
+    resumed: int | None = None
+    committed: int | None = None
+    replicated: int | None = None
+    verified: int | None = None
+    verified_s: float = 0.0
+    held_s: float = 0.0
+    committed_after_s: float = 0.0
+    verified_after_s: float = 0.0
+    part_bytes: int = 0
+    copied_bytes: int = 0
+    copied_in_s: float = 0.0
+    persisted: int | None = None
+    saves: int = 0
+    failures: int = 0
+    skipped: int = 0
+    stepped_back: int = 0
+    error: str | None = None
+    replication_error: str | None = None
+    agreement_error: str | None = None
+    persist_error: str | None = None
+
+    def after(self, event: events.Event) -> Status:
+        """Return the status after one more event of this rank."""
+        change: dict[str, object] = {}
+        match event:
+            case events.LoopHeld():
+                change = {"held_s": event.seconds}
+            case events.PartCommitted():
+                change = {"committed": event.step, "committed_after_s": event.seconds, "part_bytes": event.bytes}
+                change["saves"] = self.saves + 1
+            case events.PartReplicated():
+                change = {"replicated": event.step, "replication_error": None}
+                change |= {"copied_bytes": event.bytes, "copied_in_s": event.seconds}
+            case events.VersionVerified():
+                change = {"verified": event.step, "verified_s": event.time_s, "verified_after_s": event.seconds}
+                change["agreement_error"] = None
+            case events.SaveFailed():
+                change = {"failures": self.failures + 1, "error": event.error[:_MOST_OF_AN_ERROR]}
+            case events.SaveSkipped():
+                change = {"skipped": self.skipped + 1}
+            case events.ReplicationFailed():
+                change = {"replication_error": event.error[:_MOST_OF_AN_ERROR]}
+            case events.AgreementFailed():
+                change = {"agreement_error": event.error[:_MOST_OF_AN_ERROR]}
+            case events.RanksMissing():
+                change = {"agreement_error": f"{event.text}, for {event.seconds:.0f} s"}
+            case events.PartPersisted():
+                change = {"persisted": event.step, "persist_error": None}
+            case events.PersistFailed():
+                change = {"persist_error": event.error[:_MOST_OF_AN_ERROR]}
+            case events.SteppedBack():
+                change = {"stepped_back": self.stepped_back + 1}
+            case events.Resumed():
+                change = {"resumed": event.step}
+        return dataclasses.replace(self, updated_s=event.time_s, **change)  # type: ignore[arg-type]
+
+    @property
+    def degraded(self) -> bool:
+        """True if something is amiss now."""
+        return any((self.replication_error, self.agreement_error, self.persist_error))
+
+
+def write_status(path: Path, status: Status) -> None:
+    """Replace a rank's file, at once or not at all; its folder exists. Raise `OSError`, `UnsafePathError` if not."""
+    new = path.with_name(f"{path.name}.new")
+    with open(open_own(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w", encoding="utf-8") as file:
+        json.dump({"schema": events.SCHEMA, **dataclasses.asdict(status)}, file)
+    os.replace(new, path)
+
+
+def read_status(path: Path) -> Status | None:
+    """Return the status in a rank's file; None if there is none that can be read."""
+    try:
+        return events.from_fields(Status, events.read_object(read_file(path, _MOST_BYTES)))
+    except (OSError, UnsafePathError):
+        return None
+
+
+_WRITTEN_AFTER = (
+    events.VersionVerified,
+    events.SaveFailed,
+    events.ReplicationFailed,
+    events.AgreementFailed,
+    events.RanksMissing,
+    events.PartPersisted,
+    events.PersistFailed,
+    events.SteppedBack,
+    events.Resumed,
+)
+"""Events after which the file is written. Others are in the file by the next one of these."""
+
+
+class StatusFile:
+    """The status of this rank, and its file. Events change both, on the thread of events.
+
+    Args:
+        container: base container.
+        lock: of the job on this node; nothing is written once it is lost.
+        ranks: this rank, and the others.
+        strategy: who holds copies of whose parts.
+
+    Attributes:
+        status: the newest status.
+    """
+
+    def __init__(
+        self, container: BaseContainer, lock: JobLock, ranks: RankGroup, strategy: ReplicationStrategy
+    ) -> None:
+        self._lock = lock
+        self._path = container.private / STATUS / str(ranks.rank)
+        before, topology = read_status(self._path), ranks.topology
+        known = before is not None and before.since_s > 0
+        self.status = Status(
+            rank=ranks.rank,
+            node=ranks.node,
+            pid=os.getpid(),
+            since_s=before.since_s if before is not None and known else time.time(),
+            starts=1 + (before.starts if before is not None and known else 0),
+            nodes=len(topology.node_order),
+            survives=strategy.survivable_losses(topology),
+            copies_on=tuple(topology.node_of(holder) for holder in strategy.copies_of(ranks.rank, topology)),
+        )
+        self._written: Status | None = None
+        self._has_failed = False
+        with contextlib.suppress(OSError, UnsafePathError):  # which writing the file reports
+            make_tree(container.base, self._path.parent)
+        self._write()
+        self._unsubscribe = events.add_subscriber(self._note, container.base, argument="status")
+
+    def _note(self, event: events.Event) -> None:
+        if event.rank == self.status.rank:
+            self.status = self.status.after(event)
+            if isinstance(event, _WRITTEN_AFTER):
+                self._write()
+
+    def _write(self) -> None:
+        try:
+            self._lock.check()
+            write_status(self._path, self.status)
+        except (OSError, UnsafePathError, JobInUseError) as error:
+            if not self._has_failed:
+                _log.warning("the status of rank %d cannot be written: %s", self.status.rank, error)
+            self._has_failed = True
+        else:
+            self._has_failed, self._written = False, self.status
+
+    def close(self) -> None:
+        """Write what is not in the file yet, and end. Safe to call twice."""
+        self._unsubscribe()
+        if self._written is not self.status:
+            self._write()
+            self._written = self.status
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """The way saving goes on this rank, from the construction of the `Flashpoint` on.
+    """Health of saving on this rank, since the construction of the `Flashpoint`.
 
     Attributes:
         saves: saves of which this rank has committed its part.
@@ -47,11 +267,7 @@ class Health:
     persist_lag: int | None = None
 
     def scalars(self, prefix: str = "flashpoint/") -> dict[str, float]:
-        """Return all of it that is a number, by name: for TensorBoard, W&B and the like.
-
-        Args:
-            prefix: of the names.
-        """
+        """Return all numbers by name, each with a prefix: for TensorBoard, W&B and the like."""
         values = ((field.name, getattr(self, field.name)) for field in fields(self))
         return {prefix + name: float(value) for name, value in values if isinstance(value, (int, float))}
 
@@ -62,11 +278,11 @@ class Recovery:
 
     Attributes:
         step: the step to go on from.
-        source: where the state came from.
+        source: source of the state.
         version: the version loaded, if it came from memory or was persisted.
         detect_s: reading and gathering inventories.
         plan_s: planning.
-        fetch_s: fetching from peers, verifying, voting.
+        fetch_s: fetching from peers, checking, voting.
         load_s: loading into the tracked objects.
         total_s: all of it, the fallback included.
         fetched_bytes: bytes that this rank received from peers before loading.
@@ -85,11 +301,7 @@ class Recovery:
     discarded: tuple[str, ...]
 
     def in_words(self, base: str) -> str:
-        """Return one line about it.
-
-        Args:
-            base: the base container.
-        """
+        """Return one line about it, which names the base container."""
         left = f"; {len(self.discarded)} newer could not be loaded" if self.discarded else ""
         if self.source == "memory":
             return f"resumed at step {self.step} from memory ({base}/{self.version}) in {self.total_s:.2f} s{left}"

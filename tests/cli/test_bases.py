@@ -14,7 +14,7 @@ import pytest
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.cli import bases
 from ml_flashpoint.cli.bases import _span, find_bases
-from tests.facade.test_overlap import Job
+from tests.flashpoint.test_overlap import Job
 from tests.support.processes import child_environment
 
 

@@ -16,7 +16,7 @@ import typer.main
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.cli import output
 from ml_flashpoint.cli.main import app
-from ml_flashpoint.format.status import RankStatus, write_status
+from ml_flashpoint.status import Status, write_status
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e[red]"
 """Sets the title, clears the screen, sets a colour by an 8-bit escape, turns text round; and rich's own markup."""
@@ -54,7 +54,7 @@ def base(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     errors = {f"{kind}error": EVIL for kind in ("", "replication_", "agreement_", "persist_")}
     write_status(
         base / ".flashpoint" / "status" / "0",
-        RankStatus(rank=0, node=EVIL, updated_s=1.0, nodes=2, copies_on=(EVIL,), verified=1, **errors),
+        Status(rank=0, node=EVIL, updated_s=1.0, nodes=2, copies_on=(EVIL,), verified=1, **errors),
     )
     for name in NAMES:
         Path(os.fsdecode(os.fsencode(base) + b"/" + os.fsencode(name))).write_text(name, "utf-8", "surrogateescape")

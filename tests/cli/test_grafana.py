@@ -12,7 +12,7 @@ import pytest
 from ml_flashpoint.cli import metrics
 from ml_flashpoint.cli.metrics import NodeCollector
 from ml_flashpoint.cli.status import RankView
-from ml_flashpoint.format.status import RankStatus
+from ml_flashpoint.status import Status
 from tests.support.processes import REPOSITORY
 
 _OF_PROMETHEUS = {"job", "instance"}  # labels that it adds itself
@@ -29,7 +29,7 @@ def dashboard() -> dict[str, Any]:
 @pytest.fixture
 def exported(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
     """Labels of all metrics, of a rank that has everything to tell."""
-    told = RankStatus(
+    told = Status(
         rank=0, node="n", committed=1, replicated=1, verified=1, verified_s=1.0, persisted=1, resumed=1, copied_in_s=1.0
     )  # fmt: skip
     monkeypatch.setattr(metrics, "read_node", lambda base: [RankView(0, 1, told)])

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.cli.main import app
 from ml_flashpoint.events import flush
-from tests.facade.test_overlap import Job
+from tests.flashpoint.test_overlap import Job
 
 
 def _run(*args: object) -> tuple[int, Any]:

@@ -15,7 +15,7 @@ import pytest
 from ml_flashpoint.cli.base_view import PartView, Problem, State, VersionView
 from ml_flashpoint.cli.losses import Loss, losses
 from ml_flashpoint.format.manifest import MAX_BLOCK_SIZE, Manifest, ObjectRecord, object_name
-from ml_flashpoint.format.status import RankStatus
+from ml_flashpoint.status import Status
 from tests.support.forked import Team, call_team, preload
 from tests.support.processes import child_environment
 from tests.workers import recovery_faults as faults
@@ -25,11 +25,11 @@ preload("tests.workers.recovery_faults")
 PART = 1000
 
 
-def told(rank: int = 0, **changes: Any) -> RankStatus:
+def told(rank: int = 0, **changes: Any) -> Status:
     """A rank of four nodes with copies on the next one: step 40 verified, 41 committed, 1000 bytes copied in 2 s."""
     usual: dict[str, Any] = {"nodes": 4, "survives": 1, "copies_on": ("b",), "committed": 41, "verified": 40}
     usual |= {"part_bytes": PART, "copied_bytes": PART, "copied_in_s": 2.0, "updated_s": 1.0}
-    return RankStatus(rank=rank, node="a", **(usual | changes))
+    return Status(rank=rank, node="a", **(usual | changes))
 
 
 def version(step: int = 40, own: tuple[int, ...] = (0,), problems: tuple[Problem, ...] = ()) -> VersionView:
@@ -86,7 +86,7 @@ def test_without_copies_nothing_is_promised() -> None:
         ([told(), dataclasses.replace(told(1), node="z")], [version(own=(0, 1))]),
     ],
 )
-def test_what_cannot_be_known_is_not_told(ranks: list[RankStatus], versions: list[VersionView]) -> None:
+def test_what_cannot_be_known_is_not_told(ranks: list[Status], versions: list[VersionView]) -> None:
     assert losses(ranks, versions) == []
 
 

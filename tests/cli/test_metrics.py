@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ml_flashpoint import Flashpoint
-from tests.facade.test_overlap import Job
+from tests.flashpoint.test_overlap import Job
 from tests.support.processes import child_environment
 
 pytestmark = pytest.mark.slow

@@ -15,13 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from ml_flashpoint import Flashpoint
+from ml_flashpoint import Flashpoint, events
 from ml_flashpoint.cli.main import app
 from ml_flashpoint.cli.report import Facts, collect, page_of
-from ml_flashpoint.events import flush
-from ml_flashpoint.format import events
-from ml_flashpoint.format.events import Event, encode_event
-from tests.facade.test_overlap import Job
+from ml_flashpoint.events import Event, encode_event, flush
+from tests.flashpoint.test_overlap import Job
 
 
 def _of(rank: int = 0, step: int | None = 1, time_s: float = 1000.0, node: str = "node-0") -> dict[str, Any]:

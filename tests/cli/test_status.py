@@ -18,13 +18,12 @@ from typing import Any
 import pytest
 
 from ml_flashpoint import Flashpoint
+from ml_flashpoint import status as status_board
 from ml_flashpoint.cli.status import show_status
-from ml_flashpoint.engine import status as status_board
-from ml_flashpoint.events import flush
-from ml_flashpoint.format.events import ReplicationFailed
-from ml_flashpoint.format.status import RankStatus, read_status, write_status
+from ml_flashpoint.events import ReplicationFailed, flush
 from ml_flashpoint.memory.lock import JobLock
-from tests.facade.test_overlap import Job
+from ml_flashpoint.status import Status, read_status, write_status
+from tests.flashpoint.test_overlap import Job
 from tests.support.processes import child_environment
 
 
@@ -74,7 +73,7 @@ def test_a_rank_that_is_degraded(tmpfs: Path) -> None:
     path = tmpfs / "job" / ".flashpoint" / "status" / "0"
     path.parent.mkdir()
     try:
-        status = RankStatus(rank=0, node="n", pid=os.getpid())
+        status = Status(rank=0, node="n", pid=os.getpid())
         write_status(path, status.after(ReplicationFailed(time_s=1.0, error="no [peer]")))
         code, (rank,) = _told(tmpfs / "job")
         assert (code, rank["state"]) == (1, "degraded")
@@ -151,7 +150,7 @@ def test_a_status_is_there_when_a_save_is_verified(tmpfs: Path) -> None:
 def test_a_status_that_cannot_be_written_stops_nothing(
     tmpfs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(directory: Path, status: RankStatus) -> None:
+    def fail(directory: Path, status: Status) -> None:
         raise OSError(errno.ENOSPC, "no room")
 
     with Flashpoint(tmpfs / "job", strict=True) as fp:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ml_flashpoint.engine.launcher import VARIABLE, _keeps_lives_apart
+from ml_flashpoint.engine.launcher import VARIABLE
 from tests.support import warm
 from tests.support.cluster import free_port
 from tests.support.processes import child_environment
@@ -30,7 +30,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.skipif(_keeps_lives_apart(), reason="this torch keeps the lives of ranks apart")
 @pytest.mark.parametrize(
     ("backend", "restarts", "disabled", "says"),
     [

@@ -279,6 +279,17 @@ def test_the_durable_store_is_gone_on_from_where_it_has_the_newest_version(tmpfs
     assert (all_tell(told, "verified"), all_tell(told, "recovered")) == ((), None)
 
 
+def test_a_planted_folder_makes_no_number_of_a_run_unreadable(tmpfs: Path) -> None:
+    url = f"file://{tmpfs}/durable"
+    for name in ("run-999999999999999999", "run-9999999999999"):
+        (tmpfs / "durable" / name / "step-10_ckpt").mkdir(parents=True)
+    assert all_tell(run(tmpfs, Plan(steps=[10], durable=url)), "run") == 1
+    (tmpfs / "durable" / "run-999999999999" / "step-10_ckpt").mkdir(parents=True)
+    for told in run(tmpfs, Plan(durable=url)):
+        assert told["error"][0] == "SaveError"
+        assert "no run can follow run 999999999999" in told["error"][1]
+
+
 def test_a_damaged_durable_version_makes_all_step_back_to_memory(tmpfs: Path) -> None:
     url = f"file://{tmpfs}/durable"
     run(tmpfs, Plan(steps=[10, 20], persisted=[20], durable=url))

@@ -64,4 +64,4 @@ def test_versions_that_the_program_could_not_load_are_no_reason() -> None:
 
 def test_reports_survive_the_way_to_other_ranks() -> None:
     told = report(3, record=RunRecord(7, {1: 4}, begun=True, verified=True), unread=(Unread("", "x", True),))
-    assert NodeReport.from_fields(told.to_fields()) == told
+    assert NodeReport.decode(told.encode()) == told

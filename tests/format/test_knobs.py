@@ -22,5 +22,5 @@ def test_blocks_are_small_in_tests_and_16_mib_elsewhere(monkeypatch: pytest.Monk
 )
 def test_a_block_is_a_power_of_two(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(knobs.BLOCK_BYTES_VARIABLE, text)
-    with pytest.raises(InvalidArgumentError, match=r"power of two.*FLASHPOINT_TEST_BLOCK_BYTES"):
+    with pytest.raises(InvalidArgumentError, match="FLASHPOINT_TEST_BLOCK_BYTES"):
         knobs.block_bytes()

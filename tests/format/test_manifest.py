@@ -43,8 +43,8 @@ from ml_flashpoint.format.manifest import (
 RECORD = ObjectRecord("rank-00003-a1.safetensors", 24, 4096, ("0123456789abcdef", "00000000000000ff"), 16)
 MANIFEST = Manifest("step-5_ckpt", 3, 8, "a1", "node-1", (RECORD,), {"kind": "dcp"})
 ENCODED = (
-    b"MLFLASHPOINT-MANIFEST 1 84930fb9f284b1d5ae3a5f2b9a4147c9\n"
-    b'{"version":"step-5_ckpt","rank":3,"world_size":8,"attempt":"a1","node":"node-1","objects":['
+    b"MLFLASHPOINT-MANIFEST 1 715c080aebc33c78e2a391f81b12d139\n"
+    b'{"version":"step-5_ckpt","rank":3,"world_size":8,"save_id":"a1","node":"node-1","objects":['
     b'{"name":"rank-00003-a1.safetensors","size":24,"file_size":4096,"block_size":16,'
     b'"digests":["0123456789abcdef","00000000000000ff"]}],"labels":{"kind":"dcp"}}\n'
 )
@@ -269,7 +269,7 @@ class TestEncoding:
             compact(content(world_size=10**30)),
             compact(content(version="../step-5_ckpt")),
             compact(content(version=5)),
-            compact(content(attempt="")),
+            compact(content(save_id="")),
             compact(content(node="..")),
             compact(content(node="\ud800")),
             compact(content(labels=[])),

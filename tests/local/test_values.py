@@ -338,6 +338,11 @@ def test_a_described_dtype_is_the_same(dtype: np.dtype[Any]) -> None:
     assert dtype_of(describe_dtype(dtype)) == dtype
 
 
+def _fields(formats: list[Any], offsets: list[Any], itemsize: object) -> dict[str, Any]:
+    names = ["a"] * len(formats)
+    return {"names": names, "formats": formats, "offsets": offsets, "itemsize": itemsize, "record": False}
+
+
 @pytest.mark.parametrize(
     "described",
     [
@@ -348,14 +353,17 @@ def test_a_described_dtype_is_the_same(dtype: np.dtype[Any]) -> None:
         3,
         None,
         [],
-        ["array"],
-        ["array", "<f4", [-1]],
-        ["array", "O", [1]],
-        ["fields", [["a", None, 0, "O"]], 8, False, False],
-        ["fields", [["a", None, -8, "<f8"]], 8, False, False],
-        ["fields", [["a", None, 4, "<f8"]], 8, False, False],
-        ["fields", [["a", None, 0, "<f8"], ["a", None, 0, "<f8"]], 8, False, False],
-        ["fields", [["a", None, 0, "<f8"]], "8", False, False],
+        (),
+        ("<f4", [-1]),
+        ("O", [1]),
+        {},
+        _fields(["O"], [0], 8),
+        _fields(["<f8"], [-8], 8),
+        _fields(["<f8"], [4], 8),
+        _fields(["<f8", "<f8"], [0, 0], 8),
+        _fields(["<f8"], [0], "8"),
+        _fields(["<f8"], [0], 8) | {"titles": [7]},
+        _fields(["<f8"], ["0"], 8),
     ],
     ids=str,
 )

@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from ml_flashpoint import Flashpoint, events
-from ml_flashpoint.format.status import RankStatus, read_status
 from ml_flashpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
+from ml_flashpoint.status import Status, read_status
 from tests.support.forked import Report, Team, wait_until
 from tests.support.loops import Stored
 
@@ -41,7 +41,7 @@ def train(report: Report, rank: int, steps: int, how: str) -> int:
     return dist.get_rank()
 
 
-def status_of(base: Path, rank: int) -> RankStatus | None:
+def status_of(base: Path, rank: int) -> Status | None:
     return read_status(base / ".flashpoint" / "status" / str(rank))
 
 

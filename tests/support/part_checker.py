@@ -46,7 +46,7 @@ def _check(path: Path, any_bytes: bool) -> list[str]:
         return [f"{path}: its first line does not fit the rest"]
     content = json.loads(body)
     named = (int(_matched(path.name)[1]), _matched(path.name)[2], path.parent.name)
-    said = (content["rank"], content["attempt"], content["version"])
+    said = (content["rank"], content["save_id"], content["version"])
     wrong = [f"{path}: it is the manifest of {said}"] if said != named else []
     for record in content["objects"]:
         match = _matched(record["name"])

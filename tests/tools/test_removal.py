@@ -19,7 +19,7 @@ from ml_flashpoint.stores.location import open_durable
 from ml_flashpoint.stores.ownership import Ownership
 from ml_flashpoint.tools import removal as module
 from ml_flashpoint.tools.removal import remove_versions
-from tests.facade.test_persist import write_steps
+from tests.flashpoint.test_persist import write_steps
 from tests.stores.test_durable import LATER, content, counting, part, persist
 from tests.support.loops import Stored
 

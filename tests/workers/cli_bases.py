@@ -15,10 +15,10 @@ from pathlib import Path
 from ml_flashpoint.format.digest import digest_block
 from ml_flashpoint.format.errors import JobInUseError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
-from ml_flashpoint.format.status import RankStatus, write_status
 from ml_flashpoint.memory.container import STATUS, BaseContainer, Owner
 from ml_flashpoint.memory.lock import JobLock
 from ml_flashpoint.memory.slot import PAGE, Slot, round_up
+from ml_flashpoint.status import Status, write_status
 from tests.workers.fault_engine import Rank
 
 Report = Callable[..., None]
@@ -73,7 +73,7 @@ def _make(base: Path, ranks: Sequence[int], parts: Sequence[Part]) -> JobLock:
     for rank in ranks:
         path = container.private / STATUS / str(rank)
         path.parent.mkdir(exist_ok=True)
-        write_status(path, RankStatus(rank=rank, node="node-0", pid=os.getpid(), copies_on=("node-1",)))
+        write_status(path, Status(rank=rank, node="node-0", pid=os.getpid(), copies_on=("node-1",)))
     for part in parts:
         commit(container, part)
     return lock

@@ -26,10 +26,10 @@ from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import ObjectNotFoundError, UnreadableError
 from ml_flashpoint.format.manifest import Manifest, manifest_name, parse_object_name
 from ml_flashpoint.format.save_id import SaveId
-from ml_flashpoint.format.status import RankStatus, read_status
 from ml_flashpoint.memory.container import SLOTS, STATUS
 from ml_flashpoint.memory.lineage import newest_begun
 from ml_flashpoint.memory.lock import PRIVATE, is_open
+from ml_flashpoint.status import Status, read_status
 from ml_flashpoint.stores.base_container import BaseContainer
 from ml_flashpoint.tools.check import look_at
 
@@ -180,7 +180,7 @@ class _FoundPart:
     problems: list[Problem]
 
 
-_Ranks = Mapping[int, tuple[RankStatus | None, int | None]]
+_Ranks = Mapping[int, tuple[Status | None, int | None]]
 
 
 def read_base(path: str | os.PathLike[str]) -> BaseView:
@@ -234,7 +234,7 @@ def _read_base(store: BaseContainer) -> BaseView:
     )
 
 
-def read_ranks(path: str | os.PathLike[str]) -> dict[int, tuple[RankStatus | None, int | None]]:
+def read_ranks(path: str | os.PathLike[str]) -> dict[int, tuple[Status | None, int | None]]:
     """Return the ranks of this node: their status, and the processes that are running.
 
     Raises:

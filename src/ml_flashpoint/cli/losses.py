@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ml_flashpoint.cli.base_view import VersionView
-from ml_flashpoint.format.status import RankStatus
+from ml_flashpoint.status import Status
 
 CAPTION = (
     "lost: steps since the one gone back to, up to the newest save, and what was trained since. Times are estimates, "
@@ -71,7 +71,7 @@ class Loss:
         return f"if {named} died now: {lost} {time}, from {', '.join(self.sources)}"
 
 
-def losses(told: Sequence[RankStatus], versions: Sequence[VersionView]) -> list[Loss]:
+def losses(told: Sequence[Status], versions: Sequence[VersionView]) -> list[Loss]:
     """What the loss of each node would cost.
 
     Args:
@@ -110,7 +110,7 @@ def losses(told: Sequence[RankStatus], versions: Sequence[VersionView]) -> list[
     return found
 
 
-def _own(node: str, told: Sequence[RankStatus], verified: int, lost: int) -> Loss:
+def _own(node: str, told: Sequence[Status], verified: int, lost: int) -> Loss:
     if not all(status.copies_on for status in told):
         persisted = [status.persisted for status in told]
         least = None if None in persisted else min(each for each in persisted if each is not None)
@@ -126,7 +126,7 @@ def _own(node: str, told: Sequence[RankStatus], verified: int, lost: int) -> Los
     )
 
 
-def _seconds(status: RankStatus, size: int) -> float | None:
+def _seconds(status: Status, size: int) -> float | None:
     """A rank of a new node gets its own part, and the copies that it has to hold, one after the other."""
     if not (status.copied_bytes and status.copied_in_s > 0):
         return None

@@ -18,7 +18,7 @@ from ml_flashpoint.cli.base_view import NotABaseContainerError
 from ml_flashpoint.cli.status import RankView, memory_of, read_node
 from ml_flashpoint.extras import require
 from ml_flashpoint.format.errors import InvalidArgumentError
-from ml_flashpoint.format.status import RankStatus
+from ml_flashpoint.status import Status
 
 require("metrics", "prometheus_client")
 
@@ -28,7 +28,7 @@ from prometheus_client.registry import Collector
 
 _LABELS = ("rank", "node")
 
-_GAUGES: dict[str, tuple[str, Callable[[RankStatus], float | None]]] = {
+_GAUGES: dict[str, tuple[str, Callable[[Status], float | None]]] = {
     "committed_step": ("Newest step of which this rank's part is on its node.", lambda told: told.committed),
     "replicated_step": ("Newest step whose copies were acknowledged.", lambda told: told.replicated),
     "verified_step": ("Newest step that all ranks have, with all copies.", lambda told: told.verified),
@@ -53,7 +53,7 @@ _GAUGES: dict[str, tuple[str, Callable[[RankStatus], float | None]]] = {
         lambda told: told.degraded,
     ),
 }
-_COUNTERS: dict[str, tuple[str, Callable[[RankStatus], float]]] = {
+_COUNTERS: dict[str, tuple[str, Callable[[Status], float]]] = {
     "saves": ("Parts committed by this process.", lambda told: told.saves),
     "save_failures": ("Saves of this process that failed.", lambda told: told.failures),
     "step_backs": ("Versions that could not be recovered or loaded.", lambda told: told.stepped_back),
@@ -109,7 +109,7 @@ def _steps_between(older: int | None, newer: int | None) -> int | None:
     return None if older is None or newer is None else max(0, newer - older)
 
 
-def _told(ranks: Iterable[RankView]) -> list[tuple[list[str], RankStatus]]:
+def _told(ranks: Iterable[RankView]) -> list[tuple[list[str], Status]]:
     return [([str(rank.rank), rank.status.node], rank.status) for rank in ranks if rank.status is not None]
 
 

@@ -19,12 +19,12 @@ from html import escape
 from pathlib import Path
 from typing import Any, Final
 
+from ml_flashpoint import events
 from ml_flashpoint.cli import output
 from ml_flashpoint.cli.base_view import format_ranks
+from ml_flashpoint.events import Event, decode_event, name_of
 from ml_flashpoint.extras import require
-from ml_flashpoint.format import events
 from ml_flashpoint.format.errors import InvalidArgumentError, ObjectNotFoundError
-from ml_flashpoint.format.events import Event, decode_event, name_of
 
 _MOST_OF_A_LINE, _REPORT_EVERY = 1 << 17, 4096
 _LATEST_S, _MOST_SECONDS, _MOST = 2.0**33, 1e9, 2**53

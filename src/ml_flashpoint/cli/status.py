@@ -1,6 +1,6 @@
 """`flashpoint status`: the saves of the ranks of one node, as their status files say; once, or again and again.
 
-Owns how that is shown. `format.status` owns the files.
+Owns how that is shown. `ml_flashpoint.status` owns the files.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ml_flashpoint.cli import base_view, output
 from ml_flashpoint.cli.base_view import format_bytes, read_base, read_ranks
 from ml_flashpoint.cli.bases import base_of
 from ml_flashpoint.cli.losses import CAPTION, UNKNOWN, Loss, losses
-from ml_flashpoint.format.status import RankStatus
 from ml_flashpoint.memory.capacity import available_bytes
+from ml_flashpoint.status import Status
 
 _TRIES = 5
 
@@ -41,7 +41,7 @@ class RankView:
 
     rank: int
     pid: int | None
-    status: RankStatus | None
+    status: Status | None
 
     @property
     def state(self) -> str:
@@ -194,13 +194,13 @@ def rank_table(base: str, ranks: list[RankView]) -> RenderableType:
     return table
 
 
-def errors_of(told: RankStatus) -> list[tuple[str, str]]:
+def errors_of(told: Status) -> list[tuple[str, str]]:
     """What has failed, or is amiss, and why."""
     names = ("error", "replication_error", "agreement_error", "persist_error")
     return [(name, text) for name in names if (text := getattr(told, name)) is not None]
 
 
-def age_of(told: RankStatus, now_s: float | None = None) -> str:
+def age_of(told: Status, now_s: float | None = None) -> str:
     """Seconds since the newest step that nothing can take any more: what would be lost now."""
     now_s = time.time() if now_s is None else now_s
     return "-" if not told.verified_s else f"{max(0.0, now_s - told.verified_s):.0f}"

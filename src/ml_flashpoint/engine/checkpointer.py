@@ -7,6 +7,7 @@ it, and learns which save is verified. `Save` has a future for each of the three
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import contextlib
 import logging
@@ -36,10 +37,8 @@ from ml_flashpoint.engine.replicas import Replicas
 from ml_flashpoint.engine.rounds import Fate, Member, Verdict
 from ml_flashpoint.engine.save import Save, SaveStats, Terms
 from ml_flashpoint.engine.signals import InFlight, answer_sigterm, hold_up_sigterm, let_go_of_sigterm
-from ml_flashpoint.engine.status import StatusBoard
 from ml_flashpoint.engine.store import SignedStore, open_store
 from ml_flashpoint.format.arguments import checked_base, checked_bool, checked_integer
-from ml_flashpoint.format.at_exit import at_exit
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import (
     DeadlineError,
@@ -63,7 +62,6 @@ from ml_flashpoint.format.knobs import (
 )
 from ml_flashpoint.format.manifest import Manifest, object_name
 from ml_flashpoint.format.save_id import SaveId
-from ml_flashpoint.format.status import RankStatus
 from ml_flashpoint.memory.container import BaseContainer, Owner
 from ml_flashpoint.memory.lock import JobLock
 from ml_flashpoint.memory.pool import Pool, SlotRequest
@@ -71,6 +69,7 @@ from ml_flashpoint.memory.slot import Slot
 from ml_flashpoint.ranks.rank_group import boot_id, rank_group
 from ml_flashpoint.ranks.strategies import NoReplicationStrategy, PairwiseReplicationStrategy
 from ml_flashpoint.state.archive import warn_of_old_torch
+from ml_flashpoint.status import Status, StatusFile
 
 if TYPE_CHECKING:
     import torch
@@ -196,7 +195,7 @@ class Checkpointer:
         self._is_skipping = self._closed = False
         self._is_between_runs = False
         for other in list(_live):
-            if other.base == self.base and not other.is_closed:
+            if os.path.realpath(other.base) == os.path.realpath(self.base) and not other.is_closed:
                 _log.warning("%s is opened again in this process, so the earlier Checkpointer is closed", self.base)
                 other.close(exit_deadline_s())
         with contextlib.ExitStack() as stack:
@@ -223,7 +222,7 @@ class Checkpointer:
             on_world_size_change=self.config.on_world_size_change,
         )
         self._together(partial(self._clean, discard_existing=discard_existing))
-        self._status = StatusBoard(self.container, self._job, ranks, self.strategy)
+        self._status = StatusFile(self.container, self._job, ranks, self.strategy)
         stack.callback(self._status.close)
         here = ranks.topology.ranks_of(ranks.node)
         owners = [Owner(ranks.world_size, each) for rank in here for each in (rank, *self._held_by(rank))]
@@ -783,10 +782,20 @@ class Checkpointer:
             SaveError, CapacityError: the run cannot be recorded on some node. On all ranks.
         """
         self.check_usable()
-        chosen, persist = None if version is None else self._found, self.config.persist
+        chosen = None if version is None else self._found
         if version is not None and (chosen is None or self.id(chosen.save.step) != version):
             raise InvalidArgumentError("is not the version that was found last", argument="version", value=version)
+        has_asked = self._run > 0 or self._is_between_runs
         self._end_run(seal_deadline_s())
+        try:
+            self._begin_run(chosen)
+        except BaseException:
+            self._end_run(0.0)
+            self._is_between_runs = has_asked
+            raise
+
+    def _begin_run(self, chosen: Found | None) -> None:
+        persist = self.config.persist
         self._copies.end()
         run, verdict = self._recovery.record(chosen)
         self._run = run
@@ -808,11 +817,7 @@ class Checkpointer:
             self._persister.heard(verdict)
         # Before a board pushes what was recovered.
         self._copies.serve(run, board.hear, partial(_retained_by, board, run))
-        try:
-            self.ranks.together(board.start, SaveError("another rank cannot begin the run; its log says why"))
-        except BaseException:
-            self._end_run(0.0)
-            raise
+        self.ranks.together(board.start, SaveError("another rank cannot begin the run; its log says why"))
 
     def _end_run(self, deadline_s: float, last: Callable[[], None] | None = None) -> None:
         """End the board, after a last call on its thread. Saves that are not verified yet never will be."""
@@ -832,13 +837,8 @@ class Checkpointer:
     def latest(self) -> CheckpointContainerId | None:
         """Find and bring the newest version (`newest`) and go on from it (`go_on_from`). Collective."""
         self.reconsider()
-        had_begun = self._run > 0 or self._is_between_runs
-        try:
-            found = self.newest()
-            self.go_on_from(found)
-        except BaseException:
-            self._is_between_runs = had_begun and not self._run
-            raise
+        found = self.newest()
+        self.go_on_from(found)
         return found
 
     def go_back(self, step: int) -> CheckpointContainerId:
@@ -940,7 +940,7 @@ class Checkpointer:
             raise SaveError("the checkpointer is closed", rank=self.ranks.rank, path=self.base)
 
     @property
-    def status(self) -> RankStatus:
+    def status(self) -> Status:
         """Status of saving on this rank."""
         return self._status.status
 
@@ -1044,4 +1044,4 @@ def _close_all() -> None:
         checkpointer.close()
 
 
-at_exit(_close_all)
+atexit.register(_close_all)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
-from ml_flashpoint.format.errors import DamagedError, FlashpointError, LoadError, ObjectNotFoundError, ProtocolError
+from ml_flashpoint.format.errors import DamagedError, FlashpointError, LoadError, ObjectNotFoundError
 from ml_flashpoint.format.failure_kinds import as_ours, is_transient, pauses, retrying, text_of
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.container import BaseContainer
@@ -26,8 +25,7 @@ _MOST_TEXT = 500
 _OVER = object()
 
 
-@dataclass(frozen=True, slots=True)
-class Unread:
+class Unread(NamedTuple):
     """A part that is listed on a node and could not be read there.
 
     Attributes:
@@ -41,8 +39,7 @@ class Unread:
     transient: bool
 
 
-@dataclass(frozen=True, slots=True)
-class NodeReport:
+class NodeReport(NamedTuple):
     """The state of one node.
 
     Attributes:
@@ -57,31 +54,21 @@ class NodeReport:
     savers: frozenset[int] = frozenset()
     records: tuple[RunRecord, ...] = ()
 
-    def to_fields(self) -> dict[str, object]:
-        """Return this report as values that JSON can hold."""
-        return {
-            "inventory": self.inventory.to_fields(),
-            "unread": [[each.version, each.why, each.transient] for each in self.unread],
-            "savers": sorted(self.savers),
-            "records": [[r.run, sorted(r.lineage.items()), r.begun, r.verified] for r in self.records],
-        }
+    def encode(self) -> bytes:
+        """Return this report as JSON."""
+        records = [[each.run, list(each.lineage.items()), each.begun, each.verified] for each in self.records]
+        return json.dumps([self.inventory, self.unread, list(self.savers), records]).encode()
 
     @classmethod
-    def from_fields(cls, fields: Any) -> NodeReport:
-        """Return the report of `to_fields`, which came from another rank.
-
-        Raises:
-            ProtocolError: these are not the fields of a report.
-        """
-        try:
-            return cls(
-                NodeInventory.from_fields(fields["inventory"]),
-                tuple(Unread(str(version), str(why), bool(passes)) for version, why, passes in fields["unread"]),
-                frozenset(map(int, fields["savers"])),
-                tuple(RunRecord(int(run), dict(line), bool(a), bool(b)) for run, line, a, b in fields["records"]),
-            )
-        except (ValueError, KeyError, TypeError) as error:
-            raise ProtocolError(f"the report of a node is not valid: {error}") from None
+    def decode(cls, blob: bytes) -> NodeReport:
+        """Return the report of `encode`."""
+        (node, parts), unread, savers, records = json.loads(blob)
+        return cls(
+            NodeInventory(node, tuple(PartRecord(SaveId(*save), *others) for save, *others in parts)),
+            tuple(Unread(*each) for each in unread),
+            frozenset(savers),
+            tuple(RunRecord(run, dict(lineage), *marks) for run, lineage, *marks in records),
+        )
 
 
 def read_node(container: BaseContainer, node: str, until: float) -> NodeReport:
@@ -111,18 +98,15 @@ def gather_reports(container: BaseContainer, ranks: RankGroup, until: float) -> 
     Raises:
         LoadError: the state of a node cannot be known. Raised on all ranks.
     """
-    blob = b""
+    blob = trouble = b""
     if ranks.is_node_leader:
         try:
-            blob = json.dumps(read_node(container, ranks.node, until).to_fields()).encode()
+            blob = read_node(container, ranks.node, until).encode()
         except Exception as error:  # the other ranks wait
-            blob = json.dumps(f"the state of {ranks.node} cannot be known: {text_of(error)}").encode()
-    reports = []
-    for fields in (json.loads(found) for found in ranks.gather(blob) if found):
-        if isinstance(fields, str):
-            raise LoadError(fields, rank=ranks.rank, path=container.base)
-        reports.append(NodeReport.from_fields(fields))
-    return reports
+            trouble = f"the state of {ranks.node} cannot be known: {text_of(error)}".encode()
+    for text in filter(None, ranks.gather(trouble)):
+        raise LoadError(text.decode(), rank=ranks.rank, path=container.base)
+    return [NodeReport.decode(each) for each in ranks.gather(blob) if each]
 
 
 def _read_parts(container: BaseContainer) -> tuple[list[PartRecord], list[Unread]]:

@@ -1,15 +1,14 @@
 """Loading a version on all ranks or on none, for every adapter.
 
 All ranks vote after each step of a load. Ranks that lost each other try the same version again. A version that is to
-blame, or is refused, makes all go on to an older one. Where no other version would help, all stop. Which failure is of
-which kind is for `format.failure_kinds`.
+blame, or is refused, makes all go on to an older one. Where no other version would help, all stop.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -30,13 +29,13 @@ _TRIES_IF_LOST = 2
 
 @dataclass(frozen=True, slots=True)
 class LoadFailure:
-    """Why a version could not be loaded, the same on every rank.
+    """The reason why a version could not be loaded, the same on every rank.
 
     Attributes:
         version: its name.
         rank: the lowest rank that failed for this reason.
         text: that rank's reason.
-        blame: what is to blame; where ranks differ, what leaves least to try.
+        blame: where ranks differ, what leaves least to try.
         touched: True if tensors may have been written to, on some rank.
     """
 
@@ -65,31 +64,19 @@ class JointLoad:
 
     Args:
         checkpointer: finds versions; its ranks vote.
-        causes: returns the errors that an error consists of, by the rank that each came from; by -1 for this rank.
-        errors: what a step may fail with.
 
     Attributes:
         failures: of the versions that could not be loaded, newest first.
         cause: the last failure on this rank, if this rank had any part in it.
     """
 
-    def __init__(
-        self,
-        checkpointer: Checkpointer,
-        causes: Callable[[BaseException], Mapping[int, BaseException]] = lambda error: {-1: error},
-        errors: tuple[type[BaseException], ...] = (Exception,),
-    ) -> None:
-        self._checkpointer = checkpointer
-        self._ranks = checkpointer.ranks
-        self._causes = causes
-        self._errors = errors
+    def __init__(self, checkpointer: Checkpointer) -> None:
+        self._checkpointer, self._ranks = checkpointer, checkpointer.ranks
         self.failures: list[LoadFailure] = []
         self.cause: BaseException | None = None
 
     def newest(
-        self,
-        find: Callable[[], CheckpointContainerId | None],
-        load: Callable[[CheckpointContainerId], _T],
+        self, find: Callable[[], CheckpointContainerId | None], load: Callable[[CheckpointContainerId], _T]
     ) -> tuple[CheckpointContainerId, _T] | None:
         """Load the newest version that all ranks can load. What could not be loaded in an earlier call is tried again.
 
@@ -130,11 +117,7 @@ class JointLoad:
         return None
 
     def step(
-        self,
-        version: CheckpointContainerId,
-        action: Callable[[], _T],
-        *,
-        touched: Callable[[], bool] = lambda: False,
+        self, version: CheckpointContainerId, action: Callable[[], _T], *, touched: Callable[[], bool] = lambda: False
     ) -> _T:
         """Return what ``action`` returns, once it has succeeded on every rank.
 
@@ -147,21 +130,15 @@ class JointLoad:
             FailedStepError: it failed on some rank.
         """
         result: list[_T] = []
-        error: BaseException | None = None
-        report = b""
+        error, report = None, b""
         try:
             result.append(action())
-        except self._errors as caught:
+        except Exception as caught:
             error = caught
-            report = json.dumps([*self._blamed(caught), touched()]).encode()
+            report = json.dumps([blame_of(caught), self._ranks.rank, text_of(caught), touched()]).encode()
         reports = [json.loads(blob) for blob in self._ranks.gather(report) if blob]
         if not reports:
             return result[0]
         blame, rank, text, _ = max(reports, key=lambda each: (each[0], -each[1]))
         anywhere = any(each[3] for each in reports)
         raise FailedStepError(LoadFailure(version.name, rank, str(text), Blame(blame), anywhere)) from error
-
-    def _blamed(self, error: BaseException) -> tuple[Blame, int, str]:
-        """Return what is to blame for an error, the rank that it came from, and a line about it."""
-        rank, cause = max(self._causes(error).items(), key=lambda each: (blame_of(each[1]), -each[0]))
-        return blame_of(cause), self._ranks.rank if rank < 0 else rank, text_of(cause)

@@ -1,4 +1,4 @@
-"""Checks of what a user passes to a door; every refusal names the argument and the value."""
+"""Checks of arguments of users. Each refusal names the argument and the value."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ _log = logging.getLogger(__name__)
 
 
 def ignored(owner: str, **given: object) -> None:
-    """Log one line that names arguments which ``owner`` accepts, for programs written for another package, and does not
-    use. One that is None was not passed."""
+    """Log the names of arguments that ``owner`` accepts and does not use, if they are not None."""
     names = [f"{name}=" for name, value in given.items() if value is not None]
     if names:
         _log.info("%s ignores %s, which has no meaning here", owner, ", ".join(names))
 
 
 def checked_base(base: str | os.PathLike[str], argument: str = "base") -> CheckpointContainerId:
-    """A base container, for every door: where a relative path leads depends on who starts the process where."""
+    """Return the id of a base container. A relative path is refused: it depends on the working directory."""
     try:
         return CheckpointContainerId(base)
     except (InvalidNameError, TypeError) as error:
@@ -35,18 +34,14 @@ def checked_base(base: str | os.PathLike[str], argument: str = "base") -> Checkp
 
 
 def checked_callable(argument: str, value: _F | None, what: str) -> _F | None:
-    """Something to call, or None.
-
-    Args:
-        what: what it takes and does, after "must be a function".
-    """
+    """Return a function, or None. ``what`` follows "must be a function" in the error."""
     if value is not None and not callable(value):
         raise InvalidArgumentError(f"must be a function {what}, or None", argument=argument, value=value)
     return value
 
 
 def checked_integer(argument: str, value: int, minimum: int, maximum: int | None = None) -> int:
-    """An integer within bounds."""
+    """Return an integer within bounds."""
     fits = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
     if not fits or (maximum is not None and value > maximum):
         bounds = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
@@ -55,34 +50,34 @@ def checked_integer(argument: str, value: int, minimum: int, maximum: int | None
 
 
 def checked_bool(argument: str, value: bool) -> bool:
-    """True or False."""
+    """Return True or False."""
     if not isinstance(value, bool):
         raise InvalidArgumentError("must be True or False", argument=argument, value=value)
     return value
 
 
 def checked_choice(argument: str, value: str, *choices: str) -> str:
-    """One of a few words."""
+    """Return one of a few words."""
     if not isinstance(value, str) or value not in choices:
         raise InvalidArgumentError(f"must be {' or '.join(map(repr, choices))}", argument=argument, value=value)
     return value
 
 
 def checked_seconds(argument: str, value: float) -> float:
-    """A positive, finite duration."""
+    """Return a positive, finite duration."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise InvalidArgumentError("must be a positive number of seconds", argument=argument, value=value)
     return float(value)
 
 
 def checked_grace(handle_sigterm: bool, grace_s: float) -> float | None:
-    """Seconds at most for which SIGTERM is held up; None if it is left alone."""
+    """Return the seconds for which SIGTERM is held up; None if it is left alone."""
     seconds = checked_seconds("grace_s", grace_s)
     return seconds if checked_bool("handle_sigterm", handle_sigterm) else None
 
 
 def checked_globals(given: Sequence[SafeGlobal]) -> tuple[SafeGlobal, ...]:
-    """Types, or pairs of a type and its full name."""
+    """Return types, or pairs of a type and its full name."""
     items = tuple(given) if isinstance(given, (list, tuple, set, frozenset)) else None
     if items is None or not all(map(_is_safe_global, items)):
         raise InvalidArgumentError(

@@ -1,8 +1,4 @@
-"""Absolute, hierarchical names of checkpoints and of the objects in them.
-
-Owns what a valid name is and how a version's directory is called. Names are values: nothing here looks at a
-filesystem, so a name says nothing about whether something exists there, and symbolic links are not resolved.
-"""
+"""Absolute, hierarchical names of checkpoints and of objects in them. Names are values: no filesystem is looked at."""
 
 from __future__ import annotations
 
@@ -14,10 +10,10 @@ from typing import SupportsIndex, TypeVar
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, InvalidNameError
 
 MAX_SEGMENT_BYTES = 255
-"""Longest segment in bytes of UTF-8: `NAME_MAX` of the filesystems that checkpoints live on."""
+"""Longest segment in bytes of UTF-8: ``NAME_MAX``."""
 
 MAX_STEP = 2**63 - 1
-"""Largest step number: steps are agreed on as signed 64-bit integers in collectives."""
+"""Largest step number."""
 
 _VERSION_CONTAINER = re.compile(r"step-(0|[1-9][0-9]{0,18})_ckpt")
 _SHOWN_CHARACTERS = 80
@@ -31,8 +27,6 @@ def _shown(name: str) -> str:
 
 def validate_segment(name: str) -> str:
     """Return ``name`` if it can be one segment of an id, and so one file name inside its directory.
-
-    Names that arrive from a peer or from a manifest go through here before they are joined to a path.
 
     Raises:
         InvalidNameError: ``name`` is not a string, is empty, ``.`` or ``..``, holds a slash or a NUL, cannot be
@@ -64,26 +58,21 @@ def is_segment(name: object) -> bool:
     return True
 
 
-def _split_absolute(path: str | os.PathLike[str]) -> tuple[str, ...]:
-    raw = os.fspath(path)
-    if not isinstance(raw, str):
-        raise InvalidNameError("a checkpoint path must be text, not bytes")
-    if not raw.startswith("/"):
-        raise InvalidNameError(f"a checkpoint path must be absolute: {_shown(raw)}")
-    segments = tuple(validate_segment(segment) for segment in raw.split("/") if segment)
-    if not segments:
-        raise InvalidNameError("a checkpoint path must not be the root directory")
-    return segments
-
-
 class _AbsoluteId(str):
-    """A validated, normalised absolute path: what both kinds of id share."""
+    """A validated, normalised absolute path."""
 
     __slots__ = ()
 
     def __new__(cls: type[_Id], string: str | os.PathLike[str]) -> _Id:
-        """Return the id of a path. Pickles come through here, too."""
-        return super().__new__(cls, "/" + "/".join(_split_absolute(string)))
+        raw = os.fspath(string)
+        if not isinstance(raw, str):
+            raise InvalidNameError("a checkpoint path must be text, not bytes")
+        if not raw.startswith("/"):
+            raise InvalidNameError(f"a checkpoint path must be absolute: {_shown(raw)}")
+        segments = [validate_segment(segment) for segment in raw.split("/") if segment]
+        if not segments:
+            raise InvalidNameError("a checkpoint path must not be the root directory")
+        return super().__new__(cls, "/" + "/".join(segments))
 
     @property
     def path(self) -> str:
@@ -92,7 +81,7 @@ class _AbsoluteId(str):
 
     @property
     def data(self) -> str:
-        """The same as :attr:`path`."""
+        """The normalised absolute path."""
         return str(self)
 
     @property
@@ -121,9 +110,7 @@ class _AbsoluteId(str):
 
 
 class CheckpointContainerId(_AbsoluteId):
-    """Name of a directory of a checkpoint: a job's base container, a version, or anything between.
-
-    The id is its normalised path, a `str`.
+    """Name of a directory of a checkpoint: a job's base container, a version, or anything between. A `str`.
 
     Args:
         string: absolute path. Repeated and trailing slashes are dropped.
@@ -138,10 +125,8 @@ class CheckpointContainerId(_AbsoluteId):
     def create_child(parent_container_id: str | os.PathLike[str], child_id: str, *names: str) -> CheckpointContainerId:
         """Return the container ``child_id`` below ``parent_container_id``; with ``names``, one further below it.
 
-        Each name is one segment: nothing in it can lead out of the parent.
-
         Raises:
-            InvalidNameError: the parent or a name is not valid.
+            InvalidNameError: the parent is not valid, or a name is no segment.
         """
         above = CheckpointContainerId(parent_container_id)
         return CheckpointContainerId("/".join([above, *map(validate_segment, (child_id, *names))]))
@@ -172,38 +157,26 @@ class CheckpointContainerId(_AbsoluteId):
 
     @staticmethod
     def parse_version_container(name: str) -> int | None:
-        """Return the step of a version's directory name, or ``None`` if ``name`` is not exactly such a name.
-
-        Strict: what `format_version_container` would not have written is not a version.
-        """
+        """Return the step of a name that `format_version_container` gives, None for any other name."""
         match = _VERSION_CONTAINER.fullmatch(name)
-        if match is None:
-            return None
-        step = int(match[1])
-        return step if step <= MAX_STEP else None
+        return int(match[1]) if match is not None and int(match[1]) <= MAX_STEP else None
 
     parse_version_container_step = parse_version_container
     """The name of :meth:`parse_version_container` in google/ml-flashpoint."""
 
     @property
     def parent(self) -> CheckpointContainerId:
-        """The container above this one.
-
-        Raises:
-            InvalidNameError: there is none, since the root directory is not a container.
-        """
+        """The container above this one. Raises an `InvalidNameError` if that is the root directory."""
         return CheckpointContainerId("/" + "/".join(self.segments[:-1]))
 
     @property
     def step(self) -> int | None:
-        """The step, if the last segment is the name of a version."""
+        """The step of a version; None if the last segment is not the name of one."""
         return self.parse_version_container(self.name)
 
 
 class CheckpointObjectId(_AbsoluteId):
-    """Name of one object (file) in a container.
-
-    The id is its normalised path, a `str`.
+    """Name of one object (file) in a container. A `str`.
 
     Args:
         string: absolute path of at least two segments. Repeated and trailing slashes are dropped.
@@ -216,7 +189,7 @@ class CheckpointObjectId(_AbsoluteId):
     __slots__ = ()
 
     def __new__(cls, string: str | os.PathLike[str]) -> CheckpointObjectId:
-        """Return the id of a path. Raise an `InvalidNameError` if there is none."""
+        """Return the id of a path."""
         made = super().__new__(cls, string)
         if len(made.segments) < 2:
             raise InvalidNameError(f"an object must lie in a container: {_shown(made)}")
@@ -224,11 +197,7 @@ class CheckpointObjectId(_AbsoluteId):
 
     @staticmethod
     def from_container(parent_container_id: str | os.PathLike[str], object_name: str) -> CheckpointObjectId:
-        """Return the object called ``object_name`` in a container.
-
-        Raises:
-            InvalidNameError: the container or the name is not valid.
-        """
+        """Return the object of a name in a container. Raise an `InvalidNameError` if either is not valid."""
         above = CheckpointContainerId(parent_container_id)
         return CheckpointObjectId(f"{above.path}/{validate_segment(object_name)}")
 

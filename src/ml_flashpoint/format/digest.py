@@ -1,10 +1,6 @@
-"""Block digests: the fingerprint of an object's bytes, kept by blocks of 16 MiB.
+"""Block digests of an object's bytes: xxh3, 64 bits, by blocks of 16 MiB. They find accidents, not forgery.
 
-Owns the digest algorithm (xxh3, 64 bits: it finds accidents, it is no defence against forgery), the block
-size, and the background threads that compute digests while other bytes are still being copied or received.
-Where digests are recorded (`format.manifest`) and what to do about damage is up to others.
-
-The threads are shared by the whole process. They start when first needed, and a forked child starts its own.
+Background threads, which the whole process shares, compute them while other bytes are still being copied or received.
 """
 
 from __future__ import annotations
@@ -39,10 +35,7 @@ def block_count(size: int, block_size: int = BLOCK_SIZE) -> int:
 
 
 def digest_block(buf: Buffer) -> str:
-    """Return the digest of a contiguous buffer: 16 lower-case hexadecimal digits.
-
-    The GIL is released meanwhile unless the buffer is small.
-    """
+    """Return the digest of a contiguous buffer: 16 lower-case hexadecimal digits. Releases the GIL."""
     # An object rather than `xxhash.xxh3_64_hexdigest`, which holds the GIL in the releases before xxhash 4.
     return xxhash.xxh3_64(buf).hexdigest()
 
@@ -53,11 +46,10 @@ def is_digest(text: object) -> bool:
 
 
 class BlockDigester:
-    """A computation of the block digests of a buffer in the background, while the buffer is being filled.
+    """A computation of the block digests of a buffer in the background, while the buffer is being filled. Thread-safe.
 
-    `advance` says which bytes will not change any more; a block is digested once all of it is final. `finish`
-    or `abort` must be called in the end: until then the buffer stays exported (an `mmap` cannot be closed).
-    Leaving it as a context manager aborts it. Thread-safe.
+    `finish` or `abort`, which leaving it as a context manager does, must be called in the end: until then the buffer
+    stays exported (an `mmap` cannot be closed).
 
     Args:
         buffer: contiguous; held, not copied.
@@ -70,8 +62,7 @@ class BlockDigester:
         self.size = size
         self._view = view.cast("B") if view.nbytes else view
         self._block_size = block_size
-        # Bytes of each block that are not final yet.
-        self._missing = [min(block_size, size - begin) for begin in range(0, size, block_size)]
+        self._missing = [min(block_size, size - begin) for begin in range(0, size, block_size)]  # bytes not yet final
         self._digests = [""] * len(self._missing)
         self._ready: deque[int] = deque()
         self._computing = 0
@@ -87,8 +78,7 @@ class BlockDigester:
         self.abort()
 
     def advance(self, begin: int, end: int) -> None:
-        """Mark the bytes from ``begin`` up to ``end`` as final. Ranges may come in any order, each byte once. Does
-        nothing after the end."""
+        """Mark the bytes from ``begin`` up to ``end`` as final: they change no more. Each byte once, in any order."""
         size, count = self._block_size, 0
         with self._changed:
             for index in range(begin // size, block_count(end, size)) if begin < end and not self._ended else ():
@@ -99,8 +89,7 @@ class BlockDigester:
         self._start(count)
 
     def advance_soon(self, delay_s: float) -> None:
-        """Mark all bytes as final, in a moment: the caller is about to return to its loop, and needs a core for that.
-        `finish` need not wait so long."""
+        """Mark all bytes as final after a delay: the caller is about to return to its loop, and needs a core."""
 
         def begin() -> None:
             time.sleep(delay_s)
@@ -109,8 +98,7 @@ class BlockDigester:
         run_on_pool(begin)
 
     def help(self) -> bool:
-        """Digest a block that is final and that no thread digests yet; return False if there is none. The thread that
-        has just filled the block has it in its core's cache."""
+        """Digest a final block that no thread digests yet; return False if there is none."""
         with self._changed:
             if not self._ready:
                 return False
@@ -128,12 +116,9 @@ class BlockDigester:
         return True
 
     def finish(self) -> tuple[str, ...]:
-        """Mark all bytes as final, and return the digests of all blocks, in order. Lets go of the buffer.
+        """Mark all bytes as final, and return the digests of all blocks, in order. Releases the buffer.
 
         This thread takes part, so `finish` ends even if no thread can be started.
-
-        Raises:
-            Exception: what went wrong with the buffer (it was released, for example).
         """
         with self._changed:
             self._ended = True
@@ -148,7 +133,7 @@ class BlockDigester:
         return tuple(self._digests)
 
     def abort(self) -> None:
-        """Wait for the blocks that are being digested just now, a few ms, and let go of the buffer. Safe to repeat."""
+        """Wait for the blocks that are being digested just now, and release the buffer. Safe to repeat."""
         with self._changed:
             self._ended = True
             self._ready.clear()
@@ -190,13 +175,10 @@ def verify_blocks(
     Args:
         buffer: the bytes of the blocks. Only the last block of an object may be shorter than ``block_size``.
         digests: the recorded digests of exactly these blocks.
-        block_size: bytes of a block.
-        first_block: number, within the object, of the first block in ``buffer``; only used in what is raised.
-        path: object or peer that the bytes are from; only used in what is raised.
+        first_block, path: number of the first block within the object, and the object, for errors.
 
     Raises:
-        DigestMismatchError: A digest differs, or there are more or fewer blocks than digests. Names the path,
-            the first such block and its byte range.
+        DigestMismatchError: a digest differs, or there are more or fewer blocks than digests.
     """
     with memoryview(buffer) as view:
         size = view.nbytes
@@ -229,11 +211,7 @@ os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 def run_on_pool(job: Callable[[], object]) -> Future[object] | None:
-    """Have a thread of this process's pool call ``job``, which may come too late to be of use.
-
-    Returns:
-        The result; None if no thread can be started: the job may be called all the same.
-    """
+    """Have a thread of the pool call ``job``. Return None if no thread starts; it may be called all the same."""
     try:
         return _pool().submit(job)
     except RuntimeError:  # also while the interpreter exits

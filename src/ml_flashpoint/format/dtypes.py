@@ -1,11 +1,7 @@
-"""How tensors of each dtype are stored in objects. Dtypes are known by torch's names, such as ``float32``.
+"""How tensors of each dtype are stored in objects. Dtypes have torch's names, such as ``float32``.
 
-Owns which dtypes go into a safetensors file under its own dtype names, and which are stored as plain bytes
-with their true dtype and shape beside them. Where the bytes lie is up to `format.object_format`, and which of
-these dtypes the torch at hand has is up to `copy.dtypes`.
-
-Written natively is what every safetensors release since 0.4.2 reads, so that an object opens with any release in the
-field. Later releases know more dtypes.
+A dtype that every safetensors release since 0.4.2 reads is named in the file; any other is stored as plain bytes, with
+its true dtype and shape beside them.
 """
 
 from __future__ import annotations
@@ -13,7 +9,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
@@ -22,11 +17,10 @@ from ml_flashpoint.format.errors import InvalidArgumentError
 BYTES: Final = "U8"
 """Name in a file of the dtype of plain bytes."""
 
-MAX_DIMENSIONS: Final = 1024
-"""Most dimensions of a stored tensor; torch's own operators give up long before."""
-
 MAX_SIZE: Final = 2**63 - 1
 """Largest tensor, and largest file, in bytes."""
+
+_MAX_DIMENSIONS: Final = 1024  # torch's own operators give up long before
 
 BY_FILE_DTYPE: Final = {
     "F64": "float64",
@@ -46,7 +40,7 @@ BY_FILE_DTYPE: Final = {
     "BOOL": "bool",
 }
 """The dtypes that files name, by their names in files."""
-_WRITTEN_NAMES: Final = {dtype: name for name, dtype in BY_FILE_DTYPE.items()}
+FILE_DTYPES: Final = {dtype: name for name, dtype in BY_FILE_DTYPE.items()}
 
 _BY_ITEMSIZE: Final = {
     1: "bool int8 uint8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 "
@@ -61,31 +55,10 @@ ITEMSIZES: Final = {dtype: size for size, dtypes in _BY_ITEMSIZE.items() for dty
 whose bytes mean nothing without scales and zero points."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """How tensors of one dtype and shape are stored.
-
-    Attributes:
-        dtype: dtype of the tensor.
-        shape: shape of the tensor.
-        nbytes: bytes that it takes.
-        file_dtype: name of the dtype that the file says it has.
-        file_shape: dimensions that the file says it has, separated by commas.
-        true_type: dtype and shape of the tensor as text, if the file calls it plain bytes.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    file_dtype: str
-    file_shape: str
-    true_type: str | None
-
-
 # States have few distinct shapes, and asking again must be cheap: it is done for every tensor.
 @lru_cache(maxsize=2**15)
-def stored_tensor(dtype: str, shape: tuple[int, ...]) -> StoredTensor:
-    """Return how tensors of a dtype and shape are stored.
+def checked_tensor(dtype: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+    """Return the shape, in integers, and the bytes of a tensor.
 
     Raises:
         InvalidArgumentError: the dtype is not storable, or the shape is not that of a tensor.
@@ -98,34 +71,30 @@ def stored_tensor(dtype: str, shape: tuple[int, ...]) -> StoredTensor:
             hint="store what it is made of: its integers, scales and zero points",
         )
     try:
-        dimensions = tuple(map(operator.index, shape))
+        sizes = tuple(map(operator.index, shape))
     except TypeError:
         raise InvalidArgumentError("a shape must be integers", argument="shape", value=shape) from None
-    nbytes = tensor_nbytes(dtype, dimensions)
+    nbytes = tensor_nbytes(dtype, sizes)
     if nbytes is None:
         raise InvalidArgumentError("this is not the shape of a tensor", argument="shape", value=shape)
-    text = ",".join(map(str, dimensions))
-    name = _WRITTEN_NAMES.get(dtype)
-    if name is not None:
-        return StoredTensor(dtype, dimensions, nbytes, name, text, None)
-    return StoredTensor(dtype, dimensions, nbytes, BYTES, str(nbytes), f"{dtype} {text}")
+    return sizes, nbytes
 
 
 def tensor_nbytes(dtype: str, shape: Sequence[int]) -> int | None:
-    """Return the bytes of a tensor, or ``None`` if no tensor can have this shape."""
-    if len(shape) > MAX_DIMENSIONS or any(not 0 <= size <= MAX_SIZE for size in shape):
+    """Return the bytes of a tensor, or None if no tensor can have this shape."""
+    if len(shape) > _MAX_DIMENSIONS or any(not 0 <= size <= MAX_SIZE for size in shape):
         return None
     nbytes = math.prod(shape) * ITEMSIZES[dtype]
     return nbytes if nbytes <= MAX_SIZE else None
 
 
 def parse_true_type(text: str) -> tuple[str, tuple[int, ...]] | None:
-    """Return dtype and shape of a `StoredTensor.true_type`, or ``None`` if there is no such tensor."""
+    """Return dtype and shape of a text such as ``complex64 2,3``, or None if there is no such tensor."""
     dtype, _, dimensions = text.partition(" ")
     sizes = dimensions.split(",") if dimensions else []
-    if dtype not in ITEMSIZES or len(sizes) > MAX_DIMENSIONS:
+    if dtype not in ITEMSIZES or len(sizes) > _MAX_DIMENSIONS:
         return None
-    # The shape must be spelled as it is written: int() would also take signs, blanks and underscores.
+    # int() would also take signs, blanks and underscores.
     if not all(size.isascii() and size.isdecimal() and len(size) <= 19 for size in sizes):
         return None
     return dtype, tuple(map(int, sizes))

@@ -1,9 +1,4 @@
-"""Every error that this package raises on purpose.
-
-Owns the types and how they read. Deciding whether an error may reach the training loop belongs to the
-callers (see `ml_flashpoint.flashpoint`). All of them survive pickling with everything they carry, since they
-travel from worker processes and over collectives.
-"""
+"""Every error that this package raises on purpose. All of them survive pickling with everything they carry."""
 
 from __future__ import annotations
 
@@ -16,7 +11,7 @@ if TYPE_CHECKING:  # in `typing` from Python 3.11 on
 
 
 class _Context(TypedDict, total=False):
-    """What every error may say beside its message: see `FlashpointError`."""
+    """The keywords of `FlashpointError`."""
 
     step: int | None
     rank: int | None
@@ -29,7 +24,7 @@ class FlashpointError(Exception):
     """Base of all errors of this package.
 
     Args:
-        message: what went wrong, as a sentence without a full stop.
+        message: what happened, as a sentence without a full stop.
         step: training step of the checkpoint concerned.
         rank: global rank concerned (not always the one that raises).
         node: node id concerned.
@@ -49,8 +44,7 @@ class FlashpointError(Exception):
         path: str | os.PathLike[str] | None = None,
         hint: str | None = None,
     ) -> None:
-        # Only the message goes to `args`: unpickling calls the class with `args` and then restores the
-        # attributes from `__dict__`, so every subclass must be constructible from its message alone.
+        # Unpickling calls the class with `args`, the message alone, and then restores the attributes.
         super().__init__(message)
         self.message = message
         self.step = step
@@ -79,8 +73,7 @@ class InvalidArgumentError(FlashpointError, ValueError):
     Args:
         message: see `FlashpointError`, as for what is in `context`.
         argument: name of the argument.
-        value: the value refused. Only its shortened `repr` is kept, in ``value``, because the value itself
-            may be large or impossible to pickle.
+        value: the value refused. Only its shortened `repr` is kept, in ``value``.
     """
 
     def __init__(
@@ -150,7 +143,7 @@ class LoadError(FlashpointError):
 
 
 class NothingLoadableError(LoadError):
-    """There are versions, and none of them can be loaded. To start from nothing would in the end overwrite them.
+    """There are versions, and none of them can be loaded.
 
     Attributes:
         parts_lost: True if each version lacks a part on every node, and as many ranks saved it as there are now: the
@@ -173,7 +166,7 @@ class PrunedError(LoadError):
 
 
 class UnreadableError(FlashpointError):
-    """What may well be sound could not be read just now: out of descriptors, out of memory, an I/O error."""
+    """A part that may be sound could not be read just now: out of descriptors, out of memory, an I/O error."""
 
 
 class DeadlineError(FlashpointError, TimeoutError):

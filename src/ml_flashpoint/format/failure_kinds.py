@@ -1,8 +1,4 @@
-"""What kind of failure it was: one rule for every door.
-
-Owns what recovery asks of an error: whether the bytes are to blame, whether trying again may help, and what is to blame
-where a version cannot be loaded. Trying again with back-off is here, too.
-"""
+"""Kinds of failures, as recovery asks for them: damage, what may pass, and blame; and retrying with pauses."""
 
 from __future__ import annotations
 
@@ -36,23 +32,22 @@ _T = TypeVar("_T")
 
 
 class Blame(enum.IntEnum):
-    """What is to blame where a version cannot be loaded, in the order of what leaves less to try."""
+    """The cause of a version that cannot be loaded. Greater ones leave less to try."""
 
     VERSION = 1
     """This version, or the way to it: an older one may be loadable."""
     OBJECT = 2
-    """What the state was handed to, which refused it: perhaps for what is in it, so that it may take an older one."""
+    """The object that the state was handed to refused it, perhaps for its content: it may take an older one."""
     RANKS = 3
-    """Ranks lost each other, which says nothing about any version: the same one may be loadable the next time."""
+    """Ranks lost each other: the same version may be loadable the next time."""
     PROGRAM = 4
-    """The program, which differs from the one that saved, or has not allowed a type: older ones would fare the same. If
-    one did not, nobody would see that it was gone back to, and what is newer would be overwritten."""
+    """The program differs from the one that saved, or has not allowed a type: older versions would fare the same."""
     CHOICE = 5
-    """Nobody: the user has to decide what becomes of some of it, and no other version is what they asked for."""
+    """The user has to decide what becomes of some of the state."""
 
 
 def blame_of(error: BaseException) -> Blame:
-    """What is to blame for an error that kept a version from being loaded."""
+    """Return the cause of an error that kept a version from being loaded."""
     if isinstance(error, ReshardError):
         return Blame.CHOICE
     if isinstance(error, RanksLostError):
@@ -63,29 +58,27 @@ def blame_of(error: BaseException) -> Blame:
 
 
 def text_of(error: BaseException) -> str:
-    """An error in one line, for other ranks."""
+    """Return an error in one line, for other ranks."""
     return str(error) if isinstance(error, FlashpointError) else f"{type(error).__name__}: {error}"
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether a part is not, or not as it was saved, where it was looked for. Looking again finds the same."""
+    """Return True if a part is missing, or not as it was saved. Looking again finds the same."""
     return isinstance(error, _DAMAGE)
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether something could not be read just now, which says nothing about what it is."""
+    """Return True if something could not be read just now, and may be sound."""
     return isinstance(error, _TRANSIENT)
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether the system has run out of something that comes back: descriptors, memory. Says nothing about what
-    was to be done; what the system refuses for another reason, it will go on to refuse."""
+    """Return True if the system has run out of something that comes back: descriptors, memory."""
     return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _SHORTAGES)
 
 
 def as_ours(error: Exception) -> FlashpointError:
-    """An error to vote with: raised where the other ranks wait, it would leave them to their deadline. What is not of
-    ours is out of memory or threads, say, or a bug; either tells nothing about a checkpoint."""
+    """Return an error as one of this package, to vote with. One of others tells nothing about a checkpoint."""
     return error if isinstance(error, FlashpointError) else UnreadableError(text_of(error))
 
 
@@ -99,16 +92,13 @@ def pauses(until: float) -> Iterator[None]:
 
 
 def retrying(work: Callable[[], _T], until: float, what: str, *, also: tuple[type[FlashpointError], ...] = ()) -> _T:
-    """Do something, and again for as long as it fails for a reason that may pass and ``until`` has not.
-
-    Not for what is collective. It is tried once at least.
+    """Call ``work`` once, and again while it fails for a reason that may pass and ``until`` has not. Not collective.
 
     Args:
+        work: called; its last failure is raised.
+        until: of `time.monotonic`.
         what: for the log.
         also: further errors that may pass.
-
-    Raises:
-        Exception: the last failure.
     """
     waiting = pauses(until)
     tries = 0

@@ -1,4 +1,4 @@
-"""Small files, read and replaced whole, and the package's errors for those of a filesystem."""
+"""Files: read and replaced whole, closed in forked children; and the package's errors for those of a filesystem."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import errno
 import os
 import secrets
 import stat
+import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from ml_flashpoint.format.errors import CapacityError, FlashpointError, SaveError, UnsafePathError
 
@@ -17,6 +18,28 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _BUFFER_BYTES: Final = 2**20
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+_opened: weakref.WeakSet[_Closable] = weakref.WeakSet()
+
+
+def close_in_children(opened: _Closable) -> None:
+    """Close a socket, a pipe or a locked file in forked children, which would keep it in use after this process."""
+    _opened.add(opened)
+
+
+def _close_inherited() -> None:
+    for opened in list(_opened):
+        with contextlib.suppress(OSError):
+            opened.close()
+    _opened.clear()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
 
 
 def as_octets(buffer: Buffer) -> memoryview:
@@ -28,10 +51,6 @@ def as_octets(buffer: Buffer) -> memoryview:
 
 def open_regular(path: Path, flags: int) -> int:
     """Open a regular file, made with mode 0600 if need be. Waits for nothing that lies there instead.
-
-    Args:
-        path: of the file.
-        flags: as for `os.open`.
 
     Raises:
         UnsafePathError: something else lies there.

@@ -1,7 +1,4 @@
-"""Every tunable of the engine, in one place, each overridable by an environment variable.
-
-A knob is read when it is used, so a test or a job script may set the variable at any time before.
-"""
+"""Tunables that environment variables set. They are read when they are used."""
 
 from __future__ import annotations
 
@@ -13,14 +10,22 @@ from ml_flashpoint.format.errors import InvalidArgumentError
 
 def _number(name: str, default: float) -> float:
     text = os.environ.get(name)
-    if text is None:
-        return default
     try:
-        value = float(text)
+        value = default if text is None else float(text)
     except ValueError:
         value = -1.0
     if not 0 < value < float("inf"):
         raise InvalidArgumentError("must be a positive number", argument=name, value=text)
+    return value
+
+
+def _integer(name: str, lowest: int, highest: int) -> int | None:
+    text = os.environ.get(name)
+    if text is None:
+        return None
+    value = int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else -1
+    if not lowest <= value <= highest:
+        raise InvalidArgumentError(f"must be a whole number from {lowest} to {highest}", argument=name, value=text)
     return value
 
 
@@ -66,15 +71,7 @@ def exit_deadline_s() -> float:
 
 def copy_threads() -> int | None:
     """Threads that copy at once, at most; None for as many as help."""
-    text = os.environ.get("FLASHPOINT_COPY_THREADS")
-    if text is None:
-        return None
-    value = int(text) if text.isascii() and text.isdecimal() and len(text) < 4 else 0
-    if not value:
-        raise InvalidArgumentError(
-            "must be a whole number from 1 to 999", argument="FLASHPOINT_COPY_THREADS", value=text
-        )
-    return value
+    return _integer("FLASHPOINT_COPY_THREADS", 1, 999)
 
 
 def events_file() -> str:
@@ -83,27 +80,14 @@ def events_file() -> str:
 
 
 BLOCK_BYTES_VARIABLE = "FLASHPOINT_TEST_BLOCK_BYTES"
-"""Internal, for tests only: makes the blocks of new objects small, so that states of tests have many."""
-
-_MIN_BLOCK_BYTES = 4096
-_MAX_BLOCK_BYTES = 2**30
+"""For tests only: makes the blocks of new objects small, so that states of tests have many."""
 
 
 def block_bytes() -> int:
-    """Bytes of the blocks by which new objects are digested.
-
-    Whoever reads an object goes by its manifest, so processes need not agree on this.
-    """
-    text = os.environ.get(BLOCK_BYTES_VARIABLE)
-    if text is None:
-        return BLOCK_SIZE
-    value = int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else 0
-    if not _MIN_BLOCK_BYTES <= value <= _MAX_BLOCK_BYTES or value & (value - 1):
-        raise InvalidArgumentError(
-            f"must be a power of two from {_MIN_BLOCK_BYTES} to {_MAX_BLOCK_BYTES}",
-            argument=BLOCK_BYTES_VARIABLE,
-            value=text,
-        )
+    """Bytes of the blocks by which new objects are digested. Readers go by the manifest of an object."""
+    value = _integer(BLOCK_BYTES_VARIABLE, 4096, 2**30) or BLOCK_SIZE
+    if value & (value - 1):
+        raise InvalidArgumentError("must be a power of two", argument=BLOCK_BYTES_VARIABLE, value=value)
     return value
 
 

@@ -1,13 +1,7 @@
-"""Manifests: the record by which one rank commits its part of a version.
+"""Manifests: the record by which one rank commits its part of a version. A part exists once its manifest does.
 
-Owns the names of the files of a part, the content and encoding of a manifest, and its atomic write. A part
-exists from the moment its manifest does; a version is complete when the parts of all ranks exist with one
-save id, which is for `ranks.recovery` to decide. Whether the objects' bytes have the digests recorded here is
-checked by `format.digest`. Knows neither torch nor any process group.
-
-A manifest file is one line, `MLFLASHPOINT-MANIFEST 1 <xxh3_128 of the rest>`, and then JSON, so that any
-flipped byte and any truncation shows. The checksum is no defence against forgery: that is what peers
-authenticate for.
+A manifest file is one line, `MLFLASHPOINT-MANIFEST 1 <xxh3_128 of the rest>`, and then JSON, so that any flipped byte
+and any truncation shows. The checksum is no defence against forgery: that is what peers authenticate for.
 """
 
 from __future__ import annotations
@@ -53,9 +47,6 @@ _PART_FILE = re.compile(rf"rank-([0-9]{{5,8}})-({_SAVE_ID.pattern})\.(manifest|s
 def manifest_name(rank: int, save_id: str) -> str:
     """Return the file name of the manifest of a rank's part: ``rank-00003-<save id>.manifest``.
 
-    The save id is in it so that the parts of two saves of one step can stand side by side: the earlier save
-    must stay whole until the later one is.
-
     Raises:
         InvalidArgumentError: ``rank`` is not an integer from 0 to `MAX_WORLD_SIZE` - 1, or ``save_id`` no plain name.
     """
@@ -63,18 +54,17 @@ def manifest_name(rank: int, save_id: str) -> str:
 
 
 def parse_manifest_name(name: str) -> tuple[int, str] | None:
-    """Return rank and save id from a manifest's file name, or ``None`` if `manifest_name` would not have written it."""
+    """Return rank and save id from a file name of `manifest_name`, or None for any other."""
     return _parse_part_file(name, "manifest")
 
 
 def object_name(rank: int, save_id: str) -> str:
-    """Return the file name of a rank's object: ``rank-00003-<save id>.safetensors``. Raises what `manifest_name`
-    raises."""
+    """Return the file name of a rank's object: ``rank-00003-<save id>.safetensors``."""
     return _part_file(rank, save_id, "safetensors")
 
 
 def parse_object_name(name: str) -> tuple[int, str] | None:
-    """Return rank and save id from an object's file name, or ``None`` if `object_name` would not have written it."""
+    """Return rank and save id from a file name of `object_name`, or None for any other."""
     return _parse_part_file(name, "safetensors")
 
 
@@ -99,11 +89,11 @@ def _parse_part_file(name: str, kind: str) -> tuple[int, str] | None:
 
 @dataclass(frozen=True, slots=True)
 class ObjectRecord:
-    """What a manifest says about one object of its part.
+    """An object of a part, in its manifest.
 
     Attributes:
         name: file name in the version's directory.
-        size: bytes, from the start of the file, that count: the rest of the file is unused room.
+        size: bytes that count, from the start of the file; the rest is unused.
         file_size: bytes of the whole file.
         digests: digests of the blocks of the first `size` bytes, in order.
         block_size: bytes of each of those blocks but the last.
@@ -130,17 +120,16 @@ class ObjectRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The part of a version that one rank has committed. Compared by value; `labels` makes it unhashable.
+    """The part of a version that one rank has committed.
 
     Attributes:
         version: name of the version's directory, ``step-<n>_ckpt``.
         rank: global rank whose part this is.
         world_size: number of ranks, and so of parts, of the version.
-        save_id: common to all parts of one save of the step; letters, digits, `_` and ``-``. Later
-            save ids compare greater as strings.
+        save_id: the run that saved it; letters, digits, `_` and ``-``. Later ones compare greater as strings.
         node: id of the node that the rank ran on, at most 255 bytes.
         objects: the objects of the part, with distinct names.
-        labels: anything else that the writer wants known before the objects are opened.
+        labels: text by keys that readers need before they open the objects.
 
     Raises:
         InvalidArgumentError: A field has the wrong type, is out of range, or disagrees with another one.
@@ -166,7 +155,6 @@ class Manifest:
         _check("objects", self.objects, are_objects, "be a tuple of ObjectRecord with distinct names")
         are_labels = isinstance(self.labels, Mapping) and all(map(_is_label, (*self.labels, *self.labels.values())))
         _check("labels", self.labels, are_labels, f"map text to text of at most {_MAX_LABEL_CHARACTERS} characters")
-        # A copy, so that the caller's later changes do not show up in a record that is meant to be final.
         object.__setattr__(self, "labels", dict(self.labels))
 
     @property
@@ -193,7 +181,7 @@ def encode(m: Manifest) -> bytes:
         "version": m.version,
         "rank": m.rank,
         "world_size": m.world_size,
-        "attempt": m.save_id,  # keeps the name that it had when the format was made
+        "save_id": m.save_id,
         "node": m.node,
         "objects": [{name: getattr(record, name) for name in names} for record in m.objects],
         "labels": dict(sorted(m.labels.items())),
@@ -211,8 +199,8 @@ def decode(data: bytes, path: str | os.PathLike[str] | None = None) -> Manifest:
 
     Args:
         data: content of a manifest file.
-        path: where it was read from, if it is a file: then its name must be that of the rank and save id in it, and its
-            directory's name, if it is a version's at all, that of the version in it.
+        path: the file that it was read from, if any: its name must be that of the rank and save id in it, and the name
+            of its directory, if it is a version's at all, that of the version in it.
 
     Raises:
         ManifestError: ``data`` is not exactly what `encode` gives for some manifest, or disagrees with ``path``.
@@ -227,8 +215,7 @@ def decode(data: bytes, path: str | os.PathLike[str] | None = None) -> Manifest:
     try:
         content = json.loads(body.decode("ascii"))
         records = tuple(ObjectRecord(**{**each, "digests": tuple(each["digests"])}) for each in content["objects"])
-        save_id = content.pop("attempt")
-        manifest = Manifest(**{**content, "save_id": save_id, "objects": records})
+        manifest = Manifest(**{**content, "objects": records})
         if encode(manifest) != data:
             raise ValueError("it is not written as manifests are")
     except (ValueError, KeyError, AttributeError, RecursionError, MemoryError, TypeError, FlashpointError) as error:
@@ -239,17 +226,12 @@ def decode(data: bytes, path: str | os.PathLike[str] | None = None) -> Manifest:
 
 
 def write_manifest(directory: str | os.PathLike[str], m: Manifest, *, fsync: bool = False) -> Path:
-    """Commit a part: makes its manifest appear in ``directory``, whole, beside those of the rank's other save ids.
-
-    One of the same rank and save id is replaced. A writer that is killed leaves at most a hidden ``.*.tmp`` file.
+    """Commit a part: write its manifest, whole, and return the path.
 
     Args:
         directory: the version's directory; must exist.
-        m: the manifest.
+        m: the manifest. One of the same rank and save id is replaced.
         fsync: make the manifest and its directory entry durable before returning. Of no use on tmpfs.
-
-    Returns:
-        Path of the manifest.
 
     Raises:
         CapacityError: the filesystem is full.
@@ -305,6 +287,5 @@ def _check(argument: str, value: object, is_right: bool, form: str) -> None:
 
 
 def _check_integer(argument: str, value: object, lowest: int, highest: int) -> None:
-    # A bool is an int to Python, but not to whoever reads a manifest.
     is_right = type(value) is int and lowest <= value <= highest
     _check(argument, value, is_right, f"be an integer from {lowest} to {highest}")

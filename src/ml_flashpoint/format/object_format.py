@@ -1,39 +1,36 @@
 """The form of one object: a safetensors file that is planned first and filled in place.
 
-Owns where everything in an object lies, and the header that says so, in both directions. Reading, writing and mapping
-files, and moving tensors, is up to others.
-
 An object is a valid safetensors file, so that any tool opens it, with these habits:
 
 * The data starts at a multiple of 4096; the header is padded with spaces, which leaves it room to grow.
 * Tensors come by falling element size, so that each is aligned although the format allows no gaps.
-* Items that are not tensors are U8 tensors of one dimension, marked by `__flashpoint__.bytes.<key>` in
-  `__metadata__`. A tensor of a dtype that not every safetensors release reads is stored likewise, and
-  `__flashpoint__.dtype.<key>` says what it is, for example `complex128 2,3`.
-* Tensors that share their memory are stored once: `__flashpoint__.alias.<key>` names the key that was kept.
-* Room that is not used, inside and at the end, is covered by U8 tensors called `__flashpoint__.gap.<i>` and
-  `__flashpoint__.tail`.
+* A byte item, for example pickled state, is a U8 tensor of one dimension. A tensor of a dtype that not every
+  safetensors release reads is stored likewise.
+* Unused room, inside and at the end, is covered by U8 tensors called ``__flashpoint__.gap.<i>`` and
+  ``__flashpoint__.tail``.
+* The key ``__flashpoint__`` of ``__metadata__`` is a JSON object with ``format``; ``bytes``, the keys of byte items;
+  ``dtypes``, true dtypes and shapes by key, for example ``complex128 2,3``; and ``aliases``: for each further name of a
+  tensor that shares its memory, the key that was kept.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from json.encoder import encode_basestring_ascii
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ml_flashpoint.format.dtypes import (
     BY_FILE_DTYPE,
     BYTES,
+    FILE_DTYPES,
     ITEMSIZES,
     MAX_SIZE,
+    checked_tensor,
     parse_true_type,
-    stored_tensor,
     tensor_nbytes,
 )
 from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, ObjectFormatError
@@ -44,26 +41,19 @@ if TYPE_CHECKING:
 ALIGNMENT: Final = 4096
 """The data of an object starts at a multiple of this many bytes."""
 
-RESERVED_PREFIX: Final = "__flashpoint__."
-"""Keys and metadata that start like this are the format's own."""
-
 METADATA_KEY: Final = "__metadata__"
 """The key that safetensors itself reserves."""
-
-DEFAULT_RESERVE: Final = 16 * 1024
-"""Bytes left in a header for metadata and for byte items to come, unless asked otherwise."""
 
 MAX_HEADER_BYTES: Final = 100_000_000
 """Longest header that safetensors reads, without the 8 bytes of its length."""
 
+_DEFAULT_RESERVE: Final = 16 * 1024
 _RESERVE_A_TENSOR: Final = 24  # the names that tensors get in the end may be longer than those that they are staged by
-_FORMAT_VERSION: Final = "1"
-_FORMAT: Final = RESERVED_PREFIX + "format"
-_ALIAS: Final = RESERVED_PREFIX + "alias."
-_BYTES_MARK: Final = RESERVED_PREFIX + "bytes."
-_DTYPE: Final = RESERVED_PREFIX + "dtype."
-_GAP: Final = RESERVED_PREFIX + "gap."
-_TAIL: Final = RESERVED_PREFIX + "tail"
+_FORMAT: Final = "1"
+_MARKS: Final = "__flashpoint__"
+_RESERVED: Final = "__flashpoint__."
+_GAP: Final = _RESERVED + "gap."
+_TAIL: Final = _RESERVED + "tail"
 _LENGTH: Final = struct.Struct("<Q")
 _OUTSIDE_TEXT: Final = b"[]{}:,0123456789 \t\r\n"
 _NOT_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
@@ -76,7 +66,7 @@ _Description = tuple[int, int, str, tuple[int, ...]]  # offsets of begin and end
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor or byte item of an object.
+    """A tensor or byte item of an object.
 
     Attributes:
         key: its name, unique in the object.
@@ -84,7 +74,7 @@ class Entry:
         shape: shape of the tensor; the number of bytes for a byte item.
         begin: offset of its first byte from the start of the file.
         end: offset after its last byte.
-        kind: whether it is a tensor, or bytes that stand for something else.
+        kind: ``bytes`` for a byte item.
     """
 
     key: str
@@ -102,14 +92,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where everything in an object lies. Made by functions that see to its consistency; immutable.
+    """The places of all that is in an object. Made by the functions below, which keep it consistent.
 
     Attributes:
         tensors: the entries that are tensors, by rising offset; those with several names once.
         byte_items: the entries that are byte items, by rising offset.
         aliases: for each further name of an entry, the key of that entry.
         data_start: offset of the data in the file, which is the length of the header with its padding.
-        size: offset after the last entry; what follows in the file is unused.
+        size: offset after the last entry; the rest of the file is unused.
         gaps: unused ranges between entries, as offsets of begin and end in the file.
     """
 
@@ -128,30 +118,37 @@ class Layout:
 
     @cached_property
     def tensor_texts(self) -> tuple[str, str]:
-        """The tensors, and what marks their dtypes, as text in a header."""
-        start, marks, texts = self.data_start, [], []
-        for entry in self.tensors:
-            stored = stored_tensor(entry.dtype, entry.shape)
-            texts.append(
-                f'{encode_basestring_ascii(entry.key)}:{{"dtype":"{stored.file_dtype}",'
-                f'"shape":[{stored.file_shape}],"data_offsets":[{entry.begin - start},{entry.end - start}]}}'
-            )
-            if stored.true_type is not None:
-                marks.append(_mark_text(_DTYPE + entry.key, stored.true_type))
-        return ",".join(texts), ",".join(marks)
+        """The tensors, and their aliases and true dtypes, as text in a header."""
+        described = {each.key: _described(FILE_DTYPES.get(each.dtype), each, self.data_start) for each in self.tensors}
+        dtypes = {
+            each.key: f"{each.dtype} {','.join(map(str, each.shape))}"
+            for each in self.tensors
+            if each.dtype not in FILE_DTYPES
+        }
+        return _members(described), _members({"aliases": dict(self.aliases), "dtypes": dtypes})
+
+
+def _described(file_dtype: str | None, entry: Entry, data_start: int) -> dict[str, object]:
+    shape = [entry.nbytes] if file_dtype is None else entry.shape
+    offsets = [entry.begin - data_start, entry.end - data_start]
+    return {"dtype": file_dtype or BYTES, "shape": shape, "data_offsets": offsets}
+
+
+def _members(content: Mapping[str, object]) -> str:
+    """Return the members of a JSON object as text, without its braces."""
+    return json.dumps(content, separators=(",", ":"))[1:-1]
 
 
 def plan_layout(
     tensors: Iterable[tuple[str, str, Sequence[int]]],
     byte_items: Iterable[tuple[str, int]] = (),
     aliases: Mapping[str, str] | None = None,
-    reserve: int = DEFAULT_RESERVE,
+    reserve: int = _DEFAULT_RESERVE,
 ) -> Layout:
     """Return a layout without gaps.
 
-    Tensors come by falling element size and then as given, so that each is aligned to its elements; byte
-    items come after them as given. The same tensors, aliases and keys of byte items give the same
-    `data_start`, whatever the lengths of the byte items.
+    Tensors come by falling element size and then as given; byte items come after them as given. The same tensors,
+    aliases and keys of byte items give the same `data_start`, whatever the lengths of the byte items.
 
     Args:
         tensors: key, dtype and shape of each.
@@ -163,13 +160,13 @@ def plan_layout(
         InvalidArgumentError: A key is used twice or is reserved; a dtype is quantized; a shape is that of no
             tensor; an alias leads nowhere; or the header would be longer than the format allows.
     """
-    given = [(key, stored_tensor(dtype, tuple(shape))) for key, dtype, shape in tensors]
+    given = [(key, dtype, *checked_tensor(dtype, tuple(shape))) for key, dtype, shape in tensors]
     items = list(byte_items)
     entries: list[Entry] = []
     offset = 0
-    for key, stored in sorted(given, key=lambda pair: -ITEMSIZES[pair[1].dtype]):
-        entries.append(Entry(key, stored.dtype, stored.shape, offset, offset + stored.nbytes))
-        offset += stored.nbytes
+    for key, dtype, shape, nbytes in sorted(given, key=lambda each: -ITEMSIZES[each[1]]):
+        entries.append(Entry(key, dtype, shape, offset, offset + nbytes))
+        offset += nbytes
     # As long as the header can get: whatever the lengths of the byte items, and with a tail.
     longest = tuple(Entry(key, "uint8", (0,), MAX_SIZE, 2 * MAX_SIZE, "bytes") for key, _ in items)
     relative = Layout(tuple(entries), longest, dict(aliases or {}), 0, MAX_SIZE)
@@ -201,7 +198,7 @@ def layout_from_entries(entries: Iterable[Entry], data_start: int, aliases: Mapp
         InvalidArgumentError: entries overlap, lie before ``data_start`` or are not aligned to their elements, or have
             keys or aliases that `plan_layout` would refuse.
     """
-    placed = tuple(sorted(entries, key=_place))
+    placed = tuple(sorted(entries, key=lambda entry: (entry.begin, entry.end)))
     for entry in placed:
         if entry.begin % ITEMSIZES[entry.dtype]:
             raise InvalidArgumentError("an entry must be aligned to its elements", argument="entry", value=entry)
@@ -225,9 +222,8 @@ def with_byte_items(layout: Layout, byte_items: Iterable[tuple[str, int]], begin
     Raises:
         InvalidArgumentError: a key is used twice or is reserved, or an alias leads nowhere.
     """
-    items = list(byte_items)
     end = layout.tensors[-1].end if layout.tensors else layout.data_start
-    behind = _place_byte_items(items, max(begin, end))
+    behind = _place_byte_items(byte_items, max(begin, end))
     # A gap between tensors was there before, and may be there behind them.
     gaps = tuple(gap for gap in layout.gaps if gap[1] <= end)
     if behind and behind[0].begin != end:
@@ -239,13 +235,9 @@ def with_byte_items(layout: Layout, byte_items: Iterable[tuple[str, int]], begin
 
 
 def _with_texts_of(layout: Layout, other: Layout) -> Layout:
-    """Return the other layout, of the same tensors: what was made for each tensor is not made again."""
+    """Return the other layout, of the same tensors: their texts are not made again."""
     other.__dict__["tensor_texts"] = layout.tensor_texts
     return other
-
-
-def _place(entry: Entry) -> tuple[int, int]:
-    return entry.begin, entry.end
 
 
 def _gaps(entries: Iterable[Entry], data_start: int) -> tuple[tuple[tuple[int, int], ...], int]:
@@ -287,11 +279,14 @@ def _check_names(layout: Layout) -> None:
         twice = next(name for name in names if names.count(name) > 1)
         raise InvalidArgumentError("a key must not be used twice", argument="keys", value=twice)
     if "__" in together:  # seldom, and much cheaper to find out than each key's beginning
-        for name in names:
-            if name.startswith(RESERVED_PREFIX) or name == METADATA_KEY:
-                raise InvalidArgumentError("this key is reserved", argument="keys", value=name)
+        for name in filter(_is_reserved, names):
+            raise InvalidArgumentError("this key is reserved", argument="keys", value=name)
     if not known.issuperset(layout.aliases.values()):
         raise InvalidArgumentError("an alias must lead to a key", argument="aliases", value=layout.aliases)
+
+
+def _is_reserved(name: str) -> bool:
+    return name.startswith(_RESERVED) or name == METADATA_KEY
 
 
 # ---- writing a header -----------------------------------------------------------------------------------------------
@@ -301,10 +296,10 @@ def encode_header(layout: Layout, file_size: int, metadata: Mapping[str, str] | 
     """Return the first `layout.data_start` bytes of the file of an object.
 
     Args:
-        layout: where its entries lie.
+        layout: the places of its entries.
         file_size: bytes of the whole file; what lies after `layout.size` is marked as unused.
-        metadata: anything to say about the object: text, under keys that are not reserved. ``format: pt`` is added
-            unless there is a `format`.
+        metadata: text about the object, under any keys but ``__flashpoint__``. ``format: pt`` is added unless there
+            is a `format`.
 
     Raises:
         CapacityError: the header does not fit.
@@ -322,35 +317,16 @@ def encode_header(layout: Layout, file_size: int, metadata: Mapping[str, str] | 
 
 
 def _header_text(layout: Layout, file_size: int, metadata: Mapping[str, str]) -> str:
-    start, (tensors, dtypes) = layout.data_start, layout.tensor_texts
+    tensors, marks = layout.tensor_texts
+    keys = _members({"format": _FORMAT, "bytes": [entry.key for entry in layout.byte_items]})
     # Some tools only open files that name the framework that their tensors are from.
-    plain = {"format": "pt", **metadata, _FORMAT: _FORMAT_VERSION}
-    marks = [
-        *(_mark_text(key, value) for key, value in plain.items()),
-        *(_mark_text(_ALIAS + name, kept) for name, kept in layout.aliases.items()),
-        dtypes,
-        *(_mark_text(_BYTES_MARK + entry.key, "") for entry in layout.byte_items),
-    ]
-    octets = [
-        *((entry.key, entry.begin, entry.end) for entry in layout.byte_items),
-        *((f"{_GAP}{index}", begin, end) for index, (begin, end) in enumerate(layout.gaps)),
-    ]
+    about = {"format": "pt", **metadata, _MARKS: f"{{{keys},{marks}}}"}
+    unused = [(f"{_GAP}{index}", begin, end) for index, (begin, end) in enumerate(layout.gaps)]
     if layout.size < file_size:
-        octets.append((_TAIL, layout.size, file_size))
-    parts = [
-        f'"{METADATA_KEY}":{{{",".join(filter(None, marks))}}}',
-        tensors,
-        *(
-            f'{encode_basestring_ascii(key)}:{{"dtype":"{BYTES}","shape":[{end - begin}],'
-            f'"data_offsets":[{begin - start},{end - start}]}}'
-            for key, begin, end in octets
-        ),
-    ]
-    return f"{{{','.join(filter(None, parts))}}}"
-
-
-def _mark_text(key: str, value: str) -> str:
-    return f"{encode_basestring_ascii(key)}:{encode_basestring_ascii(value)}"
+        unused.append((_TAIL, layout.size, file_size))
+    octets = [*layout.byte_items, *(Entry(key, "uint8", (), begin, end) for key, begin, end in unused)]
+    described = {entry.key: _described(None, entry, layout.data_start) for entry in octets}
+    return f"{{{','.join(filter(None, [_members({METADATA_KEY: about}), tensors, _members(described)]))}}}"
 
 
 # ---- reading a header -----------------------------------------------------------------------------------------------
@@ -358,11 +334,11 @@ def _mark_text(key: str, value: str) -> str:
 
 @dataclass(frozen=True)
 class ParsedHeader:
-    """What the header of an object says.
+    """The content of an object's header.
 
     Attributes:
-        layout: where its entries lie. Those of an object from elsewhere need not be aligned.
-        metadata: what was said about the object.
+        layout: the places of its entries. Those of an object from elsewhere need not be aligned.
+        metadata: text about the object.
     """
 
     layout: Layout
@@ -387,16 +363,15 @@ def header_length(prefix: Buffer, file_size: int, path: str | os.PathLike[str] |
 
 
 def parse_header(buf: Buffer, file_size: int | None, path: str | os.PathLike[str] | None = None) -> ParsedHeader:
-    """Return what the header of an object says, after checking that it is a valid safetensors file.
+    """Return the content of an object's header, after checking that it is a valid safetensors file.
 
     Accepts every such file of dtypes that this package writes, whoever wrote it. Trusts nothing: entries must lie in
     the file, cover its data without overlap, and be as long as their dtypes and shapes say.
 
     Args:
         buf: the file, or as much of its start as `header_length` says.
-        file_size: bytes of the whole file. None if that is gone, and this is the part of it that was in use: then its
-            tail is as long as the header says.
-        path: where it is from; only used in what is raised.
+        file_size: bytes of the whole file; None if it is gone, and its tail is as long as the header says.
+        path: where it is from, for errors.
 
     Raises:
         ObjectFormatError: it is not a valid file, or has a dtype that is not known.
@@ -414,29 +389,47 @@ def parse_header(buf: Buffer, file_size: int | None, path: str | os.PathLike[str
 
 @dataclass(frozen=True)
 class _Marks:
-    """What `__metadata__` says: of each entry, and of the object."""
+    """The text under ``__flashpoint__``, checked."""
 
-    aliases: dict[str, str]
-    byte_keys: set[str]
-    true_types: dict[str, str]
-    plain: dict[str, str]
+    aliases: Mapping[str, str]
+    dtypes: Mapping[str, str]
+    bytes: Sequence[str]
+
+
+# From here on, ValueError or TypeError for whatever is not valid.
 
 
 def _parse(header: bytes, data_start: int, file_size: int | None) -> ParsedHeader:
-    # Raises ValueError or TypeError for whatever is not valid.
     content = _load_json(header)
-    marks = _parse_metadata(content.pop(METADATA_KEY, {}))
+    metadata = content.pop(METADATA_KEY, {})
+    if not isinstance(metadata, dict):
+        raise ValueError(f"{METADATA_KEY} must map text to text")
+    "".join((*content, *metadata, *metadata.values())).encode()  # half a surrogate pair is no text
+    text = metadata.pop(_MARKS, None)
+    marks = _Marks({}, {}, ()) if text is None else _parse_marks(text)
     entries = _parse_entries(content, marks, data_start, file_size)
-    keys = {entry.key for entry in entries}
-    for key in itertools.chain(marks.byte_keys, marks.true_types, marks.aliases.values()):
-        if key not in keys:
-            raise ValueError(f"{key!a} is marked, but is not an entry")
-    if not marks.aliases.keys().isdisjoint(content):
-        raise ValueError("a key is both an entry and an alias")
+    if not {entry.key for entry in entries}.issuperset((*marks.bytes, *marks.dtypes, *marks.aliases.values())):
+        raise ValueError("a key is marked, but is not an entry")
+    if not marks.aliases.keys().isdisjoint(content) or any(map(_is_reserved, marks.aliases)):
+        raise ValueError("an alias is an entry, or reserved")
     gaps, size = _gaps(entries, data_start)
     tensors = tuple(entry for entry in entries if entry.kind == "tensor")
     byte_items = tuple(entry for entry in entries if entry.kind == "bytes")
-    return ParsedHeader(Layout(tensors, byte_items, marks.aliases, data_start, size, gaps), marks.plain)
+    return ParsedHeader(Layout(tensors, byte_items, marks.aliases, data_start, size, gaps), metadata)
+
+
+def _parse_marks(text: str) -> _Marks:
+    found = _load_json(text.encode())
+    if found.pop("format", None) != _FORMAT:
+        raise ValueError(f"the object does not have format version {_FORMAT}")
+    marks = _Marks(**found)
+    if not (isinstance(marks.aliases, dict) and isinstance(marks.dtypes, dict) and isinstance(marks.bytes, list)):
+        raise ValueError(f"{_MARKS} has members of other types")
+    texts = (*marks.aliases, *marks.aliases.values(), *marks.dtypes, *marks.dtypes.values(), *marks.bytes)
+    "".join(texts).encode()
+    if not marks.dtypes.keys().isdisjoint(marks.bytes):
+        raise ValueError("a byte item has a dtype")
+    return marks
 
 
 def _load_json(header: bytes) -> dict[str, Any]:
@@ -458,7 +451,6 @@ def _load_json(header: bytes) -> dict[str, Any]:
     content = json.loads(header.decode(), object_pairs_hook=_json_object)
     if not isinstance(content, dict):
         raise ValueError("it describes an entry instead of holding some")
-    "".join(content).encode()  # half a surrogate pair is no text
     return content
 
 
@@ -474,39 +466,12 @@ def _json_object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | _Description:
     return members
 
 
-def _parse_metadata(metadata: object) -> _Marks:
-    if not isinstance(metadata, dict) or not all(map(_is_text, metadata.values())):
-        raise ValueError(f"{METADATA_KEY} must map text to text")
-    "".join(metadata).encode()
-    marks = _Marks({}, set(), {}, {})
-    version = metadata.get(_FORMAT)
-    for key, value in metadata.items():
-        if not key.startswith(RESERVED_PREFIX):
-            marks.plain[key] = value
-        elif version != _FORMAT_VERSION:
-            raise ValueError(f"the object has format version {version!a}, not {_FORMAT_VERSION}")
-        elif key.startswith(_ALIAS):
-            marks.aliases[key[len(_ALIAS) :]] = value
-        elif key.startswith(_BYTES_MARK):
-            marks.byte_keys.add(key[len(_BYTES_MARK) :])
-        elif key.startswith(_DTYPE):
-            marks.true_types[key[len(_DTYPE) :]] = value
-        elif key != _FORMAT:
-            raise ValueError(f"unknown metadata {key!a}")
-    for name in itertools.chain(marks.aliases, marks.byte_keys, marks.true_types):
-        if name.startswith(RESERVED_PREFIX) or name == METADATA_KEY:
-            raise ValueError(f"{name!a} is reserved")
-    if not marks.byte_keys.isdisjoint(marks.true_types):
-        raise ValueError("a byte item has a dtype")
-    return marks
-
-
 def _parse_entries(content: Mapping[str, Any], marks: _Marks, data_start: int, file_size: int | None) -> list[Entry]:
     for key, description in content.items():
         if type(description) is not tuple:
             raise ValueError(f"{key!a} is not described by exactly dtype, shape and data_offsets")
     entries: list[Entry] = []
-    marked = marks.byte_keys | marks.true_types.keys()
+    byte_keys = set(marks.bytes)
     offset = 0
     for key, (begin, end, file_dtype, file_shape) in _by_offset(content):
         if begin != offset or end < begin:
@@ -515,19 +480,18 @@ def _parse_entries(content: Mapping[str, Any], marks: _Marks, data_start: int, f
         dtype, shape, nbytes = _parse_type(file_dtype, file_shape)
         if end - begin != nbytes:
             raise ValueError(f"{key!a} has {nbytes} bytes, but takes {end - begin}")
-        kind: Literal["tensor", "bytes"] = "tensor"
-        if key in marked:
-            if file_dtype != BYTES or len(shape) != 1:
-                raise ValueError(f"{key!a} is marked, but is not plain bytes")
-            if key in marks.byte_keys:
-                kind = "bytes"
-            else:
-                dtype, shape = _parse_true_type(key, marks.true_types[key], nbytes)
-        elif key.startswith(RESERVED_PREFIX):
-            if file_dtype != BYTES or not (key == _TAIL or key.startswith(_GAP)):
+        is_reserved, is_bytes = key.startswith(_RESERVED), key in byte_keys
+        if (is_reserved or is_bytes or key in marks.dtypes) and (file_dtype != BYTES or len(shape) != 1):
+            raise ValueError(f"{key!a} must be plain bytes")
+        if is_reserved:
+            if not (key == _TAIL or key.startswith(_GAP)):
                 raise ValueError(f"{key!a} is reserved")
             continue
-        entries.append(Entry(key, dtype, shape, data_start + begin, data_start + end, kind))
+        if key in marks.dtypes:
+            dtype, shape = _parse_true_type(key, marks.dtypes[key], nbytes)
+        entries.append(
+            Entry(key, dtype, shape, data_start + begin, data_start + end, "bytes" if is_bytes else "tensor")
+        )
     if file_size is not None and data_start + offset != file_size:
         raise ValueError(f"the entries cover {offset} of {file_size - data_start} bytes")
     return entries
@@ -535,11 +499,8 @@ def _parse_entries(content: Mapping[str, Any], marks: _Marks, data_start: int, f
 
 def _by_offset(content: Mapping[str, _Description]) -> Iterable[tuple[str, _Description]]:
     # Entries without bytes share their offset with others and come first, in the order given.
-    begins = [description[0] for description in content.values()]
-    ends = [description[1] for description in content.values()]
-    if begins == sorted(begins) and ends == sorted(ends):
-        return content.items()
-    return sorted(content.items(), key=lambda item: item[1][:2])
+    places = [description[:2] for description in content.values()]
+    return content.items() if places == sorted(places) else sorted(content.items(), key=lambda item: item[1][:2])
 
 
 @lru_cache(maxsize=2**15)
@@ -556,13 +517,3 @@ def _parse_true_type(key: str, text: str, nbytes: int) -> tuple[str, tuple[int, 
     if found is None or tensor_nbytes(*found) != nbytes:
         raise ValueError(f"there is no tensor {text[:80]!a} of {nbytes} bytes, as {key!a} should be")
     return found
-
-
-def _is_text(value: object) -> bool:
-    if not isinstance(value, str):
-        return False
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

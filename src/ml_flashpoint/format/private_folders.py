@@ -1,16 +1,13 @@
 """Folders that only this job's user may write to: made so, and checked before anything in them is believed.
 
-Owns the rule. A base container often lies where everybody may write (``/dev/shm``, ``/tmp``), so whoever is there
-first could have planted it, or a symbolic link in its place, and would then have this user's files deleted or
-overwritten. Nothing of that kind is followed:
+A base container often lies where everybody may write (``/dev/shm``, ``/tmp``), so whoever is there first could have
+planted it, or a symbolic link in its place. Nothing of that kind is followed:
 
 * The folder itself belongs to this user, and nobody else may write to it.
-* On the way there, every folder belongs to this user or to root. One that everybody may write to is sticky, so that
-  nobody can replace what is in it.
-* A symbolic link on the way belongs to this user or to root.
+* On the way there, every folder and symbolic link belongs to this user or to root. A folder that everybody may write to
+  is sticky, so that nobody can replace its content.
 
-Whoever owns the way can do as they like: root is not kept out, and inside a user namespace neither are owners whom it
-cannot name.
+Root is not kept out, and inside a user namespace neither are owners whom it cannot name.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ _MAX_LINKS: Final = 40
 _TRIES: Final = 8
 _MODE: Final = 0o700
 _REFUSALS: Final = (errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EPERM)
-"""What the system answers where something else lies, or somebody else decides. Any other error says nothing of that."""
+"""Errors of the system where something else lies, or somebody else decides."""
 _OVERFLOW = Path("/proc/sys/kernel/overflowuid")
 
 
@@ -78,12 +75,7 @@ def _make_base(base: Path) -> None:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder with mode 0700 in one that is private, if there is none, or give it that mode; no link is followed.
-
-    Raises:
-        UnsafePathError: it is no folder, or belongs to somebody else.
-        OSError: it cannot be made or opened.
-    """
+    """Make a folder with mode 0700 in a private one, or give it that mode. Raises what `open_folder` raises."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=_MODE)
     descriptor = open_folder(folder)
@@ -95,12 +87,7 @@ def make_private(folder: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Check a folder that others might have planted.
-
-    Raises:
-        UnsafePathError: it is no folder, or others own it or may write to it.
-        OSError: it cannot be opened.
-    """
+    """Check that a folder is this user's, and that nobody else may write to it. Raises what `open_folder` raises."""
     descriptor = open_folder(folder)
     try:
         mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
@@ -110,12 +97,12 @@ def check_folder(folder: Path) -> None:
         raise UnsafePathError(
             f"others may write to this folder (mode {mode:04o})",
             path=folder,
-            hint="see what is in it, then chmod 700 it, or take another folder",
+            hint="look at its content, then chmod 700 it, or take another folder",
         )
 
 
 def open_folder(folder: Path) -> int:
-    """A descriptor of a folder of this user.
+    """Return a descriptor of a folder of this user.
 
     Raises:
         UnsafePathError: it is a symbolic link, no folder, or somebody else's.
@@ -129,50 +116,33 @@ def open_folder(folder: Path) -> int:
         raise UnsafePathError(
             f"this cannot be used as a folder: {error.strerror}", path=folder, hint="remove it, or take another folder"
         ) from error
-    try:
-        check_owner(descriptor, folder)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def check_owner(descriptor: int, path: Path) -> None:
-    """Check whose an open file is.
-
-    Raises:
-        UnsafePathError: somebody else's.
-    """
-    owner = os.fstat(descriptor).st_uid
-    if owner != os.geteuid():
-        raise UnsafePathError(
-            f"it belongs to user {owner}, and this process runs as {os.geteuid()}",
-            path=path,
-            hint="take another folder, or have it removed, or chown it to this user if you know who made it",
-        )
+    return _own(descriptor, folder)
 
 
 def open_own(path: Path, flags: int) -> int:
     """Open a regular file of this user, made with mode 0600 if need be. Waits for nothing that lies there instead.
 
-    Args:
-        flags: as for `os.open`.
-
     Raises:
         UnsafePathError: something else lies there, or a file of somebody else.
         OSError: it cannot be opened.
     """
-    descriptor = open_regular(path, flags)
-    try:
-        check_owner(descriptor, path)
-    except BaseException:
+    return _own(open_regular(path, flags), path)
+
+
+def _own(descriptor: int, path: Path) -> int:
+    owner = os.fstat(descriptor).st_uid
+    if owner != os.geteuid():
         os.close(descriptor)
-        raise
+        raise UnsafePathError(
+            f"it belongs to user {owner}, and this process runs as {os.geteuid()}",
+            path=path,
+            hint="take another folder, or have it removed, or chown it to this user if you know who made it",
+        )
     return descriptor
 
 
 def is_at(descriptor: int, path: Path) -> bool:
-    """Whether an open file is still the one of this name."""
+    """Return True if an open file is still the one of this name."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:
@@ -180,19 +150,15 @@ def is_at(descriptor: int, path: Path) -> bool:
 
 
 def check_way(folder: Path) -> Path:
-    """Where a path leads, after a check of every folder and symbolic link on the way, and of itself. It need not exist.
-
-    Raises:
-        UnsafePathError: somebody else could lead it elsewhere.
-    """
+    """Return the real path of a folder that need not exist. Raise an `UnsafePathError` if others could change that."""
     return _walk(folder, functools.partial(_check_step, trusted={0, os.geteuid(), _overflow_uid()}))
 
 
 def check_unplanted(folder: Path) -> Path:
-    """Where a path to durable storage leads, after a check that nobody has planted a step of it. It need not exist.
+    """Return the real path of durable storage that need not exist, after a check that nobody has planted a step of it.
 
-    Storage is often in a folder of somebody else's, who is trusted then. What lies in a folder that everybody may
-    write to must belong to this user, to root, or to the owner of that folder: the kernel's rule for links in ``/tmp``.
+    Storage is often in a folder of somebody else's, who is trusted then. A step in a folder that everybody may write to
+    must belong to this user, to root, or to the owner of that folder: the kernel's rule for links in ``/tmp``.
 
     Raises:
         UnsafePathError: somebody else could lead it elsewhere.
@@ -201,7 +167,6 @@ def check_unplanted(folder: Path) -> Path:
 
 
 def _walk(folder: Path, check: Callable[[Path, os.stat_result], None]) -> Path:
-    """Where a path leads, with a check of every step."""
     left = list(reversed(Path(os.path.abspath(folder)).parts[1:]))
     reached, links = Path("/"), 0
     while left:
@@ -254,12 +219,9 @@ def _check_unplanted(path: Path, status: os.stat_result) -> None:
 
 
 def _overflow_uid() -> int:
-    """Who owns files of users that this user namespace has no number for; root, where it has one for all."""
+    """Return the owner of files of users that this user namespace has no number for; root, where it has all numbers."""
     try:
-        return int(_OVERFLOW.read_text()) if _is_mapped() else 0
+        is_mapped = Path("/proc/self/uid_map").read_text().split() != ["0", "0", "4294967295"]
+        return int(_OVERFLOW.read_text()) if is_mapped else 0
     except (OSError, ValueError):
         return 0
-
-
-def _is_mapped() -> bool:
-    return Path("/proc/self/uid_map").read_text().split() != ["0", "0", "4294967295"]

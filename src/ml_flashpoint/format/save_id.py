@@ -8,7 +8,11 @@ from typing import NamedTuple
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.manifest import Manifest
 
-_TEXT = re.compile(r"[0-9]{8,18}")
+MAX_RUN = 10**12 - 1
+"""Highest number of a run. A name with a higher one is no name of a save: nobody can make the next run unreadable."""
+RUN_PATTERN = "[0-9]{8,12}"
+"""Regular expression of the number in names."""
+_TEXT = re.compile(RUN_PATTERN)
 
 
 class SaveId(NamedTuple):
@@ -34,7 +38,7 @@ class SaveId(NamedTuple):
 
     @staticmethod
     def parse(version: str, text: str) -> SaveId | None:
-        """Return the save of a version's directory name and a save id, or None if they are not those of a save."""
+        """Return the save of a version's directory name and a save id, or None if there is no such save."""
         step = CheckpointContainerId.parse_version_container(version)
         if step is None or not _TEXT.fullmatch(text):
             return None
@@ -43,5 +47,5 @@ class SaveId(NamedTuple):
 
     @staticmethod
     def of(manifest: Manifest) -> SaveId | None:
-        """Return the save that a part is of, or None if an earlier format named it."""
+        """Return the save of a part, or None if its save id is not that of a run."""
         return SaveId.parse(manifest.version, manifest.save_id)

@@ -19,11 +19,11 @@ from pathlib import Path
 from ml_flashpoint.format.errors import DamagedError, SaveError, UnreadableError
 from ml_flashpoint.format.files import read_file, replace_file, writing
 from ml_flashpoint.format.records import decode_record, encode_record
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.save_id import MAX_RUN, RUN_PATTERN, SaveId
 from ml_flashpoint.memory.container import RUNS, BaseContainer, names_in
 
 _MARKS = ("written", "begun", "verified")
-_NAME = re.compile(rf"(\d{{8,18}})\.({'|'.join(_MARKS)})")
+_NAME = re.compile(rf"({RUN_PATTERN})\.({'|'.join(_MARKS)})")
 _KIND = "mlflashpoint-run-1"
 _MOST_BYTES = 1 << 20
 
@@ -66,9 +66,14 @@ def next_run(records: Iterable[RunRecord], found: Iterable[SaveId], chosen: Save
         records: of all nodes.
         found: all saves that any node or durable tier has parts of, whether they exist or not.
         chosen: the save that the run goes on from; None if it begins from nothing.
+
+    Raises:
+        SaveError: the numbers are used up.
     """
     known = list(records)
     run = 1 + max([each.run for each in known] + [save.run for save in found], default=0)
+    if run > MAX_RUN:
+        raise SaveError(f"no run can follow run {MAX_RUN}", hint="remove the folder of that run, which no job has made")
     if chosen is None:
         return RunRecord(run)
     past = newest_begun(known)

@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from ml_flashpoint.format.at_exit import close_in_children
 from ml_flashpoint.format.errors import AuthenticationError, FlashpointError, ProtocolError, ReplicationError
+from ml_flashpoint.format.files import close_in_children
 from ml_flashpoint.net import handshake
 from ml_flashpoint.net.messages import HEAD_BYTES, Dialect, Fields, Message, parse_text
 

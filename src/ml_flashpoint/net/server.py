@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import math
@@ -14,8 +15,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
-from ml_flashpoint.format.at_exit import at_exit, close_in_children
 from ml_flashpoint.format.errors import DeadlineError, FlashpointError, InvalidArgumentError, ProtocolError
+from ml_flashpoint.format.files import close_in_children
 from ml_flashpoint.net.channel import STALL_S, Channel, ConnectionLostError
 from ml_flashpoint.net.client import Address, check_address, check_credentials
 from ml_flashpoint.net.handshake import proved_secret
@@ -342,4 +343,4 @@ def _close_live_servers() -> None:
         server.close()
 
 
-at_exit(_close_live_servers)
+atexit.register(_close_live_servers)

@@ -10,20 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from ml_flashpoint.format.checkpoint_id_types import MAX_STEP
-from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, ProtocolError
-from ml_flashpoint.format.manifest import MAX_WORLD_SIZE
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.ranks.strategies import ReplicationStrategy, Topology
 
-_MAX_RUN = 10**18 - 1
-_MAX_SIZE = 2**63 - 1
-_MAX_TEXT = 255
 
-
-@dataclass(frozen=True, slots=True)
-class PartRecord:
+class PartRecord(NamedTuple):
     """One rank's committed part of a version, as a node holds it: the rank's own node, or one that has a copy.
 
     Attributes:
@@ -33,9 +26,6 @@ class PartRecord:
         size: bytes of the part, for balancing transfers.
         table: name of what the ranks had agreed on about who writes what; "" for nothing. All parts of a version have
             the same one.
-
-    Raises:
-        InvalidArgumentError: a field has the wrong type or range.
     """
 
     save: SaveId
@@ -44,59 +34,12 @@ class PartRecord:
     size: int
     table: str = ""
 
-    def __post_init__(self) -> None:
-        _check_integer("run", self.save.run, 0, _MAX_RUN)
-        _check_integer("step", self.save.step, 0, MAX_STEP)
-        _check_integer("world_size", self.world_size, 1, MAX_WORLD_SIZE)
-        _check_integer("rank", self.rank, 0, self.world_size - 1)
-        _check_integer("size", self.size, 0, _MAX_SIZE)
-        if not isinstance(self.table, str) or len(self.table) > _MAX_TEXT:
-            raise InvalidArgumentError("must be a short string", argument="table", value=self.table)
 
-
-@dataclass(frozen=True, slots=True)
-class NodeInventory:
-    """The committed parts on one node, whether its own ranks saved them or it holds them for peers.
-
-    Attributes:
-        node: id of the node.
-        parts: in any order.
-
-    Raises:
-        InvalidArgumentError: `node` is not a printable, non-empty string of at most 255 characters.
-    """
+class NodeInventory(NamedTuple):
+    """The committed parts on one node, whether its own ranks saved them or it holds them for peers."""
 
     node: str
     parts: tuple[PartRecord, ...]
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.node, str) or not 0 < len(self.node) <= _MAX_TEXT or not self.node.isprintable():
-            raise InvalidArgumentError("must be a printable string", argument="node", value=self.node)
-
-    def to_fields(self) -> list[object]:
-        """Return this inventory as values that JSON can hold."""
-        return [self.node, [[*part.save, part.rank, part.world_size, part.size, part.table] for part in self.parts]]
-
-    @classmethod
-    def from_fields(cls, fields: object) -> NodeInventory:
-        """Return the inventory of `to_fields`, which came from another machine.
-
-        Raises:
-            ProtocolError: these are not the fields of an inventory.
-        """
-        if not isinstance(fields, list) or len(fields) != 2 or not isinstance(fields[1], list):
-            raise ProtocolError("an inventory must have a node and a list of parts")
-        try:
-            return cls(fields[0], tuple(map(_part_from_fields, fields[1])))
-        except FlashpointError as error:
-            raise ProtocolError(f"an inventory is not valid: {error}") from None
-
-
-def _part_from_fields(fields: object) -> PartRecord:
-    if not isinstance(fields, list) or len(fields) != 6:
-        raise InvalidArgumentError("must be a list of six fields", argument="part", value=fields)
-    run, step, *others = fields
-    return PartRecord(SaveId(run, step), *others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,8 +183,3 @@ def parts_to_check(version: CompleteVersion, topology: Topology, rank: int) -> t
     here = [part for part, nodes in enumerate(version.holders) if nodes[part % len(nodes)] == node]
     ranks = topology.ranks_of(node)
     return tuple(here[ranks.index(rank) :: len(ranks)])
-
-
-def _check_integer(argument: str, value: object, least: int, most: int) -> None:
-    if type(value) is not int or not least <= value <= most:
-        raise InvalidArgumentError(f"must be an integer from {least} to {most}", argument=argument, value=value)

@@ -1,8 +1,4 @@
-"""Which ranks hold copies of which ranks' parts.
-
-Owns the placement of copies as pure functions of the topology, so that every rank computes the same answer
-without talking to another. Moving the bytes belongs to `ml_flashpoint.engine.copying`, and
-finding out what survived belongs to `ml_flashpoint.ranks.recovery`. Nothing here imports torch.
+"""The ranks that hold copies of other ranks' parts: pure functions of the topology, alike on all ranks, without torch.
 
 A *node* is a failure domain: when it is lost, all parts and copies on it are lost. A part survives the loss
 of any set of nodes that leaves out one of its holders, the node that it was saved on being one of them.
@@ -22,27 +18,22 @@ from ml_flashpoint.format.errors import InvalidArgumentError, TopologyError
 
 @dataclass(frozen=True)
 class Topology:
-    """Where every rank of a job runs. Immutable, hashable, picklable and safe to share between threads.
+    """The node of every rank of a job. Methods raise an `InvalidArgumentError` for a rank that does not exist.
 
     Args:
         nodes: node id of each rank; the index is the rank. Ranks of a node need not be consecutive, and nodes
             may have different numbers of ranks.
 
     Raises:
-        InvalidArgumentError: `nodes` is empty, or an id is not a non-empty string.
+        InvalidArgumentError: ``nodes`` is empty, or an id is not a non-empty string.
     """
 
     nodes: tuple[str, ...]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nodes", tuple(self.nodes))
-        if not self.nodes:
-            raise InvalidArgumentError("a topology needs at least one rank", argument="nodes", value=self.nodes)
-        for rank, node in enumerate(self.nodes):
-            if not isinstance(node, str) or not node:
-                raise InvalidArgumentError(
-                    "a node id must be a non-empty string", argument="nodes", value=node, rank=rank
-                )
+        if not self.nodes or not all(isinstance(node, str) and node for node in self.nodes):
+            raise InvalidArgumentError("must be the node ids of one or more ranks", argument="nodes", value=self.nodes)
 
     @property
     def world_size(self) -> int:
@@ -79,27 +70,15 @@ class Topology:
         return rank
 
     def node_of(self, rank: int) -> str:
-        """Return the node that ``rank`` runs on.
-
-        Raises:
-            InvalidArgumentError: there is no such rank.
-        """
+        """Return the node that ``rank`` runs on."""
         return self.nodes[self._check_rank(rank)]
 
     def node_index_of(self, rank: int) -> int:
-        """Return the index in `node_order` of the node that ``rank`` runs on.
-
-        Raises:
-            InvalidArgumentError: there is no such rank.
-        """
+        """Return the index in `node_order` of the node that ``rank`` runs on."""
         return self._index_by_node[self.node_of(rank)]
 
     def local_rank_of(self, rank: int) -> int:
-        """Return how many lower ranks run on the same node as ``rank``.
-
-        Raises:
-            InvalidArgumentError: there is no such rank.
-        """
+        """Return how many lower ranks run on the same node as ``rank``."""
         return self._local_ranks[self._check_rank(rank)]
 
     def ranks_of(self, node: str) -> tuple[int, ...]:
@@ -132,18 +111,12 @@ class ReplicationStrategy(ABC):
         All of them are on nodes other than the node of ``rank``, and no two are on the same node: a second copy
         on a node would cost memory and survive nothing more. Empty where the topology leaves no place for a
         copy.
-
-        Raises:
-            InvalidArgumentError: there is no such rank.
         """
 
     def held_by(self, rank: int, topology: Topology) -> tuple[int, ...]:
         """Return the ranks, ascending, whose parts ``rank`` holds copies of: the inverse of `copies_of`.
 
-        Takes time proportional to the world size, so it is meant to be called once for a topology.
-
-        Raises:
-            InvalidArgumentError: there is no such rank.
+        Takes time proportional to the world size. Call it once for a topology.
         """
         topology.node_of(rank)
         return tuple(owner for owner in range(topology.world_size) if rank in self.copies_of(owner, topology))
@@ -164,7 +137,7 @@ class NoReplicationStrategy(ReplicationStrategy):
     name: ClassVar[str] = "none"
 
     def copies_of(self, rank: int, topology: Topology) -> tuple[int, ...]:
-        """Return nothing: see `ReplicationStrategy.copies_of`."""
+        """Return nothing."""
         topology.node_of(rank)
         return ()
 
@@ -181,7 +154,7 @@ class PairwiseReplicationStrategy(ReplicationStrategy):
     name: ClassVar[str] = "pairwise"
 
     def copies_of(self, rank: int, topology: Topology) -> tuple[int, ...]:
-        """Return one rank of the partner node, if there is one: see `ReplicationStrategy.copies_of`."""
+        """Return one rank of the partner node, if there is one."""
         node_count = len(topology.node_order)
         index = topology.node_index_of(rank)
         if node_count == 1:
@@ -214,7 +187,7 @@ class RingReplicationStrategy(ReplicationStrategy):
         _check_at_least("copies", self.copies, 1)
 
     def copies_of(self, rank: int, topology: Topology) -> tuple[int, ...]:
-        """Return a rank on each of the next nodes, nearest first: see `ReplicationStrategy.copies_of`."""
+        """Return a rank on each of the next nodes, nearest first."""
         order = topology.node_order
         index = topology.node_index_of(rank)
         # A holder deals out the ranks of its nearest predecessor first, then those of the one before: this is
@@ -259,11 +232,7 @@ class CliqueStrategy(ReplicationStrategy):
         _check_at_least("jump", self.jump, 1)
 
     def members_of(self, rank: int, topology: Topology) -> tuple[int, ...]:
-        """Return the ranks of the clique of ``rank``, ascending, itself included.
-
-        Raises:
-            InvalidArgumentError: there is no such rank.
-        """
+        """Return the ranks of the clique of ``rank``, ascending, itself included."""
         topology.node_of(rank)
         block_size = self.factor * self.jump
         start = rank - rank % block_size + rank % self.jump
@@ -276,7 +245,7 @@ class CliqueStrategy(ReplicationStrategy):
         return tuple(range(start, min(end, topology.world_size), self.jump))
 
     def copies_of(self, rank: int, topology: Topology) -> tuple[int, ...]:
-        """Return a member on each other node of the clique: see `ReplicationStrategy.copies_of`."""
+        """Return a member on each other node of the clique."""
         return copies_within(self.members_of(rank, topology), rank, topology)
 
 

@@ -1,9 +1,7 @@
 """The state of one tracked optimizer, by names of parameters, so that another number of ranks can load it.
 
-``get_optimizer_state_dict`` of torch defines the names. As for modules, the optimizer's own ``state_dict()`` is used,
-with names in the place of numbers, wherever that was seen to be the same. Torch's function leaves out parameters
-without state, and loses state of another dtype than its parameter; this module keeps both. An optimizer that torch
-cannot name is saved whole, by each rank for itself.
+The names are those of `modules.named_parameters`. Parameters that FSDP has flattened are named, and loaded, by torch's
+own functions. An optimizer that cannot be named is saved whole, by each rank for itself.
 """
 
 from __future__ import annotations
@@ -19,13 +17,12 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ml_flashpoint.format.errors import LoadError
 from ml_flashpoint.state.fit import AS_SAVED
-from ml_flashpoint.state.modules import uncompiled
+from ml_flashpoint.state.modules import is_flat, named_parameters, plain_name
 from ml_flashpoint.state.plain_modes import plain_modes
 from ml_flashpoint.state.private import ShardedTensor, set_element
 
@@ -34,8 +31,6 @@ _log = logging.getLogger(__name__)
 _State = dict[str, Any]
 _NOTHING = object()
 _PLAIN = frozenset({torch.Tensor, nn.Parameter, int, float, str})
-_PARTS = {"state", "param_groups"}
-"""All that torch's function knows of what an optimizer's state dict has."""
 _SIMPLE = (torch.Tensor, bool, int, float, str, type(None))
 
 
@@ -56,60 +51,53 @@ class OptimizerState:
         self.lacking: list[str] = []
         self._name = name
         self._modules = modules
-        # What the names were found for, and what was found.
-        self._named_for: tuple[list[torch.Tensor], list[list[str]], bool] = [], [], False
-        self._root: nn.Module | None = None
-        self._nameable = False
-        self._names: list[str] | None = None
-        # At loading: state that the optimizer starts with and the checkpoint lacks, and parameters, by their names.
-        self._absent: dict[str, _State] = {}
+        self._is_told = False  # that it is saved whole
+        # At loading: parameters by their names, and state that the optimizer starts with and the checkpoint lacks.
         self._parameters: dict[str, torch.Tensor] = {}
+        self._absent: dict[str, _State] = {}
         # Whether this program has saved or loaded it: its own earlier versions may lack what has come since.
         self._is_under_way = False
 
-    def to_save(self, names: list[list[str]]) -> _State | None:
-        """Return the state by parameter names: references, not copies. None if it has to be saved whole.
-
-        Args:
-            names: of all that is saved of each tracked module: parameters may get other names and stay what they are.
-        """
+    def to_save(self) -> _State | None:
+        """Return the state by parameter names: references, not copies. None if it has to be saved whole."""
         self._is_under_way = True
-        optimizer = self.optimizer
-        if not optimizer.state and type(optimizer).state_dict is not Optimizer.state_dict:
-            return None  # what it gives cannot be compared with what torch's function gives, which would make it step
-        # Names may go on to other parameters, and be the same ones.
-        named = (module.named_parameters(remove_duplicate=False) for module in self._modules.values())
-        parameters = [*parameters_of(optimizer), *(parameter for _, parameter in chain.from_iterable(named))]
-        own = optimizer.state_dict()
-        simple = own.keys() <= _PARTS and _is_table(optimizer)  # it may become another thing after any step
-        before, *others = self._named_for
-        is_as_before = len(before) == len(parameters) and all(map(operator.is_, before, parameters))
-        if not is_as_before or others != [names, simple]:
-            self._examine(simple)
-            self._named_for = parameters, names, simple
-        if not self._nameable:
+        names, own = self._names(), self.optimizer.state_dict()
+        if names is None or not _is_table(own, len(names)):
+            if not self._is_told:
+                self._is_told = True
+                why = "no tracked module has its parameters" if names is None else "its state is no table of tensors"
+                _log.warning(
+                    "optimizer %r is saved whole by each rank (%s); if it is sharded, only as many ranks can load it",
+                    self._name,
+                    why,
+                )
             return None
-        assert self._root is not None
-        if self._names is None:
-            return _by_torch(self._root, optimizer) if optimizer.state else None
-        return _named(own, self._names)
+        if (root := self._flat_root()) is not None:
+            return _by_torch(root, self.optimizer) if self.optimizer.state else None
+        return {
+            "state": {names[number]: values for number, values in own["state"].items()},
+            "param_groups": [{**group, "params": [names[i] for i in group["params"]]} for group in own["param_groups"]],
+        }
 
-    def _examine(self, simple: bool) -> None:
-        self._names = None
-        root = self._root = _root_of(parameters_of(self.optimizer), self._modules)
-        self._nameable = simple and root is not None
-        if root is None or not simple:
-            why = "its state is no table of tensors" if root is not None else "no tracked module has its parameters"
-            _log.warning(
-                "optimizer %r is saved whole by each rank (%s); if it is sharded, only as many ranks can load it",
-                self._name,
-                why,
-            )
-        elif not _has_flat_parameters(root):
-            names = _names_of(root, self.optimizer)
-            own = _named(self.optimizer.state_dict(), names)
-            if not self.optimizer.state or _is_same(own, _by_torch(root, self.optimizer)):
-                self._names = names
+    def _names(self) -> list[str] | None:
+        """Return the names of the parameters, in the order of the groups; None if one of them is in no module.
+
+        Parameters of several modules have ``tracked_``, the name of the module, and a dot before theirs.
+        """
+        numbers = list(map(id, parameters_of(self.optimizer)))
+        together: dict[int, str] = {}
+        for prefix, module in self._modules.items():
+            table = {id(parameter): name for name, parameter in named_parameters(module)}
+            if all(map(table.__contains__, numbers)):
+                return [table[number] for number in numbers]
+            together = {number: f"tracked_{prefix}.{name}" for number, name in table.items()} | together
+        return [together[each] for each in numbers] if all(map(together.__contains__, numbers)) else None
+
+    def _flat_root(self) -> nn.Module | None:
+        """Return the module whose flattened parameters the optimizer has; None if they are not flattened."""
+        wanted = set(map(id, parameters_of(self.optimizer)))
+        modules = (module for module in self._modules.values() if is_flat(module))
+        return next((module for module in modules if wanted <= set(map(id, module.parameters()))), None)
 
     # ---- loading ------------------------------------------------------------------------------------------
 
@@ -119,15 +107,19 @@ class OptimizerState:
         Raises:
             LoadError: no tracked module has the optimizer's parameters.
         """
-        parameters = parameters_of(self.optimizer)
-        root = self._root = _root_of(parameters, self._modules)
-        if root is None:
+        names, root = self._names(), self._flat_root()
+        if names is None:
             raise LoadError(
                 f"optimizer {self._name!r} was saved by parameter names, and no tracked module has its parameters",
                 hint="track the same modules as when it was saved",
             )
-        state = self._by_torch_or_empty(root, parameters)
-        names = _names_in(state)
+        parameters = parameters_of(self.optimizer)
+        if root is not None:
+            with _not_frozen(parameters):
+                state = _by_torch(root, self.optimizer)
+            names = [name for group in state["param_groups"] for name in group["params"]]
+        else:
+            state = self._made(names)
         self._parameters = dict(zip(names, parameters, strict=False)) if len(names) == len(parameters) else {}
         self._absent, self.lacking = {}, []
         present: dict[str, _State] = {}
@@ -137,39 +129,46 @@ class OptimizerState:
         for name, values in state["state"].items():
             prefix = f"{self._name}.state.{name}"
             kept = {k: v for k, v in values.items() if f"{prefix}.{k}" in keys or isinstance(v, (dict, list, tuple))}
+            absent = {key: value for key, value in values.items() if key not in kept}
             if name in with_state and not self._is_under_way:
-                self.lacking += [f"{prefix}.{key}" for key in values if key not in kept]
-            if len(kept) < len(values) or not values:
-                self._absent[name] = {k: v for k, v in values.items() if k not in kept}
+                self.lacking += [f"{prefix}.{key}" for key in absent]
+            if absent or not values:
+                self._absent[name] = absent
             if kept:
                 present[name] = kept
         target = {"state": present, "param_groups": [_unshared(group) for group in state["param_groups"]]}
-        if not _has_flat_parameters(root):
+        if root is None:
             _add_places(self._name, target, metadata, self._parameters)
         return target
 
-    def _by_torch_or_empty(self, root: nn.Module, parameters: list[torch.Tensor]) -> _State:
-        """Return the state by names; empty for each parameter where a new optimizer takes no step without effect."""
-        optimizer, fresh = self.optimizer, not self.optimizer.state
-        rates = [group.get("lr") for group in optimizer.param_groups]
-        if fresh:
-            # Torch makes the state by a step without effect, which it does not dare to while there are gradients.
-            optimizer.zero_grad(set_to_none=True)
-        try:
-            with _not_frozen(parameters):
-                return _by_torch(root, optimizer)
-        except Exception as error:  # of whatever kind: it may want sparse gradients, or a closure
-            if not fresh or _has_flat_parameters(root):
-                raise
-            _log.info("optimizer %r takes no step without gradients: %s", self._name, error)
-        optimizer.zero_grad(set_to_none=True)
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            if rate is not None:
-                group["lr"] = rate
-        optimizer.state.clear()
-        for parameter in parameters:
-            optimizer.state[parameter] = {}  # torch takes it for made, now and when it is loaded
-        return _by_torch(root, optimizer)
+    def _made(self, names: list[str]) -> _State:
+        """Return the state by names. A new optimizer makes it by a step without effect, if it takes one."""
+        optimizer, parameters = self.optimizer, parameters_of(self.optimizer)
+        if not optimizer.state:
+            rates = [group.get("lr") for group in optimizer.param_groups]
+            try:
+                with plain_modes():
+                    for parameter in parameters:
+                        if parameter.is_floating_point() or parameter.is_complex():
+                            parameter.grad = torch.zeros_like(parameter)
+                    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                        if rate is not None:
+                            group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+                    optimizer.step()
+            except Exception as error:  # of whatever kind: it may want sparse gradients, or a closure
+                optimizer.state.clear()
+                _log.info("optimizer %r takes no step without gradients: %s", self._name, error)
+            finally:
+                optimizer.zero_grad(set_to_none=True)
+                for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                    if rate is not None:
+                        group["lr"] = rate
+        named = dict(zip(map(id, parameters), names, strict=True))
+        state, groups = optimizer.state, optimizer.param_groups
+        return {
+            "state": {named[id(each)]: state[each] for each in parameters if each in state},
+            "param_groups": [{**group, "params": [named[id(each)] for each in group["params"]]} for group in groups],
+        }
 
     def load(self, state: _State) -> None:
         """Hand loaded state, as :meth:`current` gave it, to the optimizer.
@@ -177,11 +176,10 @@ class OptimizerState:
         Raises:
             LoadError: parameters of one group come from groups with other hyper-parameters.
         """
-        assert self._root is not None
         self._is_under_way = True
         loaded: dict[str, _State] = state["state"]
-        if _has_flat_parameters(self._root):
-            loaded = self._load_flat(self._root, state)
+        if (root := self._flat_root()) is not None:
+            self._load_flat(root, loaded, state["param_groups"])
         else:
             with plain_modes():
                 # Names take the place of numbers: groups and state only have to call a parameter the same.
@@ -191,10 +189,6 @@ class OptimizerState:
                 held = self.optimizer.state[self._parameters[name]]
                 # Optimizers convert state to the parameter's dtype, which loses bits.
                 held.update((key, value) for key, value in values.items() if _has_other_dtype(held.get(key), value))
-                for key in self._absent.get(name, {}) if _has_flat_parameters(self._root) else ():
-                    held.pop(key, None)
-                if not held:
-                    del self.optimizer.state[self._parameters[name]]
         self._absent, self._parameters = {}, {}
 
     def _groups(self, saved: list[_State]) -> list[_State]:
@@ -215,18 +209,21 @@ class OptimizerState:
             groups.append({**saved[first], "params": own})
         return groups
 
-    def _load_flat(self, root: nn.Module, state: _State) -> dict[str, _State]:
-        """Load parameters that FSDP has flattened, which only torch's function takes apart. Return what was handed to
-        it:
-        torch insists on state for every parameter, so what the checkpoint lacks goes in, and is removed again."""
-        loaded: dict[str, _State] = state["state"]
-        without = [name for name, parameter in self._parameters.items() if parameter not in self.optimizer.state]
-        names = dict.fromkeys([*loaded, *self._absent, *without])
+    def _load_flat(self, root: nn.Module, loaded: dict[str, _State], groups: list[_State]) -> None:
+        """Load parameters that FSDP has flattened. torch insists on state for every parameter: what the checkpoint
+        lacks goes in, and is removed again."""
+        state, parameters = self.optimizer.state, self._parameters
+        names = dict.fromkeys([*loaded, *self._absent, *(n for n, each in parameters.items() if each not in state)])
         filled = {name: {**self._absent.get(name, {}), **loaded.get(name, {})} for name in names}
-        complete: Any = {"state": filled, "param_groups": state["param_groups"]}
-        with plain_modes(), _not_frozen(self._parameters[name] for name in filled if name in self._parameters):
+        complete: Any = {"state": filled, "param_groups": groups}
+        with plain_modes(), _not_frozen(parameters[name] for name in filled if name in parameters):
             set_optimizer_state_dict(root, self.optimizer, complete)
-        return filled
+        for name in filled.keys() & parameters.keys():
+            held = self.optimizer.state[parameters[name]]
+            for key in self._absent.get(name, {}):
+                held.pop(key, None)
+            if not held:
+                del self.optimizer.state[parameters[name]]
 
     def load_whole(self, state: Any) -> None:
         """Hand the optimizer a state that was saved whole.
@@ -268,10 +265,6 @@ def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _has_flat_parameters(root: nn.Module) -> bool:
-    return any(isinstance(module, FullyShardedDataParallel) for module in root.modules())
-
-
 def _has_other_dtype(held: object, value: object) -> bool:
     return isinstance(held, torch.Tensor) and isinstance(value, torch.Tensor) and held.dtype != value.dtype
 
@@ -289,87 +282,35 @@ def _not_frozen(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
             parameter.requires_grad_(False)
 
 
-# ---- names ----------------------------------------------------------------------------------------------------
-
-
 def _by_torch(root: nn.Module, optimizer: Optimizer) -> _State:
     with plain_modes():
         state: Any = get_optimizer_state_dict(root, optimizer)
     return {
-        "state": {uncompiled(name): values for name, values in state["state"].items()},
+        "state": {plain_name(name): values for name, values in state["state"].items()},
         "param_groups": [
-            {**group, "params": [uncompiled(name) for name in group["params"]]} for group in state["param_groups"]
+            {**group, "params": list(map(plain_name, group["params"]))} for group in state["param_groups"]
         ],
     }
 
 
-class _Names(Optimizer):
-    """An optimizer that does nothing, of the parameters of another one, by which torch tells their names."""
+def _is_table(own: Mapping[str, Any], count: int) -> bool:
+    """Return True if all of a state dict has a name of its own in a checkpoint, under which it comes back as it was.
 
-    def __init__(self, of: Optimizer) -> None:
-        super().__init__([{"params": group["params"]} for group in of.param_groups], {})
-        for parameter in parameters_of(of):
-            self.state[parameter] = {}  # torch takes it for made, and has it take no step
-
-    def step(self, closure: Any = None) -> Any:
-        """Do nothing."""
-
-
-def _names_of(root: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Return the names of an optimizer's parameters, in the order of its groups."""
-    return _names_in(_by_torch(root, _Names(optimizer))) if parameters_of(optimizer) else []
-
-
-def _names_in(state: _State) -> list[str]:
-    return [name for group in state["param_groups"] for name in group["params"]]
-
-
-def _named(state: Mapping[str, Any], names: list[str]) -> _State:
-    """Return what `Optimizer.state_dict()` gives, with names in the place of numbers."""
-    return {
-        "state": {names[number]: values for number, values in state["state"].items()},
-        "param_groups": [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]],
-    }
-
-
-def _root_of(parameters: list[torch.Tensor], modules: Mapping[str, nn.Module]) -> nn.Module | None:
-    """Return a module that has all these parameters: a tracked one, or several put together; None if there is none."""
-    wanted = {id(parameter) for parameter in parameters}
-    owned = {name: wanted & {id(p) for p in module.parameters()} for name, module in modules.items()}
-    for name, module in modules.items():
-        if owned[name] == wanted:
-            return module
-    together = nn.Module()
-    for name, module in modules.items():
-        if owned[name] & wanted:
-            together.add_module(f"tracked_{name}", module)
-            wanted -= owned[name]
-    return together if not wanted else None
-
-
-def _is_same(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
-    return (
-        own["param_groups"] == theirs["param_groups"]
-        and own["state"].keys() == theirs["state"].keys()
-        and all(
-            values.keys() == theirs["state"][name].keys()
-            and all(value is theirs["state"][name][key] for key, value in values.items())
-            for name, values in own["state"].items()
-        )
-    )
-
-
-def _is_table(optimizer: Optimizer) -> bool:
-    """Return True if all of the state has a name of its own in a checkpoint, under which it comes back as it was."""
-    tables = list(optimizer.state.values())
+    Args:
+        count: number of parameters.
+    """
+    if own.keys() != {"state", "param_groups"}:
+        return False
+    tables, groups = list(own["state"].values()), own["param_groups"]
     if not all(issubclass(kind, dict) for kind in set(map(type, tables))):
         return False
     kinds = set(map(type, chain.from_iterable(map(operator.methodcaller("values"), tables))))
     return (
-        all(issubclass(kind, torch.Tensor) for kind in set(map(type, optimizer.state)))
+        list(chain.from_iterable(group["params"] for group in groups)) == list(range(count))
+        and own["state"].keys() <= set(range(count))
         and set(map(type, chain.from_iterable(tables))) <= {str}
         and all(issubclass(kind, _SIMPLE) for kind in kinds)
-        and all(map(_has_named_parts, chain.from_iterable(group.values() for group in optimizer.param_groups)))
+        and all(map(_has_named_parts, chain.from_iterable(group.values() for group in groups)))
     )
 
 

@@ -34,7 +34,7 @@ from ml_flashpoint.copy.cuda import device_today
 from ml_flashpoint.copy.tensors import held_bytes
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, SaveError
 from ml_flashpoint.state.fit import check_fit
-from ml_flashpoint.state.modules import ModuleState, freeze_parameters
+from ml_flashpoint.state.modules import ModuleState, freeze_parameters, frozen_parameters
 from ml_flashpoint.state.optimizers import OptimizerState, parameters_of
 from ml_flashpoint.state.packed_state import PACKED, PackedState, copied
 from ml_flashpoint.state.private import ShardedTensor, tree_leaves
@@ -212,9 +212,8 @@ class TrackedState:
         for name, module in self._module_states.items():
             if tensors := module.to_save():
                 state[name] = tensors
-        names = [list(tensors) for tensors in state.values()]
         for name, optimizer in self._optimizers.items():
-            structured = optimizer.to_save(names)
+            structured = optimizer.to_save()
             if structured is not None:
                 state[name] = structured
             else:
@@ -225,7 +224,7 @@ class TrackedState:
             self._warned_of_weights = True
             self._warn_of_weights(packed)
         packed[RNG] = PackedState(capture_rng_state())
-        packed[FROZEN] = PackedState({name: module.frozen() for name, module in self._module_states.items()})
+        packed[FROZEN] = PackedState({name: frozen_parameters(module) for name, module in self._modules.items()})
         return {**state, PACKED: {rank_key(self.rank): packed}}
 
     def _warn_of_weights(self, packed: Mapping[str, PackedState]) -> None:

@@ -30,7 +30,7 @@ from ml_flashpoint.format.errors import (
 )
 from ml_flashpoint.format.manifest import Manifest, manifest_name, parse_manifest_name
 from ml_flashpoint.format.records import MAX_RECORD_BYTES, decode_record, encode_record
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.save_id import RUN_PATTERN, SaveId
 from ml_flashpoint.stores.bounded import watched_files
 from ml_flashpoint.stores.files import Files
 from ml_flashpoint.stores.ownership import PERIOD_S, owned_files
@@ -43,7 +43,7 @@ MARKER_KIND: Final = "mlflashpoint-checkpoint-1"
 """Of markers of dictionaries."""
 RUN_PREFIX: Final = "run-"
 # Of a training job. Dictionaries have other ones, and are let alone where both are in one folder.
-_RUN: Final = re.compile(rf"{RUN_PREFIX}[0-9]{{8,18}}")
+_RUN: Final = re.compile(rf"{RUN_PREFIX}{RUN_PATTERN}")
 _OLD_RUN: Final = re.compile(rf"{RUN_PREFIX}[0-9]{{13}}-[0-9a-f]{{8}}")
 _OLD: Final = "written by an earlier release in format 2 or older, which this one does not read; export it by that one"
 _KIND: Final = "mlflashpoint-version-3"

@@ -23,7 +23,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ml_flashpoint.format.at_exit import close_in_children
 from ml_flashpoint.format.checkpoint_id_types import validate_segment
 from ml_flashpoint.format.errors import (
     DamagedError,
@@ -36,7 +35,15 @@ from ml_flashpoint.format.errors import (
     UnreadableError,
     UnsafePathError,
 )
-from ml_flashpoint.format.files import as_octets, open_regular, replace_file, sync_directory, text_of_system, writing
+from ml_flashpoint.format.files import (
+    as_octets,
+    close_in_children,
+    open_regular,
+    replace_file,
+    sync_directory,
+    text_of_system,
+    writing,
+)
 from ml_flashpoint.format.private_folders import check_unplanted
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ml_flashpoint.copy.dtypes import bytes_of, dtype_name
 from ml_flashpoint.format.arguments import checked_choice
-from ml_flashpoint.format.dtypes import stored_tensor
+from ml_flashpoint.format.dtypes import FILE_DTYPES
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError
 from ml_flashpoint.format.object_format import encode_header, plan_layout
 from ml_flashpoint.tools.copy import make_whole
@@ -221,7 +221,7 @@ def _write_shard(version: VersionItems, path: Path, fqns: Sequence[str], scratch
     for fqn in fqns:
         of = version.tensors[fqn]
         dtype = dtype_name(of.properties.dtype)
-        if of.properties.layout is not torch.strided or stored_tensor(dtype, tuple(of.size)).true_type is not None:
+        if of.properties.layout is not torch.strided or dtype not in FILE_DTYPES:
             kind = f"{of.properties.layout}, {dtype}"
             raise _no_place("safetensors", fqn, kind)
         described.append((version.short(fqn), dtype, tuple(of.size)))

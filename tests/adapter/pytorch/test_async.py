@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import inspect
+import json
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -228,8 +229,7 @@ def test_structures_that_change_between_saves(door: Door, mode: str) -> None:
 
 def _aliases(path: Path) -> set[str]:
     with safetensors.safe_open(path, "pt") as file:
-        marks = file.metadata()
-    return {key.removeprefix("__flashpoint__.alias.") for key in marks if key.startswith("__flashpoint__.alias.")}
+        return set(json.loads(file.metadata()["__flashpoint__"])["aliases"])
 
 
 @every_mode

@@ -22,8 +22,8 @@ from ml_flashpoint.adapter.lightning.strategies import check_callbacks, is_shard
 from ml_flashpoint.adapter.trainer_loops import ends_something, updates_by_step
 from ml_flashpoint.checkpointer import checked_wanted
 from ml_flashpoint.config import Config, Persist
-from ml_flashpoint.engine.notices import tell
 from ml_flashpoint.engine.schedule import checked_every, checked_skip, passes_multiple
+from ml_flashpoint.events import announce
 from ml_flashpoint.format.arguments import checked_base, checked_bool, checked_seconds
 from ml_flashpoint.format.errors import InvalidArgumentError, NothingLoadableError
 from ml_flashpoint.ranks.retention import Keep
@@ -295,7 +295,7 @@ def resume_path(
         return fallback
     if version is None:
         then = "training starts anew" if fallback is None else f"on from {os.fspath(fallback)}"
-        tell(_log, trainer.global_rank, "no checkpoint to go on from in %s: %s", callback.base, then)
+        announce(_log, trainer.global_rank, "no checkpoint to go on from in %s: %s", callback.base, then)
         return fallback
     return str(version)
 

@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 
 from ml_flashpoint.ddict.errors import DDictError
-from ml_flashpoint.format.at_exit import close_in_children
 from ml_flashpoint.format.errors import UnsafePathError
+from ml_flashpoint.format.files import close_in_children
 from ml_flashpoint.format.private_folders import check_way, is_at, open_own
 
 BASE_VARIABLE = "FLASHPOINT_DDICT_BASE"

@@ -7,6 +7,7 @@ with its managers is `embedded`'s.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import logging
@@ -27,7 +28,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from ml_flashpoint.ddict.runtime.fork_server import READY
-from ml_flashpoint.format.at_exit import at_exit, close_in_children
+from ml_flashpoint.format.files import close_in_children
 
 _log = logging.getLogger(__name__)
 
@@ -154,7 +155,7 @@ def _fork() -> Forked:
         return fork_server().fork()
 
 
-@at_exit  # after the dictionaries, which are made later than this is imported
+@atexit.register  # after the dictionaries, which are made later than this is imported
 def _end_at_exit() -> None:
     if _current is not None:
         _current.end()

@@ -14,7 +14,7 @@ from ml_flashpoint import Flashpoint
 from ml_flashpoint.copy.late import LateCopy
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.format.errors import SaveError
-from tests.facade.test_overlap import Job, _is_same, _loaded
+from tests.flashpoint.test_overlap import Job, _is_same, _loaded
 from tests.support.played_device import PlayedDevice, lock_slots
 
 

@@ -15,7 +15,7 @@ from ml_flashpoint import Flashpoint, Keep
 from ml_flashpoint.cli.ls import list_versions
 from ml_flashpoint.config import Config
 from ml_flashpoint.engine.checkpointer import Checkpointer
-from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, LoadError, SaveError, UnaskedVersionsError
+from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, LoadError, SaveError
 from ml_flashpoint.tools.items import open_version
 from tests.support.processes import REPOSITORY
 from tests.workers.kept_versions import State, content, shown
@@ -76,7 +76,7 @@ def test_the_documented_lines(base: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "61 True" in capsys.readouterr().out
 
 
-def test_going_back_that_cannot_be_recorded_saves_nothing_until_resume(
+def test_after_going_back_that_cannot_be_recorded_the_next_save_begins_a_run(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = State(3000)
@@ -87,9 +87,8 @@ def test_going_back_that_cannot_be_recorded_saves_nothing_until_resume(
             patched.setattr("ml_flashpoint.engine.recovery.write_record", Mock(side_effect=SaveError("no")))
             with pytest.raises(SaveError, match="no"):
                 fp.resume(step=1)
-        with pytest.raises(UnaskedVersionsError):  # the state is that of step 1
-            fp.save(4)
-        assert (fp.resume(), state.checked()) == (3, [0, 3, 0])
+        assert state.checked() == [0, 1, 0]
+        assert [each.step for each in fp.versions()] == [3, 2, 1]
         save(fp, state, 4)
         assert (fp.resume(), state.checked()) == (4, [0, 4, 0])
 

@@ -15,7 +15,7 @@ from ml_flashpoint import Flashpoint
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.format.errors import JobInUseError
 from ml_flashpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
-from tests.facade.test_overlap import Job
+from tests.flashpoint.test_overlap import Job
 from tests.support.loops import Stored
 
 _DEADLINE_S = 60

@@ -1,23 +1,29 @@
-"""What a rank says of itself: what follows from its events, and a file that nobody reads half."""
+"""The status of a rank: what follows from its events, and a file that nobody reads half."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from ml_flashpoint.format import events
+from ml_flashpoint import events
 from ml_flashpoint.format.errors import UnsafePathError
-from ml_flashpoint.format.status import RankStatus, read_status, write_status
+from ml_flashpoint.memory.container import BaseContainer
+from ml_flashpoint.memory.lock import JobLock
+from ml_flashpoint.ranks.strategies import PairwiseReplicationStrategy, Topology
+from ml_flashpoint.status import Status, StatusFile, read_status, write_status
 
-NEW = RankStatus(rank=1, node="n", pid=7)
+RANKS: Any = SimpleNamespace(rank=1, node="b", topology=Topology(("a", "b", "c", "d")))
+NEW = Status(rank=1, node="n", pid=7)
 
 
-def _after(*told: events.Event) -> RankStatus:
+def _after(*told: events.Event) -> Status:
     status = NEW
     for event in told:
         status = status.after(event)
@@ -32,7 +38,7 @@ def test_a_good_save() -> None:
         events.VersionVerified(step=5, seconds=1.5, time_s=13.0),
         events.LoopHeld(step=5, seconds=0.003, time_s=14.0),
     )
-    assert status == RankStatus(
+    assert status == Status(
         rank=1,
         node="n",
         pid=7,
@@ -72,7 +78,7 @@ def test_what_is_amiss_and_when_it_is_over() -> None:
 
 def test_it_comes_back_from_its_file(tmp_path: Path) -> None:
     status = _after(events.VersionVerified(step=6, seconds=0.1))
-    placed = RankStatus(rank=1, node="n", nodes=3, survives=1, copies_on=("m", "o"))
+    placed = Status(rank=1, node="n", nodes=3, survives=1, copies_on=("m", "o"))
     assert read_status(tmp_path / "0") is None
     for each in (status, NEW, placed, status):
         write_status(tmp_path / "0", each)
@@ -92,13 +98,9 @@ def test_anything_else_is_none(tmp_path: Path, text: str) -> None:
     assert read_status(tmp_path / "0") is None
 
 
-@given(st.binary(max_size=100))
-def test_bytes_are_none(data: bytes) -> None:
-    assert RankStatus.from_json(data) is None
-
-
-def test_what_a_newer_release_adds_is_left_out() -> None:
-    assert RankStatus.from_json(json.dumps({**json.loads(NEW.to_json()), "colour": "red"})) == NEW
+def test_what_a_newer_release_adds_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "0").write_text(json.dumps({"schema": 1, "rank": 1, "node": "n", "pid": 7, "colour": "red"}))
+    assert read_status(tmp_path / "0") == NEW
 
 
 def test_nothing_planted_is_followed(tmp_path: Path) -> None:
@@ -115,3 +117,57 @@ def test_nothing_planted_is_followed(tmp_path: Path) -> None:
     (tmp_path / "0").unlink()
     os.mkfifo(tmp_path / "0")
     assert read_status(tmp_path / "0") is None
+
+
+# ---- of a job ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def base(tmpfs: Path) -> Path:
+    return tmpfs / "job"
+
+
+@pytest.fixture
+def board(base: Path) -> Iterator[StatusFile]:
+    lock = JobLock(base, "job", 1.0)
+    made = StatusFile(BaseContainer(base, lock), lock, RANKS, PairwiseReplicationStrategy())
+    yield made
+    made.close()
+    lock.release()
+
+
+def file_of(base: Path) -> Path:
+    return base / ".flashpoint" / "status" / "1"
+
+
+def test_a_file_shows_what_events_amount_to(base: Path, board: StatusFile) -> None:
+    first = read_status(file_of(base))
+    assert first is not None
+    assert (first.node, first.nodes, first.survives, first.copies_on, first.starts) == ("b", 4, 1, ("a",), 1)
+    events.emit(events.PartCommitted, RANKS, base, 7, bytes=3, seconds=0.1)
+    events.emit(events.SaveSkipped, RANKS, base, 8)
+    events.emit(events.VersionVerified, RANKS, base, 7, seconds=0.2)
+    events.emit(events.VersionVerified, SimpleNamespace(rank=0, node="a"), base, 9, seconds=0.2)
+    events.flush()
+    shown = read_status(file_of(base))
+    assert shown == board.status
+    assert (shown.committed, shown.verified, shown.skipped, shown.saves) == (7, 7, 1, 1)
+
+
+def test_the_next_process_goes_on_with_the_number_of_starts(base: Path) -> None:
+    for starts in (1, 2, 3):
+        lock = JobLock(base, "job", 1.0)
+        board = StatusFile(BaseContainer(base, lock), lock, RANKS, PairwiseReplicationStrategy())
+        events.emit(events.PartCommitted, RANKS, base, starts, bytes=3, seconds=0.1)
+        board.close()
+        lock.release()
+        shown = read_status(file_of(base))
+        assert shown is not None
+        assert (shown.starts, shown.committed) == (starts, starts)
+
+
+def test_nothing_is_written_where_the_base_container_was_removed(base: Path, board: StatusFile) -> None:
+    shutil.rmtree(base)
+    events.emit(events.VersionVerified, RANKS, base, 7, seconds=0.2)
+    events.flush()
+    assert not base.exists()

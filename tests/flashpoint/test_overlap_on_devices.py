@@ -18,8 +18,8 @@ from torch.distributed.fsdp import fully_shard
 
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.copy import cuda
-from tests.facade.test_overlap import Job as HostJob
-from tests.facade.test_overlap import _is_same, _loaded
+from tests.flashpoint.test_overlap import Job as HostJob
+from tests.flashpoint.test_overlap import _is_same, _loaded
 from tests.support.played_device import PlayedDevice, lock_slots
 
 LOCKED = 4

@@ -24,7 +24,7 @@ from ml_flashpoint.events import (
     VersionVerified,
 )
 from ml_flashpoint.format.errors import InvalidArgumentError, SaveError
-from tests.facade.test_overlap import Job
+from tests.flashpoint.test_overlap import Job
 from tests.support.cluster import run_ranks
 
 

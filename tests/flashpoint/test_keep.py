@@ -95,7 +95,7 @@ def test_after_going_back_that_cannot_be_recorded_the_next_save_begins_a_run(
 
 def test_no_save_fails_in_the_room_that_the_rule_needs(small_tmpfs: Path) -> None:
     model = torch.nn.Linear(256, 512, bias=False)  # 512 KiB
-    too_much = pytest.raises(CapacityError, match="9 own versions, 7 of them kept beside the newest")
+    too_much = pytest.raises(CapacityError, match="9 versions of the ranks of this node")
     with Flashpoint(small_tmpfs / "job", keep=8).track(model=model) as fp, too_much:
         fp.resume()
     with Flashpoint(small_tmpfs / "job", keep=5).track(model=model) as fp:

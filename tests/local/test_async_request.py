@@ -6,7 +6,7 @@ import pickle
 from concurrent.futures import Future
 from typing import Any
 
-from ml_flashpoint.local.async_request import BackgroundSave
+from ml_flashpoint.local.async_queue import BackgroundSave
 from tests.support.forked import Child
 
 

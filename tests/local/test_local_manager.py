@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ml_flashpoint.engine.checkpointer import Checkpointer
-from ml_flashpoint.format.errors import InvalidArgumentError, UnaskedVersionsError
+from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, UnaskedVersionsError
 from ml_flashpoint.local import (
     AsyncCallsQueue,
     BasicTensorAwareStateDict,
@@ -188,7 +188,7 @@ def test_bad_arguments_are_named(tmpfs: Path, arguments: dict[str, Any], named: 
 
 def test_a_folder_that_cannot_be_used_is_named(tmpfs: Path) -> None:
     (tmpfs / "file").write_text("")
-    with pytest.raises(CheckpointingException, match="file"):
+    with pytest.raises(FlashpointError, match="file"):
         LocalCheckpointManager(tmpfs / "file")
 
 

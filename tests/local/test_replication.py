@@ -87,14 +87,10 @@ def test_a_wrapped_group_is_as_good_as_the_group() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         group = dist.new_group([0])
-        wrapped = GroupWrapper.from_list_of_groups([dist.GroupMember.NON_GROUP_MEMBER, group])
-        assert wrapped.group is group
-        assert (wrapped.ranks, wrapped.world_size, wrapped.my_global_rank, wrapped.my_group_rank) == ([0], 1, 0, 0)
+        wrapped = GroupWrapper(group)
+        assert (wrapped.group, wrapped.ranks, GroupWrapper().ranks) == (group, [0], [0])
         assert GroupWrapper.wrap(wrapped) is wrapped
-        assert GroupWrapper().ranks == [0]
         assert CliqueReplicationStrategy(wrapped) == CliqueReplicationStrategy(group)
-        with pytest.raises(InvalidArgumentError, match="list_of_groups"):
-            GroupWrapper.from_list_of_groups([])
         with pytest.raises(InvalidArgumentError, match="group"):
             GroupWrapper.wrap([0])  # type: ignore[arg-type]
     finally:
@@ -114,5 +110,3 @@ def test_bad_numbers_are_refused() -> None:
         LazyCliqueReplicationStrategy(0, 2)
     with pytest.raises(InvalidArgumentError, match="world_size"):
         parse_group_sequence(1, 2, 0)
-    with pytest.raises(InvalidArgumentError, match="target_device"):
-        CliqueReplicationStrategy([0], target_device="toaster")

@@ -20,7 +20,7 @@ from ml_flashpoint.format.errors import (
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, encode, manifest_name, object_name
 from ml_flashpoint.format.records import MAX_RECORD_BYTES, encode_record
 from ml_flashpoint.format.save_id import SaveId
-from ml_flashpoint.stores.durable import MARKER, MARKER_KIND, DurableVersions, folder_of, from_fields, to_fields
+from ml_flashpoint.stores.durable import MARKER, MARKER_KIND, DurableVersions, folder_of, save_of, version_of
 from ml_flashpoint.stores.files import Directory, UrlFiles
 from ml_flashpoint.stores.version_store import Version
 
@@ -170,7 +170,7 @@ def test_dictionaries_in_the_same_folder_are_let_alone(store: DurableVersions) -
 )
 def test_markers_are_distrusted(store: DurableVersions, fields: dict[str, object]) -> None:
     older, newest = persist(store, 2), persist(store, 3)
-    marker = encode_record("mlflashpoint-version-3", {**to_fields(newest), **fields})
+    marker = encode_record("mlflashpoint-version-3", {**save_of(newest), **fields})
     store.files.write(f"{newest.folder}/{MARKER}", [marker])
     damaged, found = store.versions()
     assert found == older
@@ -239,4 +239,4 @@ def test_links_are_not_followed(root: Path, what: str) -> None:
 def test_save_ids_of_no_training_job_are_refused(store: DurableVersions) -> None:
     for wrong in ("", "plain", "../..-0", f"{RUN}/x-1", "1700000000000-0000000a-1", "7", "000000007"):
         with pytest.raises(InvalidArgumentError):
-            from_fields({"step": 1, "save_id": wrong, "world_size": 1})
+            version_of({"step": 1, "save_id": wrong, "world_size": 1})

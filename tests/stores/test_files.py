@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ml_flashpoint.ddict.persistence import FsspecCheckpointPersister, PosixCheckpointPersister
-from ml_flashpoint.ddict.persistence.stored import StoredCheckpointPersister
+from ml_flashpoint.ddict import CheckpointPersister, FsspecCheckpointPersister, PosixCheckpointPersister
 from ml_flashpoint.format.errors import (
     CapacityError,
     DamagedError,
@@ -185,7 +184,7 @@ def test_a_directory_follows_no_links(tmpfs: Path) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
 @pytest.mark.parametrize("persister_class", [PosixCheckpointPersister, FsspecCheckpointPersister])
 def test_nothing_is_read_or_written_where_another_user_planted_a_link(
-    tmpfs: Path, persister_class: type[StoredCheckpointPersister]
+    tmpfs: Path, persister_class: type[CheckpointPersister]
 ) -> None:
     shared, elsewhere = tmpfs / "shared", tmpfs / "elsewhere"
     shared.mkdir()
@@ -195,7 +194,7 @@ def test_nothing_is_read_or_written_where_another_user_planted_a_link(
     (shared / "link").symlink_to(elsewhere)
     os.lchown(shared / "link", 54321, 54321)
     with pytest.raises(UnsafePathError, match="user 54321"):
-        persister.begin_run("run-1")
+        persister.open_store().write("file", [b""])
     with pytest.raises(UnsafePathError, match="user 54321"):
         Directory(shared / "link").lock("n/lock", 0.0)
     assert not list(elsewhere.iterdir())

@@ -49,7 +49,6 @@ def save_steps(report: Report, rank: int, steps: int) -> tuple[dict[int, list[in
             name = checkpointer.container.read_manifest(newest, each).objects[0].name
             found = safetensors.torch.load_file(Path(base()) / newest.version / name)
             values.append(float(found["model.w"].max()))
-        assert checkpointer.stats.copied_bytes > 0
         return parts, values
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ml_flashpoint.engine import copying
-from ml_flashpoint.engine.copying import Copies, Failures
+from ml_flashpoint.engine.copying import Copies, Failures, HeldCopies
 from ml_flashpoint.engine.rounds import Verdict
 from ml_flashpoint.format.errors import FlashpointError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
@@ -43,9 +43,10 @@ class Rank:
         owners = [Owner(ranks.world_size, rank) for rank in (ranks.rank, *held)]
         self.own, *others = (Pool(self.container, owner, keep=1, owners=owners) for owner in owners)
         copying.ROOM_S = room_s  # type: ignore[misc]
-        self.copies = Copies(ranks, strategy, self.container, dict(zip(held, others, strict=True)), host=host)
+        self.held = HeldCopies(self.container, dict(zip(held, others, strict=True)))
+        self.copies = Copies(ranks, strategy, self.held, host=host)
         self.verdict = Verdict(0, (), SaveId(RUN, 0))
-        self.copies.serve(RUN, self.adopt, lambda: self.verdict.retained)
+        self.held.serve(RUN, self.adopt, lambda: self.verdict.retained)
 
     def adopt(self, verdict: Verdict) -> None:
         self.verdict = max(self.verdict, verdict, key=lambda each: each.number)
@@ -103,7 +104,7 @@ class Rank:
         return bytes(into)
 
     def end_run(self) -> None:
-        self.copies.end()
+        self.held.end()
 
     def push_crafted(self, to: int, run: int, number: int | None = None, **changes: Any) -> None:
         """Push a part of this rank that is not what it should be."""

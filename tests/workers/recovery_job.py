@@ -18,8 +18,8 @@ import torch
 
 from ml_flashpoint.config import Config
 from ml_flashpoint.engine.checkpointer import Checkpointer
-from ml_flashpoint.engine.copying import Copies
-from ml_flashpoint.engine.recovery import Found, Recovery
+from ml_flashpoint.engine.copying import Copies, HeldCopies
+from ml_flashpoint.engine.recovery import Found, Recovery, tier_of
 from ml_flashpoint.engine.sidecars import sidecar_items, sidecar_labels
 from ml_flashpoint.format.errors import FlashpointError
 from ml_flashpoint.format.manifest import object_name
@@ -99,7 +99,7 @@ class Job:
         make = lambda rank: Pool(self.container, Owner(size, rank), keep=plan.keep, owners=owners)  # noqa: E731
         self.pool = make(ranks.rank)
         self.held = {rank: make(rank) for rank in held[ranks.rank]}
-        self.copies = Copies(ranks, self.strategy, self.container, self.held, host="127.0.0.1")
+        self.copies = Copies(ranks, self.strategy, HeldCopies(self.container, self.held), host="127.0.0.1")
         self.recovery = Recovery(
             ranks,
             self.container,
@@ -151,7 +151,7 @@ class Job:
         """What the parts of all ranks say that they are."""
         values = []
         with self.recovery.reader(self.container.base / found.save.version) as reader:
-            assert (reader.save, reader.world_size, reader.tier) == (found.save, found.world_size, found.tier)
+            assert (reader.save, reader.world_size, reader.tier) == (found.save, found.world_size, tier_of(found))
             for rank in range(reader.world_size):
                 tensor = reader.open(rank).tensor("w")
                 assert bool((tensor == tensor[0]).all())
@@ -190,7 +190,7 @@ def recover_and_save(job: Job, plan: Plan) -> dict[str, Any]:
                 found = job.recovery.find(plan.wanted, excluded=excluded)
             if found is not None:
                 told["found"], told["values"] = tuple(found.save), job.values(found)
-                told["tier"] = found.tier
+                told["tier"] = tier_of(found)
             assert job.recovery.report is not None
             told["fetched"], told["tries"] = job.recovery.report.fetched_bytes, job.recovery.report.tries
         else:

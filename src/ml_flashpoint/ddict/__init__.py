@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         DDictTimeoutError,
         DDictWritesLostError,
     )
-    from ml_flashpoint.ddict.persistence import (
+    from ml_flashpoint.ddict.persister import (
         CheckpointPersister,
         DAOSCheckpointPersister,
         FsspecCheckpointPersister,
@@ -64,7 +64,7 @@ _MODULES = {"DDict": "dictionary", "ManagerStats": "dictionary", "Unreadable": "
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "persistence" if name.endswith("Persister") else _MODULES.get(name, "errors")
+    module = "persister" if name.endswith("Persister") else _MODULES.get(name, "errors")
     return getattr(importlib.import_module(f"{__name__}.{module}"), name)
 
 

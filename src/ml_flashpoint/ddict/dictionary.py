@@ -30,8 +30,7 @@ from ml_flashpoint.ddict.errors import (
     DDictTimeoutError,
 )
 from ml_flashpoint.ddict.manager.shard import BROADCAST, PERSISTENT
-from ml_flashpoint.ddict.options import Configuration, Options, checked_timeout
-from ml_flashpoint.ddict.persister import check_checkpoint_id
+from ml_flashpoint.ddict.options import Configuration, Options, check_checkpoint_id, checked_timeout
 from ml_flashpoint.ddict.runtime.creation import create
 from ml_flashpoint.ddict.runtime.embedded import Runtime
 from ml_flashpoint.ddict.wire.keys import Unreadable, encode_key

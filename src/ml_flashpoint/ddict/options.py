@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import pkgutil
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from ml_flashpoint.ddict.persister import CheckpointPersister, NullCheckpointPersister, check_checkpoint_id
+from ml_flashpoint.ddict.persister import CheckpointPersister, NullCheckpointPersister
 from ml_flashpoint.format.arguments import checked_bool, checked_choice, checked_integer
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.ranks.strategies import (
@@ -25,6 +26,8 @@ from ml_flashpoint.ranks.strategies import (
 )
 
 DEFAULT_TIMEOUT_S = 60.0
+_FIRST_MS = 1_577_836_800_000  # the beginning of 2020, by the clock
+MAX_CHECKPOINT_ID = 2**62 - 1  # there is always a next one that is a step of the engine, too
 _LEAST = {
     **dict.fromkeys(("managers_per_node", "n_nodes", "working_set_size"), 1),
     **{"total_mem": 1 << 20, "persist_freq": 0, "persist_count": -1},
@@ -224,6 +227,17 @@ def _is_persister(given: object) -> TypeGuard[type[CheckpointPersister]]:
     return isinstance(given, type) and issubclass(given, CheckpointPersister)
 
 
+def check_checkpoint_id(checkpoint_id: Any, argument: str = "checkpoint_id") -> int:
+    """Return a checkpoint id. Raises `InvalidArgumentError`: it is not an integer from 0 to `MAX_CHECKPOINT_ID`."""
+    return checked_integer(argument, checkpoint_id, 0, MAX_CHECKPOINT_ID)
+
+
+def next_number(newest: int) -> int:
+    """Return a number for a part, or an attempt to persist one: higher than the newest so far and, by the clock, than
+    those of earlier processes. `SaveId` takes it for the next 25 years."""
+    return max(time.time_ns() // 10**6 - _FIRST_MS, newest + 1)
+
+
 def checked_timeout(timeout: float | None) -> float:
     """Seconds that calls may take. Raises `InvalidArgumentError`: it is no positive number."""
     if timeout is None:
@@ -240,7 +254,6 @@ class Configuration:
     Attributes:
         dictionary: id, 12 hexadecimal digits.
         base: folder of the dictionary; each node has ``node-<k>`` in it, on its own machine.
-        run_id: of this dictionary's persisted checkpoints.
         coordinator: its address; None: all is in that folder, on one machine.
         holders: see `Options.holders`.
     """
@@ -248,7 +261,6 @@ class Configuration:
     dictionary: str
     options: Options
     base: str
-    run_id: str
     coordinator: Sequence[Any] | None
     holders: Sequence[Sequence[int]]
     secret: bytes = dataclasses.field(repr=False)

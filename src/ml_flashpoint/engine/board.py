@@ -20,12 +20,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from ml_flashpoint import events
-from ml_flashpoint.engine.rounds import NOTHING, Answer, Leader, Member, Outcome, Verdict
+from ml_flashpoint.engine.rounds import Answer, Leader, Member, Outcome, Verdict
 from ml_flashpoint.engine.store import SignedStore
-from ml_flashpoint.format.errors import CapacityError, FlashpointError, ProtocolError, SaveError
+from ml_flashpoint.format.errors import CapacityError, FlashpointError, SaveError
 from ml_flashpoint.format.knobs import late_s
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.pool import SlotRequest
@@ -35,7 +34,6 @@ _log = logging.getLogger(__name__)
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.5
 _IDLE_S = 0.05
 """After so long without a save, rank 0's program may be waiting for one."""
-_MOST_BYTES = 1 << 16
 
 
 class Board:
@@ -48,11 +46,10 @@ class Board:
             must be those of the run.
         push: has all holders of this rank adopt a verdict, and then copy the committed part of a save. Raises a
             `FlashpointError` if a holder has no copy: a `CapacityError` if it has no room for one.
-        heard: takes note of the newest verdict. Before this rank answers a round, `heard` was called with its verdict,
-            so that no verdict that lists another save is missed.
-        also: called on each pass, twice a second at least, with the store and the newest save called. The store is
-            None while it cannot be used.
-        emit: emits an event, of a kind and with its ``step`` and other fields: `events.emit`, bound to a rank and base.
+        heard: takes note of the newest verdict. This rank answers no round before `heard` was called with its verdict,
+            so no verdict that lists another save is missed.
+        also: called on each pass, twice a second at least; with False while the store cannot be used.
+        emit: `events.emit`, bound to a rank and base.
         persist_every: see `Leader`. persister_is_busy: see `Leader.decide`. Both are for rank 0.
 
     All of these are called on the board's thread, without a lock.
@@ -67,7 +64,7 @@ class Board:
         connect: Callable[[], SignedStore],
         push: Callable[[SaveId, Verdict], None],
         heard: Callable[[Verdict], None],
-        also: Callable[[SignedStore | None, SaveId], None] = lambda store, newest: None,
+        also: Callable[[bool], None] = lambda has_store: None,
         emit: Callable[..., None] = lambda kind, **fields: None,
         persist_every: int = 0,
         persister_is_busy: Callable[[], bool] = lambda: False,
@@ -77,7 +74,7 @@ class Board:
         self._rank, self._ranks = rank, ranks
         # Without other ranks, nothing changes but by this one's own calls, which wake the thread.
         self._shortest_pause_s = _SHORTEST_PAUSE_S if ranks > 1 else _IDLE_S
-        self._connect, self._push_to_holders, self._heard = connect, push, heard
+        self._connect, self._copy, self._heard = connect, push, heard
         self._also, self._emit, self._persister_is_busy = also, emit, persister_is_busy
         self._changed = threading.Condition()
         self._store: SignedStore | None = None
@@ -87,17 +84,13 @@ class Board:
         self._late_s = late_s()
         self._has_news = False
         self._closed = False
-        self._last: Callable[[], None] | None = None
+        self._last: Callable[[], None] = lambda: None
         self._error: str | None = None
         self._missing: str | None = None
         self._thread = threading.Thread(target=self._run, name="flashpoint-board", daemon=True)
 
     def start(self) -> None:
-        """Start the thread. Until then calls are recorded only.
-
-        Raises:
-            SaveError: no thread can be started.
-        """
+        """Start the thread. Until then calls are recorded only. Raise a `SaveError` if none can be started."""
         try:
             self._thread.start()
         except RuntimeError as error:
@@ -116,27 +109,32 @@ class Board:
         saves are verified, or ranks are awaited for less than ``FLASHPOINT_LATE_S``."""
         return self._error or self._missing
 
-    def call(self, save: SaveId, *, explicit: bool = False, table: str = "") -> SlotRequest:
-        """Record that the program saves, and return the terms on which the save may take a slot. See `Member.call`."""
+    def call(self, save: SaveId, *, explicit: bool = False, table: str = "") -> None:
+        """See `Member.call`."""
         with self._changed:
             self._member.call(save, explicit=explicit, table=table)
             self._called = time.monotonic()
             self._tell()
-            return self._member.request(save)
 
-    def request(self, save: SaveId) -> SlotRequest:
-        """Return the terms on which a save that was called may take a slot now."""
+    def request(self, save: SaveId | None, *, explicit: bool = False) -> SlotRequest:
+        """See `Member.request`."""
         with self._changed:
-            return self._member.request(save)
+            return self._member.request(save, explicit=explicit)
+
+    @property
+    def retained(self) -> frozenset[SaveId]:
+        """See `Member.retained`. Also once the board is closed."""
+        with self._changed:
+            return self._member.retained
 
     def commit(self, save: SaveId) -> None:
-        """Record that this rank's part of a save is committed."""
+        """See `Member.commit`."""
         with self._changed:
             self._member.commit(save)
             self._tell()
 
     def fail(self, save: SaveId, *, late: int = 0) -> None:
-        """Record that a save has no part on this rank; see `Member.fail`."""
+        """See `Member.fail`."""
         with self._changed:
             self._member.fail(save, late=late)
             self._tell()
@@ -147,15 +145,10 @@ class Board:
             if self._member.adopt(verdict):
                 self._tell()
 
-    def close(self, deadline_s: float, last: Callable[[], None] | None = None) -> bool:
-        """End the thread.
+    def close(self, deadline_s: float, last: Callable[[], None] = lambda: None) -> bool:
+        """End the thread, after a last call on it unless the store has failed. Return True if it has ended in time.
 
-        Args:
-            deadline_s: seconds to wait for the thread, which may be in a call of the store: those have no deadlines.
-            last: called on the thread at its end, unless the store has failed.
-
-        Returns:
-            True if the thread has ended.
+        The thread may be in a call of the store: those have no deadlines.
         """
         with self._changed:
             self._closed, self._last = True, last
@@ -177,12 +170,12 @@ class Board:
             except Exception as error:  # of whatever kind: a thread that ended would be silent for ever
                 self._report(error)
                 self._store, pause_s = None, _LONGEST_PAUSE_S
-                self._guard(lambda: self._also(None, self._newest_call))
+                self._guard(lambda: self._also(False))
             with self._changed:
                 if self._changed.wait_for(lambda: self._closed or self._has_news, pause_s):
                     self._began = time.monotonic()
                 self._has_news = False
-        if self._last is not None and self._error is None:
+        if self._error is None:
             self._guard(self._last)
 
     def _go_on(self) -> bool:
@@ -200,15 +193,9 @@ class Board:
                 if self._error is not None:  # answers that were counted are found when late
                     store.delete_key(f"count/{self._member.verdict.number}")
             self._store, self._published = store, None
-        self._also(self._store, self._newest_call)
+        self._also(True)
         answered = self._answer(self._store)
-        newer = self._look(self._store) if self._leader is None else self._lead(self._store, self._leader)
-        return answered or newer
-
-    @property
-    def _newest_call(self) -> SaveId:
-        calls = self._member.calls
-        return calls[-1] if calls else NOTHING
+        return (self._look(self._store) if self._leader is None else self._lead(self._store, self._leader)) or answered
 
     def _guard(self, call: Callable[[], None]) -> None:
         """Call what must not be mistaken for a failure of the store."""
@@ -240,7 +227,7 @@ class Board:
 
     def _push(self, save: SaveId, verdict: Verdict) -> Outcome:
         try:
-            self._push_to_holders(save, verdict)
+            self._copy(save, verdict)
         except FlashpointError as error:
             _log.warning("step %d has no copies, and is not verified: %s", save.step, error)
             # For a smaller save there may be room: nobody waits for this one until its deadline.
@@ -248,11 +235,9 @@ class Board:
         return Outcome.COPIED
 
     def _look(self, store: SignedStore) -> bool:
-        """Adopt the newest verdict."""
-        if not store.check(["verdict"]):  # rank 0 has not come yet
-            return False
-        blob = store.get("verdict")
-        return bool(blob) and self._adopt(Verdict.from_fields(_parsed(blob)))
+        """Adopt the newest verdict. Rank 0 may not have come yet."""
+        blob = store.get("verdict") if store.check(["verdict"]) else b""
+        return bool(blob) and self._adopt(Verdict.from_fields(json.loads(blob)))
 
     def _lead(self, store: SignedStore, leader: Leader) -> bool:
         """Decide the round, if that can be done."""
@@ -262,7 +247,7 @@ class Board:
         answers: list[Answer] = []
         if store.add(f"count/{number}", 0) >= self._ranks or is_late:
             blobs = store.multi_get([f"answer/{rank}" for rank in range(self._ranks)])
-            found = [Answer.from_fields(_parsed(blob)) if blob else None for blob in blobs]
+            found = [Answer.from_fields(json.loads(blob)) if blob else None for blob in blobs]
             answers = [answer for answer in found if answer is not None]
             if is_late:
                 self._report_missing([rank for rank, each in enumerate(found) if not each or each.number != number])
@@ -308,12 +293,3 @@ class Board:
             _log.warning("rank %d cannot use the board, and nothing new is verified until it can: %s", self._rank, text)
             self._emit(events.AgreementFailed, step=None, error=text)
         self._error = text
-
-
-def _parsed(blob: bytes) -> Any:
-    if len(blob) > _MOST_BYTES:
-        raise ProtocolError(f"a value of {len(blob):,} bytes on the board, over the {_MOST_BYTES:,} allowed")
-    try:
-        return json.loads(blob)
-    except ValueError as error:
-        raise ProtocolError(f"a value on the board is no JSON: {error}") from error

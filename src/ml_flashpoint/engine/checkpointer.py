@@ -18,7 +18,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -29,15 +28,15 @@ from ml_flashpoint.config import Config
 from ml_flashpoint.engine import save as saves
 from ml_flashpoint.engine.board import Board
 from ml_flashpoint.engine.committing import BytesItem, Filled, PartWriter, Staged, TensorItem
-from ml_flashpoint.engine.copying import Copies
+from ml_flashpoint.engine.copying import Copies, HeldCopies
 from ml_flashpoint.engine.persist import Persister, PersistHealth
-from ml_flashpoint.engine.reader import RecoveryReport, VersionReader
-from ml_flashpoint.engine.recovery import Found, KeptVersion, Recovery
+from ml_flashpoint.engine.reader import VersionReader
+from ml_flashpoint.engine.recovery import Found, KeptVersion, Recovery, RecoveryReport
 from ml_flashpoint.engine.replicas import Replicas
 from ml_flashpoint.engine.rounds import Fate, Member, Verdict
 from ml_flashpoint.engine.save import Save, SaveStats, Terms
 from ml_flashpoint.engine.signals import InFlight, answer_sigterm, hold_up_sigterm, let_go_of_sigterm
-from ml_flashpoint.engine.store import SignedStore, open_store
+from ml_flashpoint.engine.store import open_store
 from ml_flashpoint.format.arguments import checked_base, checked_bool, checked_integer
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import (
@@ -87,11 +86,9 @@ _TABLE = "table"
 _POLL_S = 0.25
 """Seconds after which the committing thread looks for saves past their deadlines, and a waiting save for a slot."""
 _LINGER_S = 1.0
-_UNNAMED = 1 << 60
-"""Stands for the step of a save that has none yet: the highest."""
 
 
-class CommittingThread:
+class _CommittingThread:
     """The committing executor: one thread that does what it is given, in turn.
 
     Args:
@@ -112,43 +109,36 @@ class CommittingThread:
 
     @property
     def is_current(self) -> bool:
-        """True if the caller runs on this thread."""
         return threading.current_thread() is self._thread
 
     def submit(self, work: Callable[[], object]) -> None:
-        """Have something done, after everything that was given before."""
         self._given.put(work)
 
-    def drain(self, deadline_s: float) -> bool:
-        """Wait until everything that was given is done. Return True if it was in time."""
+    def drain(self, deadline_s: float) -> None:
+        """Wait until everything that was given is done."""
         done = threading.Event()
         self.submit(done.set)
-        return done.wait(deadline_s)
+        done.wait(deadline_s)
 
     def close(self) -> None:
         """End the thread after what it was given. Does not wait for that."""
         self._given.put(None)
 
     def _run(self) -> None:
-        more = False
+        has_more = False
         while True:
             try:
-                work = self._given.get(timeout=0 if more else _POLL_S)
+                work = self._given.get(timeout=0 if has_more else _POLL_S)
+                if work is None:
+                    return
             except queue.Empty:
-                more = self._guarded(self._idle) is True
-                continue
-            if work is None:
-                return
-            more = True
-            self._guarded(work)
+                work = self._idle
+            try:
+                has_more = work() is not False
+            except Exception:  # of whatever kind: a thread that ended would commit nothing any more
+                _log.exception("the committing thread goes on after an error")
+                has_more = False
             del work  # it holds thousands of entries
-
-    def _guarded(self, work: Callable[[], object]) -> object:
-        try:
-            return work()
-        except Exception:  # of whatever kind: a thread that ended would commit nothing any more
-            _log.exception("the committing thread goes on after an error")
-            return False
 
 
 class Checkpointer:
@@ -192,8 +182,7 @@ class Checkpointer:
         self._excluded: set[SaveId] = set()
         self._writer = PartWriter()
         self._wanted: int | None = None  # size of slots to be made ahead
-        self._is_skipping = self._closed = False
-        self._is_between_runs = False
+        self._is_skipping = self._closed = self._has_begun = False
         for other in list(_live):
             if os.path.realpath(other.base) == os.path.realpath(self.base) and not other.is_closed:
                 _log.warning("%s is opened again in this process, so the earlier Checkpointer is closed", self.base)
@@ -224,12 +213,10 @@ class Checkpointer:
         self._together(partial(self._clean, discard_existing=discard_existing))
         self._status = StatusFile(self.container, self._job, ranks, self.strategy)
         stack.callback(self._status.close)
-        here = ranks.topology.ranks_of(ranks.node)
-        owners = [Owner(ranks.world_size, each) for rank in here for each in (rank, *self._held_by(rank))]
-        make = partial(Pool, self.container, keep=rule.versions, owners=owners)
         self._held: dict[int, Pool] = {}
-        self._pool = self._together(partial(self._pools, stack, make))
-        self._copies = Copies(ranks, self.strategy, self.container, self._held)
+        self._pool = self._together(partial(self._pools, stack))
+        self._held_copies = HeldCopies(self.container, self._held)
+        self._copies = Copies(ranks, self.strategy, self._held_copies)
         stack.callback(self._copies.close)
         self._store = open_store(ranks)
         stack.callback(self._store.close)
@@ -250,7 +237,7 @@ class Checkpointer:
             connect = partial(self._store.connect, "persist")
             self._persister = self._together(lambda: Persister(persist, ranks, self._pool, self.base, connect=connect))
             stack.callback(self._persister.close)
-        self._executor = self._together(lambda: CommittingThread(self._idle))
+        self._executor = self._together(lambda: _CommittingThread(self._idle))
         stack.callback(self._executor.close)
         if discard_existing or not self._recovery.any_versions():
             self.go_on_from(None)
@@ -260,26 +247,23 @@ class Checkpointer:
             stack.callback(let_go_of_sigterm, in_flight)
 
     def _together(self, action: Callable[[], _T]) -> _T:
-        another = LoadError(
-            "another rank cannot use its base container; its log says why",
-            rank=self.ranks.rank,
-            node=self.ranks.node,
-            path=self.base,
-        )
-        until = time.monotonic() + recovery_deadline_s()
-        return self.ranks.together(
-            lambda: retrying(partial(self._typed, action), until, f"opening {self.base}"), another
-        )
+        """Do something on all ranks, again where the system is short of something just now; or raise on all ranks."""
+        rank, node, path = self.ranks.rank, self.ranks.node, self.base
 
-    def _typed(self, action: Callable[[], _T]) -> _T:
-        try:
-            return action()
-        except FlashpointError:
-            raise
-        except Exception as error:
-            kind = UnreadableError if is_shortage(error) else LoadError
-            text = f"cannot use the base container: {type(error).__name__}: {error}"
-            raise kind(text, rank=self.ranks.rank, node=self.ranks.node, path=self.base) from error
+        def typed() -> _T:
+            try:
+                return action()
+            except FlashpointError:
+                raise
+            except Exception as error:
+                kind = UnreadableError if is_shortage(error) else LoadError
+                text = f"cannot use the base container: {type(error).__name__}: {error}"
+                raise kind(text, rank=rank, node=node, path=path) from error
+
+        text = "another rank cannot use its base container; its log says why"
+        until = time.monotonic() + recovery_deadline_s()
+        otherwise = LoadError(text, rank=rank, node=node, path=path)
+        return self.ranks.together(lambda: retrying(typed, until, f"opening {self.base}"), otherwise)
 
     def _locked_container(self, stack: contextlib.ExitStack) -> BaseContainer:
         # A base container belongs to one job. A whole filesystem, such as /dev/shm, belongs to all of the machine.
@@ -302,22 +286,25 @@ class Checkpointer:
                 for save in found:
                     self.container.remove(save)
 
-    def _pools(self, stack: contextlib.ExitStack, make: Callable[..., Pool]) -> Pool:
-        for rank in self._held_by(self.ranks.rank):
-            self._held[rank] = make(Owner(self.ranks.world_size, rank))
-            stack.callback(self._held[rank].close)
-        extra = 2 if self.config.persist is None else 3
-        own = make(Owner(self.ranks.world_size, self.ranks.rank), extra=extra)
-        stack.callback(own.close)
-        return own
+    def _pools(self, stack: contextlib.ExitStack) -> Pool:
+        """Open the pools of the copies that this rank holds, and return that of its own parts."""
+        size, topology, config = self.ranks.world_size, self.ranks.topology, self.config
+        held = {rank: self.strategy.held_by(rank, topology) for rank in topology.ranks_of(self.ranks.node)}
+        owners = [Owner(size, each) for rank in held for each in (rank, *held[rank])]
 
-    def _held_by(self, rank: int) -> tuple[int, ...]:
-        return self.strategy.held_by(rank, self.ranks.topology)
+        def make(rank: int, extra: int) -> Pool:
+            pool = Pool(self.container, Owner(size, rank), keep=config.rule.versions, owners=owners, extra=extra)
+            stack.callback(pool.close)
+            return pool
+
+        for rank in held[self.ranks.rank]:
+            self._held[rank] = make(rank, 0)
+        return make(self.ranks.rank, 2 if config.persist is None else 3)
 
     # ---- names ---------------------------------------------------------------------------------------------
 
     def id(self, step: int) -> CheckpointContainerId:
-        """Return the name of the version of a step, whether there is one or not."""
+        """Return the path of the version of a step, whether there is one or not."""
         return CheckpointContainerId.create_child(self.base, CheckpointContainerId.format_version_container(step))
 
     def holds(self, path: object) -> bool:
@@ -332,10 +319,9 @@ class Checkpointer:
 
         Args:
             step: above all that were saved in this run; None if it is not known before `name`.
-            explicit: somebody waits for this save: without a slot it waits, up to its deadline, where another save is
-                skipped at once.
-            table: name of what ranks have agreed on about who writes what (`engine.replicas`): a save is verified only
-                if all ranks have written it by one table.
+            explicit: without a slot, wait up to the deadline of the save; other saves are skipped at once.
+            table: name of the ranks' agreement on who writes what (`engine.replicas`): a save is verified only if all
+                ranks have written it by one table.
 
         Raises:
             InvalidArgumentError: the step is not above those saved before in this run.
@@ -354,12 +340,16 @@ class Checkpointer:
         return save
 
     def _call(self, step: int, terms: Terms) -> SaveId:
-        board = self._board
-        if board is None:
-            raise self._unasked()
         found = SaveId(self._run, checked_integer("step", step, 0))
-        board.call(found, explicit=terms.explicit, table=terms.table)
+        self._asked_board.call(found, explicit=terms.explicit, table=terms.table)
         return found
+
+    @property
+    def _asked_board(self) -> Board:
+        if (board := self._board) is None:
+            self.check_asked("latest()")
+            raise SaveError("no run has begun since the last one ended: call latest()", rank=self.ranks.rank)
+        return board
 
     def _forget(self, save: Save) -> None:
         if save.committed.done() and save.verified.done():
@@ -376,7 +366,7 @@ class Checkpointer:
             board.fail(save.id)
         with self._working(save):
             if save.id is not None:
-                raise SaveError("the save has a step already", step=save.id.step, rank=self.ranks.rank)
+                raise SaveError("the save has a step already", step=save.step, rank=self.ranks.rank)
             save.id = self._call(step, save.terms)
             if save.slot is not None:
                 self._pool.name(save.slot, save.id)
@@ -413,8 +403,8 @@ class Checkpointer:
         return staged.views
 
     def place_of(self, save: Save, tensor: torch.Tensor) -> tuple[str, int] | None:
-        """Return where a staged tensor lies, so that another process can map it: the file of the save's slot, and the
-        offset in it. None if the tensor is not one of the copies in the slot, or no contiguous view of one."""
+        """Return where another process finds a staged tensor: the file of the slot, and the offset in it. None if the
+        tensor is not one of the copies in the slot, or no contiguous view of one."""
         content = save.content
         if not isinstance(content, Staged) or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
             return None
@@ -423,12 +413,8 @@ class Checkpointer:
         return (os.fspath(content.slot.path), offset) if inside else None
 
     def tensor_at(self, save: Save, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """Return the staged bytes at an offset of the save's slot as a tensor, without a copy: for `fill`, which takes
-        it as it lies. The inverse of `place_of`.
-
-        Raises:
-            SaveError: the save has no slot, or nothing was staged there.
-        """
+        """Return the staged bytes at an offset of the slot as a tensor, without a copy. Raise a `SaveError` if nothing
+        was staged there."""
         content, nbytes = save.content, dtype.itemsize
         for size in shape:
             nbytes *= size
@@ -441,26 +427,13 @@ class Checkpointer:
         save: Save,
         tensors: Sequence[TensorItem],
         byte_items: Sequence[BytesItem] = (),
-        *,
-        metadata: Mapping[str, str] | None = None,
     ) -> None:
-        """Bring all items into one object. Tensors that were staged are not copied again.
-
-        Raises:
-            SkippedError, CapacityError, SaveError: see `stage`.
-        """
+        """Bring all items into one object. Tensors that were staged are not copied again. Raises as `stage` does."""
         with self._working(save):
-            staged = save.content
-            if isinstance(staged, Filled):
-                raise SaveError("the save was filled before", rank=self.ranks.rank)
-            save.content = filled = self._writer.fill(
-                partial(self._take, save),
-                tensors,
-                byte_items,
-                staged=staged,
-                metadata=metadata,
-                deadline_s=save.terms.left_s,
-            )
+            staged, take = save.content, partial(self._take, save)
+            assert not isinstance(staged, Filled)
+            filled = self._writer.fill(take, tensors, byte_items, staged=staged, deadline_s=save.terms.left_s)
+            save.content = filled
         if filled.staged.late is None:
             saves.end(save.staged, None)
 
@@ -490,22 +463,25 @@ class Checkpointer:
             return
         saves.fail(save.staged, error)
         saves.fail(save.verified, error)
-        skipped = isinstance(error, SkippedError)
-        step = None if save.id is None else save.id.step
+        is_skipped = isinstance(error, SkippedError)
         with self._lock:
-            self.stats.skipped += skipped
-            self.stats.failed += not skipped
-            self.stats.error = self.stats.error if skipped else str(error)
-            first, self._is_skipping = skipped and not self._is_skipping, skipped
-        if self._board is not None and save.id is not None:
-            self._board.fail(save.id, late=int(skipped))
-        if first:
+            self.stats.skipped += is_skipped
+            self.stats.failed += not is_skipped
+            is_first, self._is_skipping = is_skipped and not self._is_skipping, is_skipped
+        if (board := self._board) is not None and save.id is not None:
+            board.fail(save.id, late=int(is_skipped))
+        if is_first:
             _log.warning("%s; until one is not skipped, nothing more is said", error)
-        if skipped:
-            self._emit(events.SaveSkipped, step)
+        if is_skipped:
+            self._emit(events.SaveSkipped, save.step)
         else:
-            self._emit(events.SaveFailed, step, error=str(error))
+            self._emit(events.SaveFailed, save.step, error=str(error))
         self._free(save)
+
+    def _give_up(self, save: Save, error: BaseException) -> None:
+        """Do as `fail`, also with a save that is committed and not verified."""
+        self.fail(save, error)
+        saves.fail(save.verified, error)
 
     def _free(self, save: Save) -> None:
         """Free the slot of a save that has failed, unless a thread is at work in it, which comes here afterwards."""
@@ -546,42 +522,28 @@ class Checkpointer:
         if old is not None:
             (self._pool.remove if exact else self._pool.free)(old)
             save.slot = None
-        if self._pid != os.getpid():
-            raise self._forked()
+        self._check_process()
         before = self._pool.saves
         while (slot := self._pool.take(size, partial(self._request, save), exact=exact)) is None:
-            if (shortage := self._pool.shortage(size, self._retained())) is not None:
+            if (shortage := self._pool.shortage(size, self._asked_board.retained)) is not None:
                 raise shortage
             if save.committed.done():
                 raise save.committed.exception() or SaveError("the save has ended")
-            step = None if save.id is None else save.id.step
             text = "no slot is free: earlier saves are still being copied, or their versions read"
             hint = "save less often, or raise the limit of memory, so that there is room for two more slots"
             if not save.terms.explicit or self._executor.is_current:  # nothing becomes free while that one waits
-                raise SkippedError(f"the save is skipped: {text}", step=step, rank=self.ranks.rank, hint=hint)
+                raise SkippedError(f"the save is skipped: {text}", step=save.step, rank=self.ranks.rank, hint=hint)
             if not save.terms.left_s:
-                raise DeadlineError(text, step=step, rank=self.ranks.rank, hint=hint)
+                raise DeadlineError(text, step=save.step, rank=self.ranks.rank, hint=hint)
             with self._changed:
                 self._changed.wait(min(_POLL_S, save.terms.left_s))
         save.slot = slot
-        if (board := self._board) is not None:
-            for lost in before - self._pool.saves:  # no round can be about these any more
-                board.fail(lost)
+        for lost in before - self._pool.saves:  # no round can be about these any more
+            self._asked_board.fail(lost)
         return slot
 
     def _request(self, save: Save) -> SlotRequest:
-        board = self._board
-        if board is None:
-            raise self._unasked()
-        if save.id is not None:
-            return board.request(save.id)
-        request = board.request(SaveId(self._run, _UNNAMED))
-        # As long as the round's save has not come, this one may be it.
-        return replace(request, save=None, of_round=request.spare > 0 or save.terms.explicit, spare=0)
-
-    def _retained(self) -> frozenset[SaveId]:
-        board = self._board
-        return frozenset() if board is None else _retained_by(board, self._run)
+        return self._asked_board.request(save.id, explicit=save.terms.explicit)
 
     # ---- the committing thread -------------------------------------------------------------------------------
 
@@ -637,23 +599,21 @@ class Checkpointer:
         with self._lock:
             late = [save for save in self._saves if not save.terms.left_s]
         for save in late:
-            step = None if save.id is None else save.id.step
             text = "was not verified" if save.committed.done() else "was not committed"
             seconds = save.terms.until - save.terms.began
-            error = DeadlineError(f"the save {text} within {seconds:.0f} s", step=step, rank=self.ranks.rank)
-            self.fail(save, error)
-            saves.fail(save.verified, error)
-        board = self._board
-        if self._wanted is None or board is None:
+            text = f"the save {text} within {seconds:.0f} s"
+            self._give_up(save, DeadlineError(text, step=save.step, rank=self.ranks.rank))
+        if self._wanted is None or (board := self._board) is None:
             return False
-        more = self._pool.prepare(self._wanted, board.request(SaveId(self._run, _UNNAMED)))
-        self._wanted = self._wanted if more else None
-        return more
+        if self._pool.prepare(self._wanted, board.request(None)):
+            return True
+        self._wanted = None
+        return False
 
     # ---- the board's thread ----------------------------------------------------------------------------------
 
-    def _look(self, store: SignedStore | None, newest: SaveId) -> None:
-        if store is not None:
+    def _look(self, has_store: bool) -> None:
+        if has_store:
             self.replicas.answer()
         if self._persister is not None:
             self._persister.look()
@@ -663,20 +623,16 @@ class Checkpointer:
             return
         began = time.monotonic()
         try:
-            self._copies.push(save, verdict, self._pool)
+            size = self._copies.push(save, verdict, self._pool)
         except FlashpointError as error:
             if self.stats.copy_error is None:  # once, until copies are made again
                 _log.error("replication fails, older versions stay: %s", error)
             self.stats.copy_error = str(error)
             self._emit(events.ReplicationFailed, save.step, error=str(error))
             raise
-        seconds = time.monotonic() - began
-        size = self.container.read_manifest(save, self.ranks.rank).objects[0].size
-        self.stats.copied_bytes += size
-        self.stats.copied_s += seconds
         if self.stats.copy_error is not None:
             _log.warning("replication works again from step %d on", save.step)
-        self.stats.copy_error = None
+        self.stats.copy_error, seconds = None, time.monotonic() - began
         self._emit(events.PartReplicated, save.step, bytes=size, holders=self.holders, seconds=seconds)
 
     def _heard(self, verdict: Verdict) -> None:
@@ -698,9 +654,7 @@ class Checkpointer:
         step, fate = save.id.step, verdict.fate(save.id, explicit=save.terms.explicit)
         if fate is Fate.VERIFIED:
             if saves.end(save.verified, None):
-                with self._lock:
-                    self.stats.verified += 1
-                    self.stats.last_verified = step
+                self.stats.last_verified = step
                 self._emit(events.VersionVerified, step, seconds=time.monotonic() - save.terms.began)
         elif fate is Fate.SUPERSEDED:
             why = "the ranks go on with a later one"
@@ -735,10 +689,9 @@ class Checkpointer:
         give_up = time.monotonic() + deadline_s
         done = self._wait(deadline_s)
         with self._changed:
-            copied = self._changed.wait_for(
+            return done & self._changed.wait_for(
                 lambda: self._board is None or self._board.verdict.recovered is None, max(give_up - time.monotonic(), 0)
             )
-        return done and copied
 
     # ---- loading -------------------------------------------------------------------------------------------
 
@@ -748,11 +701,8 @@ class Checkpointer:
         return self._recovery.report
 
     def newest(self) -> CheckpointContainerId | None:
-        """Find the newest version that every rank can load, and bring here what this node lacks of it, checked.
-        Collective. Saves go on as before until `go_on_from`.
-
-        Returns:
-            The version; None if there never was one.
+        """Find the newest version that every rank can load, and bring here what this node lacks of it, checked. None if
+        there never was one. Collective. Saves go on as before until `go_on_from`.
 
         Raises:
             NothingLoadableError: there are versions, and none can be loaded. On all ranks.
@@ -771,7 +721,8 @@ class Checkpointer:
 
     def _find(self, wanted: int | None) -> CheckpointContainerId | None:
         self.check_usable()
-        self._found = self._recovery.find(wanted, excluded=self._excluded, retained=self._retained())
+        retained = frozenset() if self._board is None else self._board.retained
+        self._found = self._recovery.find(wanted, excluded=self._excluded, retained=retained)
         return None if self._found is None else self.id(self._found.save.step)
 
     def go_on_from(self, version: CheckpointContainerId | None) -> None:
@@ -785,18 +736,16 @@ class Checkpointer:
         chosen = None if version is None else self._found
         if version is not None and (chosen is None or self.id(chosen.save.step) != version):
             raise InvalidArgumentError("is not the version that was found last", argument="version", value=version)
-        has_asked = self._run > 0 or self._is_between_runs
         self._end_run(seal_deadline_s())
         try:
             self._begin_run(chosen)
         except BaseException:
             self._end_run(0.0)
-            self._is_between_runs = has_asked
             raise
 
     def _begin_run(self, chosen: Found | None) -> None:
         persist = self.config.persist
-        self._copies.end()
+        self._held_copies.end()
         run, verdict = self._recovery.record(chosen)
         self._run = run
         self._pool.remove_left(verdict.retained, () if verdict.recovered is None else (verdict.recovered,))
@@ -816,23 +765,22 @@ class Checkpointer:
         if self._persister is not None:
             self._persister.heard(verdict)
         # Before a board pushes what was recovered.
-        self._copies.serve(run, board.hear, partial(_retained_by, board, run))
+        self._held_copies.serve(run, board.hear, lambda: board.retained)
         self.ranks.together(board.start, SaveError("another rank cannot begin the run; its log says why"))
+        self._has_begun = True
 
-    def _end_run(self, deadline_s: float, last: Callable[[], None] | None = None) -> None:
+    def _end_run(self, deadline_s: float, last: Callable[[], None] = lambda: None) -> None:
         """End the board, after a last call on its thread. Saves that are not verified yet never will be."""
         give_up = time.monotonic() + deadline_s
         self._executor.drain(deadline_s)
-        self._is_between_runs = False
         board, self._board, self._run = self._board, None, 0
         if board is not None:
             board.close(max(give_up - time.monotonic(), 0.0), last)
         with self._lock:
-            mine = [(save, save.id.step) for save in self._saves if save.id is not None]  # others get the new run's
-        for save, step in mine:
-            error = SupersededError("the save was not verified before its run ended", step=step, rank=self.ranks.rank)
-            self.fail(save, error)
-            saves.fail(save.verified, error)
+            mine = [save for save in self._saves if save.id is not None]  # others get the new run's
+        for save in mine:
+            text = "the save was not verified before its run ended"
+            self._give_up(save, SupersededError(text, step=save.step, rank=self.ranks.rank))
 
     def latest(self) -> CheckpointContainerId | None:
         """Find and bring the newest version (`newest`) and go on from it (`go_on_from`). Collective."""
@@ -863,18 +811,14 @@ class Checkpointer:
         return self._recovery.versions()
 
     def open_version(self, version: CheckpointContainerId | str | os.PathLike[str]) -> VersionReader:
-        """Return a reader of a version: the one that was found last, or another one that is in memory here or at the
-        holders of this job's ranks."""
+        """Return a reader of the version that was found last, or of one in memory here or at this job's holders."""
         return self._recovery.reader(version)
 
     def check_room(self, expected_bytes: int) -> None:
-        """Check that every node has room for the versions that its ranks keep. Collective.
+        """Raise a `CapacityError`, on all ranks, if a node lacks room for the versions that its ranks keep. Collective.
 
         Args:
             expected_bytes: bytes that this rank saves.
-
-        Raises:
-            CapacityError: a node has not. On all ranks.
         """
         self._recovery.check_room(expected_bytes)
 
@@ -887,9 +831,9 @@ class Checkpointer:
 
     @property
     def is_between_runs(self) -> bool:
-        """True while a run of this process has ended and the next one could not begin, on all ranks: a filesystem was
-        full, perhaps. Nothing is saved until `latest` works again."""
-        return self._is_between_runs
+        """True while a run of this process has ended and the next one could not begin, on all ranks. Nothing is saved
+        until `latest` works again."""
+        return self._has_begun and not self._run
 
     @property
     def board_error(self) -> str | None:
@@ -906,25 +850,16 @@ class Checkpointer:
         Raises:
             UnaskedVersionsError: there are.
         """
-        if not self._run and not self._is_between_runs:
-            raise self._unasked(call, hint)
-
-    def _unasked(self, call: str = "latest()", hint: str | None = None) -> UnaskedVersionsError:
+        if self._run or self._has_begun:
+            return
         # What to do is in the message: of what DCP passes on, users see no hints.
-        return UnaskedVersionsError(
+        raise UnaskedVersionsError(
             "there are checkpoints of an earlier run here that nobody has asked about, and saving would overwrite them:"
             f" call {call} before the first save, to go on from them or to give them up, or use another folder",
             rank=self.ranks.rank,
             node=self.ranks.node,
             path=self.base,
             hint=hint,
-        )
-
-    def _forked(self) -> JobInUseError:
-        return JobInUseError(
-            f"this belongs to process {self._pid}, which process {os.getpid()} was forked from",
-            rank=self.ranks.rank,
-            hint="save, load and wait in the process that it was constructed in",
         )
 
     @property
@@ -934,10 +869,17 @@ class Checkpointer:
 
     def check_usable(self) -> None:
         """Raise a `JobInUseError` in a forked child, a `SaveError` if this is closed."""
-        if os.getpid() != self._pid:
-            raise self._forked()
+        self._check_process()
         if self._closed:
             raise SaveError("the checkpointer is closed", rank=self.ranks.rank, path=self.base)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise JobInUseError(
+                f"this belongs to process {self._pid}, which process {os.getpid()} was forked from",
+                rank=self.ranks.rank,
+                hint="save, load and wait in the process that it was constructed in",
+            )
 
     @property
     def status(self) -> Status:
@@ -1022,11 +964,6 @@ class Checkpointer:
     ) -> None:
         # After an error the peers may be dead. They are not waited for as long.
         self.close(None if error is None else exit_deadline_s())
-
-
-def _retained_by(board: Board, run: int) -> frozenset[SaveId]:
-    """Return what a rank retains by its newest verdict, and for the round; also once the board is closed."""
-    return frozenset(board.request(SaveId(run, _UNNAMED)).retained)
 
 
 def _place_of(base: Path) -> str:

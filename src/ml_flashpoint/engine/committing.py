@@ -64,7 +64,7 @@ class Staged:
     Attributes:
         slot: the slot. begin, end: before is room for the header, and behind for what is added later.
         views: the copies, in the caller's order.
-        late: what CUDA devices still copy; None if nothing is.
+        late: the part that CUDA devices still copy; None if there is none.
     """
 
     slot: Slot
@@ -76,23 +76,17 @@ class Staged:
     _digester: BlockDigester | None = None
 
     @property
-    def _blocks(self) -> range:
-        """The blocks that lie wholly within."""
-        first = block_count(self.begin, self.block_size)
-        return range(first, max(first, self.end // self.block_size))
+    def digests_begin(self) -> int:
+        """Offset of the first block that lies wholly within, and is digested."""
+        return block_count(self.begin, self.block_size) * self.block_size
 
     def digester(self) -> BlockDigester:
-        """Return what digests the blocks; the first of them begins at `digests_begin`."""
+        """Return what digests the blocks that lie wholly within."""
         if self._digester is None:
-            begin, end = self.digests_begin, self._blocks.stop * self.block_size
-            buffer = self.slot.buffer[begin:end]
-            self._digester = BlockDigester(buffer, end - begin, block_size=self.block_size)
+            begin = self.digests_begin
+            end = max(begin, self.end // self.block_size * self.block_size)
+            self._digester = BlockDigester(self.slot.buffer[begin:end], end - begin, block_size=self.block_size)
         return self._digester
-
-    @property
-    def digests_begin(self) -> int:
-        """Offset of the first block that is digested."""
-        return self._blocks.start * self.block_size
 
     def wait(self, deadline_s: float) -> None:
         """Wait until all is copied, and begin to digest. Nothing happens where all is.
@@ -107,13 +101,11 @@ class Staged:
 
     def digests(self, size: int) -> tuple[str, ...]:
         """Return the digests of all blocks of an object of ``size`` bytes, whose header and rest are written now."""
-        known = self.digester().finish()
+        first, known = self.digests_begin // self.block_size, self.digester().finish()
         self._digester = None
         # What was staged and is not named may reach beyond the object, whose last block then ends earlier.
-        known = known[: max(0, size // self.block_size - self._blocks.start)]
-        begin, end = (
-            min(block * self.block_size, size) for block in (self._blocks.start, self._blocks.start + len(known))
-        )
+        known = known[: max(0, size // self.block_size - first)]
+        begin, end = (min(block * self.block_size, size) for block in (first, first + len(known)))
         around = []
         for part in (self.slot.buffer[:begin], self.slot.buffer[end:size]):
             with BlockDigester(part, part.nbytes, block_size=self.block_size) as digester:
@@ -136,18 +128,12 @@ class Filled:
     staged: Staged
     layout: Layout
     byte_items: list[BytesItem]
-    metadata: Mapping[str, str] | None
 
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    """A layout, and the tensors that it was made for.
-
-    Attributes:
-        kind: see `PartWriter.stage`.
-        signature: names, dtypes and shapes of the tensors, keys of the byte items, aliases.
-        to_file, to_caller: bring the caller's tensors in the order of the entries, and views of entries back.
-    """
+    """A layout, and the tensors that it was made for: their names, dtypes, shapes and aliases, the keys of the byte
+    items, and what brings the caller's tensors in the order of the entries, and back. For ``kind`` see `stage`."""
 
     kind: object
     signature: tuple[object, ...]
@@ -259,7 +245,6 @@ class PartWriter:
         byte_items: Sequence[BytesItem] = (),
         *,
         staged: Staged | None = None,
-        metadata: Mapping[str, str] | None = None,
         deadline_s: float,
     ) -> Filled:
         """Bring items into one object.
@@ -269,19 +254,12 @@ class PartWriter:
             tensors: plain strided tensors on any device, with names that differ.
             byte_items: keys and contents.
             staged: tensors that lie in it are taken as they are, others are copied in behind them.
-            metadata: goes into the header.
             deadline_s: seconds at most to wait for a late copy, where what was staged must be copied once more.
         """
-        filled = None if staged is None else self._name(staged, tensors, byte_items, metadata)
-        return filled or self._place(take, tensors, byte_items, metadata, staged, deadline_s)
+        filled = None if staged is None else self._name(staged, tensors, byte_items)
+        return filled or self._place(take, tensors, byte_items, staged, deadline_s)
 
-    def _name(
-        self,
-        staged: Staged,
-        tensors: Sequence[TensorItem],
-        byte_items: Sequence[BytesItem],
-        metadata: Mapping[str, str] | None,
-    ) -> Filled | None:
+    def _name(self, staged: Staged, tensors: Sequence[TensorItem], byte_items: Sequence[BytesItem]) -> Filled | None:
         """Name what was staged; None if an object cannot hold it as it lies: views overlap, or there is no room."""
         slot, begin, end = staged.slot, staged.begin, staged.end
         values = list(map(_second, tensors))
@@ -302,14 +280,13 @@ class PartWriter:
         if named.appended:
             targets = [_view(slot, layout.by_key[names[n]]) for n in named.appended]
             copy_all(targets, [values[n] for n in named.appended])
-        return Filled(staged, layout, list(byte_items), metadata)
+        return Filled(staged, layout, list(byte_items))
 
     def _place(
         self,
         take: Take,
         tensors: Sequence[TensorItem],
         byte_items: Sequence[BytesItem],
-        metadata: Mapping[str, str] | None,
         old: Staged | None,
         deadline_s: float,
     ) -> Filled:
@@ -340,23 +317,15 @@ class PartWriter:
         except BaseException:
             staged.discard()
             raise
-        return Filled(staged, layout, list(byte_items), metadata)
+        return Filled(staged, layout, list(byte_items))
 
     # ---- sealing -------------------------------------------------------------------------------------------
 
     def seal(
         self, take: Take, filled: Filled, extra: Sequence[BytesItem], name: str, *, deadline_s: float
     ) -> tuple[Slot, ObjectRecord]:
-        """Add further byte items, write the header and complete the digests.
-
-        Args:
-            take: gives another slot if these items do not fit.
-            filled: the object. extra: the items. name: of the object.
-            deadline_s: as for `fill`.
-
-        Returns:
-            The slot that the object lies in, and its entry for the manifest.
-        """
+        """Add further byte items, write the header and complete the digests of an object. Return its slot, which is
+        another one if these items did not fit, and its entry for the manifest. For ``deadline_s`` see `fill`."""
         size = filled.layout.size
         header = self._header(filled, extra)
         if header is None:
@@ -364,12 +333,10 @@ class PartWriter:
             lying = [(entry.key, _view(slot, entry)) for entry in layout.tensors]
             lying += [(alias, _view(slot, layout.by_key[kept])) for alias, kept in layout.aliases.items()]
             items = [*filled.byte_items, *extra]
-            filled = self._place(take, lying, items, filled.metadata, filled.staged, deadline_s)
+            filled = self._place(take, lying, items, filled.staged, deadline_s)
             header = self._header(filled, ())
             if header is None:
-                raise CapacityError(
-                    "the header of the object has no room for its metadata", path=filled.staged.slot.path
-                )
+                raise CapacityError("the header of the object has no room for its items", path=slot.path)
         layout, slot, staged = filled.layout, filled.staged.slot, filled.staged
         for entry, (_, data) in zip(layout.byte_items, filled.byte_items, strict=True):
             slot.buffer[entry.begin : entry.end] = data
@@ -387,7 +354,7 @@ class PartWriter:
         if layout.size > size:
             return None
         try:
-            header = encode_header(layout, size, filled.metadata)
+            header = encode_header(layout, size)
         except CapacityError:
             return None
         filled.layout, filled.byte_items = layout, items

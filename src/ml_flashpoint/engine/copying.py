@@ -12,7 +12,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from itertools import chain
+from typing import TypeVar
 
 from ml_flashpoint.engine.rounds import Verdict
 from ml_flashpoint.format.errors import (
@@ -52,16 +53,14 @@ _T = TypeVar("_T")
 
 
 class Copies:
-    """Copies of this rank's parts at its holders, and of other ranks' parts here. Collective to construct. Thread-safe.
+    """The copies that other nodes hold, and the parts that they can give. Collective to construct. Thread-safe.
 
-    Serves reads of all parts of this node from construction on, and takes copies in from `serve` on. A job on a single
-    node serves nothing.
+    Serves what ``held`` has from construction on. A job on a single node serves nothing.
 
     Args:
         ranks: ranks of the job.
         strategy: who holds copies of whose parts.
-        container: base container of this node.
-        held: pools for the copies that this rank holds, by the rank whose parts they are.
+        held: the parts of this node.
         host: address that peers reach this process at; by default `reachable_host`.
 
     Attributes:
@@ -72,86 +71,43 @@ class Copies:
         ReplicationError: a rank cannot serve its peers. On all ranks.
     """
 
-    addresses: tuple[Address | None, ...]
-
     def __init__(
-        self,
-        ranks: RankGroup,
-        strategy: ReplicationStrategy,
-        container: BaseContainer,
-        held: Mapping[int, Pool],
-        *,
-        host: str | None = None,
+        self, ranks: RankGroup, strategy: ReplicationStrategy, held: HeldCopies, *, host: str | None = None
     ) -> None:
         ranks.check_nodes(boot_id(), "a machine")
-        self._ranks = ranks
-        self._container = container
-        self._held = _HeldCopies(container, held)
-        self._service: TransferService | None = None
-        self._holders: dict[int, PeerConnection] = {}
-        trouble: FlashpointError | None = None
-        if len(ranks.topology.node_order) > 1:
-            try:
-                self._service = TransferService(
-                    ranks.secret, self._held, host=host or reachable_host(), deadline_s=transfer_deadline_s()
-                )
-            except FlashpointError as error:
-                trouble = error
-            except OSError as error:
-                trouble = ReplicationError(f"peers cannot reach this host: {error}", rank=ranks.rank)
-        try:
-            self.addresses = self._gather(trouble)
-        except BaseException:
-            self.close()
-            raise
-        for rank in strategy.copies_of(ranks.rank, ranks.topology):
-            self._holders[rank] = self._connection(rank)
+        self._ranks, self._held = ranks, held
 
-    def _gather(self, trouble: FlashpointError | None) -> tuple[Address | None, ...]:
-        """Return the addresses of all ranks; raise on all of them if one has trouble, so that no other one hangs."""
-        address = None if self._service is None else self._service.address
-        mine = [address, trouble is None]
-        gathered = [json.loads(blob) for blob in self._ranks.gather(json.dumps(mine).encode())]
-        for rank, (_, can_serve) in enumerate(gathered):
-            if not can_serve:
-                text = f"rank {rank} cannot serve its peers; the error on that rank says why"
-                raise trouble or ReplicationError(text, rank=self._ranks.rank)
-        return tuple(None if address is None else (str(address[0]), int(address[1])) for address, _ in gathered)
+        def start() -> TransferService | None:
+            if len(ranks.topology.node_order) == 1:
+                return None
+            try:
+                address = host or reachable_host()
+                return TransferService(ranks.secret, held, host=address, deadline_s=transfer_deadline_s())
+            except OSError as error:
+                raise ReplicationError(f"peers cannot reach this host: {error}", rank=ranks.rank) from error
+
+        text = "another rank cannot serve its peers; its log says why"
+        self._service = ranks.together(start, ReplicationError(text, rank=ranks.rank))
+        mine = None if self._service is None else self._service.address
+        found = [json.loads(blob) for blob in ranks.gather(json.dumps(mine).encode())]
+        self.addresses: tuple[Address | None, ...] = tuple(
+            None if each is None else (each[0], each[1]) for each in found
+        )
+        self._holders = {rank: self._connection(rank) for rank in strategy.copies_of(ranks.rank, ranks.topology)}
 
     def address_of(self, rank: int) -> Address:
-        """Return the address of a rank's service.
-
-        Raises:
-            ReplicationError: the rank serves nothing: the job runs on a single node.
-        """
+        """Return the address of a rank's service. Raise a `ReplicationError` if the rank serves nothing."""
         address = self.addresses[rank]
         if address is None:
             raise ReplicationError("the rank serves nothing, because the job runs on a single node", rank=rank)
         return address
 
     def _connection(self, rank: int) -> PeerConnection:
-        node = self._ranks.topology.node_of(rank)
-        deadline_s = transfer_deadline_s()
+        node, deadline_s = self._ranks.topology.node_of(rank), transfer_deadline_s()
         return PeerConnection(self.address_of(rank), self._ranks.secret, node=node, deadline_s=deadline_s)
 
-    # ---- copies of this rank's parts ---------------------------------------------------------------------------
-
-    def serve(self, run: int, hear: Callable[[Verdict], None], retained: Callable[[], Collection[SaveId]]) -> None:
-        """Take in the copies that are pushed in a run, and push in this run.
-
-        Args:
-            run: number of the run.
-            hear: called with the verdict of each push.
-            retained: called after that; returns the saves whose copies are retained.
-        """
-        self._held.serve(run, hear, retained)
-
-    def end(self) -> None:
-        """Take in no more copies of the run: this rank retains by another run's verdicts soon."""
-        self._held.end()
-
-    def push(self, save: SaveId, verdict: Verdict, pool: Pool) -> None:
-        """Give all holders of this rank, at once, a copy of a committed part. Return when all have acknowledged.
+    def push(self, save: SaveId, verdict: Verdict, pool: Pool) -> int:
+        """Give all holders of this rank, at once, a copy of a committed part. Return its bytes when all have it.
 
         Args:
             save: of the part.
@@ -161,14 +117,11 @@ class Copies:
         Raises:
             FlashpointError: a holder has no copy. Others may.
         """
-        if not self._holders:
-            return
-        manifest = self._container.read_manifest(save, self._ranks.rank)
+        manifest = pool.container.read_manifest(save, self._ranks.rank)
         rider = {"run": self._held.run, "verdict": verdict.to_fields()}
         with pool.reading(save) as slot, slot.buffer[: manifest.objects[0].size] as view:
             push_to_all(list(self._holders), lambda rank: self._holders[rank].push(manifest, view, rider))
-
-    # ---- parts of other nodes ----------------------------------------------------------------------------------
+        return manifest.objects[0].size
 
     def fetch_part(
         self,
@@ -203,13 +156,8 @@ class Copies:
 
         def fetch() -> None:
             slot = _taken(pool, manifest, request)
-            try:
-                with slot.buffer[: record.size] as view, BlockChecker(record, view, str(part)) as blocks:
-                    self._ask(nodes, part, lambda peer: peer.fetch(part, blocks), until, failures)
-            except BaseException:
-                pool.free(slot)
-                raise
-            pool.commit(slot, manifest)
+            with _committing(pool, manifest, slot) as view, BlockChecker(record, view, str(part)) as blocks:
+                self._ask(nodes, part, lambda peer: peer.fetch(part, blocks), until, failures)
 
         retrying(fetch, until, f"fetching {part}", also=(CapacityError,))
         return manifest
@@ -223,15 +171,8 @@ class Copies:
         until: float | None = None,
         failures: Failures | None = None,
     ) -> Manifest:
-        """Return the manifest of a part from one of the nodes that have the part.
-
-        Args:
-            save, rank, nodes, until, failures: see `fetch_part`; by default until ``FLASHPOINT_RECOVERY_DEADLINE_S``
-                have passed.
-
-        Raises:
-            FlashpointError: no node gives the manifest.
-        """
+        """Return the manifest of a part. For arguments and errors see `fetch_part`; by default until
+        ``FLASHPOINT_RECOVERY_DEADLINE_S`` have passed."""
         part = PartName(save, rank)
         return self._ask(nodes, part, lambda peer: peer.read_manifest(part), until, failures)
 
@@ -263,10 +204,9 @@ class Copies:
     ) -> _T:
         """Return the first answer of a node. Nodes that cannot answer just now are asked again, after the others."""
         topology = self._ranks.topology
-        waiting = pauses(time.monotonic() + recovery_deadline_s() if until is None else until)
         left = [node for node in nodes if node != self._ranks.node and node in topology.node_order]
         last: dict[str, FlashpointError] = {}
-        while left:
+        for _ in chain((None,), pauses(time.monotonic() + recovery_deadline_s() if until is None else until)):
             for node in tuple(left):
                 of_node = topology.ranks_of(node)  # they share the load
                 try:
@@ -281,7 +221,7 @@ class Copies:
                     failures.append((node, error))
                 if not is_transient(error):
                     left.remove(node)
-            if left and next(waiting, _OVER) is _OVER:
+            if not left:
                 break
         # A node that could not answer may have the part: the others' answers are not the last word then.
         undecided = [error for error in last.values() if is_transient(error)]
@@ -296,45 +236,63 @@ class Copies:
             self._service.close()
 
 
-class _HeldCopies:
-    """The parts of this node, and room for the copies that this rank holds: see `TransferBackend`."""
+class HeldCopies:
+    """The parts of this node, which peers read (a `TransferBackend`), and the copies that this rank takes in from
+    `serve` on. Thread-safe.
+
+    Args:
+        container: base container of this node.
+        pools: pools for the copies that this rank holds, by the rank whose parts they are.
+
+    Attributes:
+        run: number of the run that is served; 0 before.
+    """
 
     def __init__(self, container: BaseContainer, pools: Mapping[int, Pool]) -> None:
-        self._container = container
-        self._pools = pools
+        self.run = 0
+        self._container, self._pools = container, pools
         self._changed = threading.Condition()
-        self._receiving: set[int] = set()  # ranks whose copies are being received
+        self._has_ended = False
         self._hear: Callable[[Verdict], None] = lambda verdict: None
         self._retained: Callable[[], Collection[SaveId]] = frozenset
         self._heard: dict[int, int] = {}  # rank -> number of the verdict of its newest push
-        self.run = self._ended = 0
+        self._receiving: set[int] = set()  # ranks whose copies are being received
 
     def serve(self, run: int, hear: Callable[[Verdict], None], retained: Callable[[], Collection[SaveId]]) -> None:
+        """Take in the copies that are pushed in a run.
+
+        Args:
+            run: number of the run.
+            hear: called with the verdict of each push.
+            retained: called after that; returns the saves whose copies are retained.
+        """
         with self._changed:
-            self.run, self._hear, self._retained = run, hear, retained
+            self.run, self._hear, self._retained, self._has_ended = run, hear, retained, False
             self._heard.clear()
             self._changed.notify_all()
 
     def end(self) -> None:
+        """Take in no more copies of the run: this rank retains by another run's verdicts soon."""
         with self._changed:
-            self._ended = self.run
+            self._has_ended = True
 
     @contextlib.contextmanager
     def open_part(self, part: PartName) -> Iterator[memoryview]:
+        """See `TransferBackend`."""
         with self._container.open_part(*part) as opened:
             yield opened.buffer
 
     def read_manifest(self, part: PartName) -> bytes:
+        """See `TransferBackend`."""
         return encode(self._container.read_manifest(*part))
 
     @contextlib.contextmanager
     def receive(self, manifest: Manifest, rider: Fields) -> Iterator[memoryview | None]:
-        self._check_run(integer(rider, "run", 1))
+        """See `TransferBackend`."""
         verdict = Verdict.from_fields(rider.get("verdict"))
-        self._hear(verdict)
-        save, pool = self._checked(manifest)
-        with self._only_one_of(manifest.rank):
-            self._check_order(manifest.rank, verdict.number)
+        with self._in_turn(manifest.rank, integer(rider, "run", 1), verdict.number):
+            self._hear(verdict)
+            save, pool = self._checked(manifest)
             if self._is_held(pool, save, manifest):
                 yield None
                 return
@@ -345,14 +303,34 @@ class _HeldCopies:
             until, what = time.monotonic() + ROOM_S, f"making room for a copy of {PartName.of(manifest)}"
             with self._lasting_shortages(pool, manifest):
                 slot = retrying(take, until, what, also=(CapacityError,))
-            try:
-                with slot.buffer[: manifest.objects[0].size] as view:
+                with _committing(pool, manifest, slot) as view:
                     yield view
-            except BaseException:
-                pool.free(slot)
-                raise
-            with self._lasting_shortages(pool, manifest):
-                pool.commit(slot, manifest)
+
+    @contextlib.contextmanager
+    def _in_turn(self, rank: int, run: int, number: int) -> Iterator[None]:
+        """Receive one push of a rank at a time: of this run, and of no earlier round.
+
+        What is left of a connection that the rank has given up could take the slot of a newer push, which is retained
+        only once this rank, too, has come to the round's save.
+        """
+        with self._changed:
+            # Ranks begin a run together, but not at one instant. A push whose connection broke ends soon.
+            self._changed.wait_for(lambda: run <= self.run and rank not in self._receiving, ROOM_S)
+            if run != self.run or self._has_ended:
+                text = f"the push is of run {run}, and this rank is in run {self.run}"
+                raise ReplicationError(f"{text}, which has ended on this rank" if self._has_ended else text)
+            if rank in self._receiving:
+                raise ReplicationError("another copy of this rank is still being received", rank=rank)
+            if number < (newest := self._heard.get(rank, 0)):
+                raise ReplicationError(f"the push is of round {number}, after one of round {newest}", rank=rank)
+            self._heard[rank] = number
+            self._receiving.add(rank)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._receiving.remove(rank)
+                self._changed.notify_all()
 
     @contextlib.contextmanager
     def _lasting_shortages(self, pool: Pool, manifest: Manifest) -> Iterator[None]:
@@ -363,22 +341,6 @@ class _HeldCopies:
         except CapacityError as error:
             lasting = pool.shortage(manifest.objects[0].file_size, self._retained())
             raise lasting or ReplicationError(f"no copy can be taken in just now: {error}") from error
-
-    def _check_run(self, run: int) -> None:
-        with self._changed:  # ranks begin a run together, but not at one instant
-            self._changed.wait_for(lambda: run <= self.run, ROOM_S)
-            if run != self.run:
-                raise ReplicationError(f"the push is of run {run}, and this rank is in run {self.run}")
-            if run == self._ended:
-                raise ReplicationError(f"the push is of run {run}, which has ended on this rank")
-
-    def _check_order(self, rank: int, number: int) -> None:
-        """Refuse what is left of a connection that the rank has given up: it could take the slot of a newer push, which
-        is retained only once this rank, too, has come to the round's save."""
-        with self._changed:
-            if number < (newest := self._heard.get(rank, 0)):
-                raise ReplicationError(f"the push is of round {number}, after one of round {newest}", rank=rank)
-            self._heard[rank] = number
 
     def _checked(self, manifest: Manifest) -> tuple[SaveId, Pool]:
         """Return the save of a part that is pushed, and the pool for it; refuse what cannot be right."""
@@ -398,20 +360,6 @@ class _HeldCopies:
                 hint="enlarge the tmpfs (mount -o remount,size=...), or let larger nodes hold copies of one another",
             )
         return save, pool
-
-    @contextlib.contextmanager
-    def _only_one_of(self, rank: int) -> Iterator[None]:
-        """Wait until no other copy of the rank is received: one whose connection broke ends soon."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: rank not in self._receiving, ROOM_S):
-                raise ReplicationError("another copy of this rank is still being received", rank=rank)
-            self._receiving.add(rank)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._receiving.remove(rank)
-                self._changed.notify_all()
 
     def _is_held(self, pool: Pool, save: SaveId, manifest: Manifest) -> bool:
         slot = pool.slot_of(save)
@@ -434,4 +382,13 @@ def _taken(pool: Pool, manifest: Manifest, request: SlotRequest) -> Slot:
     return slot
 
 
-_OVER: Any = object()
+@contextlib.contextmanager
+def _committing(pool: Pool, manifest: Manifest, slot: Slot) -> Iterator[memoryview]:
+    """Yield the bytes of a part's object in a slot, to be filled, and commit the part; if that fails, free the slot."""
+    try:
+        with slot.buffer[: manifest.objects[0].size] as view:
+            yield view
+    except BaseException:
+        pool.free(slot)
+        raise
+    pool.commit(slot, manifest)

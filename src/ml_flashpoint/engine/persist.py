@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final, TypeVar
 
 from ml_flashpoint import events
@@ -41,7 +42,7 @@ from ml_flashpoint.stores.version_store import check_blocks
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-_FIRST_POLL_S, _LAST_POLL_S, _IDLE_POLL_S = 0.05, 1.0, 30.0
+_FIRST_POLL_S, _LAST_POLL_S = 0.05, 1.0
 _SLICE_BYTES: Final = 4 << 20
 _ZEROS: Final = bytes(1 << 20)
 _MOST_OF_AN_ERROR: Final = 2000
@@ -54,7 +55,8 @@ class PersistHealth:
     """State of persisting on this rank.
 
     Attributes:
-        persisted: step of the newest version that is complete in the store, as this rank has heard; None for none.
+        persisted: step of the newest version that rank 0 has completed in the store; on other ranks, of the newest one
+            whose part this rank has written; None for none.
         error: reason why the latest version is not persisted, or no next one can be; None while nothing is amiss.
         lag: steps from there to the newest verified version; None if either is not known.
         failures: versions whose part could not be written here, or that could not be completed here.
@@ -110,21 +112,16 @@ class Persister:
         self.options = options
         self._ranks, self._rank, self._world_size = ranks, ranks.rank, ranks.world_size
         self._pool, self._base, self._process = pool, base, os.getpid()
-        self._news = _News(connect, ranks.rank, ranks.world_size)
+        self._failed_parts = _FailedParts(connect, ranks.rank, ranks.world_size)
         self._open_store, self._period_s = open_store, period_s
-        self._opened: DurableVersions | None = None
         self._ownership: Ownership | None = None
         self._changed = threading.Condition()
         self._next: _Task | None = None
         self._task: _Task | None = None
-        self._is_asked = False
-        """True once the store has said whether this process may persist there."""
-        self._hurrying = self._closing = False
+        self._is_refused = self._hurrying = self._closing = False
         self._newest: SaveId | None = None
         self._due: SaveId | None = None
-        self._written: SaveId | None = None
-        self._completed: SaveId | None = None
-        self._gone: SaveId | None = None
+        self._done: SaveId | None = None
         self._persisted: int | None = None
         self._error: str | None = None
         self._failures, self._tries_left = 0, _TRIES_AT_END
@@ -141,9 +138,8 @@ class Persister:
         """Take note of a verdict; also of the first one of each run, which ends what the job has gone back from."""
         with self._changed:
             self._newest = verdict.newest if verdict.total else None
-            is_due = verdict.persist is not None and verdict.persist != self._due
-            self._due = verdict.persist
-        if is_due and verdict.persist is not None:
+            due, self._due = self._due, verdict.persist
+        if verdict.persist is not None and verdict.persist != due:
             self._give(verdict.persist)
         if self._hurrying:
             self.hurry()
@@ -163,9 +159,7 @@ class Persister:
     def is_busy(self) -> bool:
         """True while no other version should become due: asked on rank 0."""
         with self._changed:
-            # A store that is slow to open has its first version, too: there may be no other one for long.
-            ready = self.owns_store or not self._is_asked
-            return not ready or self._next is not None or self._task is not None
+            return self._is_refused or self._next is not None or self._task is not None
 
     def _give(self, save: SaveId) -> None:
         """Have the thread write a part next, in place of the present one."""
@@ -185,82 +179,67 @@ class Persister:
     # ---- the thread -----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        poll_s: float | None = 0.0
+        pause_s: float | None = 0.0
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._next is not None or self._closing, poll_s)
+                self._changed.wait_for(lambda: self._next is not None or self._closing, pause_s)
                 task, self._next = self._next, None
                 self._task, self._progress = task, time.monotonic()
-                if self._closing:
-                    break
-            try:
-                self._own()
-                if task is not None:
-                    self._persist(task)
-            except _SupersededError:
-                _log.debug("%s is not persisted: a newer version is, or none any more", task and task.save)
-            except Exception as error:  # whatever a filesystem's client raises
-                self._fail(None if task is None else task.save, error)
-                may_be_dead = self._ownership is not None and self._ownership.owner_may_be_dead
-                self._tries_left -= 0.1 if isinstance(error, JobInUseError) and may_be_dead else 1
-            finally:
-                self._is_asked = True
-                self._end(task)
-            poll_s = self._after(task, poll_s)
+                newest = self._newest if task is None and not self._has_ended(self._newest) else None
+            if self._closing:
+                break
+            if newest is not None:  # there is no next version with which to try again what failed
+                self._give(newest)
+            else:
+                self._try(task)
+            if not self.owns_store:
+                pause_s = min(self._period_s / 4, _LAST_POLL_S)
+            else:
+                pause_s = None if self._has_ended(self._newest) else _LAST_POLL_S
         self._end(task)
         if self._ownership is not None:
             with contextlib.suppress(Exception):
                 self._ownership.release()
 
+    def _try(self, task: _Task | None) -> None:
+        try:
+            self._own()
+            if task is not None:
+                self._persist(task)
+        except _SupersededError:
+            _log.debug("%s is not persisted: a newer version is, or none any more", task and task.save)
+        except Exception as error:  # whatever a filesystem's client raises
+            self._fail(None if task is None else task.save, error)
+            may_be_dead = self._ownership is not None and self._ownership.owner_may_be_dead
+            self._tries_left -= 0.1 if isinstance(error, JobInUseError) and may_be_dead else 1
+        finally:
+            self._end(task)
+
     def _end(self, task: _Task | None) -> None:
         if task is not None:
             task.hold.close()
         with self._changed:
-            self._task = None
+            self._task, self._is_refused = None, not self.owns_store
             self._changed.notify_all()
-
-    def _after(self, task: _Task | None, waited_s: float | None) -> float | None:
-        """Return the seconds after which the thread looks again, also if nothing is to be persisted by then."""
-        with self._changed:
-            newest = self._newest
-            tries_again = self._hurrying and newest is not None and not self._has_ended(newest)
-            if tries_again:  # there is no next version with which to try again what failed
-                self._changed.wait_for(lambda: self._next is not None or self._closing, _LAST_POLL_S)
-                tries_again = self._next is None and not self._closing
-        if tries_again and newest is not None:
-            self._give(newest)
-        if not self.owns_store:
-            return min(self._period_s / 4, _LAST_POLL_S)
-        if self._rank == 0 or self._written is None:
-            return None
-        step = self._news.persisted()
-        with self._changed:
-            self._persisted = self._persisted if step is None else step
-            is_there = self._persisted is not None and self._persisted >= self._written.step
-        if is_there:
-            return None
-        return _FIRST_POLL_S if task is not None else min(2 * (waited_s or _FIRST_POLL_S), _IDLE_POLL_S)
 
     @property
     def owns_store(self) -> bool:
         """True once this process may persist there: on rank 0, no other job does."""
         return self._rank != 0 or (self._ownership is not None and self._ownership.taken)
 
+    @cached_property
     def _store(self) -> DurableVersions:
-        if self._opened is None:
-            self._opened = self._open_store(self.options.url)
-        return self._opened
+        return self._open_store(self.options.url)
 
     def _own(self) -> None:
         """Be the process that completes versions at this URL, and look which there are."""
         if self.owns_store:
             return
-        store = self._store()
         if self._ownership is None:
-            self._ownership = Ownership(store.files, period_s=self._period_s)
+            self._ownership = Ownership(self._store.files, period_s=self._period_s)
         self._ownership.take()
         try:
-            newest = next((version for version in store.versions() if version.counts), None)
+            newest = next((version for version in self._store.versions() if version.counts), None)
         except BaseException:
             self._ownership.release()
             self._ownership = None
@@ -269,27 +248,28 @@ class Persister:
             self._persisted = None if newest is None else newest.step
             if self._task is None:
                 self._error = None
-        if newest is not None:
-            self._news.publish_persisted(newest.step)
 
     def _persist(self, task: _Task) -> None:
-        store, save, slot = self._store(), task.save, task.slot
+        save, slot = task.save, task.slot
         if slot is None:
-            self._gone = save
             raise PrunedError("the part has no slot any more", step=save.step, rank=self._rank)
         manifest = self._pool.container.read_manifest(save, self._rank)
         if self._rank == 0:
-            self._remove(store, save)
+            self._remove_old(save)
         self._pace = began = time.monotonic()
-        store.write_part(manifest, lambda: self._content(task, slot, manifest.objects[0]))
+        self._store.write_part(manifest, lambda: self._content(task, slot, manifest.objects[0]))
         task.hold.close()
         seconds, size = time.monotonic() - began, manifest.total_size
         events.emit(events.PartPersisted, self._ranks, self._base, save.step, bytes=size, seconds=seconds)
-        with self._changed:
-            self._written = save
         if self._rank == 0:
-            self._collect(store, task)
-        self._worked(save)
+            self._complete(task)
+        with self._changed:
+            if self._error is not None:
+                _log.warning("persisting works again from step %d on", save.step)
+            self._persisted, self._done, self._task, self._error = save.step, save, None, None
+            self._changed.notify_all()
+        if self._rank == 0:
+            self._remove_old(save)
 
     def _content(self, task: _Task, slot: Slot, record: ObjectRecord) -> Iterator[memoryview]:
         """Yield the bytes of an object, compared with their digests, and zeros for the unused room in its file."""
@@ -320,16 +300,16 @@ class Persister:
         if task.superseded.is_set() or self._closing:
             raise _SupersededError("a newer version is persisted instead, or none any more")
 
-    def _collect(self, store: DurableVersions, task: _Task) -> None:
+    def _complete(self, task: _Task) -> None:
         """Complete a version on rank 0, once the parts of all ranks are there."""
-        save, give_up, poll_s = task.save, time.monotonic() + collective_deadline_s(), _FIRST_POLL_S
+        store, save = self._store, task.save
+        give_up, poll_s = time.monotonic() + collective_deadline_s(), _FIRST_POLL_S
         while len(there := store.ranks_there(save)) < self._world_size:
             if time.monotonic() > give_up:
                 missing = sorted(set(range(self._world_size)) - there)[:8]
                 raise DeadlineError(f"the parts of ranks {missing} were not written in time", step=save.step)
-            if not self._hurrying and (failed := self._news.failed(save)):
-                rank, why = failed
-                raise SaveError(f"rank {rank} could not write its part: {why}", step=save.step)
+            if not self._hurrying and (failed := self._failed_parts.find(save)):
+                raise SaveError("rank {} could not write its part: {}".format(*failed), step=save.step)
             self._go_on(task)
             task.superseded.wait(poll_s)
             poll_s = min(2 * poll_s, _LAST_POLL_S)
@@ -344,28 +324,14 @@ class Persister:
             )
         store.complete(save, self._world_size)
         events.emit(events.VersionPersisted, self._ranks, self._base, save.step, url=self.options.url)
-        with self._changed:
-            self._persisted, self._completed, self._task = save.step, save, None
-            self._changed.notify_all()
-        self._news.publish_persisted(save.step)
-        self._remove(store, save)
 
-    def _remove(self, store: DurableVersions, save: SaveId) -> None:
+    def _remove_old(self, save: SaveId) -> None:
         assert self._ownership is not None
         try:
             self._ownership.check()
-            store.keep_newest(self.options.keep, save)
+            self._store.keep_newest(self.options.keep, save)
         except FlashpointError as error:
             _log.warning("older versions are not removed yet: %s", error)
-
-    # ---- results --------------------------------------------------------------------------------------------
-
-    def _worked(self, save: SaveId) -> None:
-        with self._changed:
-            if self._error is not None:
-                _log.warning("persisting works again from step %d on", save.step)
-            self._error = None
-            self._changed.notify_all()
 
     def _fail(self, save: SaveId | None, error: Exception) -> None:
         text = text_of(error)
@@ -378,7 +344,7 @@ class Persister:
         what = "nothing can be persisted yet" if save is None else f"step {step} is not persisted"
         _log.log(logging.ERROR if loud else logging.DEBUG, "%s, training goes on: %s", what, text)
         if save is not None:
-            self._news.publish_failure(save, text)
+            self._failed_parts.publish(save, text)
 
     @property
     def health(self) -> PersistHealth:
@@ -394,12 +360,9 @@ class Persister:
 
     # ---- the end --------------------------------------------------------------------------------------------
 
-    def _is_done(self, save: SaveId) -> bool:
-        return save == (self._completed if self._rank == 0 else self._written)
-
-    def _has_ended(self, save: SaveId) -> bool:
-        has_given_up = self._hurrying and self._tries_left <= 0
-        return self._is_done(save) or self._closing or has_given_up or save == self._gone
+    def _has_ended(self, save: SaveId | None) -> bool:
+        """Return True if a version is not tried again at the end of the job; always before the end."""
+        return save is None or save == self._done or self._closing or not self._hurrying or self._tries_left <= 0
 
     def hurry(self) -> None:
         """Persist the newest verified version now, and each one that is verified yet, without the limit on bytes a
@@ -408,8 +371,8 @@ class Persister:
             newest, current = self._newest, self._next or self._task
             if not self._hurrying:
                 self._hurrying, self._tries_left = True, _TRIES_AT_END
-            is_known = current is not None and current.save == newest
-        if newest is not None and not is_known and not self._is_done(newest):
+            is_known = newest in (None, self._done) or (current is not None and current.save == newest)
+        if newest is not None and not is_known:
             self._give(newest)
 
     def finish(self, deadline_s: float) -> bool:
@@ -423,9 +386,8 @@ class Persister:
         self.hurry()
         with self._changed:
             newest = self._newest
-            if newest is not None:
-                self._changed.wait_for(lambda: self._has_ended(newest), deadline_s)
-            return newest is None or self._is_done(newest)
+            self._changed.wait_for(lambda: self._has_ended(newest), deadline_s)
+            return newest in (None, self._done)
 
     def close(self) -> None:
         """Stop at once: a version that is not complete stays incomplete. A thread that the durable store keeps is left
@@ -444,50 +406,40 @@ class Persister:
             self._thread.join(_LAST_POLL_S)
 
 
-class _News:
-    """What ranks tell each other about persisting, in the job's store. Without that store nobody hears anything."""
+class _FailedParts:
+    """The parts that ranks could not write, in the job's store. Without that store nobody hears of them."""
 
     def __init__(self, connect: Callable[[], SignedStore], rank: int, world_size: int) -> None:
-        self._connect, self._rank, self._world_size = connect, rank, world_size
+        self._connect, self._rank = connect, rank
+        self._keys = [f"failed/{each}" for each in range(world_size)]
         self._client: SignedStore | None = None
-        self._lock = threading.Lock()
 
     def _ask(self, call: Callable[[SignedStore], _T]) -> _T | None:
         """Return the result of a call of the job's store; None if the store fails."""
-        with self._lock:
-            try:
-                if self._client is None:
-                    self._client = self._connect()
-                    for rank in range(self._world_size if self._rank == 0 else 0):
-                        self._client.reserve(f"failed/{rank}")
-                return call(self._client)
-            except (RuntimeError, ValueError, TypeError) as error:
-                _log.debug("the job's store failed: %s", error)
-                self._client = None
-                return None
+        try:
+            if self._client is None:
+                self._client = self._connect()
+                for key in self._keys if self._rank == 0 else ():
+                    self._client.reserve(key)
+            return call(self._client)
+        except (RuntimeError, ValueError, TypeError) as error:
+            _log.debug("the job's store failed: %s", error)
+            self._client = None
+            return None
 
-    def publish_failure(self, save: SaveId, text: str) -> None:
+    def publish(self, save: SaveId, text: str) -> None:
         """Publish that this rank cannot write its part of a save."""
         content = json.dumps([*save, text[:_MOST_OF_AN_ERROR]])
-        self._ask(lambda store: store.set(f"failed/{self._rank}", content))
+        self._ask(lambda store: store.set(self._keys[self._rank], content))
 
-    def failed(self, save: SaveId) -> tuple[int, str] | None:
+    def find(self, save: SaveId) -> tuple[int, str] | None:
         """Return a rank that cannot write its part of a save, and the reason."""
 
         def look(store: SignedStore) -> tuple[int, str] | None:
-            for rank, blob in enumerate(store.multi_get([f"failed/{rank}" for rank in range(self._world_size)])):
-                if blob:
-                    run, step, text = json.loads(blob)
-                    if (run, step) == save:
-                        return rank, str(text)
+            for rank, blob in enumerate(store.multi_get(self._keys)):
+                run, step, text = json.loads(blob or b"[0, 0, 0]")
+                if (run, step) == save:
+                    return rank, str(text)
             return None
 
         return self._ask(look)
-
-    def publish_persisted(self, step: int) -> None:
-        """Publish the newest persisted step."""
-        self._ask(lambda store: store.set("persisted", str(step)))
-
-    def persisted(self) -> int | None:
-        """Return the newest persisted step that rank 0 has published; None if it has not."""
-        return self._ask(lambda store: int(store.get("persisted") or 0) if store.check(["persisted"]) else None)

@@ -8,7 +8,6 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -48,29 +47,6 @@ _T = TypeVar("_T")
 
 FetchBlocks = Callable[[int, memoryview], None]
 """``(first block, buffer)``: fill a buffer with whole, checked blocks of an object that is elsewhere."""
-
-
-@dataclass(frozen=True, slots=True)
-class RecoveryReport:
-    """What a recovery did on this rank; times in seconds.
-
-    Attributes:
-        version: the version recovered, None if there was none.
-        detect_s: reading and gathering inventories. plan_s: planning. fetch_s: fetching and checking.
-        fetched_bytes: bytes that this rank received from peers.
-        tries: plans made; more than one means that something was damaged.
-        world_size: number of ranks that saved the version, None if there was none.
-        tier: store that the version was found in.
-    """
-
-    version: str | None
-    detect_s: float
-    plan_s: float
-    fetch_s: float
-    fetched_bytes: int
-    tries: int
-    world_size: int | None = None
-    tier: Literal["memory", "persisted"] = "memory"
 
 
 class ObjectReader:

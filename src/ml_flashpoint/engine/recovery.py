@@ -2,9 +2,9 @@
 
 One loop over all stores in order of speed: own memory, peers, the durable store. The lowest rank of each node reads
 the node's manifests, rank 0 lists the durable store, and all ranks plan alike (`ranks.recovery`). Each rank fetches its
-own part if its node lacks the part, checks the part, and fetches the copies that it lacks of other ranks' parts. Then
-all vote. Damage found here is replaced from another holder. A version that some rank cannot have is given up by all,
-for the next older one. A copy that cannot be fetched is left to the first rounds of the run (`Verdict.recovered`).
+own part if its node lacks the part, and checks the part. Then all vote. Damage found here is replaced from another
+holder. A version that some rank cannot have is given up by all, for the next older one. Last, each rank fetches the
+copies that it lacks. A copy that cannot be fetched is left to the first rounds of the run (`Verdict.recovered`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from functools import cached_property, partial
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ml_flashpoint import events
-from ml_flashpoint.engine.copying import Copies
+from ml_flashpoint.engine.copying import Copies, Failures
 from ml_flashpoint.engine.inventory import NodeReport, gather_reports
-from ml_flashpoint.engine.reader import DurableParts, MemoryParts, RecoveryReport, VersionReader, waited_for
+from ml_flashpoint.engine.reader import DurableParts, MemoryParts, VersionReader, waited_for
 from ml_flashpoint.engine.rounds import Verdict
 from ml_flashpoint.engine.sidecars import carrier_of, sidecar_files
 from ml_flashpoint.engine.unloadable import why_nothing
@@ -58,7 +58,7 @@ from ml_flashpoint.ranks.recovery import (
 from ml_flashpoint.ranks.retention import Keep, kept
 from ml_flashpoint.ranks.strategies import ReplicationStrategy
 from ml_flashpoint.stores.bounded import in_background, result_of
-from ml_flashpoint.stores.durable import DurableVersions, from_fields, to_fields
+from ml_flashpoint.stores.durable import DurableVersions, save_of, version_of
 from ml_flashpoint.stores.location import open_durable
 from ml_flashpoint.stores.version_store import Version
 
@@ -66,6 +66,14 @@ _log = logging.getLogger(__name__)
 
 _BESIDE_MEMORY_S = 10.0
 """Seconds that the durable store is waited for where memory has a version: it mostly is the newest one."""
+
+Found: TypeAlias = CompleteVersion | Version
+"""A version that every rank can load: in memory, or in the durable store."""
+
+
+def tier_of(found: Found | None) -> Literal["memory", "persisted"]:
+    """Return the tier that a version was found in."""
+    return "persisted" if isinstance(found, Version) else "memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,27 +95,30 @@ class KeptVersion:
     save: SaveId
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A version that every rank can load.
+@dataclass(slots=True)
+class RecoveryReport:
+    """The work of one recovery on this rank; times in seconds.
 
     Attributes:
-        save: the save.
-        world_size: number of ranks that saved it.
-        tier: store that it is in.
-        holders: for each rank, the nodes that hold its part in memory.
-        stored: the version in the durable store.
+        version: the version recovered, None if there was none.
+        detect_s: reading and gathering inventories. plan_s: planning. fetch_s: fetching and checking.
+        fetched_bytes: bytes that this rank received from peers.
+        tries: plans made; more than one means that something was damaged.
+        world_size: number of ranks that saved the version, None if there was none.
+        tier: store that the version was found in.
     """
 
-    save: SaveId
-    world_size: int
-    tier: Literal["memory", "persisted"]
-    holders: tuple[tuple[str, ...], ...] = ()
-    stored: Version | None = None
+    version: str | None = None
+    detect_s: float = 0.0
+    plan_s: float = 0.0
+    fetch_s: float = 0.0
+    fetched_bytes: int = 0
+    tries: int = 0
+    world_size: int | None = None
+    tier: Literal["memory", "persisted"] = "memory"
 
 
-@dataclass(frozen=True, slots=True)
-class Listing:
+class Listing(NamedTuple):
     """The content of a durable store.
 
     Attributes:
@@ -134,32 +145,21 @@ class DurableTier:
 
     def __init__(self, url: str | None, ranks: RankGroup, open_store: Callable[[str], DurableVersions]) -> None:
         self.url, self._ranks, self._open_store = url, ranks, open_store
-        self._opened: DurableVersions | None = None
         self._look: Future[Listing] | None = None
-        self._listing: Listing | None = None if url is not None else Listing()
+        self._listing: Listing | None = None
         self._waited_s = 0.0
+        self.start()
 
-    @property
+    @cached_property
     def store(self) -> DurableVersions:
         """The store, which is opened when it is needed first."""
-        if self._opened is None:
-            assert self.url is not None
-            self._opened = self._open_store(self.url)
-        return self._opened
+        assert self.url is not None
+        return self._open_store(self.url)
 
-    def start(self, *, anew: bool = False) -> None:
-        """Begin to list the store, on rank 0, unless that was begun before.
-
-        Args:
-            anew: forget an earlier list.
-        """
-        if self.url is None:
-            return
-        if anew:
-            self._listing, self._waited_s = None, 0.0
-            if self._look is not None and self._look.done():
-                self._look = None
-        if self._look is None and self._ranks.rank == 0:
+    def start(self) -> None:
+        """Begin to list the store anew, on rank 0, unless it has not answered yet."""
+        self._listing, self._waited_s = None if self.url else Listing(), 0.0
+        if self.url and self._ranks.rank == 0 and (self._look is None or self._look.done()):
             self._look = in_background(self._read)
 
     def _read(self) -> Listing:
@@ -169,27 +169,24 @@ class DurableTier:
         run = max((each.save.run for each in found), default=0)
         return Listing(tuple(each for each in found if each.counts), problems, run=run)
 
-    def list(self, most_s: float | None = None) -> Listing:
+    def list(self, most_s: float = math.inf) -> Listing:
         """Return the content of the store. Collective. A store that did not answer is not waited for as long again.
 
         Args:
             most_s: seconds to wait for the store, if ``FLASHPOINT_RECOVERY_DEADLINE_S`` is not shorter.
         """
-        deadline_s = min(recovery_deadline_s(), math.inf if most_s is None else most_s)
+        deadline_s = min(recovery_deadline_s(), most_s)
         if self._listing is not None and (not self._listing.unknown or deadline_s <= self._waited_s):
             return self._listing
         self._waited_s, blob = deadline_s, b""
-        if self._ranks.rank == 0:
+        if self._look is not None:
             try:
-                self.start()
-                assert self._look is not None
                 listing = result_of(self._look, deadline_s)
             except Exception as error:  # the other ranks wait
                 listing = Listing(unknown=f"what is persisted at {self.url} cannot be known: {text_of(error)}")
-            saves = list(map(to_fields, listing.versions))
-            blob = json.dumps([saves, listing.problems, listing.unknown, listing.run]).encode()
+            blob = json.dumps([list(map(save_of, listing.versions)), *listing[1:]]).encode()
         saves, problems, unknown, run = json.loads(self._ranks.broadcast(blob))
-        self._listing = Listing(tuple(map(from_fields, saves)), tuple(problems), unknown, run)
+        self._listing = Listing(tuple(map(version_of, saves)), tuple(problems), unknown, run)
         return self._listing
 
     def give_up(self, why: str) -> None:
@@ -248,14 +245,13 @@ class Recovery:
         Raises:
             LoadError: the state of a node cannot be known. On all ranks.
         """
-        self.durable.start(anew=True)
-        reports = self._gather()
-        if any(report.inventory.parts or report.unread for report in reports):
+        if any(report.inventory.parts or report.unread for report in self.gather()):
             return True
         listed = self.durable.list()
         return bool(listed.versions or listed.problems or listed.unknown)
 
-    def _gather(self) -> list[NodeReport]:
+    def gather(self) -> list[NodeReport]:
+        """Return the state of every node. Raise a `LoadError`, on all ranks, if one cannot be known."""
         return gather_reports(self.container, self.ranks, time.monotonic() + recovery_deadline_s())
 
     def find(
@@ -276,12 +272,10 @@ class Recovery:
             LoadError: there is no version of the step, or it cannot be loaded. On all ranks.
         """
         self.damaged.clear()
-        self.durable.start(anew=True)
-        self.found, search = None, _Search(self, wanted, excluded, retained)
-        try:
-            self.found = search.run()
-        finally:
-            self.report = search.report(self.found)
+        self.durable.start()
+        search = _Search(self, wanted, excluded, retained)
+        self.found, self.report = None, search.report
+        self.found = search.run()
         return self.found
 
     # ---- runs ----------------------------------------------------------------------------------------------
@@ -298,14 +292,13 @@ class Recovery:
         Raises:
             SaveError, CapacityError: a node cannot record the run. On all ranks.
         """
-        reports, listed = self._gather(), self.durable.list(_BESIDE_MEMORY_S)
+        reports, listed = self.gather(), self.durable.list(_BESIDE_MEMORY_S)
         records = [record for report in reports for record in report.records]
         if listed.unknown and not records:
             raise SaveError(f"no number can be chosen for the run: {listed.unknown}", rank=self.ranks.rank)
         save = None if chosen is None else chosen.save
-        there = {each.save for each in self.existing(reports)}
-        if chosen is not None and chosen.tier == "memory" and chosen.save not in there:
-            raise SaveError("the version is not whole any more: find one anew", step=chosen.save.step)
+        if tier_of(chosen) == "memory" and save not in {None, *(each.save for each in self.existing(reports))}:
+            raise SaveError("the version is not whole any more: find one anew", rank=self.ranks.rank)
         found = [part.save for report in reports for part in report.inventory.parts]
         found.append(SaveId(listed.run, 0))  # what is not whole there must not be taken for parts of this run
         record = next_run(records, found if save is None else [*found, save], save)
@@ -326,67 +319,61 @@ class Recovery:
         ranks.together(action if ranks.is_node_leader else lambda: None, other)
 
     def _first_verdict(self, record: RunRecord, chosen: Found | None, reports: Sequence[NodeReport]) -> Verdict:
-        start = SaveId(record.run, 0)
+        start, world_size = SaveId(record.run, 0), self.ranks.world_size
         if chosen is None:
             return Verdict(0, (), start)
-        complete = self.existing(reports)
-        line = self.lasting(complete, chosen.save)
-        if chosen.tier == "persisted" or chosen.save in line:
+        line = self.lasting(self.existing(reports), chosen.save)
+        if isinstance(chosen, Version) or chosen.save in line:
             return Verdict(0, line, start)
-        if chosen.world_size == self.ranks.world_size:
+        if chosen.world_size == world_size:
             return Verdict(0, line, chosen.save, recovered=chosen.save)
         # No round can be about it, for other ranks have written it: until a save of these is verified, the newest
         # version with all copies is the one that survives a loss.
-        size = sum(next(each.sizes for each in complete if each.save == chosen.save)) // self.ranks.world_size
         listed = (*line[1 - self.keep.versions or -1 :], chosen.save)
-        return Verdict(0, listed if self._has_room(listed, size) else (chosen.save,), start)
+        needed, free = self._room([sum(chosen.sizes) // world_size] * world_size, listed)
+        return Verdict(0, listed if self.ranks.all_ok(needed <= free) else (chosen.save,), start)
 
-    def _has_room(self, listed: Collection[SaveId], size: int) -> bool:
-        """Return True if each node has room for a first save of its ranks, and its copies, beside what is listed.
-        Collective."""
-        ranks, has_room = self.ranks, True
-        if ranks.is_node_leader:
-            here = ranks.topology.ranks_of(ranks.node)
-            slots = sum(1 + len(self.strategy.held_by(rank, ranks.topology)) for rank in here)
-            try:
-                has_room = self._free_beside(listed) >= slots * slot_size(size) + ROOM
-            except (FlashpointError, OSError):  # the other ranks wait for this one
-                has_room = False
-        return ranks.all_ok(has_room)
+    # ---- room ----------------------------------------------------------------------------------------------
 
     def check_room(self, expected_bytes: int) -> None:
         """See `Checkpointer.check_room`."""
-        ranks, kept = self.ranks, self.keep.beside_newest
-        sizes = [slot_size(json.loads(blob)) for blob in ranks.gather(json.dumps(expected_bytes).encode())]
+        ranks, versions = self.ranks, 1 + self.keep.versions
+        sizes = [json.loads(blob) for blob in ranks.gather(json.dumps(expected_bytes).encode())]
+        needed, free = self._room(sizes, ())
+        needed *= versions
 
         def check() -> None:
-            here = ranks.topology.ranks_of(ranks.node)
-            held = [each for rank in here for each in self.strategy.held_by(rank, ranks.topology)]
-            needed = (2 + kept) * sum(sizes[rank] for rank in (*here, *held))
-            available = self._free_beside(()) - ROOM
-            if needed > available:
-                base, beside = self.container.base, f", {kept} of them kept beside the newest" if kept else ""
+            if needed > free:
                 raise CapacityError(
-                    f"checkpoints of {len(here)} rank(s) need {needed} bytes in {base} ({2 + kept} own versions"
-                    f"{beside}, as many of {len(held)} peers), but only {available} bytes are available",
+                    f"{versions} versions of the ranks of this node, and of the parts that they hold copies of, need"
+                    f" {needed} bytes, and {free} are available",
                     needed_bytes=needed,
-                    available_bytes=available,
-                    path=base,
-                    hint="enlarge the tmpfs (mount -o remount,size=...) or the container, free memory, "
-                    + ("keep fewer versions, or replicate less" if kept else "or replicate less"),
+                    available_bytes=free,
+                    path=self.container.base,
+                    hint="enlarge the tmpfs (mount -o remount,size=...) or the container, free memory, keep fewer"
+                    " versions, or replicate less",
                 )
 
         ranks.together(check, CapacityError("another node has too little room; its log says how much", rank=ranks.rank))
 
-    def _free_beside(self, listed: Collection[SaveId]) -> int:
-        """Return the bytes on this node that new slots can have: free ones, and those of slots that are not listed."""
-        committed, free = self.container.committed(), available_bytes(self.container.base)
-        for path in self.container.slot_paths():
-            with contextlib.suppress(FileNotFoundError):
-                status = path.stat()
-                save, _ = committed.get(status.st_ino, (None, 0))
-                free += status.st_size if save not in listed else 0
-        return free
+    def _room(self, sizes: Sequence[int], listed: Collection[SaveId]) -> tuple[int, int]:
+        """Return the bytes that a save of all ranks needs on this node, with copies, and those that new slots can have:
+        free ones, and those of slots that are not listed."""
+        topology = self.ranks.topology
+        here = topology.ranks_of(self.ranks.node)
+        held = [each for rank in here for each in self.strategy.held_by(rank, topology)]
+        needed = sum(slot_size(sizes[rank]) for rank in (*here, *held))
+        try:
+            committed, free = self.container.committed(), available_bytes(self.container.base) - ROOM
+            for path in self.container.slot_paths():
+                with contextlib.suppress(FileNotFoundError):
+                    status = path.stat()
+                    save, _ = committed.get(status.st_ino, (None, 0))
+                    free += status.st_size if save not in listed else 0
+        except (FlashpointError, OSError) as error:  # the other ranks wait
+            _log.warning("cannot tell how much room there is: %s", error)
+            return needed, 0
+        return needed, free
 
     def heard(self, verdict: Verdict) -> None:
         """Take note, once a run, that a version is verified: if all are lost later, that is an error."""
@@ -402,26 +389,23 @@ class Recovery:
     def existing(self, reports: Iterable[NodeReport]) -> list[CompleteVersion]:
         """Return the complete versions of the lineage in memory, newest first."""
         reports = list(reports)
-        record = newest_begun(record for report in reports for record in report.records)
+        record = _newest(reports)
         complete = complete_versions((report.inventory for report in reports), damaged=self.damaged)
         return [each for each in complete if record is None or record.has(each.save)]
 
     def lasting(self, complete: Iterable[CompleteVersion], newest: SaveId) -> tuple[SaveId, ...]:
         """Return the saves that a run going on from ``newest`` retains, oldest first: those that have all copies."""
-        ranks = self.ranks
-        line = [
-            each.save for each in complete if each.save <= newest and is_protected(each, ranks.topology, self.strategy)
-        ]
+        line = [each.save for each in complete if each.save <= newest and self._has_copies(each)]
         return tuple(kept(sorted(line), self.keep))
+
+    def _has_copies(self, version: CompleteVersion) -> bool:
+        return is_protected(version, self.ranks.topology, self.strategy)
 
     def versions(self) -> list[KeptVersion]:
         """Return what can be gone back to, newest first. Collective."""
-        topology, strategy = self.ranks.topology, self.strategy
         return [
-            KeptVersion(
-                each.save.step, is_protected(each, topology, strategy), sum(each.sizes), each.world_size, each.save
-            )
-            for each in self.existing(self._gather())
+            KeptVersion(each.save.step, self._has_copies(each), sum(each.sizes), each.world_size, each.save)
+            for each in self.existing(self.gather())
         ]
 
     def reader(self, path: str | os.PathLike[str]) -> VersionReader:
@@ -445,33 +429,33 @@ class Recovery:
             raise ObjectNotFoundError("this node has no part of it", step=version.step, path=str(version), hint=hint)
         return self.reader_of(self._here(newest))
 
-    def _here(self, save: SaveId) -> Found:
+    def _here(self, save: SaveId) -> CompleteVersion:
+        """Return a version of which this node has a part. Its holders are those that the strategy names."""
         rank = min(self.container.list_versions().get(save, {self.ranks.rank}))
-        world_size = self.container.read_manifest(save, rank).world_size
-        ranks, topology = self.ranks, self.ranks.topology
-        holders: tuple[tuple[str, ...], ...] = ((),) * world_size
-        if world_size == ranks.world_size:
-            homes = [(rank, *self.strategy.copies_of(rank, topology)) for rank in range(world_size)]
-            holders = tuple(tuple(map(topology.node_of, home)) for home in homes)
-        return Found(save, world_size, "memory", holders)
+        size = self.container.read_manifest(save, rank).world_size
+        topology = self.ranks.topology
+        if size != topology.world_size:
+            return CompleteVersion(save, size, ((),) * size, ())
+        homes = ((rank, *self.strategy.copies_of(rank, topology)) for rank in range(size))
+        return CompleteVersion(save, size, tuple(tuple(map(topology.node_of, home)) for home in homes), ())
 
     def reader_of(self, found: Found) -> VersionReader:
         """Return a reader of a version that was found."""
         version = CheckpointContainerId.create_child(CheckpointContainerId(self.container.base), found.save.version)
-        parts: MemoryParts | DurableParts
-        if found.stored is not None:
-            parts = DurableParts(self.durable.store, found.stored)
-        else:
-            parts = self.parts_of(found.save, found.holders)
-        return VersionReader(version, found.save, found.world_size, parts, found.tier)
+        parts = DurableParts(self.durable.store, found) if isinstance(found, Version) else self.parts_of(found)
+        return VersionReader(version, found.save, found.world_size, parts, tier_of(found))
 
-    def parts_of(self, save: SaveId, holders: Sequence[Sequence[str]]) -> MemoryParts:
+    def parts_of(self, found: CompleteVersion) -> MemoryParts:
         """Return the parts of a version in memory."""
 
         def nodes_of(rank: int) -> list[str]:
-            return [node for node in holders[rank] if node != self.ranks.node]
+            return [node for node in found.holders[rank] if node != self.ranks.node]
 
-        return MemoryParts(save, self.container, self.pool, self.copies, nodes_of, self.checked)
+        return MemoryParts(found.save, self.container, self.pool, self.copies, nodes_of, self.checked)
+
+
+def _newest(reports: Iterable[NodeReport]) -> RunRecord | None:
+    return newest_begun(record for report in reports for record in report.records)
 
 
 class _Search:
@@ -488,52 +472,41 @@ class _Search:
         self._why: dict[SaveId, str] = {}
         self._reports: list[NodeReport] = []
         self._complete: list[CompleteVersion] = []
-        self._detect_s = self._plan_s = self._fetch_s = 0.0
-        self._fetched = self._tries = 0
-        # Of one try, on this rank: parts found damaged, and parts that are sound again.
+        # Since the last vote, on this rank: parts found damaged, and parts that are sound again.
         self._damage: list[Damage] = []
         self._mended: list[Damage] = []
+        self.report = RecoveryReport()
 
     def run(self) -> Found | None:
         """Try one version after the other, until all ranks have one or there is none. Collective."""
-        recovery, tried = self._recovery, None
+        recovery, report = self._recovery, self.report
+        tried: Found | None = None
         while True:
             began = time.monotonic()
             self._reports = gather_reports(recovery.container, recovery.ranks, self._until)
             gathered = time.monotonic()
-            candidate = self._choose()
+            found = self._choose()
             planned = time.monotonic()
-            self._tries += 1
-            self._detect_s, self._plan_s = self._detect_s + gathered - began, self._plan_s + planned - gathered
-            if tried is not None and (candidate is None or candidate.save != tried.save):
+            report.tries += 1
+            report.detect_s, report.plan_s = report.detect_s + gathered - began, report.plan_s + planned - gathered
+            if tried is not None and (found is None or found.save != tried.save):
                 why = self._why[tried.save]
                 _log.error("%s cannot be recovered, stepping back: %s", tried.save.version, why)
                 self._tell(events.SteppedBack, tried.save, error=why)
-            if candidate is None:
+            if found is None:
                 self._raise_if_lost()
                 return None
-            has_all = self._vote(candidate, self._take(candidate))
-            self._fetch_s += time.monotonic() - planned
+            has_all = self._vote(found, self._take(found))
             if has_all:
-                self._restore_kept(candidate)
-                times = {"detect_s": self._detect_s, "plan_s": self._plan_s, "fetch_s": self._fetch_s}
-                counts = {"fetched_bytes": self._fetched, "tries": self._tries}
-                self._tell(events.VersionRecovered, candidate.save, **times, **counts)
-                return candidate
-            tried = candidate
-
-    def report(self, found: Found | None) -> RecoveryReport:
-        """Return what was done on this rank."""
-        return RecoveryReport(
-            None if found is None else found.save.version,
-            self._detect_s,
-            self._plan_s,
-            self._fetch_s,
-            self._fetched,
-            self._tries,
-            None if found is None else found.world_size,
-            "memory" if found is None else found.tier,
-        )
+                self._restore(found)
+            report.fetch_s += time.monotonic() - planned
+            if has_all:
+                report.version, report.world_size, report.tier = found.save.version, found.world_size, tier_of(found)
+                times = {"detect_s": report.detect_s, "plan_s": report.plan_s, "fetch_s": report.fetch_s}
+                counts = {"fetched_bytes": report.fetched_bytes, "tries": report.tries}
+                self._tell(events.VersionRecovered, found.save, **times, **counts)
+                return found
+            tried = found
 
     def _tell(self, kind: type[events.Event], save: SaveId, **fields: Any) -> None:
         events.emit(kind, self._ranks, self._recovery.container.base, save.step, **fields)
@@ -544,20 +517,18 @@ class _Search:
         """Return the newest version that was neither given up nor excluded; of two tiers, memory goes first."""
         self._complete = self._recovery.existing(self._reports)
         memory = next((each for each in self._complete if self._is_wanted(each.save)), None)
-        record = newest_begun(record for report in self._reports for record in report.records)
-        listed = self._recovery.durable.list(None if memory is None else _BESIDE_MEMORY_S)
+        record = _newest(self._reports)
+        listed = self._recovery.durable.list(math.inf if memory is None else _BESIDE_MEMORY_S)
         for stored in listed.versions:
             if memory is not None and stored.save <= memory.save:
                 break
             # Of a run later than all records here, other nodes had the record: what is here is older.
             exists = record is None or record.has(stored.save) or stored.save.run > record.run
-            if self._is_wanted(stored.save) and exists:
-                return Found(stored.save, stored.world_size, "persisted", stored=stored)
-        if memory is None:
-            return None
-        if listed.unknown:
+            if exists and self._is_wanted(stored.save):
+                return stored
+        if memory is not None and listed.unknown:
             _log.warning("going on from memory, and there may be a newer version: %s", listed.unknown)
-        return Found(memory.save, memory.world_size, "memory", memory.holders)
+        return memory
 
     def _is_wanted(self, save: SaveId) -> bool:
         if self._wanted is not None:
@@ -587,13 +558,16 @@ class _Search:
     # ---- trying --------------------------------------------------------------------------------------------
 
     def _take(self, found: Found) -> FlashpointError | None:
-        """Do this rank's part for a version. Return its error, for the other ranks wait for the vote."""
-        self._damage, self._mended = [], []
+        """Have this rank's own part here, and check what this rank has to check. Return the error, for the other ranks
+        wait for the vote."""
         try:
-            if found.stored is not None:
-                self._check_stored(found.stored)
+            if isinstance(found, Version):
+                self._check_stored(found)
             else:
-                self._bring(found)
+                for fetch in self._mine(found):
+                    if fetch.rank == self._ranks.rank:
+                        self._fetch(found, fetch, self._retained_beside(found.save), self._until)
+                self._check(found)
             if self._ranks.is_node_leader:
                 retrying(lambda: self._restore_sidecars(found), self._until, "restoring the files beside the parts")
         except Exception as caught:
@@ -605,87 +579,20 @@ class _Search:
 
     def _check_stored(self, version: Version) -> None:
         """Check that this rank's share of the parts is there, with the right sizes."""
-        store = self._recovery.durable.store
-        for part in range(self._ranks.rank, version.world_size, self._ranks.world_size):
+        store, share = self._recovery.durable.store, version.ranks[self._ranks.rank :: self._ranks.world_size]
+        for part in share:
             waited_for(partial(_check_size, store, version, part), store.path)
 
-    def _bring(self, found: Found) -> None:
-        """Fetch this rank's own part if it is not here, check what this rank has to check, and fetch missing copies."""
-        recovery, rank, topology = self._recovery, self._ranks.rank, self._ranks.topology
-        version = next(each for each in self._complete if each.save == found.save)
-        mine = [each for each in plan_fetches(version, topology, recovery.strategy) if each.target == rank]
-        for fetch in mine:
-            if fetch.rank == rank:
-                self._fetch(version, fetch)
-        parts = recovery.parts_of(found.save, found.holders)
-        for part in parts_to_check(version, topology, rank):
-            self._check(parts, found.save, part)
-        for fetch in mine:
-            if fetch.rank in recovery.pools and fetch.rank != rank:
+    def _check(self, version: CompleteVersion) -> None:
+        parts, save = self._recovery.parts_of(version), version.save
+        for rank in parts_to_check(version, self._ranks.topology, self._ranks.rank):
+            with contextlib.ExitStack() as stack:
                 try:
-                    self._fetch(version, fetch)
-                except Exception as error:  # good to have, and no reason to lose this recovery, or to wait
-                    _log.warning("cannot restore the copy of rank %d: %s", fetch.rank, error)
-
-    def _restore_kept(self, found: Found) -> None:
-        """Fetch what this rank lacks of the other versions that stay, as far as there is room."""
-        recovery, ranks = self._recovery, self._ranks
-        alike = [each for each in self._complete if each.save <= found.save and each.world_size == ranks.world_size]
-        line = set(kept(sorted(each.save for each in alike), recovery.keep)) | {found.save}
-        for version in alike:
-            if version.save not in line or version.save == found.save:
-                continue
-            for fetch in plan_fetches(version, ranks.topology, recovery.strategy):
-                if fetch.target == ranks.rank and fetch.rank in recovery.pools:
-                    try:
-                        self._fetch(version, fetch, retained=line)
-                    except Exception as error:
-                        _log.warning("cannot restore the part of rank %d in %s: %s", fetch.rank, version.save, error)
-
-    def _check(self, parts: MemoryParts, save: SaveId, rank: int) -> None:
-        with contextlib.ExitStack() as stack:
-            try:
-                retrying(lambda: parts.open_here(rank, stack), self._until, f"checking the part of rank {rank}")
-            except FlashpointError as error:
-                if is_damage(error):
-                    self._damage.append((self._ranks.node, save, rank))
-                raise
-
-    def _fetch(self, version: CompleteVersion, fetch: Fetch, retained: Collection[SaveId] = ()) -> None:
-        recovery, save, rank = self._recovery, version.save, fetch.rank
-        nodes = sorted(version.holders[rank], key=lambda node: node != fetch.source)
-        until = self._until if rank == self._ranks.rank and not retained else 0.0
-        listed, wide = self._listed_beside(save), retained or self._retained_beside(save)
-        pool, fetch_part = recovery.pools[rank], recovery.copies.fetch_part
-        failures: list[tuple[str, FlashpointError]] = []
-        began = time.monotonic()
-        try:
-            try:
-                manifest = fetch_part(save, rank, nodes, pool, wide, until=0.0, failures=failures)
-            except FlashpointError as error:
-                if not until:
+                    retrying(partial(parts.open_here, rank, stack), self._until, f"checking the part of rank {rank}")
+                except FlashpointError as error:
+                    if is_damage(error):
+                        self._damage.append((self._ranks.node, save, rank))
                     raise
-                # What could be stepped back to is no reason to have no room for what is there.
-                narrow = listed if isinstance(error, CapacityError) else wide
-                manifest = fetch_part(save, rank, nodes, pool, narrow, until=until, failures=failures)
-        finally:
-            self._damage += [(node, save, rank) for node, error in failures if is_damage(error)]
-        self._mended.append((self._ranks.node, save, rank))
-        self._fetched += manifest.total_size
-        recovery.checked.add((save, rank))
-        seconds = time.monotonic() - began
-        self._tell(events.PartFetched, save, part_rank=rank, bytes=manifest.total_size, seconds=seconds)
-
-    def _listed_beside(self, save: SaveId) -> set[SaveId]:
-        """Return a version and those that the run is going to list: their slots are taken by nothing."""
-        return {save, *(self._retained or self._recovery.lasting(self._complete, save))}
-
-    def _retained_beside(self, save: SaveId) -> set[SaveId]:
-        """Return the saves whose slots are not taken while a version is tried: those that the run is going to list, and
-        as many others to step back to as there are slots for."""
-        listed = set(self._retained or self._recovery.lasting(self._complete, save))
-        older = [each.save for each in self._complete if each.save < save and each.save not in listed]
-        return {save, *listed, *older[: max(self._recovery.keep.versions - len(listed), 0)]}
 
     def _restore_sidecars(self, found: Found) -> None:
         """Write the files that belong beside the parts of this node."""
@@ -693,6 +600,50 @@ class _Search:
             carrier = carrier_of(reader.manifest(self._ranks.rank if self._ranks.rank < found.world_size else 0))
             if carrier is not None:
                 self._recovery.container.write_sidecars(found.save, sidecar_files(reader.open(carrier)))
+
+    # ---- fetching ------------------------------------------------------------------------------------------
+
+    def _mine(self, version: CompleteVersion) -> list[Fetch]:
+        planned = plan_fetches(version, self._ranks.topology, self._recovery.strategy)
+        return [each for each in planned if each.target == self._ranks.rank and each.rank in self._recovery.pools]
+
+    def _restore(self, found: Found) -> None:
+        """Fetch what this rank lacks of the version, and of the others that stay, as far as there is room. Collective:
+        all ranks hear of damage."""
+        size, keep = self._ranks.world_size, self._recovery.keep
+        alike = [each for each in self._complete if each.save <= found.save and each.world_size == size]
+        line = set(kept(sorted(each.save for each in alike), keep)) | {found.save}
+        for version in (each for each in alike if each.save in line):
+            retained = self._retained_beside(found.save) if version.save == found.save else line
+            for fetch in self._mine(version):
+                try:
+                    self._fetch(version, fetch, retained, 0.0)
+                except Exception as error:  # good to have, and no reason to lose this recovery, or to wait
+                    _log.warning("cannot restore the part of rank %d in %s: %s", fetch.rank, version.save, error)
+        self._vote(found, None)
+
+    def _fetch(self, version: CompleteVersion, fetch: Fetch, retained: Collection[SaveId], until: float) -> None:
+        recovery, save, rank = self._recovery, version.save, fetch.rank
+        nodes = sorted(version.holders[rank], key=lambda node: node != fetch.source)
+        failures: Failures = []
+        began = time.monotonic()
+        try:
+            manifest = recovery.copies.fetch_part(
+                save, rank, nodes, recovery.pools[rank], retained, until=until, failures=failures
+            )
+        finally:
+            self._damage += [(node, save, rank) for node, error in failures if is_damage(error)]
+        self._mended.append((self._ranks.node, save, rank))
+        self.report.fetched_bytes += manifest.total_size
+        recovery.checked.add((save, rank))
+        seconds = time.monotonic() - began
+        self._tell(events.PartFetched, save, part_rank=rank, bytes=manifest.total_size, seconds=seconds)
+
+    def _retained_beside(self, save: SaveId) -> set[SaveId]:
+        """Return a version and those that the run is going to list: their slots are taken by nothing."""
+        return {save, *(self._retained or self._recovery.lasting(self._complete, save))}
+
+    # ---- voting --------------------------------------------------------------------------------------------
 
     def _vote(self, found: Found, error: FlashpointError | None) -> bool:
         """Return True if all ranks have the version. If not, the next choice is another one: something was found
@@ -703,6 +654,7 @@ class _Search:
             why = None if error is None else f"rank {ranks.rank} on {ranks.node}: {error}"
             passes = error is not None and is_transient(error)
             blob = json.dumps([why, passes, self._damage, self._mended]).encode()
+        self._damage, self._mended = [], []
         reasons: list[tuple[str, bool]] = []
         mended: set[Damage] = set()
         for reported in filter(None, ranks.gather(blob)):
@@ -715,9 +667,12 @@ class _Search:
         if not reasons:
             return True
         self._why[found.save] = reasons[0][0]
-        if found.tier == "persisted" and all(passes for _, passes in reasons):
+        if isinstance(found, CompleteVersion):
+            if not grown:  # else the next plan replaces what is damaged, if it can
+                self._given_up.add(found.save)
+        elif all(passes for _, passes in reasons):
             recovery.durable.give_up(reasons[0][0])
-        elif found.tier == "persisted" or not grown:  # else the next plan replaces what is damaged, if it can
+        else:
             self._given_up.add(found.save)
         return False
 

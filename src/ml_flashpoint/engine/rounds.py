@@ -15,9 +15,11 @@ no round is about it again. A part that only lacks copies is tried again.
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from ml_flashpoint.engine.schedule import passes_multiple
 from ml_flashpoint.format.errors import InvalidArgumentError, ProtocolError
@@ -29,19 +31,15 @@ NOTHING = SaveId(0, 0)
 """Stands for "no version": older than every save."""
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
-_MOST_OF_A_TABLE = 200
 _MOST_LOST = 16
 
 
 class Fate(enum.Enum):
-    """State of a save that is not verified yet, under a verdict."""
+    """State of a save under a verdict. One that is superseded will not be verified any more."""
 
     OPEN = "open"
-    """It may still be verified."""
     VERIFIED = "verified"
-    """It is."""
     SUPERSEDED = "superseded"
-    """It will not be: a newer one is, or the rounds have passed over it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +78,8 @@ class Verdict:
     def fate(self, save: SaveId, *, explicit: bool) -> Fate:
         """Return the state of a save of this run under this verdict, and all later ones unless it is `Fate.OPEN`.
 
-        To be asked at the call, and for each verdict that the rank hears: a verified save is listed for a while only.
-
-        Args:
-            save: the save.
-            explicit: True if somebody waits for this save: a round may still go back to it, unless it is lost.
+        To be asked at the call, and for each verdict that the rank hears: a verified save is listed for a while only. A
+        round may still go back to an explicit save, unless that is lost.
         """
         if save in self.verified:
             return Fate.VERIFIED
@@ -94,47 +89,35 @@ class Verdict:
 
     def to_fields(self) -> dict[str, object]:
         """Return this verdict as values that JSON can hold."""
-        return {
-            "number": self.number,
-            "verified": [list(save) for save in self.verified],
-            "first": list(self.first),
-            "total": self.total,
-            "recovered": None if self.recovered is None else list(self.recovered),
-            "persist": None if self.persist is None else list(self.persist),
-            "lost": [list(save) for save in self.lost],
-        }
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @classmethod
-    def from_fields(cls, fields: object) -> Verdict:
-        """Return the verdict of `to_fields`, which came from another rank.
-
-        Raises:
-            ProtocolError: these are not the fields of a verdict.
-        """
-        if not isinstance(fields, dict):
-            raise ProtocolError(f"a verdict must be an object, not {type(fields).__name__}")
-        recovered, persist = fields.get("recovered"), fields.get("persist")
-        return cls(
-            number=_natural(fields.get("number"), "number"),
-            verified=_saves(fields.get("verified"), "verified"),
-            first=_save(fields.get("first"), "first"),
-            total=_natural(fields.get("total"), "total"),
-            recovered=None if recovered is None else _save(recovered, "recovered"),
-            persist=None if persist is None else _save(persist, "persist"),
-            lost=_saves(fields.get("lost"), "lost"),
-        )
+    def from_fields(cls, found: Any) -> Verdict:
+        """Return the verdict of `to_fields`, which another rank has sent. Raise `ProtocolError` if it is none."""
+        with _parsing("a verdict", found):
+            recovered, persist = found["recovered"], found["persist"]
+            return cls(
+                number=int(found["number"]),
+                verified=tuple(map(_save, found["verified"])),
+                first=_save(found["first"]),
+                total=int(found["total"]),
+                recovered=None if recovered is None else _save(recovered),
+                persist=None if persist is None else _save(persist),
+                lost=tuple(map(_save, found["lost"])),
+            )
 
 
-def _natural(value: object, name: str) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ProtocolError(f"field {name!r} of the board must be an integer from 0, got {value!r}")
-    return value
+@contextlib.contextmanager
+def _parsing(kind: str, found: object) -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ValueError, KeyError) as error:
+        raise ProtocolError(f"the board has not {kind}, but {str(found)[:80]}: {error}") from error
 
 
-def _save(value: object, name: str) -> SaveId:
-    if not isinstance(value, list) or len(value) != 2:
-        raise ProtocolError(f"field {name!r} of the board must be [run, step], got {value!r}")
-    return SaveId(_natural(value[0], name), _natural(value[1], name))
+def _save(found: Any) -> SaveId:
+    run, step = found
+    return SaveId(int(run), int(step))
 
 
 class Outcome(enum.Enum):
@@ -146,12 +129,6 @@ class Outcome(enum.Enum):
     """The part is committed, and a holder has no copy."""
     LOST = "lost"
     """The rank has no part of the save, or a holder no room for its copy, and never will."""
-
-
-def _saves(value: object, name: str) -> tuple[SaveId, ...]:
-    if not isinstance(value, list):
-        raise ProtocolError(f"field {name!r} of the board must be a list, got {value!r}")
-    return tuple(_save(each, name) for each in value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,35 +151,23 @@ class Answer:
 
     def to_fields(self) -> list[object]:
         """Return this answer as values that JSON can hold."""
-        return [self.number, list(self.save), self.outcome.value, self.late, self.table]
+        return [self.number, self.save, self.outcome.value, self.late, self.table]
 
     @classmethod
-    def from_fields(cls, fields: object) -> Answer:
-        """Return the answer of `to_fields`, which came from another rank.
-
-        Raises:
-            ProtocolError: these are not the fields of an answer.
-        """
-        if not isinstance(fields, list) or len(fields) != 5:
-            raise ProtocolError(f"an answer must be [number, save, outcome, late, table], got {fields!r}")
-        number, save, outcome, late, table = fields
-        if outcome not in [each.value for each in Outcome]:
-            raise ProtocolError(f"an answer must not have the outcome {outcome!r}")
-        if not isinstance(table, str) or len(table) > _MOST_OF_A_TABLE:
-            raise ProtocolError(f"the table of an answer must be a short string, got {table!r}")
-        return cls(_natural(number, "number"), _save(save, "save"), Outcome(outcome), _natural(late, "late"), table)
+    def from_fields(cls, found: Any) -> Answer:
+        """Return the answer of `to_fields`, which another rank has sent. Raise `ProtocolError` if it is none."""
+        with _parsing("an answer", found):
+            number, save, outcome, late, table = found
+            return cls(int(number), _save(save), Outcome(outcome), int(late), str(table))
 
 
 @dataclass(slots=True)
 class Member:
     """One rank's side of the rounds. Not thread-safe.
 
-    Args:
-        verdict: the first verdict of the run, which `open` has found.
-        keep: rule for the verified versions that stay.
-
     Attributes:
-        verdict: the newest verdict that this rank knows.
+        verdict: the newest verdict that this rank knows; at first that which recovery has found.
+        keep: rule for the verified versions that stay.
         target: the round's save; None until the rank calls it.
         answer: the answer to the round; None until there is one.
         explicit: saves newer than the newest verified one that somebody waits for; newest last.
@@ -225,15 +190,12 @@ class Member:
             self.parts[self.target] = True
 
     def call(self, save: SaveId, *, explicit: bool = False, table: str = "") -> None:
-        """Record that the program saves.
+        """Record that the program saves. Raise an `InvalidArgumentError` if a newer save was called before.
 
         Args:
-            save: newer than all that were called before in this run.
+            save: run and step.
             explicit: True if somebody waits for this save.
             table: name of the agreement on who writes what; a save is verified only if it is the same on all ranks.
-
-        Raises:
-            InvalidArgumentError: a newer save was called before.
         """
         if self.calls and save <= self.calls[-1]:
             raise InvalidArgumentError(
@@ -248,37 +210,40 @@ class Member:
         if self.target is None and save >= self.verdict.first:
             self.target = save
 
-    def request(self, save: SaveId) -> SlotRequest:
-        """Return the terms on which a save may take a slot now."""
-        retained = self.verdict.retained
-        if self.target is not None:
-            retained |= {self.target}
-        # A save that somebody waits for: were it to wait for a round, that round could wait for it.
-        comes_first = save == self.target or save in self.explicit
-        spare = 0 if comes_first or self.target is not None else 1
-        return SlotRequest(save, retained, comes_first, spare, may_grow=self.verdict.total > self.keep.versions)
+    @property
+    def retained(self) -> frozenset[SaveId]:
+        """The saves whose parts this rank retains: those of the newest verdict, and the round's."""
+        return self.verdict.retained if self.target is None else self.verdict.retained | {self.target}
+
+    def request(self, save: SaveId | None, *, explicit: bool = False) -> SlotRequest:
+        """Return the terms on which a save may take a slot now.
+
+        Args:
+            save: was called; or None for one whose step is not known yet.
+            explicit: such a save is one that somebody waits for.
+        """
+        is_coming = self.target is None
+        if save is None:
+            comes_first, spare = explicit or is_coming, 0  # as long as the round's save has not come, this may be it
+        else:
+            # A save that somebody waits for: were it to wait for a round, that round could wait for it.
+            comes_first = save == self.target or save in self.explicit
+            spare = int(is_coming and not comes_first)
+        return SlotRequest(save, self.retained, comes_first, spare, may_grow=self.verdict.total > self.keep.versions)
 
     def commit(self, save: SaveId) -> None:
         """Record that this rank's part of a save is committed."""
         self.parts[save] = True
 
     def fail(self, save: SaveId, *, late: int = 0) -> None:
-        """Record that a save has no part on this rank; if it is the round's save, answer so.
-
-        Args:
-            save: failed, or found no slot, or had a slot that another save has taken.
-            late: 1 if there was no slot; see `Answer`.
-        """
+        """Record that a save has no part on this rank: it failed, or found no slot (``late`` is 1 then), or its slot
+        was taken. If it is the round's save, answer so."""
         self.parts.pop(save, None)
         self._answer(save, Outcome.LOST, late)
 
     def end_push(self, save: SaveId, outcome: Outcome) -> None:
-        """Record that the push of a committed part has ended.
-
-        Args:
-            save: the round's save; another one has no answer.
-            outcome: its result. The version that the run goes on from is never lost, only uncopied.
-        """
+        """Record that the push of the round's part has ended."""
+        # The version that the run goes on from is never lost.
         if outcome is Outcome.LOST and save == self.verdict.recovered:
             outcome = Outcome.UNCOPIED
         self._answer(save, outcome)
@@ -307,12 +272,9 @@ class Member:
 class Leader:
     """The decisions of rank 0, which is a member, too. Not thread-safe.
 
-    Args:
-        member: rank 0's own side.
-        ranks: number of ranks.
-        persist_every: steps. The first verified save at or after each multiple is due to be persisted; 0 for none.
-
     Attributes:
+        member: rank 0's own side. ranks: number of ranks.
+        persist_every: steps. The first verified save at or after each multiple is due to be persisted; 0 for none.
         slack: saves by which the next round begins later, because ranks have learned of rounds too late.
         lost: saves that some rank has no part of, newer than the newest verified one. No round begins with one.
         tries: rounds in a row that began about the save of the round before, because that one had no result.

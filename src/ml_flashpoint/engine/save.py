@@ -70,6 +70,11 @@ class Save:
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     @property
+    def step(self) -> int | None:
+        """The step; None as long as `id` is."""
+        return None if self.id is None else self.id.step
+
+    @property
     def version(self) -> CheckpointContainerId | None:
         """Path of the version; None as long as `id` is."""
         return None if self.id is None else CheckpointContainerId.create_child(self.terms.base, self.id.version)
@@ -80,25 +85,19 @@ class SaveStats:
     """Counters of the saves of one rank. Steps are None before the first.
 
     Attributes:
-        committed, verified, skipped, failed: number of saves that were. One that is skipped has not failed.
-        last_committed, last_verified: their newest steps.
-        copied_bytes, copied_s: bytes of this rank's parts that holders have acknowledged, and the time that took.
+        committed, skipped, failed: number of saves that were. One that is skipped has not failed.
+        last_committed, last_verified: the newest steps that were.
         copy_error: reason why copies are missing now; None while copying works.
-        error: reason of the newest save that failed.
         bytes, committed_s: of the newest part that was committed: its size, and the seconds from the save's begin.
         blocked_s, blocked_total_s: seconds that the newest save, and all of them, kept the training loop.
     """
 
     committed: int = 0
-    verified: int = 0
     skipped: int = 0
     failed: int = 0
     last_committed: int | None = None
     last_verified: int | None = None
-    copied_bytes: int = 0
-    copied_s: float = 0.0
     copy_error: str | None = None
-    error: str | None = None
     bytes: int = 0
     committed_s: float = 0.0
     blocked_s: float = 0.0

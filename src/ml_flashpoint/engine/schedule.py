@@ -1,4 +1,4 @@
-"""Steps at which a save is due. Owns nothing else."""
+"""Steps at which a save is due."""
 
 from __future__ import annotations
 
@@ -6,20 +6,12 @@ from ml_flashpoint.format.arguments import checked_integer
 
 
 def checked_every(every: int) -> int:
-    """Return the number of steps between two saves.
-
-    Raises:
-        InvalidArgumentError: ``every`` is not a positive integer.
-    """
+    """Return the number of steps between two saves. Raise an `InvalidArgumentError` if it is not positive."""
     return checked_integer("every_n_steps", every, 1)
 
 
 def checked_skip(skip: int | None) -> int:
-    """Return the number of steps between two saves that are left out, for another checkpoint's sake; 0 for none.
-
-    Raises:
-        InvalidArgumentError: ``skip`` is neither None nor an integer of at least 0.
-    """
+    """Return the number of steps between two saves that are left out, for another checkpoint's sake; 0 for none."""
     return checked_integer("skip_every_n_steps", 0 if skip is None else skip, 0)
 
 

@@ -32,11 +32,7 @@ def sidecar_labels(carrier: int) -> dict[str, str]:
 
 
 def carrier_of(manifest: Manifest) -> int | None:
-    """Return the rank whose object keeps the sidecars of a part; None if there are none.
-
-    Raises:
-        ManifestError: the manifest names no rank of its version.
-    """
+    """Return the rank whose object keeps the sidecars of a part; None if there are none."""
     label = manifest.labels.get(_LABEL)
     if label is None:
         return None
@@ -46,10 +42,6 @@ def carrier_of(manifest: Manifest) -> int | None:
 
 
 def sidecar_files(reader: ObjectReader) -> dict[str, bytes]:
-    """Return the files that an object keeps.
-
-    Raises:
-        FlashpointError: the object is damaged, or out of reach.
-    """
+    """Return the files that an object keeps. Raise a `FlashpointError` if it is damaged, or out of reach."""
     keys = [entry.key for entry in reader.layout.byte_items if entry.key.startswith(_KEY_PREFIX)]
     return {key.removeprefix(_KEY_PREFIX): bytes(reader.bytes_of(key)) for key in keys}

@@ -1,9 +1,8 @@
 """SIGTERM, where versions are persisted: time for what is in flight. SIGINT: not in the midst of a save.
 
-Owns the handler of SIGTERM, its chaining and its removal, for all engines of the process. The handler only takes note:
-it may have interrupted the main thread with any lock held. A thread that watches for signals hurries persisting. At its
-next step, save or close, the main thread waits for what is in flight, then goes on to the earlier handler, or to the
-default action.
+The handler of SIGTERM only takes note: it may have interrupted the main thread with any lock held. A thread that
+watches for signals hurries persisting. At its next step, save or close, the main thread waits for what is in flight,
+then goes on to the earlier handler, or to the default action.
 
 Python runs handlers in the main thread, between two instructions, so a main thread that hangs in native code (a
 collective that waits for a dead peer) never gets to it. Where the default action is what comes next, the watching
@@ -18,6 +17,8 @@ import ctypes
 import logging
 import os
 import signal
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,8 @@ _log = logging.getLogger(__name__)
 
 _ANSWER_S = 1.0
 _POLL_S = 0.02
+_CREDENTIALS = struct.Struct("iII")
+"""The process, user and group that have sent a message: see unix(7)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,8 +39,7 @@ class InFlight:
 
     Attributes:
         hurry: has the newest version persisted as fast as that goes; does not wait.
-        finish: waits, for the seconds that it is given at most, until no save is under way and the newest version is
-            persisted.
+        finish: waits until no save is under way and the newest version is persisted, for so many seconds at most.
         grace_s: seconds that SIGTERM is held up at most.
     """
 
@@ -48,15 +50,14 @@ class InFlight:
 
 def hold_up_sigterm(engine: InFlight) -> None:
     """Hold SIGTERM up for an engine, if this is the main thread and the present handler can be chained to."""
-    if threading.current_thread() is not threading.main_thread():
+    if not _in_main_thread():
         _log.info("not in the main thread: SIGTERM is left alone")
-        return
-    if signal.getsignal(signal.SIGTERM) is None:
+    elif signal.getsignal(signal.SIGTERM) is None:
         _log.info("SIGTERM has a handler that was not installed from Python: it is left alone")
-        return
-    if not _handlers or not _handlers[-1].is_installed():
-        _handlers.append(_Handler())
-    _handlers[-1].engines.append(engine)
+    else:
+        if not _handlers or not _handlers[-1].is_installed():
+            _handlers.append(_Handler())
+        _handlers[-1].engines.append(engine)
 
 
 def let_go_of_sigterm(engine: InFlight) -> None:
@@ -64,7 +65,7 @@ def let_go_of_sigterm(engine: InFlight) -> None:
     for handler in list(_handlers):
         if engine in handler.engines:
             handler.engines.remove(engine)
-            if not handler.engines and threading.current_thread() is threading.main_thread():
+            if not handler.engines and _in_main_thread():
                 _handlers.remove(handler)
                 handler.remove()
                 handler.answer()  # one that has just come
@@ -72,7 +73,7 @@ def let_go_of_sigterm(engine: InFlight) -> None:
 
 def answer_sigterm() -> None:
     """Act on a SIGTERM that has come. To be called where a save would begin, and where an engine is closed."""
-    if threading.current_thread() is threading.main_thread():
+    if _handlers and _in_main_thread():
         for handler in reversed(_handlers):
             handler.answer()
 
@@ -87,8 +88,7 @@ def interrupts_held() -> Iterator[None]:
         held.append(number)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever insists is not held up
 
-    in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    if not _in_main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
     signal.signal(signal.SIGINT, hold)
@@ -108,27 +108,26 @@ class _Handler:
         self.engines: list[InFlight] = []
         self._came: float | None = None  # when the SIGTERM did that is to be answered
         self._pid = os.getpid()
-        self._wakeup: int | None = None
+        self._wakeup: socket.socket | None = None
         self._earlier = signal.getsignal(signal.SIGTERM)
         signal.signal(signal.SIGTERM, self._on_signal)
         self._start_watching()
 
     def is_installed(self) -> bool:
-        return self._pid == os.getpid() and signal.getsignal(signal.SIGTERM) == self._on_signal
+        return signal.getsignal(signal.SIGTERM) == self._on_signal
 
     def remove(self) -> None:
-        if self._wakeup in _writers:  # else this is a forked child, which has let go of it
+        if self._wakeup is not None:
             taken = signal.set_wakeup_fd(-1)
-            if taken not in (-1, self._wakeup):  # somebody's who came later
+            if taken not in (-1, self._wakeup.fileno()):  # somebody's who came later
                 signal.set_wakeup_fd(taken)
-            os.close(self._wakeup)
-            _writers.remove(self._wakeup)
+            self._wakeup.close()
         if self.is_installed():
             signal.signal(signal.SIGTERM, self._earlier)
 
     def answer(self) -> None:
         """Wait for what is in flight, and go on to the earlier handler, if a SIGTERM has come."""
-        if self._came is not None and self._pid == os.getpid():
+        if self._came is not None:
             self._finish(self._came)
             self._came = None
             self._go_on(signal.SIGTERM, None)
@@ -156,22 +155,27 @@ class _Handler:
             _take_default_action()
 
     def _start_watching(self) -> None:
-        reader, writer = os.pipe()
-        os.set_blocking(writer, False)
-        taken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        reader, writer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        writer.setblocking(False)
+        taken = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         if taken != -1:  # an event loop's
             signal.set_wakeup_fd(taken)
-            os.close(reader)
-            os.close(writer)
+            reader.close()
+            writer.close()
             return
         self._wakeup = writer
-        _writers.add(writer)
         threading.Thread(target=self._watch, args=(reader,), name="flashpoint-sigterm", daemon=True).start()
 
-    def _watch(self, reader: int) -> None:
-        with open(reader, "rb", buffering=0) as signals:
-            while numbers := signals.read(64):
-                if signal.SIGTERM in numbers:
+    def _watch(self, reader: socket.socket) -> None:
+        with reader:
+            while True:
+                numbers, ancillary, _, _ = reader.recvmsg(1, socket.CMSG_SPACE(_CREDENTIALS.size))
+                if not numbers:
+                    return
+                # A forked child writes to the same socket until it has let go of it.
+                sender = _CREDENTIALS.unpack(ancillary[0][2])[0] if ancillary else 0
+                if sender == self._pid and numbers[0] == signal.SIGTERM:
                     self._watch_over(time.monotonic())
 
     def _watch_over(self, came: float) -> None:
@@ -192,6 +196,10 @@ class _Handler:
             _take_default_action()
 
 
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
 def _take_default_action() -> None:
     # Not `signal.signal`, which is for the main thread only.
     ctypes.CDLL(None).signal(int(signal.SIGTERM), None)
@@ -199,43 +207,12 @@ def _take_default_action() -> None:
 
 
 _handlers: list[_Handler] = []
-_writers: set[int] = set()
-"""What signals are written to for the watching threads."""
-
-
-# A forked child shares the pipe: what is sent to the child must not reach the parent's watcher, not even before the
-# child runs any Python. So whoever forks does not take SIGTERM meanwhile, and neither does the child, until it has let
-# go of the pipe, and has the handler from before: one of Python's does not end a child that waits in native code.
-# Other threads of the parent take it as ever.
-_held = threading.local()
-"""Of each thread, the signal masks from before the forks that it is about to make."""
-
-
-def _installed() -> _Handler | None:
-    handler = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
-    return handler if isinstance(handler, _Handler) else None
-
-
-def _hold_sigterm() -> None:
-    if _writers or _installed() is not None:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        _held.masks = [*getattr(_held, "masks", ()), before]
-
-
-def _release_sigterm() -> None:
-    if masks := getattr(_held, "masks", None):
-        signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop())
 
 
 def _let_go_in_child() -> None:
-    if _writers:
-        taken = signal.set_wakeup_fd(-1)
-        if taken not in (-1, *_writers):
-            signal.set_wakeup_fd(taken)
-        _writers.clear()
-    while (handler := _installed()) is not None:
-        signal.signal(signal.SIGTERM, handler._earlier)
-    _release_sigterm()
+    """Leave a forked child the handler from before: one of Python's does not end a child that waits in native code."""
+    while _handlers:
+        _handlers.pop().remove()
 
 
-os.register_at_fork(before=_hold_sigterm, after_in_parent=_release_sigterm, after_in_child=_let_go_in_child)
+os.register_at_fork(after_in_child=_let_go_in_child)

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, ValuesView
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -17,8 +17,6 @@ from ml_flashpoint.local.base_state_dict import TensorAwareStateDict
 from ml_flashpoint.local.errors import CallOrderError
 from ml_flashpoint.state.archive import attributes_of, is_plain, new_instance
 from ml_flashpoint.state.private import tree_map
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,7 +31,7 @@ class TensorPlaceholder:
 
     like: torch.Tensor
     device: torch.device
-    wrap: Any
+    wrap: Callable[[torch.Tensor], torch.Tensor]
 
 
 class BasicTensorAwareStateDict(TensorAwareStateDict):
@@ -42,6 +40,9 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
     Tensors may be on any device; parameters and DTensors stay what they are. Of a DTensor, ``tensors`` and the
     methods about them mean its local shard. The containers of ``state_dict`` are copied here, so what is done to
     this object does not show in them; the tensors are shared until `copy_tensors_to_cpu`.
+
+    All methods about tensors raise a `CallOrderError` while the state is hollow; those that put tensors in, while it
+    is not.
 
     Args:
         state_dict: what to hold.
@@ -82,11 +83,7 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Tensors, in the order of the nesting.
-
-        Raises:
-            CallOrderError: the state is hollow.
-        """
+        """Tensors, in the order of the nesting."""
         self._check_hollow(False, "tensors")
         return iter([_local(tensor) for tensor in self._leaves(torch.Tensor)])
 
@@ -95,45 +92,32 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
         return self._nest.values() if isinstance(self._nest, Mapping) else super().values()
 
     def pop_tensors(self) -> list[torch.Tensor]:
-        """Take the tensors out, leaving placeholders, and return them.
-
-        Raises:
-            CallOrderError: the state is hollow.
-        """
+        """Take the tensors out, leaving placeholders, and return them."""
         self._check_hollow(False, "pop_tensors")
         popped: list[torch.Tensor] = []
-        origins = self._origins or [tensor.device for tensor in self._leaves(torch.Tensor)]
+        origins = iter(self._origins or [tensor.device for tensor in self._leaves(torch.Tensor)])
 
         def take(tensor: torch.Tensor) -> TensorPlaceholder:
             popped.append(_local(tensor))
-            like = torch.empty_like(popped[-1], device="meta")
-            return TensorPlaceholder(like, origins[len(popped) - 1], _wrapper_like(tensor))
+            return TensorPlaceholder(torch.empty_like(popped[-1], device="meta"), next(origins), rewrap_like(tensor))
 
         self._nest = _map_tensors(take, self._nest)
-        self._origins = []
-        self._is_hollow = True
+        self._origins, self._is_hollow = [], True
         return popped
 
     def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:
         """Put tensors in the places of those popped, in their order.
 
         Raises:
-            CallOrderError: the state is not hollow.
             InvalidArgumentError: they are too many or too few, or one has another dtype or shape. The state stays as
                 it was.
         """
         self._check_hollow(True, "insert_tensors")
-        given = list(tensor_data)
-        places = self._leaves(TensorPlaceholder)
-        if len(given) != len(places):
-            raise InvalidArgumentError(f"must be {len(places)} tensors", argument="tensor_data", value=len(given))
-        for tensor, place in zip(given, places, strict=True):
-            if tensor.dtype != place.like.dtype or tensor.shape != place.like.shape:
-                raise InvalidArgumentError(
-                    f"must be {place.like.dtype} of shape {tuple(place.like.shape)}",
-                    argument="tensor_data",
-                    value=(tensor.dtype, tuple(tensor.shape)),
-                )
+        given, places = list(tensor_data), self._leaves(TensorPlaceholder)
+        forms = [(tensor.dtype, tuple(tensor.shape)) for tensor in given]
+        expected = [(place.like.dtype, tuple(place.like.shape)) for place in places]
+        if forms != expected:
+            raise InvalidArgumentError(f"must be tensors of {expected}", argument="tensor_data", value=forms)
         remaining = iter(given)
         self._nest = _map_tensors(lambda place: place.wrap(next(remaining)), self._nest, TensorPlaceholder)
         self._is_hollow = False
@@ -141,47 +125,36 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
             self._origins = [place.device for place in places]
 
     def init_tensors(self) -> None:
-        """Put new, uninitialized tensors in the places of those popped, on the devices that these were on.
-
-        Raises:
-            CallOrderError: the state is not hollow.
-        """
+        """Put new, uninitialized tensors in the places of those popped, on the devices that these were on."""
         self._check_hollow(True, "init_tensors")
         self.insert_tensors(
             [torch.empty_like(place.like, device=place.device) for place in self._leaves(TensorPlaceholder)]
         )
 
     def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
-        """Replace the tensors by copies on the CPU; those there already are copied as well, once.
-
-        Raises:
-            CallOrderError: the state is hollow.
-        """
+        """Replace the tensors by copies on the CPU; those there already are copied as well, once."""
         self._check_hollow(False, "copy_tensors_to_cpu")
-        if self._origins:
-            return
-        self._origins = [tensor.device for tensor in self._leaves(torch.Tensor)]
-        self._replace(lambda tensor, _: _to_cpu(tensor, non_blocking))
+        if not self._origins:
+            self._origins = [tensor.device for tensor in self._leaves(torch.Tensor)]
+            self._replace(
+                lambda tensor, device: (
+                    cpu_clone(tensor) if device.type == "cpu" else tensor.to("cpu", non_blocking=non_blocking)
+                )
+            )
 
     def restore_tensor_device(self, non_blocking: bool = True) -> None:
-        """Move the tensors back to where `copy_tensors_to_cpu`, or `pop_tensors`, found them.
-
-        Raises:
-            CallOrderError: the state is hollow.
-        """
+        """Move the tensors back to where `copy_tensors_to_cpu`, or `pop_tensors`, found them."""
         self._check_hollow(False, "restore_tensor_device")
         if self._origins:
             self._replace(lambda tensor, device: tensor.to(device, non_blocking=non_blocking))
             self._origins = []
 
-    def _replace(self, change: Any) -> None:
+    def _replace(self, change: Callable[[torch.Tensor, torch.device], torch.Tensor]) -> None:
         origins = iter(self._origins)
-        self._nest = _map_tensors(
-            lambda tensor: _wrapper_like(tensor)(change(_local(tensor), next(origins))), self._nest
-        )
+        self._nest = _map_tensors(lambda tensor: rewrap_like(tensor)(change(_local(tensor), next(origins))), self._nest)
 
-    def _leaves(self, kind: type[_T]) -> list[_T]:
-        found: list[_T] = []
+    def _leaves(self, kind: type) -> list[Any]:
+        found: list[Any] = []
         _map_tensors(found.append, self._nest, kind)
         return found
 
@@ -195,30 +168,31 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _to_cpu(tensor: torch.Tensor, non_blocking: bool) -> torch.Tensor:
-    if tensor.device.type == "cpu":
-        return cpu_clone(tensor)
-    return tensor.to("cpu", non_blocking=non_blocking)
-
-
-def _wrapper_like(tensor: torch.Tensor) -> Any:
+def rewrap_like(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function that makes of a plain tensor the kind of tensor that this one is, without its memory."""
-    requires_grad = tensor.requires_grad
-    is_parameter = isinstance(tensor, torch.nn.Parameter)
-    dtensor = None
+    layout = None
     if isinstance(tensor, DTensor):
-        dtensor = (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+        layout = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
+    return partial(rewrap, flags=flags_of(tensor), layout=layout)
 
-    def wrap(plain: torch.Tensor) -> torch.Tensor:
-        wrapped = plain
-        if dtensor is not None:
-            mesh, placements, shape, stride = dtensor
-            wrapped = DTensor.from_local(plain, mesh, placements, run_check=False, shape=shape, stride=stride)
-        if is_parameter:
-            return torch.nn.Parameter(wrapped, requires_grad)
-        return wrapped.requires_grad_() if requires_grad else wrapped
 
-    return wrap
+def flags_of(tensor: torch.Tensor) -> int:
+    """Return a number for what `rewrap` restores: 1 for a tensor that wants a gradient, plus 2 for a parameter."""
+    return int(tensor.requires_grad) + 2 * isinstance(tensor, torch.nn.Parameter)
+
+
+def rewrap(plain: torch.Tensor, flags: int, layout: tuple[Any, ...] | None = None) -> torch.Tensor:
+    """Return a tensor as a parameter or with a gradient, as `flags_of` says, or as the local shard of a DTensor.
+
+    Args:
+        layout: mesh, placements, shape and strides of the DTensor; None for none.
+    """
+    if layout is not None:
+        mesh, placements, shape, stride = layout
+        plain = DTensor.from_local(plain, mesh, placements, run_check=False, shape=shape, stride=tuple(stride))
+    if flags & 2:
+        return torch.nn.Parameter(plain, bool(flags & 1))
+    return plain.detach().requires_grad_() if flags & 1 else plain
 
 
 def _map_tensors(change: Callable[[Any], Any], nest: Any, leaf: type = torch.Tensor) -> Any:

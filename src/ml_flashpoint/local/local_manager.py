@@ -18,24 +18,21 @@ from ml_flashpoint.config import Config, Persist
 from ml_flashpoint.copy.collection import collection_paused
 from ml_flashpoint.copy.overlap import Overlap, OverlappingDoor
 from ml_flashpoint.engine.checkpointer import Checkpointer
-from ml_flashpoint.engine.joint_load import FailedStepError, JointLoad
-from ml_flashpoint.engine.reader import ObjectReader
+from ml_flashpoint.engine.joint_load import FailedStepError, JointLoad, LoadFailure
+from ml_flashpoint.engine.save import Save
 from ml_flashpoint.format.arguments import checked_base, checked_globals, checked_grace, checked_integer
 from ml_flashpoint.format.checkpoint_id_types import MAX_STEP, CheckpointContainerId, validate_segment
 from ml_flashpoint.format.errors import (
     FlashpointError,
     InvalidArgumentError,
     InvalidNameError,
-    JobInUseError,
     NothingLoadableError,
-    ReplicationError,
-    TopologyError,
+    SaveError,
 )
 from ml_flashpoint.format.knobs import seal_deadline_s
 from ml_flashpoint.format.manifest import Manifest
-from ml_flashpoint.local.async_request import AsyncRequest, BackgroundSave
+from ml_flashpoint.local.async_queue import AsyncRequest, BackgroundSave
 from ml_flashpoint.local.base_state_dict import TensorAwareStateDict
-from ml_flashpoint.local.dtensors import Meshes
 from ml_flashpoint.local.errors import (
     CallOrderError,
     CheckpointingException,
@@ -44,7 +41,7 @@ from ml_flashpoint.local.errors import (
     StaleIterationError,
     WorldSizeChangedError,
 )
-from ml_flashpoint.local.structure import Header, encode, read_header, read_state
+from ml_flashpoint.local.structure import Meshes, encode, read_header, read_state
 from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.ranks.retention import Keep
 from ml_flashpoint.ranks.strategies import NoReplicationStrategy, ReplicationStrategy, checked_strategy
@@ -62,20 +59,6 @@ class CheckpointId(NamedTuple):
     iteration: int
     rank: int
     session_id: str
-
-
-class _Saved(NamedTuple):
-    """A save, the last that was begun in this run. For its futures see `Save`."""
-
-    iteration: int
-    committed: Future[Manifest]
-    verified: Future[Any]
-
-    @classmethod
-    def failed(cls, iteration: int, error: BaseException) -> _Saved:
-        future: Future[Any] = Future()
-        future.set_exception(error)
-        return cls(iteration, future, future)
 
 
 class LocalCheckpointManager(OverlappingDoor):
@@ -96,9 +79,8 @@ class LocalCheckpointManager(OverlappingDoor):
             either way.
         safe_globals: further types that a state may be made of, as for ``torch.serialization.safe_globals``.
         keep: number of the newest iterations that stay in memory, or a `Keep`: what `load` falls back to.
-        persist, persist_every, persist_keep, persist_bytes_per_s: see `ml_flashpoint.Flashpoint`; steps are iterations,
-            and the URL belongs to this session alone.
-        handle_sigterm, grace_s: see `ml_flashpoint.Flashpoint`.
+        persist, persist_every, persist_keep, persist_bytes_per_s, handle_sigterm, grace_s: see
+            `ml_flashpoint.Flashpoint`; steps are iterations, and the URL belongs to this session alone.
 
     Attributes:
         session_id: as given.
@@ -135,25 +117,12 @@ class LocalCheckpointManager(OverlappingDoor):
         self._version: CheckpointContainerId | None = None  # found last
         self._looked = False  # since the last save
         self._parts_lost = False
-        self._last: _Saved | None = None
+        self._last: Save | None = None  # of this run
         self._failed = False  # a save of this run, on some rank
         self._oldest_accepted = 0
-        self._closed = False
-        self._process = os.getpid()
         self._ranks = rank_group()
-        self._key = os.path.realpath(self._base.path)
-        if (earlier := _managers.pop(self._key, None)) is not None:
-            earlier.close()
-        try:
-            self._engine = Checkpointer(self._base.path, config)
-        except (InvalidArgumentError, TopologyError, ReplicationError):
-            raise
-        except FlashpointError as error:
-            raise CheckpointingException(
-                f"the folder cannot be used: {error}", rank=self.rank, node=self._ranks.node, path=self._base
-            ) from error
+        self._engine = Checkpointer(self._base.path, config)
         self._overlap = Overlap()
-        _managers[self._key] = self
         if repl_strategy is not None and self.rank == 0 and not strategy.survivable_losses(self._ranks.topology):
             _log.warning(
                 "%r protects no part, or not all, against the loss of a node: ranks of a clique share nodes, "
@@ -177,14 +146,10 @@ class LocalCheckpointManager(OverlappingDoor):
         return self._engine.persist_health
 
     def _check_open(self) -> None:
-        if self._closed:
-            raise CallOrderError("the manager is closed", rank=self.rank, path=self._base)
-        if os.getpid() != self._process:
-            raise JobInUseError(
-                f"this manager belongs to process {self._process}, which process {os.getpid()} was forked from",
-                rank=self.rank,
-                hint="save and load in the process that it was constructed in",
-            )
+        try:
+            self._engine.check_usable()
+        except SaveError as error:
+            raise CallOrderError("the manager is closed", rank=self.rank, path=self._base) from error
 
     # ---- finding and loading ------------------------------------------------------------------------------
 
@@ -202,31 +167,30 @@ class LocalCheckpointManager(OverlappingDoor):
             FlashpointError: ranks cannot agree.
         """
         self._check_open()
-        if not self._looked:
-            if self._last is not None:
-                self._last.committed.exception()  # parts are committed in order
-            self._version, self._parts_lost = None, False
-            try:
-                self._version = self._engine.newest()
-            except NothingLoadableError as error:
-                if not error.parts_lost:
-                    raise NoReplicasAvailableError(
-                        error.message,
-                        rank=self.rank,
-                        node=self._ranks.node,
-                        path=self._base,
-                        hint="try again when the cause is mended; with a repl_strategy, the loss of a node is "
-                        "survived; to give these checkpoints up, remove the folder on every node, or begin "
-                        "a new session_id",
-                    ) from error
-                self._parts_lost = True
-                if self._ranks.is_node_leader:
-                    _log.error("find_latest() is -1, and saves replace what is left: %s", error.message)
-            self._check_world_size(self._version)
-            step = None if self._version is None else self._version.step
-            self.latest_iteration = -1 if step is None else step
-            self._oldest_accepted = max(0, self.latest_iteration)
-            self._looked = True
+        if self._looked:
+            return self.latest_iteration
+        self._engine.await_commits(seal_deadline_s())
+        self._version, self._parts_lost = None, False
+        try:
+            self._version = self._engine.newest()
+        except NothingLoadableError as error:
+            if not error.parts_lost:
+                raise NoReplicasAvailableError(
+                    error.message,
+                    rank=self.rank,
+                    node=self._ranks.node,
+                    path=self._base,
+                    hint="try again when the cause is mended; with a repl_strategy, the loss of a node is survived; to"
+                    " give these checkpoints up, remove the folder on every node, or begin a new session_id",
+                ) from error
+            self._parts_lost = True
+            if self._ranks.is_node_leader:
+                _log.error("find_latest() is -1, and saves replace what is left: %s", error.message)
+        self._check_world_size(self._version)
+        step = None if self._version is None else self._version.step
+        self.latest_iteration = -1 if step is None else step
+        self._oldest_accepted = max(0, self.latest_iteration)
+        self._looked = True
         return self.latest_iteration
 
     def _check_world_size(self, version: CheckpointContainerId | None) -> None:
@@ -263,44 +227,52 @@ class LocalCheckpointManager(OverlappingDoor):
         """
         self._check_open()
         joint = JointLoad(self._engine)
-        if iteration is not None:
-            version, state = self._load_kept(checked_integer("iteration", iteration, 0, MAX_STEP), joint)
+        if iteration is None:
+            loaded = joint.newest(self._find, partial(self._load_part, joint))
+            if loaded is None:
+                raise self._nothing_loaded(joint)
+            version, state = loaded
         else:
-            version, state = self._load_newest(joint)
+            checked_integer("iteration", iteration, 0, MAX_STEP)
+            self._engine.await_commits(seal_deadline_s())
+            version = self._engine.bring(iteration)
+            self._check_world_size(version)
+            try:
+                state = self._load_part(joint, version)
+            except FailedStepError as failed:
+                raise self._unloadable(failed.failure) from failed.__cause__
         self._engine.go_on_from(version)
         assert version.step is not None
         self._version, self._looked, self._last, self._failed = version, True, None, False
         self.latest_iteration = self._oldest_accepted = version.step
         return state, CheckpointId(version.step, self.rank, self.session_id)
 
-    def _load_newest(self, joint: JointLoad) -> tuple[CheckpointContainerId, TensorAwareStateDict]:
-        def find() -> CheckpointContainerId | None:
-            self.find_latest()
-            return self._version
+    def _find(self) -> CheckpointContainerId | None:
+        self.find_latest()
+        return self._version
 
-        def load_part(version: CheckpointContainerId) -> TensorAwareStateDict:
-            self._looked = False  # if this one cannot be loaded, another is looked for
-            return self._load_part(version, joint)
+    def _load_part(self, joint: JointLoad, version: CheckpointContainerId) -> TensorAwareStateDict:
+        """Load this rank's part of a version. Collective; a `FailedStepError` says which rank cannot load its own."""
+        self._looked = False  # if this one cannot be loaded, another is looked for
+        with self._engine.open_version(version) as reader:
+            part = joint.step(version, partial(reader.open, self.rank))
+            header = joint.step(version, partial(read_header, part))
+            self._meshes.prepare(header.meshes, self._ranks)
+            state = joint.step(version, partial(read_state, part, header, self._allowed, self._meshes))
+            joint.step(version, state.restore_tensor_device)
+            return state
 
-        loaded = joint.newest(find, load_part)
-        if loaded is not None:
-            return loaded
-        misfit = next((each for each in joint.failures if each.is_misfit), None)
-        if misfit is None:
-            raise self._nothing_to_load(joint)
-        if isinstance(joint.cause, FlashpointError) and misfit.rank == self.rank:  # then it was the last, too
-            raise joint.cause
-        raise CheckpointingException(
-            f"rank {misfit.rank} cannot load the checkpoint: {misfit.text}",
-            step=self.latest_iteration,
-            rank=self.rank,
-        ) from joint.cause
-
-    def _nothing_to_load(self, joint: JointLoad) -> CheckpointingException:
+    def _nothing_loaded(self, joint: JointLoad) -> FlashpointError:
+        """Return the error of a load that has found nothing, or nothing that all ranks can load."""
         if not joint.failures and not self._parts_lost:
             return CallOrderError(
                 "there is no checkpoint to load", rank=self.rank, path=self._base, hint="find_latest() returned -1"
             )
+        misfit = next((each for each in joint.failures if each.is_misfit), None)
+        if misfit is not None and misfit.rank == self.rank and isinstance(joint.cause, FlashpointError):
+            return joint.cause  # of this rank's own part
+        if misfit is not None:
+            return self._unloadable(misfit)
         why = "; ".join(f"{each.version}, rank {each.rank}: {each.text}" for each in joint.failures)
         return NoReplicasAvailableError(
             f"there are checkpoints, and none has sound parts of all ranks{why and f' ({why})'}",
@@ -309,36 +281,9 @@ class LocalCheckpointManager(OverlappingDoor):
             hint="with a repl_strategy, the loss of a node is survived",
         )
 
-    def _load_part(self, version: CheckpointContainerId, joint: JointLoad) -> TensorAwareStateDict:
-        """Load this rank's part of a version. Collective; a `FailedStepError` says which rank cannot load its own."""
-
-        def open_part() -> tuple[ObjectReader, Header]:
-            part = reader.open(self.rank)
-            return part, read_header(part)
-
-        def read_part() -> TensorAwareStateDict:
-            state = read_state(part, header, self._allowed, self._meshes)
-            state.restore_tensor_device()
-            return state
-
-        with self._engine.open_version(version) as reader:
-            part, header = joint.step(version, open_part)
-            self._meshes.prepare(header.meshes, self._ranks)
-            return joint.step(version, read_part)
-
-    def _load_kept(self, iteration: int, joint: JointLoad) -> tuple[CheckpointContainerId, TensorAwareStateDict]:
-        if self._last is not None:
-            self._last.committed.exception()
-        version = self._engine.bring(iteration)
-        self._check_world_size(version)
-        try:
-            return version, self._load_part(version, joint)
-        except FailedStepError as failed:
-            raise CheckpointingException(
-                f"rank {failed.failure.rank} cannot load iteration {iteration}: {failed.failure.text}",
-                step=iteration,
-                rank=self.rank,
-            ) from failed.__cause__
+    def _unloadable(self, failure: LoadFailure) -> CheckpointingException:
+        text = f"rank {failure.rank} cannot load {failure.version}: {failure.text}"
+        return CheckpointingException(text, rank=self.rank, path=self._base)
 
     # ---- saving -------------------------------------------------------------------------------------------
 
@@ -370,28 +315,25 @@ class LocalCheckpointManager(OverlappingDoor):
         except FlashpointError as error:
             if not is_async:  # the other ranks wait to be told
                 with contextlib.suppress(CheckpointingException):
-                    self._conclude(iteration, _Saved.failed(iteration, error).committed)
+                    self._conclude(iteration, _failed(error))
             raise
-        saved = self._begin(state_dict, iteration, is_async)
+        committed, verified = self._begin(state_dict, iteration, is_async)
         if not is_async:
-            self._conclude(iteration, saved.committed)
+            self._conclude(iteration, committed)
         seconds = time.perf_counter() - began
         events.emit(events.LoopHeld, self._ranks, self._base, iteration, seconds=seconds)
         if not is_async:
             return None
         # Once it has its copies, or is known to get none.
-        ended = BackgroundSave(saved.verified)
-        return AsyncRequest(ended, (), [partial(self._conclude, iteration, saved.committed)])
+        return AsyncRequest(BackgroundSave(verified), (), [partial(self._conclude, iteration, committed)])
 
     def _go_on(self) -> None:
         """Begin a run if none has begun, or a save of this one has failed: a step is saved once a run. Collective."""
-        if self._failed:
-            self._looked = False
-            self.find_latest()
-        elif self._engine.run:
+        if self._engine.run and not self._failed:
             return
-        elif not self._looked:
+        if not self._looked:
             self._engine.check_asked("find_latest()")
+            self.find_latest()
         self._engine.go_on_from(self._version)
         self._last, self._failed = None, False
 
@@ -407,30 +349,33 @@ class LocalCheckpointManager(OverlappingDoor):
                 hint="to go back on purpose, load() an iteration that is kept, or use another session_id",
             )
 
-    def _begin(self, state_dict: TensorAwareStateDict, iteration: int, is_async: bool) -> _Saved:
-        """Copy a state, and have it committed. The futures tell every failure."""
-        if self._last is not None and self._last.iteration == iteration:
-            return self._last
-        self._looked = False
-        self._oldest_accepted = iteration
-        try:
-            save = self._engine.begin(iteration, explicit=True)
-        except FlashpointError as error:
-            return _Saved.failed(iteration, error)
-        self._last = saved = _Saved(iteration, save.committed, save.verified)
-        try:
-            with collection_paused():
-                tensors, byte_items = encode(state_dict, self._allowed, self._meshes)
-                late = self._overlap.begin(tensor for _, tensor in tensors) if is_async else None
-                staged = self._engine.stage(save, tensors, late=late)
-                named = [(name, copied) for (name, _), copied in zip(tensors, staged, strict=True)]
-                self._engine.fill(save, named, byte_items)
-                self._engine.commit(save)
-        except BaseException as error:
-            self._engine.fail(save, error)
-            if not isinstance(error, Exception):
-                raise
-        return saved
+    def _begin(
+        self, state_dict: TensorAwareStateDict, iteration: int, is_async: bool
+    ) -> tuple[Future[Manifest], Future[Any]]:
+        """Copy a state, and have it committed. The futures, of the commit and of all copies, tell every failure."""
+        save = self._last
+        if save is None or save.id is None or save.id.step != iteration:
+            self._looked, self._oldest_accepted = False, iteration
+            try:
+                self._last = save = self._engine.begin(iteration, explicit=True)
+            except FlashpointError as error:
+                return _failed(error), _failed(error)
+            try:
+                self._fill(save, state_dict, is_async)
+            except BaseException as error:
+                self._engine.fail(save, error)
+                if not isinstance(error, Exception):
+                    raise
+        return save.committed, save.verified
+
+    def _fill(self, save: Save, state_dict: TensorAwareStateDict, is_async: bool) -> None:
+        with collection_paused():
+            tensors, byte_items = encode(state_dict, self._allowed, self._meshes)
+            late = self._overlap.begin(tensor for _, tensor in tensors) if is_async else None
+            staged = self._engine.stage(save, tensors, late=late)
+            named = [(name, copied) for (name, _), copied in zip(tensors, staged, strict=True)]
+            self._engine.fill(save, named, byte_items)
+            self._engine.commit(save)
 
     def _conclude(self, iteration: int, committed: Future[Manifest]) -> None:
         """Wait until a save has ended here, and raise if it failed on any rank. Collective."""
@@ -440,25 +385,20 @@ class LocalCheckpointManager(OverlappingDoor):
             manifest = committed.result()
             path = self.local_ckpt_dir / manifest.version / manifest.objects[0].name
             _log.info("rank %d saved iteration %s to %s", self.rank, iteration, path)
-        reasons = {self.rank: str(error)} if error is not None else {}
-        iterations: set[object] = set()
+        told = json.dumps([repr(iteration), "" if error is None else str(error)])
         try:
-            told = json.dumps([repr(iteration), "" if error is None else str(error)])
-            for rank, blob in enumerate(self._ranks.gather(told.encode())):
-                saved, reason = json.loads(blob)
-                iterations.add(saved)
-                if reason:
-                    reasons[rank] = reason
+            reports = dict(enumerate(json.loads(blob) for blob in self._ranks.gather(told.encode())))
         except FlashpointError as lost:
-            reasons, error = {self.rank: str(error or lost)}, error or lost
+            error = error or lost
+            reports = {self.rank: [repr(iteration), str(error)]}
         _log.debug("finalize_fn took %.4fs", time.perf_counter() - began)
-        if not reasons and len(iterations) == 1:
+        reasons = "; ".join(f"rank {rank}: {reason}" for rank, (_, reason) in reports.items() if reason)
+        if not reasons and len({saved for saved, _ in reports.values()}) == 1:
             self.latest_iteration = max(self.latest_iteration, iteration)
             return
         self._failed, self._looked = True, False
-        listed = "; ".join(f"rank {rank}: {text}" for rank, text in reasons.items())
         raise CheckpointingException(
-            f"the save failed: {listed or 'ranks saved different iterations'}",
+            f"the save failed: {reasons or 'ranks saved different iterations'}",
             step=iteration if isinstance(iteration, int) else None,
             rank=self.rank,
             hint="the newest complete checkpoint can be loaded, and the save can be repeated",
@@ -470,21 +410,21 @@ class LocalCheckpointManager(OverlappingDoor):
 
         Safe to call twice. A process that just ends need not call it.
         """
-        if self._closed or os.getpid() != self._process:
-            return
-        self._closed = True
-        self.stop_watching()
-        if _managers.get(self._key) is self:
-            del _managers[self._key]
-        self._engine.close(seal_deadline_s())
+        if not self._engine.is_closed:
+            self.stop_watching()
+            self._engine.close(seal_deadline_s())
+
+
+def _failed(error: BaseException) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return future
 
 
 def _base_container(root: str | os.PathLike[str], session_id: str) -> CheckpointContainerId:
     base = checked_base(root, "root_local_ckpt_dir")
-    if session_id == "":
-        return base
     try:
-        return CheckpointContainerId.create_child(base, validate_segment(session_id))
+        return CheckpointContainerId.create_child(base, validate_segment(session_id)) if session_id != "" else base
     except InvalidNameError as error:
         raise InvalidArgumentError(f"must be a name: {error}", argument="session_id", value=session_id) from error
 
@@ -501,7 +441,3 @@ def _check_state(state_dict: TensorAwareStateDict) -> None:
         hollow: Any = state_dict.is_hollow
         if hollow() if callable(hollow) else hollow:  # some subclasses override the property by a method
             raise CallOrderError("the state is hollow: its tensors were taken out", hint="call insert_tensors first")
-
-
-# Of this process, by folder: two would be in each other's way.
-_managers: dict[str, LocalCheckpointManager] = {}

@@ -1,10 +1,11 @@
 """States as tensors, a header and an archive: the content of one object of a local checkpoint.
 
-In the archive (`state.archive`), a number stands for each tensor. The header names the tensors and their devices.
+In the archive (`state.archive`), a number stands for each tensor. The header names the tensors and their devices, and
+the meshes of DTensors, which all ranks make together before a state is loaded.
 
 ::
 
-    {"local": 4, "wrapped": true, "tensors": [[name, device], ...], "meshes": [mesh, ...]}
+    {"wrapped": true, "tensors": [[name, device], ...], "meshes": [mesh, ...]}
 
 A state comes back with the same values and types. Not part of a value are strides, memory shared by tensors that are
 not the same, read-only flags, and attributes that somebody has set on a tensor.
@@ -17,11 +18,11 @@ import json
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
@@ -30,24 +31,58 @@ from ml_flashpoint.copy.cpu import copy_all
 from ml_flashpoint.copy.dtypes import STORABLE_DTYPES
 from ml_flashpoint.engine.committing import BytesItem, TensorItem
 from ml_flashpoint.engine.reader import ObjectReader
-from ml_flashpoint.format.errors import DamagedError, FlashpointError, InvalidArgumentError
+from ml_flashpoint.format.errors import DamagedError, InvalidArgumentError
 from ml_flashpoint.local.base_state_dict import TensorAwareStateDict
-from ml_flashpoint.local.basic_state_dict import BasicTensorAwareStateDict
-from ml_flashpoint.local.dtensors import Meshes, MeshKey
+from ml_flashpoint.local.basic_state_dict import BasicTensorAwareStateDict, flags_of, rewrap
 from ml_flashpoint.local.errors import CheckpointingException
-from ml_flashpoint.state.archive import (
-    SafeGlobal,
-    attributes_of,
-    is_plain,
-    load_archive,
-    save_archive,
-)
+from ml_flashpoint.ranks.rank_group import RankGroup
+from ml_flashpoint.state.archive import SafeGlobal, attributes_of, is_plain, load_archive, save_archive
 
 HEADER_KEY = "local_structure.json"
 ARCHIVE_KEY = "local_state.pt"
-VERSION = 4
 
 _log = logging.getLogger(__name__)
+_HINT = "list its types in safe_globals= of the manager, when saving and when loading: [{}]"
+
+MeshKey = str
+"""A mesh as JSON text, equal for equal meshes: device type, ranks, names of dimensions."""
+
+
+class Meshes:
+    """The meshes of DTensors that this process has seen in states, by their descriptions."""
+
+    def __init__(self) -> None:
+        self._known: dict[MeshKey, DeviceMesh] = {}
+
+    def note(self, mesh: DeviceMesh) -> MeshKey:
+        """Remember a mesh of a state that is being saved."""
+        names = list(mesh.mesh_dim_names) if mesh.mesh_dim_names else None
+        key = json.dumps([mesh.device_type, mesh.mesh.tolist(), names])
+        self._known.setdefault(key, mesh)
+        return key
+
+    def __getitem__(self, key: MeshKey) -> DeviceMesh:
+        return self._known[key]
+
+    def prepare(self, needed: Sequence[MeshKey], ranks: RankGroup) -> None:
+        """Make every mesh that any rank needs and some rank does not know, on all ranks in one order. Collective.
+
+        A rank need not be in a mesh to take part in making it.
+        """
+        mine = [key for key in needed if _speaks(ranks.rank, key)]
+        gathered = ranks.gather(json.dumps(mine).encode() if mine else b"")
+        for key in {str(key): None for blob in gathered if blob for key in json.loads(blob)}:
+            # Ranks that go on after a restart know none; ranks of one process group know the same ones, or none.
+            if not ranks.all_ok(key in self._known):
+                device_type, mesh, names = json.loads(key)
+                mesh = torch.tensor(mesh, dtype=torch.int64, device="cpu")
+                self._known[key] = DeviceMesh(device_type, mesh, mesh_dim_names=tuple(names) if names else None)
+
+
+def _speaks(rank: int, key: MeshKey) -> bool:
+    """Return True if a rank names a mesh to the others: the lowest one in the mesh does."""
+    members = torch.tensor(json.loads(key)[1], dtype=torch.int64, device="cpu").flatten().tolist()
+    return rank == min(members) or rank not in members
 
 
 def encode(
@@ -56,8 +91,8 @@ def encode(
     """Take a state apart. The state is only looked at.
 
     Returns:
-        Names and tensors to store: plain strided ones on any device, mostly the caller's own memory, with large arrays
-        among them as bytes. And the header and the archive, as byte items.
+        Names and tensors to store: plain strided ones on any device, mostly the caller's own memory. And the header
+        and the archive, as byte items.
 
     Raises:
         InvalidArgumentError: it contains itself.
@@ -66,7 +101,7 @@ def encode(
     wrapped = type(state) is BasicTensorAwareStateDict and not state.is_away
     value = state.state_dict if wrapped else state  # type: ignore[attr-defined]
     paths: dict[int, str] = {}
-    tensors = _Tensors(meshes)
+    tensors = _Taken(meshes)
     try:
         _find_paths(value, "", paths)
     except RecursionError:
@@ -75,58 +110,54 @@ def encode(
         ) from None
     archive = save_archive(value, "state_dict", allowed=allowed, leaves=tensors, hint=_HINT)
     items = tensors.named(paths)
-    header = {
-        "local": VERSION,
-        "wrapped": wrapped,
-        "tensors": [[name, tensors.portable(tensor.device)] for name, tensor in items],
-        "meshes": list(tensors.meshes),
-    }
+    devices = [[name, _portable(tensor.device)] for name, tensor in items]
+    header = {"wrapped": wrapped, "tensors": devices, "meshes": list(tensors.meshes)}
     return items, [(HEADER_KEY, json.dumps(header).encode()), (ARCHIVE_KEY, archive)]
 
 
-_HINT = "list its types in safe_globals= of the manager, when saving and when loading: [{}]"
-
-
 def _find_paths(value: Any, path: str, found: dict[int, str]) -> None:
-    items: Any
+    items: Any = ()
     if isinstance(value, torch.Tensor):
         found.setdefault(id(value), path)
-        return
-    if isinstance(value, Mapping):
+    elif isinstance(value, Mapping):
         items = value.items()
     elif isinstance(value, (list, tuple, deque)):
         items = enumerate(value)
     elif is_plain(type(value)):
         items = attributes_of(value).items()
-    else:
-        return
     for key, each in items:
         _find_paths(each, f"{path}.{key}" if path else str(key), found)
 
 
-class _Tensors:
+def _portable(device: torch.device) -> str:
+    """Return a device as the rank that loads will have it: the current one by its kind alone."""
+    if device.index is None or device.type == "cpu":
+        return device.type
+    with contextlib.suppress(RuntimeError, AttributeError):
+        if torch.get_device_module(device).current_device() == device.index:
+            return device.type
+    return str(device)
+
+
+class _Taken:
     """Tensors of a state that is being saved; see `state.archive.Leaves`."""
 
     def __init__(self, meshes: Meshes) -> None:
         self._meshes = meshes
         self._stored: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
-        self._numbers: dict[int, list[int]] = {}
-        self._devices: dict[torch.device, str] = {}
+        self._numbers: dict[int, list[int]] = {}  # by address
         self.meshes: dict[MeshKey, int] = {}
 
     def take(self, tensor: torch.Tensor) -> tuple[Any, ...] | None:
         """Keep a tensor, and describe it; None if it is more than its memory."""
-        kind = type(tensor)
         if isinstance(tensor, DTensor):
             return self._take_sharded(tensor)
-        if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             return None
-        flags = _flags(tensor)
+        flags = flags_of(tensor)
         number = self._number(tensor.detach() if flags else tensor, tensor)
-        if number is None:
-            return None
-        return (number, flags) if flags else (number,)
+        return None if number is None else (number, flags)
 
     def _take_sharded(self, tensor: DTensor) -> tuple[Any, ...]:
         local: Any = tensor.to_local().detach()
@@ -138,16 +169,7 @@ class _Tensors:
                 "a DTensor of tensors of this class cannot be stored", argument="state_dict", value=type(local)
             )
         mesh = self.meshes.setdefault(self._meshes.note(tensor.device_mesh), len(self.meshes))
-        return number, _flags(tensor), mesh, list(tensor.placements), tensor.shape, tensor.stride()
-
-    def portable(self, device: torch.device) -> str:
-        """Return a device as the rank that loads will have it: the current one by its kind alone."""
-        if device not in self._devices:
-            is_current = device.type == "cpu" or device.index is None
-            with contextlib.suppress(RuntimeError, AttributeError):
-                is_current = is_current or torch.get_device_module(device).current_device() == device.index
-            self._devices[device] = device.type if is_current else str(device)
-        return self._devices[device]
+        return number, flags_of(tensor), mesh, list(tensor.placements), tensor.shape, tensor.stride()
 
     def _number(self, plain: torch.Tensor, source: torch.Tensor) -> int | None:
         """Return the number of a tensor. Tensors that are one memory (tied weights) have the same."""
@@ -157,16 +179,14 @@ class _Tensors:
         if plain.is_conj() or plain.is_neg():
             # Its memory holds other values, and may be another tensor's.
             plain = plain.resolve_conj().resolve_neg()
-        number = len(self._stored)
-        earlier = self._numbers.setdefault(plain.data_ptr(), [])
-        if earlier and plain.numel():
-            form = _form(plain)
-            number = next((each for each in earlier if _form(self._stored[each]) == form), number)
-        if number == len(self._stored):
-            earlier.append(number)
-            self._stored.append(plain)
-            self._sources.append(source)
-        return number
+        same_address = self._numbers.setdefault(plain.data_ptr(), [])
+        for number in same_address if plain.numel() else ():
+            if _form(self._stored[number]) == _form(plain):
+                return number
+        same_address.append(len(self._stored))
+        self._stored.append(plain)
+        self._sources.append(source)
+        return same_address[-1]
 
     def give(self, number: int, *described: Any) -> torch.Tensor:
         """Return what was taken, so that an archive can be tried."""
@@ -176,7 +196,11 @@ class _Tensors:
         """Return the tensors, with names by their places in the state."""
         items: dict[str, torch.Tensor] = {}
         for number, (tensor, source) in enumerate(zip(self._stored, self._sources, strict=True)):
-            name = _printable(paths.get(id(source), f"value.{number}"))
+            name = paths.get(id(source)) or f"value.{number}"
+            if name.startswith("__"):  # which begins the names of what is the object's own
+                name = f"value.{name}"
+            if not name.isascii():
+                name = name.encode(errors="backslashreplace").decode()
             while name in items or name in (HEADER_KEY, ARCHIVE_KEY):
                 name = f"{name}#{number}"
             items[name] = tensor
@@ -187,22 +211,10 @@ def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
-def _printable(name: str) -> str:
-    # Beginning with an underscore is how objects name what is their own.
-    if name[:2] == "__" or not name:
-        name = f"value.{name}"
-    return name if name.isascii() else name.encode(errors="backslashreplace").decode()
-
-
-def _flags(tensor: torch.Tensor) -> int:
-    return int(tensor.requires_grad) + 2 * isinstance(tensor, torch.nn.Parameter)
-
-
 # ---- the way back -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
     """A header of a state.
 
     Attributes:
@@ -221,7 +233,7 @@ def read_header(reader: ObjectReader) -> Header:
 
     Raises:
         CheckpointingException: the object is another adapter's.
-        DamagedError: it is none, or of another version of this package.
+        DamagedError: it is none.
     """
     if HEADER_KEY not in reader.layout.by_key:
         raise CheckpointingException(
@@ -230,19 +242,19 @@ def read_header(reader: ObjectReader) -> Header:
             path=reader.path,
             hint="load it by what has saved it, or use another folder",
         )
-    try:
+    with _readable(reader):
         described = json.loads(bytes(reader.bytes_of(HEADER_KEY)))
-        version = described["local"]
-        if version != VERSION:
-            raise DamagedError(f"its structure has version {version!r}, known is {VERSION}", path=reader.path)
         tensors = {str(name): _device(str(device)) for name, device in described["tensors"]}
         return Header(bool(described["wrapped"]), tensors, [str(mesh) for mesh in described["meshes"]])
-    except FlashpointError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError) as error:
-        raise DamagedError(
-            f"its structure is not readable: {type(error).__name__}: {error}", path=reader.path
-        ) from error
+
+
+@contextlib.contextmanager
+def _readable(reader: ObjectReader) -> Any:
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        text = f"its structure is not readable: {type(error).__name__}: {error}"
+        raise DamagedError(text, path=reader.path) from error
 
 
 def _device(name: str) -> torch.device:
@@ -265,13 +277,9 @@ def read_state(
         UnsafeContentError: it needs a type that is not allowed.
         DamagedError: it makes no sense.
     """
-    try:
+    with _readable(reader):
         sources = [reader.tensor(name) for name in header.tensors]
         archive = reader.bytes_of(ARCHIVE_KEY)
-    except (LookupError, TypeError, ValueError) as error:
-        raise DamagedError(
-            f"its structure is not readable: {type(error).__name__}: {error}", path=reader.path
-        ) from error
     devices = header.tensors.values()
     copies = [torch.empty_like(source, device=device) for source, device in zip(sources, devices, strict=True)]
     copy_all(copies, sources)
@@ -281,7 +289,7 @@ def read_state(
         path=reader.path,
         allowed=allowed,
         device_of=cuda.device_today,
-        leaves=_Loaded(copies, header.meshes, meshes),
+        leaves=_Given(copies, [meshes[key] for key in header.meshes]),
     )
     if header.wrapped:
         return BasicTensorAwareStateDict(state)
@@ -290,38 +298,27 @@ def read_state(
     return state
 
 
-class _Loaded:
+class _Given:
     """Tensors of a state that is being loaded; see `state.archive.Leaves`."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], keys: Sequence[MeshKey], meshes: Meshes) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], meshes: Sequence[DeviceMesh]) -> None:
         self._tensors = tensors
-        self._keys = keys
         self._meshes = meshes
         self._made: dict[tuple[int, int], torch.Tensor] = {}
 
     def take(self, tensor: torch.Tensor) -> None:
         """Leave a tensor in the archive."""
 
-    def give(self, number: int, flags: int = 0, *described: Any) -> torch.Tensor:
+    def give(self, number: int, flags: int, *described: Any) -> torch.Tensor:
         """Return the tensor that an archive describes."""
         if not all(type(each) is int and each >= 0 for each in (number, flags, *described[:1])):
             raise ValueError(f"no tensor: {number!r}")
-        plain = self._tensors[number]
         if described:
-            mesh, placements, shape, stride = described
+            mesh, placements, *form = described
             if not all(isinstance(each, Placement) for each in placements):
                 raise TypeError(f"no placements: {placements!r}")
-            made = DTensor.from_local(
-                plain, self._meshes[self._keys[mesh]], placements, run_check=False, shape=shape, stride=tuple(stride)
-            )
-            return _flagged(made, flags)
+            return rewrap(self._tensors[number], flags, (self._meshes[mesh], placements, *form))
         # One memory may have been there as several tensors, of which some want a gradient.
         if (number, flags) not in self._made:
-            self._made[number, flags] = _flagged(plain, flags)
+            self._made[number, flags] = rewrap(self._tensors[number], flags)
         return self._made[number, flags]
-
-
-def _flagged(tensor: torch.Tensor, flags: int) -> torch.Tensor:
-    if flags & 2:
-        return torch.nn.Parameter(tensor, bool(flags & 1))
-    return tensor.detach().requires_grad_() if flags & 1 else tensor

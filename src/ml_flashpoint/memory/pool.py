@@ -83,7 +83,8 @@ class New:
 
 
 def choose(slots: Sequence[_V], request: SlotRequest, locked: Collection[_V], *, may_make: bool) -> _V | New | None:
-    """Return the slot that a save takes: a free one, unused longest, or a new one; None if it gets none.
+    """Return the slot that a save takes: a free one, that of a part that it replaces, or the one unused longest, or a
+    new one; None if it gets none.
 
     Args:
         slots: all slots of the pool.
@@ -105,7 +106,9 @@ def choose(slots: Sequence[_V], request: SlotRequest, locked: Collection[_V], *,
         free = [slot for slot in free if slot.state is State.EMPTY or slot.save != newest]
     if may_make and all(slot.state is not State.EMPTY for slot in free):
         return New()
-    return min(free, key=lambda slot: (slot.state is not State.EMPTY, slot.used), default=None)
+    return min(
+        free, key=lambda slot: (slot.state is not State.EMPTY, slot.save != request.save, slot.used), default=None
+    )
 
 
 def slot_limit(keep: int, *, may_grow: bool, extra: int) -> int:

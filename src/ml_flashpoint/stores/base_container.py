@@ -22,7 +22,7 @@ from ml_flashpoint.memory.container import listed, locked_part, version_folders
 from ml_flashpoint.memory.lineage import RunRecord, read_records
 from ml_flashpoint.memory.lock import PRIVATE, locked_out
 from ml_flashpoint.stores.files import Directory, reading
-from ml_flashpoint.stores.version_store import Version, VersionStore, save_of
+from ml_flashpoint.stores.version_store import Version, VersionStore, save_of_part
 
 
 class BaseContainer(VersionStore):
@@ -85,7 +85,7 @@ class BaseContainer(VersionStore):
 
     def hold(self, manifest: Manifest) -> AbstractContextManager[object]:
         """See `VersionStore.hold`."""
-        return locked_part(self.base, save_of(manifest), manifest.rank)
+        return locked_part(self.base, save_of_part(manifest), manifest.rank)
 
     def remove(self, step: int | None, check: Callable[[], None] = lambda: None) -> list[str]:
         """Remove versions with their memory, or all that the job has left; see `VersionStore.remove`.

@@ -7,8 +7,7 @@ needed: whoever finds the manifests of all ranks may write the marker, which mak
     run-00000007/step-40_ckpt/rank-00003-00000007.manifest        written after it
     run-00000007/step-40_ckpt/complete.json                       step, save id and number of ranks; written last
 
-The newest version is that of the greatest `SaveId`. Only what a marker names counts. This is format 3. Run folders of
-older formats are refused.
+The newest version is that of the greatest `SaveId`. Only what a marker names counts.
 """
 
 from __future__ import annotations
@@ -39,20 +38,15 @@ from ml_flashpoint.stores.version_store import UNKNOWN, Version, VersionStore
 _log = logging.getLogger(__name__)
 
 MARKER: Final = "complete.json"
-MARKER_KIND: Final = "mlflashpoint-checkpoint-1"
-"""Of markers of dictionaries."""
 RUN_PREFIX: Final = "run-"
-# Of a training job. Dictionaries have other ones, and are let alone where both are in one folder.
 _RUN: Final = re.compile(rf"{RUN_PREFIX}{RUN_PATTERN}")
-_OLD_RUN: Final = re.compile(rf"{RUN_PREFIX}[0-9]{{13}}-[0-9a-f]{{8}}")
-_OLD: Final = "written by an earlier release in format 2 or older, which this one does not read; export it by that one"
 _KIND: Final = "mlflashpoint-version-3"
 _FIELDS: Final = ("step", "save_id", "world_size")
 
 
 def is_run_folder(name: str) -> bool:
-    """Return True if a folder of this name holds the versions of a run of a training job, in whatever format."""
-    return bool(_RUN.fullmatch(name) or _OLD_RUN.fullmatch(name))
+    """Return True if a folder of this name holds the versions of a run."""
+    return bool(_RUN.fullmatch(name))
 
 
 def folder_of(save: SaveId) -> str:
@@ -60,7 +54,7 @@ def folder_of(save: SaveId) -> str:
     return f"{RUN_PREFIX}{save.text}/{save.version}"
 
 
-def from_fields(fields: Mapping[str, Any]) -> Version:
+def version_of(fields: Mapping[str, Any]) -> Version:
     """Return the complete version that a marker names: its step, save id and number of ranks. Trusts nothing.
 
     Raises:
@@ -75,7 +69,7 @@ def from_fields(fields: Mapping[str, Any]) -> Version:
     raise InvalidArgumentError("these name no version", argument="fields", value=dict(fields))
 
 
-def to_fields(version: Version) -> dict[str, Any]:
+def save_of(version: Version) -> dict[str, Any]:
     """Return the fields of a version's marker, plain JSON."""
     return {name: getattr(version, name) for name in _FIELDS}
 
@@ -113,7 +107,7 @@ class DurableVersions(VersionStore):
         """
         found = Version(save, folder_of(save), range(world_size), world_size, True)
         self.check_parts(found)
-        self.files.write(f"{found.folder}/{MARKER}", [encode_record(_KIND, to_fields(found))])
+        self.files.write(f"{found.folder}/{MARKER}", [encode_record(_KIND, save_of(found))])
         return found
 
     # ---- reading ------------------------------------------------------------------------------------------
@@ -122,9 +116,6 @@ class DurableVersions(VersionStore):
         """Return all versions of training jobs, newest first. Parts are not looked at; see `VersionStore.versions`."""
         found: list[Version] = []
         for run in filter(is_run_folder, self.files.list()):
-            if not _RUN.fullmatch(run):
-                found.append(Version(UNKNOWN, run, problem=_OLD))
-                continue
             try:
                 names = self.files.list(run)
             except DamagedError as error:
@@ -151,7 +142,7 @@ class DurableVersions(VersionStore):
         name = f"{folder}/{MARKER}"
         path, data = self.files.path_of(name), self.files.read(name, limit=MAX_RECORD_BYTES)
         try:
-            version = from_fields(decode_record(_KIND, data, path))
+            version = version_of(decode_record(_KIND, data, path))
         except InvalidArgumentError as error:
             raise DamagedError(f"the marker is not valid: {error}", path=path) from error
         if version.folder != folder:

@@ -85,6 +85,11 @@ class Version:
         return "" if self.save == UNKNOWN else self.save.text
 
     @property
+    def name(self) -> str:
+        """Name of its folder: ``step-<n>_ckpt``."""
+        return self.save.version
+
+    @property
     def complete(self) -> bool:
         """True if the store has the parts of all ranks."""
         return self.counts and len(self.ranks) == self.world_size > 0
@@ -173,7 +178,7 @@ class VersionStore(ABC):
         return self.files.path_of(self._name_of(manifest))
 
     def _name_of(self, manifest: Manifest) -> str:
-        return f"{self.folder_of(save_of(manifest))}/{manifest.objects[0].name}"
+        return f"{self.folder_of(save_of_part(manifest))}/{manifest.objects[0].name}"
 
     def write_part(self, manifest: Manifest, content: Callable[[], Iterable[Buffer]]) -> bool:
         """Write a part, durably: its object, then its manifest. Return False if it was there already.
@@ -184,7 +189,7 @@ class VersionStore(ABC):
             manifest: of the part.
             content: returns the bytes of the object, as many as its file has, in pieces.
         """
-        name = f"{self.folder_of(save_of(manifest))}/{manifest_name(manifest.rank, manifest.save_id)}"
+        name = f"{self.folder_of(save_of_part(manifest))}/{manifest_name(manifest.rank, manifest.save_id)}"
         with contextlib.suppress(DamagedError, ObjectNotFoundError, PrunedError):  # the usual case
             if self._manifest(name) == manifest:
                 for _ in stored_object(manifest, [self]).pieces():
@@ -224,7 +229,7 @@ class VersionStore(ABC):
         return contextlib.nullcontext(lambda: None)
 
 
-def save_of(manifest: Manifest) -> SaveId:
+def save_of_part(manifest: Manifest) -> SaveId:
     """Return the save of a part of a training job."""
     save = SaveId.of(manifest)
     assert save is not None  # checked where it was read
@@ -350,7 +355,7 @@ def check_blocks(record: ObjectRecord, begin: int, into: memoryview, path: str) 
 
 def stored_object(manifest: Manifest, stores: Sequence[VersionStore]) -> StoredObject:
     """Return the object of a part that several stores hold. A block that one cannot give is read from the next."""
-    record, save = manifest.objects[0], save_of(manifest)
+    record, save = manifest.objects[0], save_of_part(manifest)
 
     def read(begin: int, into: memoryview) -> None:
         failures: list[FlashpointError] = []

@@ -10,7 +10,7 @@ from typing import Final
 from ml_flashpoint.format.errors import FlashpointError, PrunedError
 from ml_flashpoint.format.failure_kinds import is_damage
 from ml_flashpoint.format.manifest import Manifest
-from ml_flashpoint.stores.version_store import Version, VersionStore, save_of, stored_object
+from ml_flashpoint.stores.version_store import Version, VersionStore, save_of_part, stored_object
 
 _MANIFESTS_AT_A_TIME: Final = 8
 
@@ -76,7 +76,7 @@ def check_part(
         for piece in stored_object(manifest, [store]).pieces():
             advance(len(piece))
     except FlashpointError as error:
-        if isinstance(error, PrunedError) or not store.has(save_of(manifest), part.rank):
+        if isinstance(error, PrunedError) or not store.has(save_of_part(manifest), part.rank):
             return CheckedPart(part.rank, manifest, removed=True)
         return CheckedPart(part.rank, manifest, (_problem(error, store),))
     return part

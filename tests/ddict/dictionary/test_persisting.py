@@ -17,6 +17,8 @@ from ml_flashpoint.ddict.errors import (
     DDictPersistError,
 )
 from ml_flashpoint.format.errors import SaveError
+from ml_flashpoint.stores.durable import DurableVersions
+from ml_flashpoint.stores.files import Directory
 from tests.ddict.dictionary.support import BIG, Make, other
 from tests.support.dictionaries import DEADLINE_S
 
@@ -266,7 +268,7 @@ def test_what_was_rolled_back_does_not_return_though_the_store_keeps_it(
 ) -> None:
     dictionary = persisting(make, tmp_path)
     with monkeypatch.context() as refusing:
-        refusing.setattr(PosixCheckpointPersister, "remove", refuse)
+        refusing.setattr(Directory, "remove_folder", refuse)
         assert dictionary.rollback(to=1) == 1
     assert dictionary.persisted_ids() == [0, 1]
     dictionary["key"] = "again"
@@ -286,8 +288,8 @@ def test_a_rollback_says_that_the_store_does_not_know_of_it(
 ) -> None:
     dictionary = persisting(make, tmp_path)
     with monkeypatch.context() as refusing:
-        refusing.setattr(PosixCheckpointPersister, "remove", refuse)
-        refusing.setattr(PosixCheckpointPersister, "begin_run", refuse)
+        refusing.setattr(Directory, "remove_folder", refuse)
+        refusing.setattr(Directory, "write", refuse)
         with pytest.raises(DDictPersistError, match="read-only") as raised:
             dictionary.rollback(to=1)
         assert raised.value.checkpoint_id == 1
@@ -305,7 +307,7 @@ def test_what_is_completed_after_it_was_rolled_back_does_not_count(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dictionary = persisting(make, tmp_path)
-    complete, has_begun, may_end = PosixCheckpointPersister.complete, threading.Event(), threading.Event()
+    complete, has_begun, may_end = DurableVersions.complete, threading.Event(), threading.Event()
 
     def complete_late(*args: Any) -> Any:
         has_begun.set()
@@ -316,7 +318,7 @@ def test_what_is_completed_after_it_was_rolled_back_does_not_count(
     dictionary.checkpoint()
     colleague = other(dictionary)
     with ThreadPoolExecutor(1) as pool, monkeypatch.context() as slow:
-        slow.setattr(PosixCheckpointPersister, "complete", complete_late)
+        slow.setattr(DurableVersions, "complete", complete_late)
         persisting_it = pool.submit(colleague.persist)
         assert has_begun.wait(DEADLINE_S)
         assert dictionary.rollback(to=2) == 2

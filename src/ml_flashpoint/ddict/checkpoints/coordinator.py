@@ -33,12 +33,13 @@ from ml_flashpoint.ddict.errors import (
     retired,
 )
 from ml_flashpoint.ddict.options import Options
-from ml_flashpoint.ddict.persistence.queue import PersistedRun, Persisting
-from ml_flashpoint.ddict.persister import new_run_id
+from ml_flashpoint.ddict.persistence import History, Persisting
 from ml_flashpoint.ddict.wire.fence import Fence
 from ml_flashpoint.ddict.wire.written import NOTHING, Written
 from ml_flashpoint.format.errors import FlashpointError, ProtocolError
 from ml_flashpoint.format.knobs import seal_deadline_s
+from ml_flashpoint.stores.durable import save_of
+from ml_flashpoint.stores.version_store import Version
 
 _log = logging.getLogger(__name__)
 _BEGIN_S = 10.0
@@ -60,14 +61,13 @@ class Sealed(NamedTuple):
 
 class Coordinator:
     """See the module. Thread-safe. What handles ask for with a ``generation`` is refused, by `StaleRequestError`, where
-    it comes late; see `fence`. ``run``: that is persisted under."""
+    it comes late; see `fence`. ``history``: what is persisted; None: nothing is."""
 
-    def __init__(self, rules: Options, call: Call, run: PersistedRun) -> None:
+    def __init__(self, rules: Options, call: Call, history: History | None) -> None:
         self._rules = rules
         self._fence = Fence()  # of all handles that there ever were: of nothing that they ask for it is over when
         self._restoring = threading.Lock()
         self._managers = AllManagers(call, rules.managers)
-        self.run = run
         self._frozen, self._freezes = False, 0  # how often that was said
         lock = threading.RLock()
         self._changed = threading.Condition(lock)
@@ -89,7 +89,7 @@ class Coordinator:
         self._trouble: FlashpointError | None = None  # why managers have not done what they were asked last
         self._busy = self._called_off = self._closing = False
         self._held_up = 0
-        self._persisting = Persisting(self._changed, self._write_parts, run)
+        self._persisting = Persisting(self._changed, self._write_parts, history, rules.persist_count)
         self._thread = threading.Thread(target=self._run, name="ddict-coordinator", daemon=True)
         self._thread.start()
 
@@ -340,11 +340,14 @@ class Coordinator:
         with self._changed:
             return {**self.state(), **self._persisting.state(), "frozen": self._frozen}
 
-    def _write_parts(self, checkpoint_id: int, run: str) -> list[str]:
+    def _write_parts(self, checkpoint_id: int, version: Version) -> None:
         with self._changed:
-            fields = {"checkpoint_id": checkpoint_id, "cut": self._cut_of(checkpoint_id), "run": run}
-        written = self._managers.ask("persist", fields, seal_deadline_s(), apart=True)
-        return [str(answer["receipt"]) for answer in written]
+            fields = {"cut": self._cut_of(checkpoint_id), "version": save_of(version)}
+        self._managers.ask("persist", fields, seal_deadline_s(), apart=True)
+
+    def persisted_ids(self) -> list[int]:
+        """The checkpoints that can be restored."""
+        return self._persisting.history.ids() if self._rules.persists else []
 
     @contextlib.contextmanager
     def _no_commits(self, deadline: float) -> Iterator[None]:
@@ -740,7 +743,7 @@ class Coordinator:
     def persist_newest(self, timeout_s: float, is_gone: IsGone = lambda: False) -> int:
         """Commit what can be, persist the newest committed checkpoint if it is not, and return it; -1: there is none.
         Raises `FlashpointError`: it could not be persisted; `DDictPersistError`: there is no persister."""
-        _ = self.run.persister
+        _ = self._persisting.history
         deadline = time.monotonic() + timeout_s
         while True:
             self._await_open(deadline)
@@ -764,16 +767,15 @@ class Coordinator:
         deadline = time.monotonic() + timeout_s
         with self._changed:
             self._fence.hear(handle, generation)
-        found = self.run.persister.locate(checkpoint_id)
-        checkpoint = found.to_fields()
+        checkpoint = save_of(self._persisting.history.locate(checkpoint_id))
         with self._alone(deadline), self._no_commits(deadline):
             self._persisting.await_idle(deadline)
             try:
                 left = deadline - time.monotonic()
-                self._managers.ask("restore_prepare", {"checkpoint": checkpoint}, left, apart=True)
+                self._managers.ask("restore_prepare", {"version": checkpoint}, left, apart=True)
                 with self._changed:
                     self._fence.hear(handle, generation)
-                self.run.begin(new_run_id(), found)
+                self._persisting.history.restored(checkpoint_id)
             except FlashpointError:
                 with contextlib.suppress(FlashpointError):
                     self._managers.ask("restore_abort", {})

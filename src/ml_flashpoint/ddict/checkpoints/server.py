@@ -15,7 +15,7 @@ from ml_flashpoint.ddict.checkpoints.coordinator import Coordinator
 from ml_flashpoint.ddict.checkpoints.writers import Session
 from ml_flashpoint.ddict.errors import REQUESTS
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
-from ml_flashpoint.ddict.persistence.queue import PersistedRun
+from ml_flashpoint.ddict.persistence import History
 from ml_flashpoint.ddict.wire.fields import Result, asking
 from ml_flashpoint.ddict.wire.links import Links, Place, Places, locator, own_node
 from ml_flashpoint.ddict.wire.open_files import allow_many_files
@@ -35,9 +35,10 @@ class CoordinatorServer:
         self.places: dict[int, Place] = {}
         here = locator(configuration) if host is None else Places(own_node(), None, lambda timeout_s: self.places)
         self.links = Links(here, configuration.secret)
-        run = PersistedRun(configuration)
-        run.begin()
-        self.coordinator = Coordinator(configuration.options, self._call, run)
+        history = History(configuration) if configuration.options.persists else None
+        if history is not None:
+            history.begin()
+        self.coordinator = Coordinator(configuration.options, self._call, history)
         unix_path = str(Path(configuration.base, "c.sock")) if host is None else None
         try:
             self._server = RequestServer(configuration.secret, self, REQUESTS, unix_path=unix_path, tcp_host=host)
@@ -55,7 +56,6 @@ class CoordinatorServer:
         self.coordinator.close()
         self._server.close()
         self.links.close()
-        self.coordinator.run.close()
 
     def _call(self, manager: int, operation: str, fields: Fields, timeout_s: float) -> Fields:
         return self.links.call(manager, operation, dict(fields), deadline=time.monotonic() + timeout_s).fields
@@ -102,7 +102,7 @@ _OPERATIONS: dict[str, Callable[[CoordinatorServer, Session, Fields, list[bytes]
     },
     "go_back": asking("coordinator.rollback"),
     "persist_newest": asking("coordinator.persist_newest", gives="checkpoint_id"),
-    "persisted_ids": asking("coordinator.run.ids", gives="ids"),
+    "persisted_ids": asking("coordinator.persisted_ids", gives="ids"),
     "places": asking("where", gives="places"),
     "returned": asking("coordinator.returned"),
     "sealed": asking("coordinator.sealed_by", gives="sealed"),

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 
 from ml_flashpoint.ddict.manager.part_ref import PartRef, part_ref
 from ml_flashpoint.ddict.manager.shard import Entry, InlineValue, StoredValue, Value
-from ml_flashpoint.ddict.persister import check_checkpoint_id
+from ml_flashpoint.ddict.options import check_checkpoint_id
 from ml_flashpoint.format.errors import DamagedError, FlashpointError
 from ml_flashpoint.format.object_format import Layout, parse_header, plan_layout
 

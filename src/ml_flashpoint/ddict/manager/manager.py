@@ -26,15 +26,13 @@ from ml_flashpoint.ddict.errors import (
     StaleEpochError,
     StaleRequestError,
 )
-from ml_flashpoint.ddict.manager.parts import PartReader, encode
+from ml_flashpoint.ddict.manager.parts import PersistedParts
 from ml_flashpoint.ddict.manager.requests import AT_ONCE, OPERATIONS, SealedPart, sealed_part
 from ml_flashpoint.ddict.manager.shard import ENTRY_BYTES, Entry, Shard
 from ml_flashpoint.ddict.manager.slots import ValueSlots
 from ml_flashpoint.ddict.manager.snapshots import Snapshots
 from ml_flashpoint.ddict.manager.store import PartStore
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
-from ml_flashpoint.ddict.persistence.queue import PersistedRun
-from ml_flashpoint.ddict.persister import PersistedCheckpoint
 from ml_flashpoint.ddict.wire.fence import Fence
 from ml_flashpoint.ddict.wire.fields import Result, deadline_of
 from ml_flashpoint.ddict.wire.links import Links, locator
@@ -43,6 +41,7 @@ from ml_flashpoint.format.errors import FlashpointError, ProtocolError
 from ml_flashpoint.format.knobs import seal_deadline_s
 from ml_flashpoint.net.messages import Fields
 from ml_flashpoint.net.server import Peer, RequestServer
+from ml_flashpoint.stores.version_store import Version
 
 _log = logging.getLogger(__name__)
 
@@ -107,7 +106,6 @@ class Manager:
         self.frozen = False
         self.ended = threading.Event()
         self.links = Links(locator(configuration, config.get("place")), configuration.secret)
-        self.run = PersistedRun(configuration)
         restarted = config.get("restarted") is True
         # Guarded by the lock, like the shard: requests of another one are refused, and before it has begun any, all.
         self.epoch = -1 if restarted else 0
@@ -131,7 +129,7 @@ class Manager:
         self._kept: dict[int, _Prepared] = {}  # by the number of the cut
         self._settled = 0  # the newest cut that is known to be committed
         self._cut = _NO_CUT  # the newest that was prepared, or that this epoch began with
-        self.parts = PartReader(self.run, number, self.slots, configuration.managers)
+        self.parts = PersistedParts(configuration, number, self.slots)
         self._ready = threading.Event()  # requests may come before
         self._lost: DDictManagerLostError | None = None
         self._failures: dict[int, FlashpointError] = {}
@@ -202,7 +200,6 @@ class Manager:
     def _end(self) -> None:
         self.links.close()
         self.snapshots.close()
-        self.run.close()
         self.store.close()
 
     def wait_until_ready(self, deadline: float) -> None:
@@ -357,7 +354,7 @@ class Manager:
         keep: Sequence[int],
         pinned: Sequence[int],
         sealed: Sequence[SealedPart],
-        restored: PersistedCheckpoint | None,
+        restored: Version | None,
         frozen: bool,
         number: int,
     ) -> None:
@@ -492,12 +489,9 @@ class Manager:
         if self.rules.replicated:
             self.snapshots.retain(keep)
 
-    def persist(self, checkpoint_id: int, cut: int, run: str) -> str:
-        """Write this manager's part of a committed cut for a run; returns the receipt."""
-        self.run.use(run)
-        entries = self._prepared(cut)
-        index, items = encode(checkpoint_id, self.number, self.configuration.managers, entries)
-        return self.run.persister.write_part(checkpoint_id, self.number, index, items)
+    def persist(self, cut: int, version: Version) -> None:
+        """Write this manager's part of a committed cut, durably."""
+        self.parts.write(version, self._prepared(cut))
 
     def _prepared(self, cut: int) -> list[Entry]:
         if cut not in self._kept:

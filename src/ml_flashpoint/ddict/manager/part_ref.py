@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ml_flashpoint.ddict.persister import check_checkpoint_id
+from ml_flashpoint.ddict.options import check_checkpoint_id
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.format.manifest import Manifest, object_name
 from ml_flashpoint.format.save_id import SaveId

@@ -32,11 +32,12 @@ from ml_flashpoint.ddict.errors import (
 from ml_flashpoint.ddict.manager.part_ref import PartRef, part_ref
 from ml_flashpoint.ddict.manager.shard import BROADCAST, DIRECT, Entry, InlineValue, Value
 from ml_flashpoint.ddict.manager.slots import in_pieces, inline_number, number_to_inline
-from ml_flashpoint.ddict.persister import PersistedCheckpoint, check_checkpoint_id
+from ml_flashpoint.ddict.options import check_checkpoint_id
 from ml_flashpoint.ddict.wire.fields import ARGUMENTS, Result, asking, deadline_of
 from ml_flashpoint.ddict.wire.keys import MAX_KEY_BYTES, place
 from ml_flashpoint.format.errors import CapacityError, FlashpointError, ProtocolError
 from ml_flashpoint.net.messages import Fields, integer, list_of, number, text
+from ml_flashpoint.stores.durable import version_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -354,10 +355,8 @@ def _wait_for_key(manager: Manager, session: Session, key: bytes, checkpoint_id:
 
 
 ARGUMENTS |= {
-    "checkpoint": lambda session, fields: PersistedCheckpoint.from_fields(fields["checkpoint"]),
-    "restored": lambda session, fields: (
-        PersistedCheckpoint.from_fields(found) if (found := fields["restored"]) else None
-    ),
+    "restored": lambda session, fields: version_of(found) if (found := fields["restored"]) else None,
+    "version": lambda session, fields: version_of(fields["version"]),
     "sealed": lambda session, fields: [sealed_part(*each) for each in list_of(fields, "sealed")],
 }
 
@@ -365,7 +364,7 @@ OPERATIONS |= {name: asking(name) for name in ("begin", "discard", "freeze", "he
 OPERATIONS |= {
     "complete": asking("wait_for_keys"),
     "drop_copies": asking("snapshots.drop_copies"),
-    "persist": asking("persist", gives="receipt"),
+    "persist": asking("persist"),
     "replicate": asking("replicate_later"),
     "restore_abort": asking("parts.abort"),
     "restore_prepare": asking("parts.prepare"),

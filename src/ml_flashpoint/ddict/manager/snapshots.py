@@ -43,7 +43,7 @@ from ml_flashpoint.ddict.manager.recovery import Recoverer
 from ml_flashpoint.ddict.manager.shard import Entry, StoredValue
 from ml_flashpoint.ddict.manager.slots import ValueSlots
 from ml_flashpoint.ddict.manager.store import PartStore
-from ml_flashpoint.ddict.persister import check_checkpoint_id
+from ml_flashpoint.ddict.options import check_checkpoint_id, next_number
 from ml_flashpoint.format.digest import BlockDigester
 from ml_flashpoint.format.errors import (
     DeadlineError,
@@ -59,8 +59,6 @@ from ml_flashpoint.net.transfer_service import TransferService
 from ml_flashpoint.net.transfers import Address
 
 _log = logging.getLogger(__name__)
-
-_TICK_NS = 10  # of the clock that numbers of parts come from: the finest that leaves them 18 digits
 
 
 class Snapshots:
@@ -235,7 +233,7 @@ class Snapshots:
         self.copies.push(parts, snapshots[-1] if snapshots else (), deadline)
 
     def _next_number(self) -> int:
-        self._newest = max(time.time_ns() // _TICK_NS, self._newest + 1)
+        self._newest = next_number(self._newest)
         return self._newest
 
     def _next_ref(self, checkpoint_id: int) -> PartRef:

@@ -14,7 +14,6 @@ import psutil
 from ml_flashpoint.ddict.checkpoints.server import CoordinatorServer
 from ml_flashpoint.ddict.native.ray import is_on_ray
 from ml_flashpoint.ddict.options import Configuration, Options
-from ml_flashpoint.ddict.persister import new_run_id
 from ml_flashpoint.ddict.runtime.embedded import EmbeddedRuntime, Runtime
 from ml_flashpoint.ddict.runtime.folder import runtime_root
 from ml_flashpoint.format.errors import InvalidArgumentError
@@ -29,7 +28,7 @@ def create(options: Options) -> tuple[Configuration, CoordinatorServer | None, R
         _log.warning("replication has no other node to copy to: with n_nodes=1 it survives managers, not the machine")
     kind = options.runtime or ("ray" if is_on_ray() else "embedded")
     dictionary, secret = secrets.token_hex(6), secrets.token_bytes(32)
-    configuration = Configuration(dictionary, options.named(), "", new_run_id(), None, options.holders(), secret)
+    configuration = Configuration(dictionary, options.named(), "", None, options.holders(), secret)
     if kind == "ray":
         from ml_flashpoint.ddict.runtime.ray_runtime import RayRuntime  # which imports Ray
 

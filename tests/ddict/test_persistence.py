@@ -1,0 +1,432 @@
+"""Persisted checkpoints: which count, who may write them, damage, killed writers, and stores that fail."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from ml_flashpoint.ddict import (
+    CheckpointPersister,
+    DAOSCheckpointPersister,
+    FsspecCheckpointPersister,
+    NullCheckpointPersister,
+    PosixCheckpointPersister,
+)
+from ml_flashpoint.ddict.errors import DDictPersistError
+from ml_flashpoint.ddict.options import Configuration, Options
+from ml_flashpoint.ddict.persistence import History, open_part, write_part
+from ml_flashpoint.format.errors import DamagedError, FlashpointError, InvalidArgumentError, JobInUseError
+from ml_flashpoint.stores.files import Directory, Files
+
+MANAGERS = 2
+
+
+@pytest.fixture(autouse=True)
+def _short_wait_for_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHPOINT_LOCK_DEADLINE_S", "0.05")
+
+
+class Program:
+    """A dictionary, as far as its store is concerned."""
+
+    def __init__(self, kind: type[CheckpointPersister], path: str, name: str = "name", **options: Any) -> None:
+        given = Options(MANAGERS, persister_class=kind, persist_path=path, name=name, **options)
+        self.history = History(Configuration("d", given, "", None, (), b""))
+        self.history.begin()
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.history.close()
+
+    def persist(self, *checkpoint_ids: int, keep: int = -1, text: str = "") -> None:
+        for checkpoint_id in checkpoint_ids:
+            version = self.history.new_attempt(checkpoint_id)
+            for manager in range(MANAGERS):
+                write_part(self.history.store, version, manager, items(checkpoint_id, manager, text))
+            self.history.complete(version, keep, lambda: False)
+
+    def roll_back(self, to: int) -> None:
+        self.history.take_back(to)
+        self.history.record()
+
+    def restore(self, checkpoint_id: int) -> None:
+        self.history.locate(checkpoint_id)
+        self.history.restored(checkpoint_id)
+
+    def check(self, *checkpoint_ids: int, text: str = "") -> None:
+        """Fails unless these can be restored, and are what was written."""
+        assert self.history.ids() == list(checkpoint_ids)
+        for checkpoint_id in checkpoint_ids:
+            version = self.history.locate(checkpoint_id)
+            for manager in range(version.world_size):
+                part = open_part(self.history.store, version, manager)
+                for name, content in items(checkpoint_id, manager, text):
+                    assert bytes(part.bytes_of(name)) == content
+
+
+def items(checkpoint_id: int, manager: int, text: str) -> list[tuple[str, bytes]]:
+    seed = f"{checkpoint_id}, {manager}{text}".encode()
+    return [("index", seed), ("empty", b""), ("large", seed * 500_000)]
+
+
+def mount_dfuse(monkeypatch: pytest.MonkeyPatch, where: Path) -> None:
+    """Have the list of mounts say that a folder is one of dfuse: DAOS needs a cluster of its own."""
+    mounts = [*psutil.disk_partitions(all=True), SimpleNamespace(mountpoint=str(where), fstype="fuse.daos")]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
+
+
+Open = Callable[[], Program]
+
+
+@pytest.fixture(params=["posix", "file", "memory", "daos"])
+def program(request: pytest.FixtureRequest, tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
+    """Opens programs of one place and name, which come one after the other."""
+    path, kind = str(tmpfs / "persisted"), PosixCheckpointPersister
+    if request.param == "daos":
+        mount_dfuse(monkeypatch, tmpfs)
+        kind = DAOSCheckpointPersister
+    if request.param in ("file", "memory"):
+        path = f"file://{path}" if request.param == "file" else f"memory://{tmpfs.name}"
+        return lambda: Program(FsspecCheckpointPersister, path)
+    return lambda: Program(kind, path)
+
+
+@pytest.fixture
+def posix(tmpfs: Path) -> Open:
+    return lambda: Program(PosixCheckpointPersister, str(tmpfs))
+
+
+# ---- what counts ----------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_counts_once_all_managers_have_written_it(program: Open) -> None:
+    with program() as first:
+        version = first.history.new_attempt(3)
+        write_part(first.history.store, version, 0, items(3, 0, ""))
+        with pytest.raises(FlashpointError):
+            first.history.complete(version, -1, lambda: False)
+        with pytest.raises(DDictPersistError, match="there are: none"):
+            first.history.locate(3)
+        first.persist(10, 3)
+        first.check(3, 10)
+        with pytest.raises(DDictPersistError, match="there are: 3, 10"):
+            first.history.locate(4)
+    with program() as second:
+        second.check(3, 10)
+
+
+def test_a_program_that_restores_goes_on_from_there_and_another_one_begins_anew(program: Open) -> None:
+    with program() as first:
+        first.persist(1, 2, 3, 4)
+    with program() as second:
+        second.check(1, 2, 3, 4)
+        second.restore(3)
+        second.check(1, 2, 3)
+        second.persist(5)
+        second.check(1, 2, 3, 5)
+    with program() as third:
+        third.check(1, 2, 3, 5)
+        third.persist(7)
+        third.check(7)
+    with program() as fourth:
+        fourth.check(7)
+
+
+def test_a_program_that_was_started_by_mistake_destroys_nothing(posix: Open, tmpfs: Path) -> None:
+    with posix() as first:
+        first.persist(1, 2, 3)
+    with posix() as second:
+        second.persist(1, keep=1, text="mistaken")
+    newest = max((tmpfs / "name").glob("history-*.json"))
+    newest.unlink()
+    with posix() as third:
+        third.check(1, 2, 3)
+
+
+def test_what_was_rolled_back_does_not_count_for_who_comes_next(program: Open) -> None:
+    with program() as first:
+        first.persist(1, 2, 3)
+        first.roll_back(1)
+        first.check(1)
+    with program() as second:
+        second.check(1)
+        second.restore(1)
+        second.roll_back(0)
+        second.check()
+    with program() as third:
+        third.check()
+
+
+def test_a_checkpoint_that_is_persisted_again_takes_the_place_of_the_first(posix: Open, tmpfs: Path) -> None:
+    with posix() as first:
+        first.persist(1)
+        first.persist(1, text="again")
+        first.check(1, text="again")
+        assert len(list((tmpfs / "name").glob("run-*"))) == 1
+
+
+def test_only_the_newest_stay_and_what_is_not_gone_on_from(posix: Open, tmpfs: Path) -> None:
+    def attempts() -> int:
+        return len(list((tmpfs / "name").glob("run-*")))
+
+    with posix() as first:
+        first.persist(1, 2, 3, keep=2)
+        first.check(2, 3)
+        assert attempts() == 2
+    with posix() as second:
+        second.restore(3)
+        second.persist(4, keep=2)
+        second.check(3, 4)
+        assert attempts() == 2
+    with posix() as third:
+        third.persist(1, 2, keep=1)
+        third.check(2)
+        assert attempts() == 3
+
+
+def test_what_others_have_not_completed_goes(posix: Open, tmpfs: Path) -> None:
+    with posix() as first:
+        first.persist(1)
+        write_part(first.history.store, first.history.new_attempt(2), 0, items(2, 0, ""))
+        assert len(list((tmpfs / "name").glob("run-*"))) == 2
+    with posix() as second:
+        second.check(1)
+        assert len(list((tmpfs / "name").glob("run-*"))) == 1
+
+
+def test_a_second_live_dictionary_is_refused(posix: Open, tmpfs: Path) -> None:
+    with posix() as first:
+        with pytest.raises(JobInUseError, match=r"'name'.*name, or a persist_path"):
+            posix()
+        with Program(PosixCheckpointPersister, str(tmpfs), "other"):
+            first.persist(1)
+        with Program(PosixCheckpointPersister, str(tmpfs), read_only=True) as reader:
+            reader.check(1)  # which takes no lock
+    posix().history.close()
+
+
+# ---- damage ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["truncated", "missing", "empty", "altered"])
+def test_what_is_not_valid_is_not_listed(posix: Open, how: str) -> None:
+    with posix() as first:
+        first.persist(1, 2)
+        path = Path(first.history.store.path, first.history.locate(2).folder)
+        files = sorted(path.iterdir())
+        assert len(files) == 1 + 2 * MANAGERS
+        for file in files:
+            if how == "altered" and file.suffix == ".safetensors":
+                continue  # found when it is read
+            good = file.read_bytes()
+            middle = len(good) // 2
+            altered = good[:middle] + bytes([good[middle] ^ 1]) + good[middle + 1 :]
+            file.write_bytes({"truncated": good[:-1], "empty": b"", "altered": altered, "missing": b""}[how])
+            if how == "missing":
+                file.unlink()
+            assert first.history.ids() == [1], file.name
+            file.write_bytes(good)
+        assert first.history.ids() == [1, 2]
+
+
+@pytest.mark.damages_on_purpose
+def test_altered_content_is_refused_when_read(posix: Open) -> None:
+    with posix() as first:
+        first.persist(1, 2)
+        version = first.history.locate(2)
+        part = Path(first.history.store.path, version.folder, f"rank-00001-{version.save_id}.safetensors")
+        content = bytearray(part.read_bytes())
+        content[-1] ^= 1
+        part.write_bytes(content)
+        with pytest.raises(DamagedError, match=part.name):
+            open_part(first.history.store, version, 1).bytes_of("large")
+        assert bytes(open_part(first.history.store, version, 0).bytes_of("large"))
+
+
+@pytest.mark.parametrize("how", ["truncated", "of another kind", "names what it should not"])
+def test_a_damaged_list_gives_way_to_an_older_one(
+    posix: Open, tmpfs: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with posix() as first:
+        first.persist(1)
+    with posix() as second:
+        second.restore(1)
+        second.persist(2)
+    newest = max((tmpfs / "name").glob("history-*.json"))
+    text = newest.read_text()
+    damaged = {
+        "truncated": text[:-1],
+        "of another kind": text.replace("dictionary-1", "dictionary-0"),
+        "names what it should not": text.replace('"step": 2', '"step": -2'),
+    }
+    newest.write_text(damaged[how])
+    with caplog.at_level(logging.WARNING), posix() as third:
+        third.check(1)
+    assert "an older one is" in caplog.text
+
+
+# ---- killed writers, and stores that fail ---------------------------------------------------------------------------
+
+
+def _kill_at(steps: int) -> None:
+    """Have this process killed at the n-th step of what it does to files."""
+    left = [steps]
+
+    def tick() -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def before(function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **options: Any) -> Any:
+            tick()
+            return function(*args, **options)
+
+        return counted
+
+    for name in ("replace", "fsync", "unlink", "rmdir", "mkdir"):
+        setattr(os, name, before(getattr(os, name)))
+    write = Directory.write
+
+    def in_pieces(store: Directory, name: str, chunks: Iterable[Any]) -> int:
+        def counted() -> Iterator[Any]:
+            for chunk in chunks:
+                tick()
+                yield chunk
+
+        return write(store, name, counted())
+
+    Directory.write = in_pieces  # type: ignore[method-assign]
+
+
+def _persist_in_a_child(folder: Path, steps: int) -> tuple[bool, bool]:
+    """Persist checkpoint 2, keeping only that, in a child that is killed at a step. Returns whether it was, and whether
+    it had said that it was done before."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        with contextlib.suppress(BaseException):
+            _kill_at(steps)
+            with Program(PosixCheckpointPersister, str(folder)) as second:
+                second.restore(1)
+                second.persist(2, keep=1)
+                (folder / "done").touch()
+            code = 0
+        os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status), (folder / "done").exists()
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_step_loses_nothing_complete(tmpfs: Path) -> None:
+    origin, outcomes, steps, killed = tmpfs / "origin", set(), 0, True
+    with Program(PosixCheckpointPersister, str(origin)) as first:
+        first.persist(1)
+    while killed:
+        steps += 1
+        folder = tmpfs / f"killed-{steps}"
+        shutil.copytree(origin, folder)
+        killed, done = _persist_in_a_child(folder, steps)
+        with Program(PosixCheckpointPersister, str(folder)) as after:
+            there = after.history.ids()
+            outcomes.add(tuple(there))
+            assert there == [2] if done else there in ([1], [2])
+            after.check(*there)
+            after.restore(there[-1])
+            after.persist(3, keep=1)
+            after.check(3)
+        shutil.rmtree(folder)
+    assert outcomes == {(1,), (2,)}
+    assert steps > 20
+
+
+@pytest.mark.parametrize("fails_at", range(1, 14))
+def test_a_store_that_fails_is_reported_and_loses_nothing(
+    posix: Open, fails_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with posix() as first:
+        first.persist(1)
+        left, fsync = [fails_at], os.fsync
+
+        def failing(descriptor: int) -> None:
+            left[0] -= 1
+            if not left[0]:
+                raise OSError(5, "Input/output error")
+            fsync(descriptor)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", failing)
+            with pytest.raises(FlashpointError, match="Input/output error"):
+                first.persist(2)
+        first.check(1)
+        first.persist(2)
+        first.check(1, 2)
+
+
+# ---- places ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["../up", "a/b", ".", "..", ".hidden", "nul\0", "x" * 256])
+def test_names_that_escape(name: str, tmpfs: Path) -> None:
+    for kind in (PosixCheckpointPersister, FsspecCheckpointPersister):
+        with pytest.raises(InvalidArgumentError, match="name="):
+            kind(str(tmpfs), name=name)
+
+
+def test_an_empty_path_is_the_current_directory(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmpfs)
+    assert PosixCheckpointPersister.resolve_path("") == str(tmpfs)
+    assert FsspecCheckpointPersister.resolve_path("") == str(tmpfs)
+    assert FsspecCheckpointPersister.resolve_path("s3://bucket/x") == "s3://bucket/x"
+    with Program(PosixCheckpointPersister, str(tmpfs), ""):
+        assert os.listdir(tmpfs) == ["unnamed"]
+
+
+def test_construction_touches_nothing(tmpfs: Path) -> None:
+    FsspecCheckpointPersister("nosuch://x")
+    assert PosixCheckpointPersister(str(tmpfs / "new"), name="x").open_store().list() == []
+    assert os.listdir(tmpfs) == []
+
+
+def test_daos_is_a_mount_of_dfuse(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DDictPersistError, match=r"needs a dfuse mount.*PosixCheckpointPersister"):
+        DAOSCheckpointPersister(str(tmpfs), name="x")
+    mount_dfuse(monkeypatch, tmpfs / "mount")
+    assert DAOSCheckpointPersister(str(tmpfs / "mount" / "new"), name="x").open_store().list() == []
+    for elsewhere in (tmpfs, tmpfs / "mount-too"):
+        with pytest.raises(DDictPersistError, match="needs a dfuse mount"):
+            DAOSCheckpointPersister(str(elsewhere), name="x")
+
+
+def test_a_persister_may_be_null_or_given_by_its_name() -> None:
+    options = Options(persister_class=NullCheckpointPersister, persist_path="anything", name="../x").named()
+    assert options.make_persister() is None
+    name = "ml_flashpoint.ddict:PosixCheckpointPersister"
+    assert isinstance(Options(persister_class=name, name="x").named().make_persister(), PosixCheckpointPersister)
+    for wrong in ("nowhere:Persister", "os:path", "ml_flashpoint.ddict:Nobody", "os"):
+        with pytest.raises(InvalidArgumentError, match="persister_class"):
+            Options(persister_class=wrong).named()
+
+
+def test_a_persister_of_ones_own(tmpfs: Path) -> None:
+    class Mine(CheckpointPersister):
+        def open_store(self) -> Files:
+            return Directory(tmpfs / "mine" / self.home)
+
+    with Program(Mine, "ignored") as first:
+        first.persist(1)
+        first.check(1)
+    assert (tmpfs / "mine" / "name").is_dir()

@@ -111,11 +111,7 @@ class BaseContainer:
     # ---- reading -------------------------------------------------------------------------------------------
 
     def list_versions(self) -> dict[SaveId, frozenset[int]]:
-        """Return the saves that have committed parts here, and the ranks of those parts.
-
-        Raises:
-            UnreadableError: that cannot be known just now.
-        """
+        """Return the saves that have committed parts here, and the ranks of those parts; see `listed`."""
         return {save: frozenset(ranks) for save, ranks in listed(self.base, parse_manifest_name).items()}
 
     def read_manifest(self, save: SaveId, rank: int) -> Manifest:
@@ -201,10 +197,6 @@ class BaseContainer:
         """Put files into the folder of a version that a framework looks for there. They go with the last part.
 
         What they hold must be in a part as well: no copy is made of them, and they have no digests.
-
-        Raises:
-            InvalidNameError: a name is hidden, or one of a part's file.
-            SaveError, CapacityError: the filesystem refuses.
         """
         folder = self._folder(save)
         for name in files:
@@ -305,10 +297,7 @@ class BaseContainer:
                 path.unlink(missing_ok=True)
 
     def remove_all(self) -> None:
-        """Remove all versions and slots, and the base container if nothing else is in it.
-
-        For a base container that no job has open; see `locked_out`.
-        """
+        """Remove all versions and slots, and the base container if nothing else is in it. See `remove`."""
         for save in self.list_versions():
             self.remove(save)
         self.clean()

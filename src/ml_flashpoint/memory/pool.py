@@ -47,7 +47,7 @@ class SlotRequest:
     """Terms on which a save may take a slot.
 
     Attributes:
-        save: the save; None for one that `Pool.name` gives its step later.
+        save: None for one that `Pool.name` gives its step later.
         retained: saves whose slots must not be taken.
         of_round: True for the round's save, a copy, and a part that recovery fetches. Any other save must not take the
             newest committed part.
@@ -89,7 +89,7 @@ def choose(slots: Sequence[_V], request: SlotRequest, locked: Collection[_V], *,
     Args:
         slots: all slots of the pool.
         request: the terms.
-        locked: slots that somebody reads, or that cannot be had for another reason.
+        locked: slots that cannot be had, for somebody reads them, say.
         may_make: True if the pool may have one slot more, and there is room for it.
     """
     committed = [slot.save for slot in slots if slot.state is State.COMMITTED and slot.save is not None]
@@ -191,8 +191,6 @@ class Pool:
     def reading(self, save: SaveId) -> Iterator[Slot]:
         """Yield the slot of a committed part, which is not reused before the block is left.
 
-        For reading through this process's mapping: to push the part, to persist it or to load it.
-
         Raises:
             PrunedError: the pool has no such part, or not any more.
         """
@@ -211,8 +209,6 @@ class Pool:
 
     def take(self, size: int, terms: SlotRequest | Callable[[], SlotRequest], *, exact: bool = False) -> Slot | None:
         """Return a slot to write, in `State.WRITING`, or None if there is none now. End it by `commit` or `free`.
-
-        Slow only where a slot is made: the first times, unless `prepare` was faster, and where saves have grown.
 
         Args:
             size: bytes of the object.
@@ -281,11 +277,7 @@ class Pool:
         return None
 
     def commit(self, slot: Slot, manifest: Manifest) -> None:
-        """Commit the part in a slot that was taken. Where that fails, the slot is free.
-
-        Raises:
-            JobInUseError, SaveError, CapacityError: see `BaseContainer.commit`.
-        """
+        """Commit the part in a slot that was taken; see `BaseContainer.commit`. Where that fails, the slot is free."""
         try:
             self.container.commit(slot, manifest)
         except BaseException:
@@ -303,7 +295,7 @@ class Pool:
             slot.save = save
 
     def shortage(self, size: int, retained: Collection[SaveId]) -> CapacityError | None:
-        """Return the error of a save for which no slot can be made, now or once others are free; None if one can.
+        """Return the error of a save for which no slot can be made, now or later; None if one can.
 
         Args:
             size: bytes of the object.
@@ -340,16 +332,12 @@ class Pool:
     # ---- making --------------------------------------------------------------------------------------------
 
     def prepare(self, size: int, request: SlotRequest) -> bool:
-        """Fault in one slot that an earlier process left, or make one ahead of the save that needs it.
-
-        For one thread beside the training thread, again and again once the size of the rank's saves is known.
+        """Fault in one slot that an earlier process left, or make one ahead of the save that needs it: for one thread
+        beside the training thread. Return True if there was something to do, and may be more.
 
         Args:
             size: bytes of the rank's objects.
-            request: terms of a save to come: slots of retained saves are not removed, and the pool may grow or not.
-
-        Returns:
-            True if there was something to do, and may be more.
+            request: terms of a save to come.
         """
         for slot in self.slots:
             if slot.is_due:
@@ -389,21 +377,15 @@ class Pool:
         return available_bytes(self._folder) - ROOM
 
     def _make(self, size: int, request: SlotRequest, *, least: int, old: Slot | None = None) -> Slot | None:
-        """Make a slot, in `State.WRITING`; None if there is no room after all.
-
-        Args:
-            size: of the slot. least: its size where there is no room for more.
-            request: slots that are left over are removed to make room, but those of its saves.
-            old: is removed first: the other one may need its memory.
+        """Make a slot, in `State.WRITING`, of the least size where there is no room for more; None if there is none at
+        all. ``old`` is removed first, for the other one may need its memory.
         """
         slot = None
         try:
             if old is not None:
                 old.remove()
-            for left in self._left():
-                if self._available() >= size:
-                    break
-                self._remove_left(left, request.left_alone)
+            if self._available() < size:
+                self.remove_left(request.left_alone, request.left_alone)
             size = size if self._available() >= size else least
             path = self._folder / str(next(self._numbers))
             slot = Slot.make(path, size, go_on=lambda still: self._available() >= still)
@@ -457,37 +439,25 @@ class Pool:
                 found.append(_Left(path, owner, status.st_size, save))
         return found
 
-    def _remove_left(self, left: _Left, retained: Collection[SaveId]) -> int:
-        """Remove a slot unless its save is retained, or somebody reads it. Return the bytes that are free then."""
-        if left.save in retained:
-            return 0
-        try:
-            slot = Slot.open(left.path)
-        except (FlashpointError, OSError):  # another rank was faster
-            return 0
-        slot.save = left.save
-        if not self.container.reclaim(slot, left.owner.rank):
-            slot.close()
-            return 0
-        slot.remove()
-        with contextlib.suppress(OSError):
-            left.path.parent.rmdir()
-        return left.size
-
-    def remove_left(self, retained: Collection[SaveId], lacking: Collection[SaveId] = ()) -> int:
-        """Remove the slots on this node that nobody has a pool for, but those with retained saves. Return their bytes.
-
-        Slow: it frees memory. For the board's thread, after a verdict.
+    def remove_left(self, retained: Collection[SaveId], lacking: Collection[SaveId] = ()) -> None:
+        """Remove the slots on this node that nobody has a pool for, but those with retained saves. Slow.
 
         Args:
             retained: the saves.
             lacking: those of which some node may lack what it should have. Of others, a slot for one of as many ranks
                 is not needed here: the rank's own node and its holders have the part.
         """
-        alike = self.owner.world_size
-        return sum(
-            self._remove_left(left, lacking if left.owner.world_size == alike else retained) for left in self._left()
-        )
+        for left in self._left():
+            if left.save in (lacking if left.owner.world_size == self.owner.world_size else retained):
+                continue
+            with contextlib.suppress(FlashpointError, OSError):  # another rank was faster
+                slot = Slot.open(left.path)
+                slot.save = left.save
+                if not self.container.reclaim(slot, left.owner.rank):  # somebody reads it
+                    slot.close()
+                    continue
+                slot.remove()
+                left.path.parent.rmdir()
 
     def clear(self) -> None:
         """Remove all parts and slots that are neither written nor read. Slow: it frees memory."""

@@ -74,7 +74,6 @@ class Slot:
 
     Attributes:
         path: its own name. It has the name of an object besides while it holds one.
-        inode: of the file.
         buffer: all bytes, writable. Assigning to a slice holds the GIL; ``copy_`` of `tensor` does not.
         is_prepared: True once all pages are faulted in. Until then the first copy pays for that.
         state, save: what it holds: a part of ``save`` unless it is `State.EMPTY`. Set by the pool.
@@ -107,13 +106,12 @@ class Slot:
         Args:
             path: in a folder that exists; nothing is there.
             size: at least 1.
-            go_on: called with the bytes that are still to be reserved, before each step of reserving them; False ends
-                it. Other processes take memory at the same time.
-            prepare: False where another process writes to the slot: this one then has no use for faulted pages yet.
+            go_on: called with the bytes that are still to be reserved, before each step; False ends it. Other processes
+                take memory at the same time.
+            prepare: False where another process writes to the slot.
 
         Raises:
-            CapacityError: there is no room. Nothing is left behind.
-            SaveError: the system refuses for another reason. Nothing is left behind.
+            SaveError, CapacityError: the system refuses, or there is no room. Nothing is left behind.
         """
         size = round_up(size, PAGE)
         temporary = path.with_name(f"{path.name}{TEMPORARY}")
@@ -199,12 +197,9 @@ class Slot:
         return self._tensor
 
     def view(self, begin: int, end: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """Return bytes ``begin:end`` as a contiguous tensor, without a copy.
+        """Return bytes ``begin:end`` of the file as a contiguous tensor, without a copy.
 
         Its storage begins at ``begin``: torch takes a tensor with a storage offset for one with memory of its own.
-
-        Args:
-            begin, end: offsets in the file. ``begin`` is aligned to the size of ``dtype``.
         """
         import torch
 
@@ -262,10 +257,8 @@ class Slot:
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def remove(self) -> None:
-        """Delete the file of a slot that nobody reads, and free its memory. Slow: 0.16 s a GiB.
-
-        Also where a forked child still maps the file, as the workers of a data loader do.
-        """
+        """Delete the file of a slot that nobody reads, and free its memory, also where a forked child still maps it.
+        Slow: 0.16 s a GiB."""
         self._pages.release()
         going = self.path.with_name(f"{self.path.name}{TEMPORARY}")
         with contextlib.suppress(FileNotFoundError):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import itertools
 import logging
 import os
 import secrets
@@ -59,8 +58,6 @@ _PUBLISHED_WHEN_COMPLETE: Final = frozenset(
     ("abfs", "abfss", "adl", "az", "gcs", "gs", "hf", "oci", "ocilake", "oss", "s3", "s3a", "tos")
 )
 """Protocols of object stores: a name appears there when its upload is complete, and renaming would be a copy."""
-_ONE_REQUEST_BYTES: Final = 4 * 2**20
-"""Up to this size, a file goes to an object store in one request, which replaces at once."""
 
 
 class Files(ABC):
@@ -80,8 +77,8 @@ class Files(ABC):
         """Write or replace a file from contiguous buffers; it is durable on return. Return the number of bytes.
 
         Readers see all of the new content or none. A writer that is killed leaves the file as it was, and may leave a
-        hidden file beside it, which goes with the folder. On an object store, a file larger than 4 MiB is uploaded
-        under its own name: choose a name that nothing refers to yet.
+        hidden file beside it, which goes with the folder. On an object store, a list of buffers is one request, which
+        replaces at once; other chunks are uploaded under the file's own name: choose one that nothing refers to yet.
         """
 
     @abstractmethod
@@ -284,15 +281,14 @@ class UrlFiles(Files):
         filesystem, target = self._open(), self._inner(name)
         folder = target.rpartition("/")[0]
         with writing(self.path_of(name), Exception):
+            path = target
             if self._renames:
                 path = f"{folder}/.{secrets.token_hex(8)}.tmp"
                 filesystem.makedirs(folder, exist_ok=True)
-            else:
-                content, rest = _of_one_request(chunks)
-                if rest is None:
-                    filesystem.pipe_file(target, content)
-                    return len(content)
-                path, chunks = target, rest
+            elif isinstance(chunks, list):
+                content = b"".join(chunks)
+                filesystem.pipe_file(target, content)
+                return len(content)
             try:
                 written = _write_stream(filesystem, path, chunks)
                 if path != target:
@@ -382,18 +378,6 @@ def _make_directory(directory: Path) -> None:
     with contextlib.suppress(FileExistsError):
         directory.mkdir()
     sync_directory(directory.parent)
-
-
-def _of_one_request(chunks: Iterable[Buffer]) -> tuple[bytes, Iterator[Buffer] | None]:
-    """Return all bytes, and None; or, if they are too many for one request, all chunks."""
-    start = bytearray()
-    rest = iter(chunks)
-    for chunk in rest:
-        view = as_octets(chunk)
-        if len(start) + len(view) > _ONE_REQUEST_BYTES:
-            return b"", itertools.chain([start, view], rest)
-        start += view
-    return bytes(start), None
 
 
 def _write_stream(filesystem: Any, path: str, chunks: Iterable[Buffer]) -> int:

@@ -195,7 +195,7 @@ class VersionStore(ABC):
                 for _ in stored_object(manifest, [self]).pieces():
                     pass
                 return False
-        written = self.files.write(self._name_of(manifest), content())
+        written = self.files.write(self._name_of(manifest), iter(content()))
         if written != manifest.objects[0].file_size:
             text = f"{written} bytes were written, and not {manifest.objects[0].file_size}"
             raise SaveError(text, step=manifest.step, rank=manifest.rank, path=self.path_of(manifest))

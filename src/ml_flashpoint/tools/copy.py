@@ -65,12 +65,10 @@ def copy_version(
         The copy. It is durable before it gets its name.
 
     Raises:
-        ObjectNotFoundError: there is no such version.
-        PrunedError: a running job removed it before it was copied.
+        ObjectNotFoundError, PrunedError: there is no such version, or a running job removed it meanwhile.
         DamagedError: it is not what was saved.
         LoadError, UnreadableError: it cannot be read just now.
-        SaveError: the copy cannot be written, or is there already.
-        UnsafePathError: somebody else has planted the destination.
+        SaveError, UnsafePathError: the copy cannot be written, or is there already, or somebody else has planted it.
     """
 
     def copy(version: FoundVersion) -> Path:
@@ -93,10 +91,6 @@ def make_whole(target: Path, what: str, make: Callable[[Path], Path]) -> Path:
         target: its path. The folders above are made if need be.
         what: it is, for errors.
         make: is given an empty, hidden folder, and returns the path in there of what it made, which is durable.
-
-    Raises:
-        SaveError: it cannot be written, or is there already.
-        UnsafePathError: somebody else has planted something on the way.
     """
     hidden = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
@@ -160,14 +154,12 @@ def persist_version(
         period_s: seconds between renewals of a lease.
 
     Raises:
-        MissingPartsError: parts of some ranks are in none of the sources.
-        ObjectNotFoundError: there is no such version.
+        ObjectNotFoundError, MissingPartsError: there is no such version, or not all parts of it.
+        DamagedError, PrunedError: no sound copy of a part is here, or a running job needed the memory.
+        UnreadableError, LoadError: it cannot be read just now.
         JobInUseError: somebody persists there.
-        DamagedError: a part is not what was saved, and no copy of it is here.
-        PrunedError: a running job needed the memory.
         DeadlineError: nothing has happened for too long.
         SaveError, CapacityError: it cannot be written.
-        UnreadableError, LoadError: memory, or the store, cannot be read just now.
         InvalidArgumentError, UnsafePathError: an argument is unusable.
     """
     checked, stores = durable_url("url", url), stores_of(sources)

@@ -93,7 +93,7 @@ def export_version(
         ObjectNotFoundError: there is no such version, or not all of it.
         LoadError: it was not saved through DCP, or holds what the format cannot.
         UnsafeContentError: for ``"torch"``, it holds types that are not loaded without trusting them.
-        PrunedError, DamagedError, DigestMismatchError: it went while it was read, or is not what was saved.
+        PrunedError, DamagedError: it went while it was read, or is not what was saved.
         SaveError: the files cannot be written, or there are some already.
     """
     checked_choice("format", format, *FORMATS)

@@ -77,8 +77,7 @@ class OpenVersion:
         Raises:
             ObjectNotFoundError: there is no such tensor, or a part of it is not here.
             LoadError: the version was not saved through DCP.
-            PrunedError: the version went.
-            DamagedError: the bytes are not what was saved.
+            PrunedError, DamagedError: the version went, or is not what was saved.
         """
         if not isinstance(rank, str):
             return _tensor(self.object(rank), key or "")
@@ -149,11 +148,9 @@ def open_version(source: Source | list[Source], step: int | None = None, *, part
         partial: also one of which parts are missing.
 
     Raises:
-        ObjectNotFoundError: there is no such version.
-        MissingPartsError: there are some, and of each a part is missing.
-        PrunedError: they went as fast as they were looked for.
+        ObjectNotFoundError, MissingPartsError: there is no such version, or not all parts of it.
+        PrunedError, DamagedError: versions went as fast as they were looked for, or are all damaged.
         UnreadableError, LoadError: a store cannot be read just now.
-        DamagedError: there is nothing but damaged versions.
     """
     return with_newest(stores_of(source), step, OpenVersion, partial=partial)
 
@@ -162,13 +159,12 @@ class VersionItems:
     """The items of an open version that was saved through DCP, `Flashpoint` or Lightning, by their names in DCP.
 
     Args:
-        version: is open.
+        version: the version.
         prefix: only names that start so.
         names: only these names, by others.
         progress: called with the bytes of tensors that were used, and all.
 
     Attributes:
-        step: of the version.
         metadata: DCP's.
         items, places: where each item lies, and the items of each name.
         names: all that are wanted, as the state was nested.
@@ -234,8 +230,8 @@ class VersionItems:
         """All that are wanted, as they lie in the parts: blocks that small items share are read once in this order."""
 
         def place(fqn: str) -> tuple[int, int]:
-            found = self.items[self.places[fqn][0]]
-            return found.rank, self._version.object(found.rank).entry(found.key).begin
+            found, key = self._find(self.places[fqn][0])
+            return self.items[self.places[fqn][0]].rank, found.entry(key).begin
 
         return sorted(self.names, key=place)
 
@@ -259,7 +255,7 @@ class VersionItems:
 
     def value(self, fqn: str) -> Any:
         """Return an item that is no tensor, unpickled if that is safe."""
-        found, key = self._find(MetadataIndex(fqn))
+        found, key = self._find(self.places[fqn][0])
         return load_archive(found.bytes_of(key), fqn, path=found.path)
 
     def octets(self, index: MetadataIndex) -> io.BytesIO:
@@ -300,11 +296,7 @@ class VersionItems:
         return whole
 
     def _find(self, index: MetadataIndex) -> tuple[StoredObject, str]:
-        place = self.items.get(index)
-        if place is None:
-            raise ObjectNotFoundError(f"the checkpoint has no {index}", step=self.step)
-        if place.rank not in self._version.manifests:
-            raise ObjectNotFoundError(f"the part that has {index.fqn!r} is not here", step=self.step, rank=place.rank)
+        place = self.items[index]
         return self._version.object(place.rank), place.key
 
 

@@ -74,11 +74,7 @@ class FoundVersion:
         return not all(store.has(self.save, rank) for store, rank in held.items())
 
     def parts(self, stack: contextlib.ExitStack) -> dict[int, StoredPart]:
-        """Return the parts by rank, held until the stack is closed.
-
-        Raises:
-            FlashpointError: of a part, no store has a sound manifest.
-        """
+        """Return the parts by rank, held until the stack is closed. Raise if no store has a sound manifest of one."""
         return {rank: self._part(rank, stack) for rank in sorted(self.holders)}
 
     def _part(self, rank: int, stack: contextlib.ExitStack) -> StoredPart:
@@ -104,17 +100,15 @@ def stores_of(sources: Source | Sequence[Source]) -> list[VersionStore]:
 
 
 def find_versions(stores: Sequence[VersionStore], step: int | None, *, partial: bool = False) -> list[FoundVersion]:
-    """Return the versions whose parts are all in these stores together, newest first: at least one. Those that the job
-    has gone back from are left out, unless their step is asked for.
+    """Return the versions whose parts are all in these stores together, newest first: at least one.
 
     Args:
         stores: where to look.
-        step: which version; None for all.
+        step: which version; None for all but those that the job has gone back from.
         partial: also those of which parts are missing.
 
     Raises:
-        ObjectNotFoundError: there is no version.
-        MissingPartsError: there are some, and of each a part is missing.
+        ObjectNotFoundError, MissingPartsError: there is no version, or of each a part is missing.
         DamagedError: there is nothing but damaged versions.
         LoadError, UnreadableError: a store cannot be read just now.
     """

@@ -19,6 +19,7 @@ from rich.markup import escape
 from ml_flashpoint.cli import output
 from ml_flashpoint.cli.base_view import format_bytes, format_ranks
 from ml_flashpoint.format.errors import ObjectNotFoundError
+from ml_flashpoint.memory.lock import PRIVATE
 from ml_flashpoint.stores.location import open_store
 from ml_flashpoint.stores.version_store import Version, VersionStore
 from ml_flashpoint.tools.check import CheckedPart, check_part, look_at
@@ -89,13 +90,14 @@ def versions_at(source: str, step: int | None = None) -> tuple[VersionStore, lis
         ObjectNotFoundError: there is no store, or no such version.
     """
     store = open_store(source)
-    if not store.exists():
+    found, names = store.versions(), store.files.list()
+    if not found and not (names if store.durable else PRIVATE in names):
         raise ObjectNotFoundError(
             "there is nothing of a job here",
             path=store.path,
             hint="give the folder of the job, on the node whose memory it is in, or the URL of its persist=",
         )
-    found = [version for version in store.versions() if step in (None, version.step)]
+    found = [version for version in found if step in (None, version.step)]
     if step is not None and not found:
         raise ObjectNotFoundError(f"there is no version of step {step} here", path=store.path)
     return store, found

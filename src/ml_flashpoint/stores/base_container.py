@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.errors import DamagedError, ObjectNotFoundError, UnreadableError
+from ml_flashpoint.format.errors import DamagedError, ObjectNotFoundError
 from ml_flashpoint.format.files import writing
 from ml_flashpoint.format.manifest import Manifest, manifest_name, parse_manifest_name
 from ml_flashpoint.format.save_id import SaveId
@@ -76,12 +76,6 @@ class BaseContainer(VersionStore):
     def has(self, save: SaveId, rank: int) -> bool:
         """See `VersionStore.has`. The manifest goes first."""
         return os.path.lexists(self.base / save.version / manifest_name(rank, save.text))
-
-    def exists(self) -> bool:
-        """See `VersionStore.exists`."""
-        with contextlib.suppress(UnreadableError, OSError):
-            return bool(self.folders()) or (self.base / PRIVATE).is_dir()
-        return False
 
     def hold(self, manifest: Manifest) -> AbstractContextManager[object]:
         """See `VersionStore.hold`."""

@@ -174,10 +174,6 @@ class DurableVersions(VersionStore):
             return not isinstance(error, ObjectNotFoundError)
         return True
 
-    def exists(self) -> bool:
-        """See `VersionStore.exists`."""
-        return bool(self.files.list())
-
     # ---- removing -----------------------------------------------------------------------------------------
 
     def remove(self, step: int | None, check: Callable[[], None] = lambda: None) -> list[str]:

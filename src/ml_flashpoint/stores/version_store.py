@@ -116,10 +116,6 @@ class VersionStore(ABC):
         """Return the folder of a save."""
 
     @abstractmethod
-    def exists(self) -> bool:
-        """Return True if there is anything of a job here."""
-
-    @abstractmethod
     def versions(self) -> list[Version]:
         """Return all versions, the newest save first, with those that are incomplete or damaged."""
 

@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ml_flashpoint.format.errors import SaveError
+from ml_flashpoint.format.errors import InvalidArgumentError, SaveError
 from ml_flashpoint.format.files import sync_directory
 from ml_flashpoint.format.private_folders import check_unplanted
+from ml_flashpoint.memory.lock import PRIVATE
 from ml_flashpoint.stores.base_container import BaseContainer
 from ml_flashpoint.stores.bounded import in_background, while_it_moves
 from ml_flashpoint.stores.durable import DurableVersions
-from ml_flashpoint.stores.location import durable_url, open_durable
+from ml_flashpoint.stores.location import checked_url, open_durable
 from ml_flashpoint.stores.ownership import PERIOD_S
 from ml_flashpoint.stores.version_store import Version, VersionStore
 from ml_flashpoint.tools.sources import (
@@ -162,9 +163,13 @@ def persist_version(
         SaveError, CapacityError: it cannot be written.
         InvalidArgumentError, UnsafePathError: an argument is unusable.
     """
-    checked, stores = durable_url("url", url), stores_of(sources)
+    checked, stores = checked_url("url", url), stores_of(sources)
     find_versions(stores, step)  # before anybody is disturbed
     store = open_durable(checked)
+    if PRIVATE in store.files.list():
+        raise InvalidArgumentError(
+            "this is a job's base container", argument="url", value=url, hint="give its persist="
+        )
 
     def persist(moved: Callable[[], None]) -> Persisted:
         watched = store.watched(moved)

@@ -166,13 +166,12 @@ def persist_version(
     checked, stores = checked_url("url", url), stores_of(sources)
     find_versions(stores, step)  # before anybody is disturbed
     store = open_durable(checked)
-    if PRIVATE in store.files.list():
-        raise InvalidArgumentError(
-            "this is a job's base container", argument="url", value=url, hint="give its persist="
-        )
 
     def persist(moved: Callable[[], None]) -> Persisted:
         watched = store.watched(moved)
+        if PRIVATE in watched.files.list():
+            hint = "give the URL of the job's persist="
+            raise InvalidArgumentError("this is a job's base container", argument="url", value=url, hint=hint)
         with store.owned(period_s, moved) as check:
             return with_newest(stores, step, lambda found: _persist(found, watched, check, progress))
 

@@ -1,4 +1,4 @@
-"""`flashpoint ls --all`: the base containers on this node, of jobs that run and of dead ones."""
+"""`flashpoint ls` without an argument: the base containers on this node, of jobs that run and of dead ones."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from ml_flashpoint import Flashpoint
-from ml_flashpoint.cli import bases
-from ml_flashpoint.cli.bases import _span, find_bases
+from ml_flashpoint.cli import output, view
+from ml_flashpoint.cli.view import find_bases
 from tests.flashpoint.test_overlap import Job
 from tests.support.processes import child_environment
 
@@ -34,7 +34,7 @@ def test_jobs_that_run_and_what_dead_ones_have_left(tmpfs: Path) -> None:
         if name == "dead":
             fp.close()
     (tmpfs / "nothing").mkdir()
-    code, text, _ = _run("--all", "--json")
+    code, text, _ = _run("--json")
     assert code == 0
     found: dict[str, dict[str, Any]] = {each["base"]: each for each in json.loads(text)["bases"]}
     ours = {Path(base).name: each for base, each in found.items() if Path(base).parent == tmpfs}
@@ -45,16 +45,13 @@ def test_jobs_that_run_and_what_dead_ones_have_left(tmpfs: Path) -> None:
         assert (each["steps"], each["complete"]) == ([1], 1)
         assert each["resident_bytes"] > 0
         assert each["updated_s"] > 0
-    code, text, _ = _run("--all")
-    assert (code, f"{tmpfs}/dead leftover=yes live=- steps=1 complete=1" in text) == (0, True)
+    code, text, _ = _run()
+    assert code == 0
+    told = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.startswith(str(tmpfs))}
+    assert told[f"{tmpfs}/dead"][:2] == ["left", "over"]
+    assert told[f"{tmpfs}/running"][:1] == ["running"]
+    assert "To remove: flashpoint rm " in text
     fp.close()
-
-
-def test_what_is_asked_for_is_clear(tmpfs: Path) -> None:
-    for options in ((), (str(tmpfs), "--all")):
-        code, _, error = _run(*options)
-        assert code == 2
-        assert "give BASE, or --all" in error
 
 
 def test_links_other_filesystems_and_folders_of_others_are_let_alone(
@@ -65,11 +62,9 @@ def test_links_other_filesystems_and_folders_of_others_are_let_alone(
         (base / ".flashpoint").mkdir(parents=True)
     os.symlink(tmp_path / "elsewhere", tmpfs / "link")
     (tmpfs / "gone").mkdir()
-    monkeypatch.setattr(
-        bases.psutil, "disk_partitions", lambda all: [_Mount(str(tmpfs)), _Mount(str(tmp_path), "ext4")]
-    )
+    monkeypatch.setattr(view.psutil, "disk_partitions", lambda all: [_Mount(str(tmpfs)), _Mount(str(tmp_path), "ext4")])
     assert find_bases() == [tmpfs / "job"], "not below one, not too deep, not behind a link"
-    monkeypatch.setattr(bases.psutil, "disk_partitions", lambda all: [_Mount(str(tmpfs / "no-such"))])
+    monkeypatch.setattr(view.psutil, "disk_partitions", lambda all: [_Mount(str(tmpfs / "no-such"))])
     assert find_bases() == []
 
 
@@ -78,12 +73,6 @@ class _Mount:
         self.mountpoint, self.fstype = mountpoint, fstype
 
 
-def test_spans_for_people() -> None:
-    assert [_span(each) for each in (-1, 5, 119, 121, 7300, 200000)] == [
-        "0 s",
-        "5 s",
-        "119 s",
-        "2 min",
-        "2 h",
-        "2 days",
-    ]
+def test_durations_for_people() -> None:
+    told = ["0.19 s", "5.0 s", "119.0 s", "2.0 min", "2.0 h", "2.3 days"]
+    assert [output.time_text(each) for each in (0.19, 5, 119, 121, 7300, 200000)] == told

@@ -68,7 +68,7 @@ def base(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 COMMANDS: dict[str, Callable[[Path], list[list[str]]]] = {
-    "ls": lambda base: [[str(base)], [f"{base}-none"], ["--all"]],
+    "ls": lambda base: [[str(base)], [f"{base}-none"], []],
     "status": lambda base: [[str(base)]],
     "verify": lambda base: [[str(base)]],
     "inspect": lambda base: [[f"{base}@2"], [f"{base}@1"]],

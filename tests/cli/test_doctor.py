@@ -15,9 +15,9 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from ml_flashpoint.cli.doctor import this_node
-from ml_flashpoint.cli.doctor.finding import BAD, NOTE, OK, Examined, Finding
-from ml_flashpoint.cli.doctor.peers import Sent, _judge
+from ml_flashpoint.cli import examination
+from ml_flashpoint.cli.doctor_peers import Sent, _judge
+from ml_flashpoint.cli.examination import BAD, NOTE, OK, Examined, Finding
 from ml_flashpoint.cli.main import app
 from tests.support.cluster import Cluster, free_port
 from tests.support.processes import child_environment
@@ -32,7 +32,7 @@ def _is_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _found(base: Path) -> dict[str, Finding]:
-    return {finding.check: finding for finding in this_node.examine(base)}
+    return {finding.check: finding for finding in examination.examine(base)}
 
 
 def test_a_node_as_it_should_be(tmpfs: Path) -> None:
@@ -54,7 +54,7 @@ def test_a_folder_that_cannot_be_used(tmpfs: Path) -> None:
 
 
 def test_a_disk_is_no_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(this_node, "is_memory", lambda path: False)
+    monkeypatch.setattr(examination, "is_memory", lambda path: False)
     found = _found(tmp_path / "job")["filesystem"]
     assert found.level == BAD
     assert found.mend.startswith("mount -t tmpfs -o size=")
@@ -63,11 +63,11 @@ def test_a_disk_is_no_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 def test_options_of_the_mount(monkeypatch: pytest.MonkeyPatch, tmpfs: Path) -> None:
     swap = namedtuple("swap", "total")
     monkeypatch.setattr(psutil, "swap_memory", lambda: swap(8 << 30))
-    monkeypatch.setattr(this_node, "mount_of", lambda path: ("/dev/shm", "tmpfs", ("rw", "huge=within_size")))
+    monkeypatch.setattr(examination, "mount_of", lambda path: ("/dev/shm", "tmpfs", ("rw", "huge=within_size")))
     found = _found(tmpfs)
     assert (found["huge pages"].level, found["swap"].level) == (OK, NOTE)
     assert "8.0 GiB" in found["swap"].text
-    monkeypatch.setattr(this_node, "mount_of", lambda path: ("/dev/shm", "tmpfs", ("rw", "noswap")))
+    monkeypatch.setattr(examination, "mount_of", lambda path: ("/dev/shm", "tmpfs", ("rw", "noswap")))
     found = _found(tmpfs)
     assert (found["huge pages"].level, found["swap"].level) == (NOTE, OK)
 
@@ -75,7 +75,7 @@ def test_options_of_the_mount(monkeypatch: pytest.MonkeyPatch, tmpfs: Path) -> N
 def test_limits_of_the_process(tmpfs: Path) -> None:
     """In another process, whose limits may be lowered for good."""
     script = (
-        "import resource, sys; from pathlib import Path; from ml_flashpoint.cli.doctor.this_node import examine; "
+        "import resource, sys; from pathlib import Path; from ml_flashpoint.cli.examination import examine; "
         "resource.setrlimit(resource.RLIMIT_NOFILE, (512, resource.getrlimit(resource.RLIMIT_NOFILE)[1])); "
         "print(*(f.level + ' ' + f.text for f in examine(Path(sys.argv[1])) if f.check == 'open files')); "
         "sys.exit('torch' in sys.modules)"
@@ -162,7 +162,7 @@ def test_findings_travel() -> None:
 
 def _launch(tmpfs: Path, hosts: str, *options: str) -> tuple[list[int | None], str]:
     """Exit codes, and what rank 0 has printed; the other one has printed nothing."""
-    preload = ["ml_flashpoint.cli.doctor.peers"]
+    preload = ["ml_flashpoint.cli.doctor_peers"]
     with Cluster(tmpfs, "doctor", nodes=2, args=[hosts, *options], preload=preload) as cluster:
         codes = cluster.wait(check=False)
         assert not re.search(r"^(node|this)", cluster.outputs()[1], re.MULTILINE)

@@ -13,15 +13,13 @@ from typing import Any
 import fsspec
 import pytest
 
-from ml_flashpoint.cli import verify
-from ml_flashpoint.cli.copy import copy
-from ml_flashpoint.cli.ls import list_versions
-from ml_flashpoint.cli.verify import verify_base
+from ml_flashpoint.cli import listing
 from ml_flashpoint.format.digest import digest_block
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.stores.durable import MARKER, DurableVersions
 from ml_flashpoint.stores.location import open_durable
+from tests.support.commands import flashpoint
 
 RUN = "00000007"
 BLOCK = 1000
@@ -80,17 +78,17 @@ def states(found: Any) -> list[tuple[int, str]]:
 
 
 def test_versions_are_listed_and_verified_newest_first(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert list_versions(url, as_json=True) == 0
+    assert flashpoint("ls", url, "--json") == 0
     found = told(capsys)
     assert found["ok"]
     assert states(found) == [(9, "incomplete"), (7, "complete"), (3, "complete")]
     first = found["versions"][1]
-    assert (first["ranks"], first["world_size"], first["bytes"]) == ([0, 1], 2, 2 * len(CONTENT))
-    assert verify_base(url, as_json=True) == 0
+    assert (first["own_ranks"], first["world_size"], first["bytes"]) == ([0, 1], 2, 2 * len(CONTENT))
+    assert flashpoint("verify", url, "--json") == 0
     assert states(told(capsys)) == [(9, "incomplete"), (7, "complete"), (3, "complete")]
-    assert verify_base(f"{url}@3", as_json=True) == 0
+    assert flashpoint("verify", f"{url}@3", "--json") == 0
     assert states(told(capsys)) == [(3, "complete")]
-    assert verify_base(f"{url}@4") == 2
+    assert flashpoint("verify", f"{url}@4") == 2
     assert "no version of step 4" in capsys.readouterr().err
 
 
@@ -102,14 +100,13 @@ def test_verify_names_the_file_and_block_of_a_flipped_bit(
     data = bytearray(path.read_bytes())
     data[offset] ^= 1
     path.write_bytes(data)
-    assert list_versions(str(root)) == 0  # bytes are not read
+    assert flashpoint("ls", root) == 0  # bytes are not read
     capsys.readouterr()
-    assert verify_base(str(root)) == 1
+    assert flashpoint("verify", root) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].startswith(f"damaged    {path}: block {offset // BLOCK}, bytes ")
-    assert lines[0].startswith("ok ")
-    assert lines[2].startswith("ok ")
-    assert lines[3].endswith("1 of 4 parts are damaged")
+    assert [line.split()[:2] for line in lines[1:3]] == [["damaged", "step-7_ckpt"], ["ok", "step-3_ckpt"]]
+    assert lines[3].startswith(f"damaged {path}: block {offset // BLOCK}, bytes ")
+    assert lines[4].endswith("1 of 4 parts are damaged")
 
 
 @pytest.mark.parametrize("how", ["gone", "short", "manifest", "link", "fifo", "marker"])
@@ -129,8 +126,8 @@ def test_what_is_not_what_was_written_is_found_and_named(
             path.symlink_to(root / "elsewhere")
         elif how == "fifo":
             os.mkfifo(path)
-    for command in (list_versions, verify_base):
-        assert command(str(root), as_json=True) == 1
+    for command in ("ls", "verify"):
+        assert flashpoint(command, root, "--json") == 1
         found = told(capsys)
         assert states(found) == [(7, "damaged"), (3, "complete")]
         assert "step-7_ckpt" in str(found["versions"][0]["problems"][0])
@@ -139,22 +136,22 @@ def test_what_is_not_what_was_written_is_found_and_named(
 def test_what_retention_removes_meanwhile_is_no_damage(
     root: Path, store: DurableVersions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    check = verify.check_part
+    check = listing.check_part
 
     def removed_first(*args: Any, **options: Any) -> Any:
         store.keep_newest(1, SaveId(int(RUN), 7))
         return check(*args, **options)
 
-    monkeypatch.setattr(verify, "check_part", removed_first)
-    assert verify_base(str(root), as_json=True) == 0
+    monkeypatch.setattr(listing, "check_part", removed_first)
+    assert flashpoint("verify", root, "--json") == 0
     assert states(told(capsys)) == [(7, "complete"), (3, "removed")]
 
 
 def test_a_persisted_version_is_copied(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert copy(url, str(tmp_path / "copies"), as_json=True) == 0
+    assert flashpoint("copy", url, tmp_path / "copies", "--json") == 0
     assert told(capsys)["copy"] == str(tmp_path / "copies" / "step-7_ckpt")
-    assert copy(f"{url}@3", str(tmp_path / "copies")) == 0
-    assert verify_base(str(tmp_path / "copies")) == 0
+    assert flashpoint("copy", f"{url}@3", tmp_path / "copies") == 0
+    assert flashpoint("verify", tmp_path / "copies") == 0
     for step in (3, 7):
         folder = tmp_path / "copies" / f"step-{step}_ckpt"
         assert sorted(os.listdir(folder)) == sorted(
@@ -162,36 +159,34 @@ def test_a_persisted_version_is_copied(url: str, tmp_path: Path, capsys: pytest.
         )
         for rank in (0, 1):
             assert (folder / object_name(rank, RUN)).read_bytes() == CONTENT + bytes(8)
-    assert copy(f"{url}@3", str(tmp_path / "copies")) == 1, "there is one already"
-    assert copy(f"{url}@9", str(tmp_path / "copies")) == 2, "it is not complete"
+    assert flashpoint("copy", f"{url}@3", tmp_path / "copies") == 1, "there is one already"
+    assert flashpoint("copy", f"{url}@9", tmp_path / "copies") == 2, "it is not complete"
     assert sorted(os.listdir(tmp_path / "copies")) == ["step-3_ckpt", "step-7_ckpt"], "nothing is left of what failed"
 
 
 def test_nothing_is_copied_that_is_damaged(store: DurableVersions, root: Path, tmp_path: Path) -> None:
     path = path_of(root, 7, 1)
     path.write_bytes(path.read_bytes()[:2500] + b"x" + path.read_bytes()[2501:])
-    assert copy(f"{root}@7", str(tmp_path / "copies")) == 1
+    assert flashpoint("copy", f"{root}@7", tmp_path / "copies") == 1
     assert os.listdir(tmp_path / "copies") == []
-    assert copy(str(root), str(tmp_path / "copies")) == 0
+    assert flashpoint("copy", str(root), tmp_path / "copies") == 0
     assert os.listdir(tmp_path / "copies") == ["step-3_ckpt"], "an older one is sound"
 
 
 def test_a_typing_error_is_no_empty_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for url in (f"file://{tmp_path}/nothing", str(tmp_path), "file://relative", "nosuchscheme://x"):
-        for command in (list_versions, verify_base):
-            assert command(url) == 2
+        for command in ("ls", "verify", "inspect", "copy"):
+            assert flashpoint(command, url, *[tmp_path / "made"] * (command == "copy")) == 2
             assert "flashpoint: " in capsys.readouterr().err
 
 
 def test_nothing_of_it_needs_torch(root: Path, store: DurableVersions) -> None:
     script = (
         "import sys; sys.modules['torch'] = None\n"
-        "from ml_flashpoint.cli.ls import list_versions; from ml_flashpoint.cli.verify import verify_base\n"
-        f"assert list_versions({str(root)!r}) == verify_base({str(root)!r}) == 0"
+        "from ml_flashpoint.cli.main import app\n"
+        f"for command in ('ls', 'verify'): assert app([command, {str(root)!r}], standalone_mode=False) == 0"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[1] == (
-        f"step-7_ckpt step=7 state=complete ranks=0-1 world=2 bytes={2 * len(CONTENT)} save_id={RUN}"
-        f" folder=run-{RUN}/step-7_ckpt"
-    )
+    words = ["step-7_ckpt", "complete", "0-1", "2", "10.0", "KiB", RUN]
+    assert done.stdout.splitlines()[2].split() == words

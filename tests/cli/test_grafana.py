@@ -11,7 +11,7 @@ import pytest
 
 from ml_flashpoint.cli import metrics
 from ml_flashpoint.cli.metrics import NodeCollector
-from ml_flashpoint.cli.status import RankView
+from ml_flashpoint.cli.view import RankView
 from ml_flashpoint.status import Status
 from tests.support.processes import REPOSITORY
 
@@ -32,7 +32,7 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
     told = Status(
         rank=0, node="n", committed=1, replicated=1, verified=1, verified_s=1.0, persisted=1, resumed=1, copied_in_s=1.0
     )  # fmt: skip
-    monkeypatch.setattr(metrics, "read_node", lambda base: [RankView(0, 1, told)])
+    monkeypatch.setattr(metrics, "read_ranks", lambda base: [RankView(0, "n", 1, told)])
     samples = [sample for family in NodeCollector("/base").collect() for sample in family.samples]
     return {sample.name: set(sample.labels) for sample in samples}
 

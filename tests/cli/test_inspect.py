@@ -10,8 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ml_flashpoint import Checkpointer
-from ml_flashpoint.cli.copy import copy
-from ml_flashpoint.cli.inspect import diff, inspect
+from tests.support.commands import flashpoint
 from tests.support.forked import call_team
 from tests.support.sharded import full_state
 from tests.workers import exporting
@@ -26,11 +25,16 @@ def _out(capsys: pytest.CaptureFixture[str]) -> list[str]:
 def test_what_is_in_a_version(tmpfs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     call_team(exporting.save, tmpfs, 2, 2, [3], "none", placement=(0, 0))
     base = str(tmpfs / "node-0" / "job")
-    assert inspect(base, prefix="sharded.") == 0
+    assert flashpoint("inspect", base, "--prefix", "sharded.") == 0
     lines = _out(capsys)
-    assert [line.split()[0] for line in lines] == [f"sharded.{name}" for name in full_state(3)["sharded"]]
-    assert {"sharded.rows float32 8x6 192 0-1", "sharded.uneven_rows float32 7x3 84 0-1"} <= set(lines)
-    assert inspect(f"{base}@3", prefix="", as_json=True) == 0
+    names = [f"sharded.{name}" for name in full_state(3)["sharded"]]
+    assert [line.split()[0] for line in lines] == ["name", *names, "step"]
+    told = {tuple(line.split()) for line in lines}
+    assert {
+        ("sharded.rows", "float32", "8x6", "192", "B", "0-1"),
+        ("sharded.uneven_rows", "float32", "7x3", "84", "B", "0-1"),
+    } <= told
+    assert flashpoint("inspect", f"{base}@3", "--json") == 0
     told = json.loads(capsys.readouterr().out)
     assert told["step"] == 3
     by_name = {each["name"]: each for each in told["items"]}
@@ -38,10 +42,10 @@ def test_what_is_in_a_version(tmpfs: Path, capsys: pytest.CaptureFixture[str]) -
     assert by_name["plain.scalar"] | {"ranks": []} == {
         "name": "plain.scalar", "dtype": "float32", "shape": "scalar", "bytes": 4, "ranks": []
     }  # fmt: skip
-    assert diff(base, base, prefix="") == 0
+    assert flashpoint("diff", base, base) == 0
     assert _out(capsys) == [f"the same: {len(by_name)} items"]
-    assert inspect(f"{base}@4", prefix="") == 2
-    assert inspect(base, prefix="nobody") == 2
+    assert flashpoint("inspect", f"{base}@4") == 2
+    assert flashpoint("inspect", base, "--prefix", "nobody") == 2
 
 
 def test_what_differs(tmpfs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,7 +63,7 @@ def test_what_differs(tmpfs: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     }
     with Checkpointer(tmpfs / "job") as engine:
         dcp.save(state, checkpoint_id=engine.id(1), storage_writer=engine.writer())
-        assert copy(str(tmpfs / "job"), str(tmp_path)) == 0
+        assert flashpoint("copy", tmpfs / "job", tmp_path) == 0
         state["bit"][1] = -0.0
         state["few"][3] += 2
         state["complex"][0] += 4j
@@ -68,7 +72,7 @@ def test_what_differs(tmpfs: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         del state["gone"]
         dcp.save(state, checkpoint_id=engine.id(2), storage_writer=engine.writer())
     capsys.readouterr()
-    assert diff(str(tmp_path), str(tmpfs / "job"), prefix="") == 1
+    assert flashpoint("diff", tmp_path, tmpfs / "job") == 1
     assert sorted(_out(capsys)) == [
         "bit: 25 % of the elements differ, by 0 at most",
         "complex: 50 % of the elements differ, by 4 at most",
@@ -80,6 +84,6 @@ def test_what_differs(tmpfs: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         "text: other bytes",
         "wider: torch.float32 (2,) and torch.float32 (3,)",
     ]
-    assert diff(str(tmp_path), str(tmpfs / "job"), prefix="few", as_json=True) == 1
+    assert flashpoint("diff", tmp_path, tmpfs / "job", "--prefix", "few", "--json") == 1
     [told] = json.loads(capsys.readouterr().out)["differences"]
     assert (told["name"], told["share"], told["most"]) == ("few", 0.125, 2.0)

@@ -40,7 +40,7 @@ def test_they_print_one_document(tmpfs: Path, tmp_path: Path, monkeypatch: pytes
     runs: list[tuple[object, ...]] = [
         ("ls", base),
         ("ls", store),
-        ("ls", "--all"),
+        ("ls",),
         ("status", base),
         ("verify", base),
         ("verify", store),

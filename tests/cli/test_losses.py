@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
-from ml_flashpoint.cli.base_view import PartView, Problem, State, VersionView
-from ml_flashpoint.cli.losses import Loss, losses
+from ml_flashpoint.cli.status import Loss, losses
+from ml_flashpoint.cli.view import VersionView
 from ml_flashpoint.format.manifest import MAX_BLOCK_SIZE, Manifest, ObjectRecord, object_name
 from ml_flashpoint.status import Status
+from ml_flashpoint.stores.version_store import Version
+from ml_flashpoint.tools.check import CheckedPart
 from tests.support.forked import Team, call_team, preload
 from tests.support.processes import child_environment
 from tests.workers import recovery_faults as faults
@@ -32,14 +34,15 @@ def told(rank: int = 0, **changes: Any) -> Status:
     return Status(rank=rank, node="a", **(usual | changes))
 
 
-def version(step: int = 40, own: tuple[int, ...] = (0,), problems: tuple[Problem, ...] = ()) -> VersionView:
+def version(step: int = 40, own: tuple[int, ...] = (0,), problems: tuple[tuple[str, str], ...] = ()) -> VersionView:
     """With the parts of own ranks, and a copy of rank 3 on node d that is twice as large."""
     parts = []
     for rank, node, size in [*((rank, "a", PART) for rank in own), (3, "d", 2 * PART)]:
         record = ObjectRecord(object_name(rank, "s-1"), size, size, ("0" * 16,), MAX_BLOCK_SIZE)
         manifest = Manifest(f"step-{step}_ckpt", rank, 4, "s-1", node, (record,))
-        parts.append(PartView(rank, "s-1", Path("x"), manifest, rank == 3, problems))
-    return VersionView(f"step-{step}_ckpt", step, "s-1", 4, State.REPLICATED, tuple(parts), ())
+        parts.append(CheckedPart(rank, manifest, problems))
+    listed = Version(step, "s-1", f"step-{step}_ckpt", (*own, 3), 4, True)
+    return VersionView(listed, "replicated", tuple(parts), copied=(3,))
 
 
 def test_this_node_those_that_it_holds_and_the_others() -> None:
@@ -81,7 +84,7 @@ def test_without_copies_nothing_is_promised() -> None:
         ([told()], []),
         ([told()], [version(39), version(41)]),
         ([told(), told(1)], [version()]),  # rank 1 has no part of it any more
-        ([told()], [version(problems=(Problem("x", "missing"),))]),
+        ([told()], [version(problems=(("x", "missing"),))]),
         ([told()], [dataclasses.replace(version(), abandoned=True)]),
         ([told(), dataclasses.replace(told(1), node="z")], [version(own=(0, 1))]),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -11,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from ml_flashpoint.cli import base_view
-from ml_flashpoint.cli.base_view import State
+from ml_flashpoint.cli import output, view
+from ml_flashpoint.cli.main import app
 from ml_flashpoint.format.manifest import manifest_name
 from ml_flashpoint.stores.base_container import BaseContainer
 from ml_flashpoint.tools.check import CheckedPart, check_part, look_at
@@ -93,8 +95,7 @@ def test_a_save_of_the_real_engine_is_listed_and_verified(base: Path) -> None:
     assert (version["complete"], version["world_size"]) == (True, 1)
     assert (version["own_ranks"], version["copied_ranks"], version["writing_ranks"]) == ([0], [], [])
     (part,) = version["parts"]
-    (entry,) = part["objects"]
-    assert Path(entry["path"]).stat().st_size == entry["file_bytes"] >= entry["bytes"] == version["bytes"]
+    assert part["bytes"] == version["bytes"]
     verified = flashpoint_json("verify", base, code=0)
     assert (verified["ok"], verified["objects"], verified["bytes"]) == (True, 1, version["bytes"])
     assert verified["versions"][0]["parts"][0]["result"] == "ok"
@@ -109,8 +110,8 @@ def test_copies_make_a_version_replicated(base: Path) -> None:
     assert found[5]["own_ranks"] == [0, 1]
     assert found[5]["copied_ranks"] == [2, 3]
     assert found[6]["copied_ranks"] == [2]
-    nodes = {part["rank"]: (part["node"], part["copy"]) for part in found[5]["parts"]}
-    assert nodes == {0: ("node-0", False), 1: ("node-0", False), 2: ("node-1", True), 3: ("node-1", True)}
+    nodes = {part["rank"]: part["node"] for part in found[5]["parts"]}
+    assert nodes == {0: "node-0", 1: "node-0", 2: "node-1", 3: "node-1"}
 
 
 def test_versions_come_newest_save_first_and_saves_of_one_step_stand_side_by_side(base: Path) -> None:
@@ -118,7 +119,7 @@ def test_versions_come_newest_save_first_and_saves_of_one_step_stand_side_by_sid
     call(cli_bases.make, base, [0], [Part(0, 9, world_size=1), Part(0, 8, world_size=1, run=later)])
     call(cli_bases.make, base, [0], [Part(0, 9, world_size=1, run=later)])
     listed = flashpoint_json("ls", base, code=0)["versions"]
-    assert [(v["step"], int(v["attempt"])) for v in listed] == [(9, later), (8, later), (9, RUN)]
+    assert [(v["step"], int(v["save_id"])) for v in listed] == [(9, later), (8, later), (9, RUN)]
 
 
 def test_a_version_without_the_part_of_a_rank_that_has_ended_is_partial(base: Path) -> None:
@@ -180,23 +181,12 @@ def test_a_copy_of_the_versions_alone_can_be_looked_at(base: Path, tmp_path: Pat
     assert flashpoint("verify", away).returncode == 0
 
 
-def test_objects_without_a_manifest_are_leftovers_and_no_damage(base: Path) -> None:
+def test_objects_without_a_manifest_are_no_version_and_no_damage(base: Path) -> None:
     call(cli_bases.make, base, [0], [Part(0, 5, world_size=1), Part(0, 6, world_size=1)])
     part_path(base, Part(0, 6), manifest=True).unlink()
-    left = str(part_path(base, Part(0, 6)))
     listed = flashpoint_json("ls", base, code=0)
-    assert listed["leftovers"] == [left]
-    assert [(v["step"], v["state"]) for v in listed["versions"]] == [(6, "partial"), (5, "local")]
+    assert [(v["step"], v["state"]) for v in listed["versions"]] == [(5, "local")]
     assert flashpoint_json("verify", base, code=0)["objects"] == 1
-
-
-def test_leftovers_of_an_older_save_are_no_version(base: Path) -> None:
-    call(cli_bases.make, base, [0], [Part(0, 5, world_size=1), Part(0, 6, world_size=1)])
-    part_path(base, Part(0, 5), manifest=True).unlink()
-    listed = flashpoint_json("ls", base, code=0)
-    assert listed["leftovers"] == [str(part_path(base, Part(0, 5)))]
-    assert [(v["step"], v["state"]) for v in listed["versions"]] == [(6, "local")]
-    assert f"no manifest: {part_path(base, Part(0, 5))}" in flashpoint("ls", base).stdout
 
 
 # ---- damage -----------------------------------------------------------------------------------------------------
@@ -210,17 +200,16 @@ def test_verify_names_the_file_and_block_of_a_flipped_bit(base: Path) -> None:
     assert flashpoint("ls", base).returncode == 0  # it does not read bytes
     found = flashpoint_json("verify", base, code=1)
     assert found["ok"] is False
-    problems = [p for v in found["versions"] for part in v["parts"] for p in part["problems"]]
+    problems = [problem for version in found["versions"] for problem in version["problems"]]
     assert [p["path"] for p in problems] == [str(hurt)]
     assert f"block 2, bytes {2 * BLOCK} to {3 * BLOCK}," in problems[0]["message"]
-    assert [(v["step"], v["ok"]) for v in found["versions"]] == [(6, True), (5, False)]
+    assert [(v["step"], v["state"]) for v in found["versions"]] == [(6, "complete"), (5, "damaged")]
     text = flashpoint("verify", base)
     assert text.returncode == 1
-    assert f"damaged    {hurt}: " in text.stdout
+    assert f"damaged {hurt}: " in text.stdout
     assert "1 of 8 parts are damaged" in text.stdout
-    assert f"ok         step-6_ckpt {Part(0, 6).save_id}: ranks 0-3, " in text.stdout
-    assert f"ok         step-5_ckpt {Part(0, 5).save_id}: ranks 0-1,3, " in text.stdout
-    assert "removed" not in text.stdout
+    rows = [line.split() for line in text.stdout.splitlines()[1:3]]
+    assert [row[:3] for row in rows] == [["ok", "step-6_ckpt", "0-3"], ["damaged", "step-5_ckpt", "0-3"]]
     assert 0 <= found["seconds"] < 60
 
 
@@ -237,9 +226,10 @@ def test_verify_finds_every_block_with_many_threads(base: Path) -> None:
     parts = [Part(0, 5, world_size=1, size=40 * BLOCK + 1)]
     call(cli_bases.make, base, [0], parts)
     assert flashpoint("verify", base, "--threads", 8).returncode == 0
-    flip(part_path(base, parts[0]), 40 * BLOCK)
+    for block in (7, 8, 40):
+        flip(part_path(base, parts[0]), block * BLOCK)
     ((version,),) = (flashpoint_json("verify", base, code=1)["versions"],)
-    assert "block 40, bytes" in version["parts"][0]["problems"][0]["message"]
+    assert "block 7, bytes" in version["problems"][0]["message"]
 
 
 def test_an_object_without_bytes_verifies(base: Path) -> None:
@@ -274,8 +264,7 @@ def test_a_damaged_manifest_is_found_and_named(base: Path, command: str, how: st
     found = flashpoint_json(command, base, code=1)
     assert found["ok"] is False
     (version,) = found["versions"]
-    problems = version.get("problems") or [p for part in version["parts"] for p in part["problems"]]
-    assert [p["path"] for p in problems] == [str(path)]
+    assert [problem["path"] for problem in version["problems"]] == [str(path)]
     if command == "ls":
         assert (version["state"], version["complete"]) == ("damaged", False)
         assert version["own_ranks"] == [0, 1]
@@ -316,20 +305,24 @@ def test_an_object_that_is_not_as_committed_is_found_and_named(base: Path, comma
 # ---- no base container ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["ls", "verify"])
-def test_what_is_no_base_container_is_a_usage_error(tmp_path: Path, command: str) -> None:
+def test_wrong_paths_give_the_same_error_from_all_commands(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "folder" / "step-07_ckpt").mkdir(parents=True)
     for path in (tmp_path / "absent", tmp_path / "file", tmp_path / "folder"):
-        done = flashpoint(command, path)
-        assert done.returncode == 2
-        assert done.stdout == ""
-        assert str(path) in done.stderr
-        assert "Traceback" not in done.stderr
-        assert str(path) in flashpoint_json(command, path, code=2)["error"]
+        said = set()
+        for command in ("ls", "status", "verify", "inspect", "diff", "copy", "export", "persist", "rm", "metrics"):
+            more: list[object] = {"diff": [path], "copy": [tmp_path / "to"], "rm": ["--yes"]}.get(command, [])
+            more = ["--to", tmp_path / "to"] if command in ("export", "persist") else more
+            done = CliRunner().invoke(app, [*map(str, [command, path, *more])])
+            assert (done.exit_code, done.stdout) == (2, ""), (command, done.output)
+            said.add(done.stderr)
+        (error,) = said
+        assert error.startswith("flashpoint: ")
+        assert f"[path {path}]" in error
+        assert not (tmp_path / "to").exists()
 
 
-@pytest.mark.parametrize("args", [[], ["ls"], ["ls", "--nope", "/x"], ["verify", "/x", "--threads", "0"], ["nope"]])
+@pytest.mark.parametrize("args", [[], ["verify"], ["ls", "--nope", "/x"], ["verify", "/x", "--threads", "0"], ["nope"]])
 def test_misuse_is_a_usage_error(args: list[str]) -> None:
     assert flashpoint(*args).returncode == 2
 
@@ -348,14 +341,14 @@ def test_a_job_that_saves_and_prunes_all_the_time_never_looks_damaged(base: Path
         while looks < 300 or len(steps) <= 100 or not pruned:
             assert time.monotonic() < give_up, (looks, len(steps), pruned)
             looks += 1
-            view = base_view.read_base(base)
-            assert view.versions
-            assert view.problems == ()
-            assert {version.state for version in view.versions} <= {State.LOCAL, State.WRITING}
+            seen = view.read(base)
+            assert seen.versions
+            assert seen.problems == []
+            assert {version.state for version in seen.versions} <= {"local", "writing"}
             results = checked(base)
             assert [result.problems for result in results if result.problems] == []
             pruned += sum(result.removed for result in results)
-            steps.update(version.step for version in view.versions)
+            steps.update(version.step for version in seen.versions)
         assert child.alive
 
 
@@ -374,22 +367,27 @@ def test_pruning_between_the_look_and_the_reading_is_not_damage(base: Path) -> N
 # ---- how it looks -----------------------------------------------------------------------------------------------
 
 
-def test_plain_lines_are_one_a_version_and_do_not_depend_on_a_width(base: Path) -> None:
+def test_lines_are_one_a_version_and_do_not_depend_on_a_width(base: Path) -> None:
     call(cli_bases.make, base, [0, 1], [*full(5), *full(6)])
     lines = flashpoint("ls", base).stdout.splitlines()
-    assert len(lines) == 3
+    assert len(lines) == 4
     assert lines[0].startswith(f"{base}: 2 versions, ")
     assert lines[0].endswith("no rank is running here")
-    assert lines[1].startswith("step-6_ckpt step=6 state=replicated own=0-1 copies=2-3 writing=- world=4 complete=yes")
+    columns = ["version", "state", "own ranks", "copies of", "not yet", "of", "whole", "size", "run"]
+    assert re.split(r"  +", lines[1]) == columns
+    assert lines[2].split()[:7] == ["step-6_ckpt", "replicated", "0-1", "2-3", "-", "4", "yes"]
     assert "\x1b" not in "".join(lines)
 
 
-def test_a_terminal_gets_a_table(base: Path) -> None:
+@pytest.mark.parametrize("columns", [200, 80, 60])
+def test_a_terminal_gets_a_table_that_cuts_nothing(base: Path, columns: int) -> None:
     call(cli_bases.make, base, [0, 1], full(5))
-    shown = _on_terminal("ls", base)
-    assert "replicated" in shown
-    assert "│" in shown
-    assert "all as saved" in _on_terminal("verify", base)
+    shown = _on_terminal("ls", base, columns=columns)
+    head, row = (line for line in shown.splitlines() if line.startswith(("version", "step-5")))
+    assert len(head) <= columns
+    assert row.split()[:4] == ["step-5_ckpt", "replicated", "0-1", "2-3"]
+    assert ("run" in head.split()) == ("too narrow for" not in shown)
+    assert "all as saved" in _on_terminal("verify", base, columns=columns)
 
 
 def test_ls_and_verify_do_not_import_torch(base: Path) -> None:
@@ -409,17 +407,17 @@ def test_ls_and_verify_do_not_import_torch(base: Path) -> None:
 
 @pytest.mark.parametrize(("ranks", "text"), [((), "-"), ((3,), "3"), ((0, 1, 2), "0-2"), ((5, 0, 1, 7, 6), "0-1,5-7")])
 def test_ranks_in_short(ranks: tuple[int, ...], text: str) -> None:
-    assert base_view.format_ranks(ranks) == text
+    assert output.ranks_text(ranks) == text
 
 
 def test_bytes_for_people() -> None:
-    assert [base_view.format_bytes(n) for n in (0, 1023, 1536, 3 << 40)] == ["0 B", "1023 B", "1.5 KiB", "3.0 TiB"]
+    assert [output.bytes_text(n) for n in (0, 1023, 1536, 3 << 40)] == ["0 B", "1023 B", "1.5 KiB", "3.0 TiB"]
 
 
-def _on_terminal(*args: object) -> str:
+def _on_terminal(*args: object, columns: int) -> str:
     leader, follower = os.openpty()
     argv = [sys.executable, "-m", "ml_flashpoint.cli.main", *map(str, args)]
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "200"}
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": str(columns)}
     process = subprocess.Popen(argv, stdout=follower, stderr=follower, stdin=follower, env=environment)
     os.close(follower)
     shown = b""
@@ -431,4 +429,4 @@ def _on_terminal(*args: object) -> str:
     finally:
         os.close(leader)
     assert process.wait(60) == 0
-    return shown.decode()
+    return re.sub(r"\x1b\[[0-9;]*m", "", shown.decode())

@@ -84,4 +84,4 @@ def test_where_it_cannot_begin(tmpfs: Path, job: Flashpoint) -> None:
     exporter = _start(tmpfs / "nothing")
     _, text = exporter.communicate(timeout=60)
     assert exporter.returncode == 2
-    assert "cannot read it" in text
+    assert "cannot be read" in text

@@ -65,7 +65,7 @@ def test_a_real_job_of_two_lives(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -
     page = tmpfs / "page.html"
     code, _, told = _run(str(lines), "-o", str(page))
     assert code == 0
-    assert re.search(r"page.html: \d+ events of 1 ranks", told)
+    assert re.search(r"page.html: \d+ events of 1 rank", told)
     traces = {trace.get("name", trace["type"]): trace for trace in _figure(page.read_text())[0]}
     assert traces["verified"]["y"] == [1, 2, 3, 4, 5, 6]
     assert traces["recovery"]["y"] == [3]

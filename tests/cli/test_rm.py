@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from ml_flashpoint import Flashpoint, open_version
-from ml_flashpoint.cli.rm import remove
 from ml_flashpoint.format.errors import JobInUseError, ObjectNotFoundError, UnsafePathError
 from ml_flashpoint.memory import container
 from ml_flashpoint.stores.base_container import BaseContainer
 from tests.faults.common import part_files
+from tests.support.commands import flashpoint
 from tests.support.forked import Child, Team, call_team, preload
 from tests.support.loops import Stored, versions
 from tests.workers import fault_team
@@ -48,22 +48,22 @@ def slots(base: Path) -> int:
 
 def test_nothing_is_left_of_a_base_container(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     used = sum(path.lstat().st_blocks * 512 for path in (base / ".flashpoint/slots").rglob("*") if path.is_file())
-    assert remove(str(base), yes=True, as_json=True) == 0
+    assert flashpoint("rm", base, "--yes", "--json") == 0
     told = json.loads(capsys.readouterr().out)
     assert told["versions"] == ["step-1_ckpt", "step-2_ckpt", "step-3_ckpt"]
     assert told["freed_bytes"] >= used
     assert not base.exists()
     assert list(base.parent.iterdir()) == []
-    assert remove(str(base), yes=True) == 2
+    assert flashpoint("rm", base, "--yes") == 2
 
 
 def test_one_version_goes_with_its_memory(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = slots(base)
-    assert remove(f"{base}@2", yes=True) == 0
+    assert flashpoint("rm", f"{base}@2", "--yes") == 0
     assert "removed step-2_ckpt, " in capsys.readouterr().out
     assert versions(base) == [1, 3]
     assert slots(base) == before - 1
-    assert remove(f"{base}@2", yes=True) == 2
+    assert flashpoint("rm", f"{base}@2", "--yes") == 2
     with pytest.raises(ObjectNotFoundError), open_version(base, 2):
         pass
     value = Stored()
@@ -87,25 +87,25 @@ def test_a_job_whose_only_version_was_removed_everywhere_begins_anew(tmpfs: Path
     """Also where its first save after that is cut short: nothing was complete that anybody wants back."""
     call_team(faults.save_as, tmpfs, 2, "next", [1])
     for node in (0, 1):
-        assert remove(f"{tmpfs / f'node-{node}' / 'job'}@1", yes=True) == 0
+        assert flashpoint("rm", f"{tmpfs / f'node-{node}' / 'job'}@1", "--yes") == 0
     cut_a_save_short(tmpfs, 2)
     assert call_team(faults.load_as, tmpfs, 2, "next") == [None, None]
 
 
 def test_a_version_that_was_removed_on_one_node_comes_from_the_other(tmpfs: Path) -> None:
     call_team(faults.save_as, tmpfs, 2, "next", [1])
-    assert remove(f"{tmpfs / 'node-0' / 'job'}@1", yes=True) == 0
+    assert flashpoint("rm", f"{tmpfs / 'node-0' / 'job'}@1", "--yes") == 0
     assert versions(tmpfs / "node-0" / "job") == []
     assert call_team(faults.load_as, tmpfs, 2, "next") == [(1, 0), (1, 0)]
 
 
 def test_a_version_that_was_removed_on_one_node_and_was_nowhere_else_is_not_forgotten(tmpfs: Path) -> None:
     call_team(faults.save_as, tmpfs, 2, "none", [1])
-    assert remove(f"{tmpfs / 'node-0' / 'job'}@1", yes=True) == 0
+    assert flashpoint("rm", f"{tmpfs / 'node-0' / 'job'}@1", "--yes") == 0
     for said in call_team(faults.load_as, tmpfs, 2, "none"):
         assert said.startswith("NothingLoadableError"), said
         assert "step-1_ckpt (the parts of ranks 0 of 2" in said
-    assert remove(f"{tmpfs / 'node-1' / 'job'}@1", yes=True) == 0
+    assert flashpoint("rm", f"{tmpfs / 'node-1' / 'job'}@1", "--yes") == 0
     assert call_team(faults.load_as, tmpfs, 2, "none") == [None, None]
 
 
@@ -114,11 +114,11 @@ def test_a_save_that_was_cut_short_is_removed_before_a_job_begins_anew(tmpfs: Pa
     call_team(faults.save_as, tmpfs, 2, "none", [1])
     cut_a_save_short(tmpfs, 2)
     for node in (0, 1):
-        assert remove(f"{tmpfs / f'node-{node}' / 'job'}@1", yes=True) == 0
+        assert flashpoint("rm", f"{tmpfs / f'node-{node}' / 'job'}@1", "--yes") == 0
     for said in call_team(faults.load_as, tmpfs, 2, "none"):
         assert said.startswith("NothingLoadableError"), said
         assert "step-2_ckpt (the parts of ranks 1 of 2" in said
-    assert remove(f"{tmpfs / 'node-0' / 'job'}@2", yes=True) == 0
+    assert flashpoint("rm", f"{tmpfs / 'node-0' / 'job'}@2", "--yes") == 0
     assert call_team(faults.load_as, tmpfs, 2, "none") == [None, None]
 
 
@@ -130,7 +130,7 @@ def test_what_is_not_ours_stays(base: Path, tmpfs: Path, capsys: pytest.CaptureF
     (base / "step-1_ckpt" / "notes.txt").write_text("mine")
     (base / "step-2_ckpt" / "link").symlink_to(tmpfs / "precious")
     (base / ".flashpoint" / "slots" / "00001-00000" / "77").symlink_to(tmpfs / "precious" / "data")
-    assert remove(str(base), yes=True) == 0
+    assert flashpoint("rm", base, "--yes") == 0
     assert sorted(os.listdir(base)) == ["notes.txt", "step-1_ckpt", "step-2_ckpt", "step-9_ckpt"]
     assert os.listdir(base / "step-1_ckpt") == ["notes.txt"]
     assert os.listdir(base / "step-2_ckpt") == ["link"]
@@ -142,7 +142,7 @@ def test_not_while_a_process_of_the_job_runs(base: Path, capsys: pytest.CaptureF
     before = sorted(map(str, base.rglob("*")))
     with Child(start, str(base)) as child:
         child.next_report("resumed")
-        assert remove(str(base), yes=True) == 1
+        assert flashpoint("rm", base, "--yes") == 1
         assert "ranks 0 are running here" in capsys.readouterr().err
         with pytest.raises(JobInUseError, match="another job has this base container open"):  # since that look
             BaseContainer(base).remove(None)
@@ -150,7 +150,7 @@ def test_not_while_a_process_of_the_job_runs(base: Path, capsys: pytest.CaptureF
             BaseContainer(base).remove(2)
         assert {path for path in before if "step-" in path} <= set(map(str, base.rglob("*")))
         child.kill()
-    assert remove(str(base), yes=True) == 0
+    assert flashpoint("rm", base, "--yes") == 0
 
 
 def test_a_job_that_starts_meanwhile_waits_and_starts_from_nothing(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,7 @@ def test_what_is_no_base_container_is_not_touched(tmpfs: Path, capsys: pytest.Ca
     (tmpfs / "home").mkdir()
     (tmpfs / "home" / "file").write_text("mine")
     for source in (tmpfs / "home", tmpfs / "nothing", f"file://{tmpfs}"):
-        assert remove(str(source), yes=True) == 2
+        assert flashpoint("rm", source, "--yes") == 2
     with pytest.raises(ObjectNotFoundError):
         BaseContainer(tmpfs / "home").remove(None)
     assert (tmpfs / "home" / "file").read_text() == "mine"
@@ -188,7 +188,7 @@ def test_what_is_no_base_container_is_not_touched(tmpfs: Path, capsys: pytest.Ca
 def test_a_base_container_may_be_called_like_a_step(base: Path) -> None:
     other = base.with_name("job@2")
     base.rename(other)
-    assert remove(str(other), yes=True) == 0
+    assert flashpoint("rm", other, "--yes") == 0
     assert not other.exists()
 
 
@@ -196,7 +196,7 @@ def test_the_user_is_asked(base: Path, capsys: pytest.CaptureFixture[str]) -> No
     argv = [sys.executable, "-m", "ml_flashpoint.cli.main", "rm", str(base)]
     done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "say --yes" in done.stderr
+    assert "pass --yes" in done.stderr
     for answer, code in ((b"n\n", 1), (b"y\n", 0)):
         ours, theirs = pty.openpty()
         os.write(ours, answer)

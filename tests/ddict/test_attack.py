@@ -17,9 +17,8 @@ from typing import Any
 
 import pytest
 
-from ml_flashpoint.ddict import DDict
+from ml_flashpoint.ddict import DDict, links
 from ml_flashpoint.ddict.errors import DDictError, DDictKeyError, DDictManagerLostError, DDictTimeoutError
-from ml_flashpoint.ddict.wire import links
 from ml_flashpoint.format.errors import InvalidArgumentError
 from tests.support.dictionaries import DEADLINE_S, Created
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ml_flashpoint.ddict import DDict, PosixCheckpointPersister
-from ml_flashpoint.ddict.wire.links import Links
+from ml_flashpoint.ddict.links import Links
 from tests.support.dictionaries import DEADLINE_S
 
 pytestmark = pytest.mark.slow

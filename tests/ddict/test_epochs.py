@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from ml_flashpoint.ddict import DDict, PosixCheckpointPersister
+from ml_flashpoint.ddict import DDict, PosixCheckpointPersister, links
 from ml_flashpoint.ddict.errors import (
     DDictCheckpointRetiredError,
     DDictError,
@@ -25,7 +25,6 @@ from ml_flashpoint.ddict.errors import (
 )
 from ml_flashpoint.ddict.native import ProcessGroup, ProcessTemplate, this_process
 from ml_flashpoint.ddict.runtime import supervisor
-from ml_flashpoint.ddict.wire import links
 from ml_flashpoint.net.client import Connection
 from tests.support.dictionaries import DEADLINE_S, await_that, kill_manager, pid_of, runtime_of, stopped
 
@@ -114,13 +113,13 @@ def lose_a_manager_after(reader: DDict, d: DDict, monkeypatch: pytest.MonkeyPatc
     d.update(dict.fromkeys(keys, "half a step"))
     reader.checkpoint_id = d.checkpoint_id
     access = reader._access
-    get_many, epoch = access._get_many, d._access.ask_main("state")["epoch"]
+    get_many, epoch = access._get_many, d._access.state()["epoch"]
 
     def get_and_lose(*args: Any, **named: Any) -> Any:
         monkeypatch.undo()
         found = get_many(*args, **named)
         kill_manager(d, len(keys) - 1)
-        await_that(lambda: d._access.ask_main("state")["epoch"] > epoch)
+        await_that(lambda: d._access.state()["epoch"] > epoch)
         return found
 
     monkeypatch.setattr(access, "_get_many", get_and_lose)
@@ -180,10 +179,10 @@ def test_what_was_committed_before_a_restore_is_not_lost_by_what_comes_after(
         d.persist()
     d.restore(0)
     assert other.sync_to_newest_checkpoint() == 0
-    epoch = d._access.ask_main("state")["epoch"]
+    epoch = d._access.state()["epoch"]
 
     kill_manager(d, 0)
-    await_that(lambda: d._access.ask_main("state")["epoch"] > epoch)
+    await_that(lambda: d._access.state()["epoch"] > epoch)
 
     assert other.get(key) is None
     assert (other["theirs"], other.checkpoint()) == (0, 1)
@@ -349,7 +348,7 @@ def test_who_is_killed_loses_what_it_had_open_and_who_ends_does_not(
         child.kill()
     child.join(DEADLINE_S)
     assert child.exitcode is not None
-    await_that(lambda: d._access.ask_main("state")["writers"] == 0)
+    await_that(lambda: d._access.state()["writers"] == 0)
     d.checkpoint_id = 1
 
     for number in range(1, 4):  # others leave it behind
@@ -368,7 +367,7 @@ def test_a_first_step_that_was_not_finished_is_not_committed(make: Callable[...,
     child.start()
     child.join(DEADLINE_S)
     assert child.exitcode == -signal.SIGKILL
-    await_that(lambda: d._access.ask_main("state")["writers"] == 0)
+    await_that(lambda: d._access.state()["writers"] == 0)
     for _ in range(3):
         d["mine"] = 1
         d.checkpoint()
@@ -425,7 +424,7 @@ def test_what_members_of_a_group_write_counts_when_they_return(make: Callable[..
         group.init()
         group.start()
         group.join()
-    await_that(lambda: d._access.ask_main("state")["writers"] == 0)
+    await_that(lambda: d._access.state()["writers"] == 0)
     assert d.values() == [1, 1]
     d.checkpoint()
     assert d.sync_to_newest_checkpoint() == 0

@@ -31,9 +31,9 @@ def test_a_full_tmpfs(small_tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         with pytest.raises(DDictFullError, match="enlarge the tmpfs"):
             d.update({("more", number): value(number) for number in range(20)})  # some may find room that is kept free
         for manager in range(2):
-            epoch = d._access.ask_main("state")["epoch"]
+            epoch = d._access.state()["epoch"]
             kill_manager(d, manager)
-            await_that(lambda epoch=epoch: d._access.ask_main("state")["epoch"] > epoch)  # type: ignore[misc]
+            await_that(lambda epoch=epoch: d._access.state()["epoch"] > epoch)  # type: ignore[misc]
             for number in range(4):
                 assert torch.equal(_read(d, number), value(number))
         ballast.unlink()

@@ -10,8 +10,9 @@ import pytest
 
 from ml_flashpoint.ddict import DDict, DDictManagerLostError
 from ml_flashpoint.ddict.client.keepalive import Keepalive, Standing
+from ml_flashpoint.ddict.links import Links, locator
 from ml_flashpoint.ddict.options import COORDINATOR
-from ml_flashpoint.ddict.wire.links import Links, locator
+from ml_flashpoint.ddict.wire.requests import Join, Move, Request
 from ml_flashpoint.net.server import MAX_CONNECTIONS
 from tests.support.dictionaries import DEADLINE_S, await_that
 
@@ -33,12 +34,10 @@ class Process:
             self.close()
             raise
         self.standing = Standing(f"{number:016x}", self._keepalive.id, 0, 0)
-        self.ask("join")
+        self.ask(Join(self.standing.account()))
 
-    def ask(self, operation: str, **fields: int) -> None:
-        self.links.call(
-            COORDINATOR, operation, {**self.standing.fields(), **fields}, deadline=time.monotonic() + DEADLINE_S
-        )
+    def ask(self, request: Request) -> None:
+        self.links.call(COORDINATOR, request, deadline=time.monotonic() + DEADLINE_S)
 
     def close(self) -> None:
         self._keepalive.close()
@@ -56,7 +55,7 @@ def test_as_many_processes_as_may_write() -> None:
         for number in range(1, MOST):
             others.append(Process(d, number, DEADLINE_S))
             ends.callback(others[-1].close)
-        assert d._access.ask_main("state")["writers"] == MOST
+        assert d._access.state()["writers"] == MOST
 
         for _ in range(2):
             with pytest.raises(
@@ -67,9 +66,9 @@ def test_as_many_processes_as_may_write() -> None:
             assert "detach()" in str(told.value)
 
         for each in others:
-            each.ask("move", c=1)
+            each.ask(Move(each.standing.account(), 1, onwards=False))
         d.checkpoint()
         assert d.wait_for_commit() == 0, "those that are attached go on"
         others[0].close()
-        await_that(lambda: d._access.ask_main("state")["writers"] == MOST - 1)
+        await_that(lambda: d._access.state()["writers"] == MOST - 1)
         ends.callback(Process(d, MOST, DEADLINE_S).close)

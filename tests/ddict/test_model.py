@@ -339,11 +339,11 @@ class DictionaryModel(RuleBasedStateMachine):
         await_copies(self.dictionary, model.committed)
         epochs = self.dictionary._coordinator.coordinator._epochs  # type: ignore[union-attr]
         await_that(lambda: not epochs.behind)  # else its loss may be part of the epoch that it has yet to begin
-        epoch = self.dictionary._access.ask_main("state")["epoch"]
+        epoch = self.dictionary._access.state()["epoch"]
         kill_manager(self.dictionary, manager, lose_node=lost_node)
         key = next((key for key in _places if _places[key] == manager), None)
         if key is None or "move" in how:  # else it is waited for by who asks the manager
-            await_that(lambda: self.dictionary._access.ask_main("state")["epoch"] > epoch)  # type: ignore[union-attr]
+            await_that(lambda: self.dictionary._access.state()["epoch"] > epoch)  # type: ignore[union-attr]
         losers = model.losers(model.committed, taken=False)
         note(f"handles that lose writes: {losers}")
         event(f"{len(losers)} handles lose writes, node {'lost' if lost_node else 'kept'}")
@@ -389,7 +389,7 @@ class DictionaryModel(RuleBasedStateMachine):
         assert ours.poll()
         assert ours.recv() == "written"
         handle.detach()
-        await_that(lambda: self.dictionary._access.ask_main("state")["writers"] == HANDLES)  # type: ignore[union-attr]
+        await_that(lambda: self.dictionary._access.state()["writers"] == HANDLES)  # type: ignore[union-attr]
         model.newest = max(model.newest, at)
         model.open.append(at)
         event("a writer is killed")

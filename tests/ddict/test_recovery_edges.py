@@ -18,6 +18,7 @@ from ml_flashpoint.ddict.errors import (
     DDictTimeoutError,
     DDictWritesLostError,
 )
+from ml_flashpoint.ddict.wire.requests import Prepare
 from tests.support.dictionaries import DEADLINE_S, await_that, kill_manager, pid_of, stopped
 from tests.workers.ddict_persisters import FLAG, KilledWhileRestoring
 
@@ -129,10 +130,10 @@ def test_what_a_manager_hears_too_late_of_a_commit_takes_nothing_away_that_was_c
             assert dictionary.wait_for_commit() == number
         await_that(lambda: {its.sealed for its in dictionary.stats()} == {(1, 2)})  # all have heard of the last commit
         manager, links = dictionary.which_manager("key"), dictionary._access.client.links
-        late = {"e": 0, "checkpoint_id": 1, "cut": 2, "committed": 1}
+        late = Prepare(epoch=0, checkpoint_id=1, cut=2, committed=1)
 
         with pytest.raises(DDictError, match="has been asked for since"):
-            links.call(manager, "prepare", late, deadline=time.monotonic() + DEADLINE_S)
+            links.call(manager, late, deadline=time.monotonic() + DEADLINE_S)
 
         kill_manager(dictionary, manager)
         assert dictionary.sync_to_newest_checkpoint() == 2

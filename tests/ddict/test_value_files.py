@@ -17,10 +17,10 @@ import torch
 from ml_flashpoint.ddict.client.codec import encode
 from ml_flashpoint.ddict.client.shared_memory import ValueWriter, object_blobs, object_size, read_object, read_value
 from ml_flashpoint.ddict.errors import StaleValueError
+from ml_flashpoint.ddict.links import allow_many_files
 from ml_flashpoint.ddict.manager.shard import StoredValue
 from ml_flashpoint.ddict.manager.slots import ValueSlots, in_pieces
 from ml_flashpoint.ddict.manager.store import PartStore
-from ml_flashpoint.ddict.wire.open_files import allow_many_files
 from ml_flashpoint.format.digest import block_count
 from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, JobInUseError, ObjectFormatError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from ml_flashpoint import Flashpoint, Keep
-from ml_flashpoint.cli.ls import list_versions
 from ml_flashpoint.config import Config
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, LoadError, SaveError
 from ml_flashpoint.tools.items import open_version
+from tests.support.commands import flashpoint
 from tests.support.processes import REPOSITORY
 from tests.workers.kept_versions import State, content, shown
 
@@ -131,12 +131,12 @@ def test_what_was_gone_back_from_is_nowhere_taken_for_the_newest(
             assert version.step == 5
         with open_version(base, 7) as version:
             assert version.step == 7
-        assert list_versions(str(base), as_json=True) == 0
+        assert flashpoint("ls", base, "--json") == 0
         found = json.loads(capsys.readouterr().out)["versions"]
         assert [(each["step"], each["abandoned"]) for each in found] == [(7, True), (6, True), (5, False)]
-        list_versions(str(base))
+        flashpoint("ls", base)
         lines = capsys.readouterr().out.splitlines()
-        assert [line.endswith(" abandoned=yes") for line in lines[1:]] == [True, True, False]
+        assert ["gone back from" in line for line in lines[2:]] == [True, True, False]
         save(fp, state, 6, attempt=1)
         with open_version(base) as version:
             assert version.step == 6

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,6 @@ import torch
 from safetensors import safe_open
 
 from ml_flashpoint import Flashpoint, open_version
-from ml_flashpoint.cli.copy import copy
-from ml_flashpoint.cli.verify import verify_base
 from ml_flashpoint.format.errors import (
     DamagedError,
     FlashpointError,
@@ -24,6 +21,7 @@ from ml_flashpoint.format.errors import (
     UnsafePathError,
 )
 from ml_flashpoint.tools.copy import copy_version
+from tests.support.commands import flashpoint
 from tests.support.forked import call
 from tests.workers import cli_bases
 from tests.workers.cli_bases import Part
@@ -135,7 +133,7 @@ def test_a_copy_is_what_was_saved(job: _Job, tmpfs: Path) -> None:
     copied = copy_version(job.base, tmpfs / "copies", 2, progress=progress)
     assert told[-1][0] == told[-1][1] > 256 * 256 * 4
     assert _is_all(_weight(copied), 2)
-    assert verify_base(str(tmpfs / "copies")) == 0
+    assert flashpoint("verify", tmpfs / "copies") == 0
     newest = job.flashpoint.steps_done
     copy_version(job.base, tmpfs / "copies", newest)
     with pytest.raises(SaveError, match="already"):
@@ -248,13 +246,8 @@ def test_what_is_no_base_container_is_an_error_of_ours(tmpfs: Path) -> None:
 
 
 def test_the_command_says_how_it_went(job: _Job, tmpfs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    outcomes: list[Callable[[], int]] = [
-        lambda: copy(f"{job.base}@2", str(tmpfs / "copies")),
-        lambda: copy(f"{job.base}@2", str(tmpfs / "copies")),
-        lambda: copy(f"{job.base}@7", str(tmpfs / "copies")),
-        lambda: copy(str(tmpfs / "nothing"), str(tmpfs / "copies")),
-    ]
-    assert [outcome() for outcome in outcomes] == [0, 1, 2, 2]
+    sources = [f"{job.base}@2", f"{job.base}@2", f"{job.base}@7", tmpfs / "nothing"]
+    assert [flashpoint("copy", source, tmpfs / "copies") for source in sources] == [0, 1, 2, 2]
     said = capsys.readouterr()
     assert f"copied to {tmpfs}{os.sep}copies{os.sep}step-2_ckpt" in said.out
     assert said.err.count("flashpoint: ") == 3

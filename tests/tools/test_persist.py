@@ -16,7 +16,6 @@ from typing import Any
 import fsspec
 import pytest
 
-from ml_flashpoint.cli.persist import persist as command
 from ml_flashpoint.format.digest import digest_block
 from ml_flashpoint.format.errors import (
     DamagedError,
@@ -44,6 +43,7 @@ from ml_flashpoint.stores.version_store import Version
 from ml_flashpoint.tools import copy as module
 from ml_flashpoint.tools.copy import copy_version, persist_version
 from ml_flashpoint.tools.items import open_version
+from tests.support.commands import flashpoint
 from tests.support.forked import wait_until
 from tests.support.processes import child_environment
 
@@ -148,9 +148,9 @@ def test_missing_parts_are_named(
     commit_all(bases, 7, {0: [0, 2], 1: [0]})
     with pytest.raises(MissingPartsError, match="of step 7, those of ranks 1, 3 of 4 are missing"):
         persist_version(bases, url)
-    assert command([str(base) for base in bases], url, as_json=True) == 1
+    assert flashpoint("persist", *bases, "--to", url, "--json") == 1
     assert "ranks 1, 3 of 4" in json.loads(capsys.readouterr().out)["error"]
-    assert command([f"{bases[0]}@8"], url) == 2
+    assert flashpoint("persist", f"{bases[0]}@8", "--to", url) == 2
     with pytest.raises(ObjectNotFoundError, match="no complete version of step 8"):
         persist_version(bases, url, 8)
     with pytest.raises(InvalidArgumentError, match="absolute"):
@@ -318,13 +318,13 @@ def test_no_process_waits_for_a_store_that_hangs(bases: list[Path], url: str) ->
         "import sys, threading\n"
         "from ml_flashpoint.stores.files import Directory\n"
         "Directory.write = lambda *_: threading.Event().wait()\n"
-        "from ml_flashpoint.cli.persist import persist\n"
-        "sys.exit(persist([sys.argv[1]], sys.argv[2], deadline_s=0.5))\n"
+        "from ml_flashpoint.cli.main import app\n"
+        "app(sys.argv[1:])\n"
     )
-    argv = [sys.executable, "-c", script, str(bases[0]), url]
+    argv = [sys.executable, "-c", script, "persist", str(bases[0]), "--to", url, "--deadline-seconds", "1"]
     done = subprocess.run(argv, capture_output=True, text=True, env=child_environment(), timeout=60)
     assert done.returncode == 1
-    assert "nothing has happened for 0.5 s" in done.stderr
+    assert "nothing has happened for 1 s" in done.stderr
 
 
 @pytest.mark.slow
@@ -435,9 +435,9 @@ def test_the_command(bases: list[Path], url: str, store: DurableVersions, capsys
     commit_all(bases, 6, {0: [0, 1], 1: [2, 3]})
     commit_all(bases, 7, {0: [0, 1], 1: [2, 3]})
     sources = [str(base) for base in bases]
-    assert command([f"{sources[0]}@7", sources[1]], url) == 0
+    assert flashpoint("persist", f"{sources[0]}@7", sources[1], "--to", url) == 0
     assert capsys.readouterr().out == f"step 7 of 4 ranks is persisted, 10.2 KiB: {url}\n"
-    assert command([f"{sources[0]}@6", sources[1]], url, as_json=True) == 0
+    assert flashpoint("persist", f"{sources[0]}@6", sources[1], "--to", url, "--json") == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["step"], told["world_size"], told["was_there"], told["newer"]) == (6, 4, False, 7)
     assert all(MARKER in store.files.list(version.folder) for version in counting(store))

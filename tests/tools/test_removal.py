@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from ml_flashpoint import Flashpoint
-from ml_flashpoint.cli.rm import remove
 from ml_flashpoint.format.errors import DeadlineError, InvalidArgumentError, JobInUseError, ObjectNotFoundError
 from ml_flashpoint.format.manifest import object_name
 from ml_flashpoint.stores.durable import MARKER, DurableVersions
@@ -21,6 +20,7 @@ from ml_flashpoint.tools import removal as module
 from ml_flashpoint.tools.removal import remove_versions
 from tests.flashpoint.test_persist import write_steps
 from tests.stores.test_durable import LATER, content, counting, part, persist
+from tests.support.commands import flashpoint
 from tests.support.loops import Stored
 
 pytestmark = [pytest.mark.damages_on_purpose, pytest.mark.stores_any_bytes]
@@ -136,16 +136,16 @@ def test_behind_other_urls(tmpfs: Path) -> None:
 
 
 def test_the_command(url: str, root: Path, store: DurableVersions, capsys: pytest.CaptureFixture[str]) -> None:
-    assert remove(f"{url}@2") == 2
-    assert "say --yes" in capsys.readouterr().err
-    assert remove(f"{root}@1", yes=True) == 2
+    assert flashpoint("rm", f"{url}@2") == 2
+    assert "pass --yes" in capsys.readouterr().err
+    assert flashpoint("rm", f"{root}@1", "--yes") == 2
     assert "say --newest" in capsys.readouterr().err
     assert steps(store) == [1, 2, 1]
-    assert remove(f"{root}@2", yes=True, as_json=True) == 0
+    assert flashpoint("rm", f"{root}@2", "--yes", "--json") == 0
     assert json.loads(capsys.readouterr().out)["versions"] == [f"run-{part(2).save_id[:22]}/step-2_ckpt"]
-    assert remove(url, yes=True, newest=True) == 0
-    assert remove(url, yes=True, newest=True) == 2
-    assert remove(str(root.parent / "job"), yes=True, newest=True) == 2
+    assert flashpoint("rm", url, "--yes", "--newest") == 0
+    assert flashpoint("rm", url, "--yes", "--newest") == 2
+    assert flashpoint("rm", root.parent / "job", "--yes", "--newest") == 2
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_a_job_goes_on_from_what_is_left(tmpfs: Path, url: str, root: Path) -> N
     shutil.rmtree(base)
     with Flashpoint(base, persist=url, strict=True) as fp:
         assert fp.track(value=Stored()).resume() == 2
-    assert remove(url, yes=True, newest=True) == 0
+    assert flashpoint("rm", url, "--yes", "--newest") == 0
     shutil.rmtree(base)
     with Flashpoint(base, persist=url, strict=True) as fp:
         assert fp.track(value=Stored()).resume() == 0

@@ -1,7 +1,7 @@
 """The `flashpoint` command itself, and the arguments that its subcommands share.
 
-Owns no subcommand: these are in `looking`, `moving` and `planning`, and what they do is in the module of each one's
-name, which is imported when it runs, so that help and `ls` need no torch.
+A subcommand is one function of `looking`, `moving` or `planning`. It prints, returns an exit code or None, and raises
+`FlashpointError`. It imports as it runs, so that help needs nothing, and `ls` no torch.
 """
 
 from __future__ import annotations
@@ -16,14 +16,19 @@ import ml_flashpoint
 
 
 class Command(TyperCommand):
-    """A subcommand. Its help and errors of usage are printed by typer, before it runs."""
+    """A subcommand. Typer prints its help and errors of usage before it runs."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run it; what it prints meanwhile is cleaned."""
+        """Run it: clean its text, and turn errors and results into exit codes."""
         from ml_flashpoint.cli import output
+        from ml_flashpoint.format.errors import FlashpointError
 
         with output.cleaned():
-            return super().invoke(ctx)
+            try:
+                code = super().invoke(ctx)
+            except FlashpointError as error:
+                code = output.fail(error, as_json=ctx.params.get("json", False))
+        raise typer.Exit(code or 0)
 
 
 class _App(typer.Typer):
@@ -47,6 +52,14 @@ Source = Annotated[
     typer.Argument(
         metavar="SOURCE[@STEP]",
         help="A job's base container, or the URL of persisted versions; the newest one, or that STEP.",
+    ),
+]
+Sources = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="SOURCE[@STEP]",
+        help="A job's base container, or those of several nodes, or the URL of persisted versions; the newest version,"
+        " or that STEP.",
     ),
 ]
 Deadline = Annotated[

@@ -1,8 +1,8 @@
-"""The subcommands that look at what there is: their options, and the help about them."""
+"""The subcommands that look at what there is."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -20,15 +20,12 @@ def ls(
             help="A job's base container, on the node whose memory it is in; or the URL of persisted versions.",
         ),
     ] = None,
-    all_: Annotated[
-        bool, typer.Option("--all", help="All base containers in the memory of this node, those of dead jobs too.")
-    ] = False,
     json: Json = False,
-) -> None:
+) -> int:
     """List the versions in BASE, or persisted ones, newest first: steps, ranks, sizes, states.
 
-    With **--all**, list the base containers on this node, of jobs that run and what dead ones have left over, as far
-    as this user may look. **flashpoint rm** removes one.
+    Without BASE, list the base containers on this node, of jobs that run and of dead ones, as far as this user may
+    look. **flashpoint rm** removes one.
 
     Only BASE is looked at, so this is what one node holds. Nothing is locked or changed, and the job may be
     running. Bytes are not read: for that, see **flashpoint verify**.
@@ -38,8 +35,9 @@ def ls(
     **damaged**: a manifest cannot be read, or an object is missing or does not have the size that was
     committed.
 
-    **writing**: not every rank of this node has committed its part. If no rank is running here, the save
-    was cut short and will never be used.
+    **writing**: not every rank of this node has committed its part.
+
+    **partial**: a rank of this node that has ended has no part of it: the save was cut short, and is never used.
 
     **replicated**: every rank of this node has committed, and the node also holds the copies that it
     should: of every rank of which it holds a copy in any version. Whether other nodes hold copies of this
@@ -47,23 +45,16 @@ def ls(
 
     **local**: every rank of this node has committed, and copies of other nodes' parts are not (yet) here.
 
-    A version is **complete** if the parts of all its ranks are on this node, which could then restore it
-    alone.
+    A version is **whole** if the parts of all its ranks are on this node, which could then restore it alone.
 
     Persisted versions are **complete**, **incomplete** (being written, or cut short) or **damaged**: a marker
     or a manifest is not what was written, or a part is missing or has another size.
 
     Exit code: 0 if nothing is damaged, 1 if something is, 2 if BASE is not a base container and no store.
     """
-    if all_ == (base is not None):
-        raise typer.BadParameter("give BASE, or --all, and not both")
-    if base is None:
-        from ml_flashpoint.cli.bases import list_bases
+    from ml_flashpoint.cli import listing
 
-        raise typer.Exit(list_bases(as_json=json))
-    from ml_flashpoint.cli.ls import list_versions
-
-    raise typer.Exit(list_versions(base, as_json=json))
+    return listing.list_bases(as_json=json) if base is None else listing.list_versions(base, as_json=json)
 
 
 @app.command(rich_help_panel=_PANEL)
@@ -75,7 +66,7 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Look again and again, until Ctrl-C.")] = False,
     every: Annotated[float, typer.Option(min=0.1, max=3600.0, help="Seconds between looks, with --watch.")] = 1.0,
     json: Json = False,
-) -> None:
+) -> int:
     """Show how saving goes on the ranks of this node: newest steps committed, copied and verified; times, failures.
 
     What is **verified** all ranks have, with all copies: **since** is the training that would be lost now, in
@@ -91,7 +82,7 @@ def status(
     """
     from ml_flashpoint.cli.status import show_status
 
-    raise typer.Exit(show_status(base, every_s=every if watch else None, as_json=json))
+    return show_status(base, every_s=every if watch else None, as_json=json)
 
 
 @app.command(rich_help_panel=_PANEL)
@@ -105,16 +96,16 @@ def verify(
     ],
     json: Json = False,
     threads: Annotated[int, typer.Option(min=1, max=64, help="Parts to read at the same time.")] = 2,
-) -> None:
+) -> int:
     """Read every object in BASE, or of persisted versions, and compare it with its digests; name the files that differ.
 
     Nothing is locked or changed, and the job may be running: what it removes meanwhile is shown as removed.
 
     Exit code: 0 if all is as it was saved, 1 if something is not, 2 if there is no such base container, store or step.
     """
-    from ml_flashpoint.cli.verify import verify_base
+    from ml_flashpoint.cli.listing import verify_versions
 
-    raise typer.Exit(verify_base(source, as_json=json, threads=threads))
+    return verify_versions(source, as_json=json, threads=threads)
 
 
 @app.command(rich_help_panel=_PANEL)
@@ -125,22 +116,54 @@ def inspect(source: Source, prefix: Prefix = "", json: Json = False) -> None:
 
     Exit code: 0 if it could be read, 1 if it is damaged or went meanwhile, 2 if there is no such version.
     """
-    from ml_flashpoint.cli.inspect import inspect as list_items
+    import contextlib
 
-    raise typer.Exit(list_items(source, prefix=prefix, as_json=json))
+    from ml_flashpoint.cli import items, output
+
+    with contextlib.ExitStack() as stack:
+        version = items.opened(stack, source, prefix)
+        found = [items.described(version, fqn) for fqn in version.names]
+        step = version.step
+    rows = [
+        {
+            "name": each["name"],
+            "dtype": each["dtype"],
+            "shape": each["shape"],
+            "size": output.bytes_text(each["bytes"]),
+            "of ranks": output.ranks_text(each["ranks"]),
+        }
+        for each in found
+    ]
+    document = {"source": source, "step": step, "items": found}
+    output.show(document, json, output.table(rows), f"step {step}: {output.plural(len(found), 'item')}")
 
 
 @app.command(rich_help_panel=_PANEL)
-def diff(one: Source, other: Source, prefix: Prefix = "", json: Json = False) -> None:
+def diff(one: Source, other: Source, prefix: Prefix = "", json: Json = False) -> int:
     """Tell which tensors of two versions differ, in how many elements, and by how much at most.
 
     Compared are bits: a NaN is the same as itself, and 0.0 is not -0.0. The parts of all ranks must be on this node.
 
     Exit code: 0 if nothing differs, 1 if something does or could not be read, 2 if there is no such version.
     """
-    from ml_flashpoint.cli.inspect import diff as compare
+    import contextlib
+    import tempfile
+    from pathlib import Path
 
-    raise typer.Exit(compare(one, other, prefix=prefix, as_json=json))
+    from ml_flashpoint.cli import items, output
+
+    with contextlib.ExitStack() as stack:
+        first, second = items.opened(stack, one, prefix), items.opened(stack, other, prefix)
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flashpoint-diff-")))
+        found: list[dict[str, Any]] = [
+            {"name": fqn, **told}
+            for fqn in dict.fromkeys([*first.names, *second.names])
+            if (told := items.difference(first, second, fqn, scratch)) is not None
+        ]
+        same = f"the same: {output.plural(len(first.names), 'item')}"
+    lines = [f"{each['name']}: {each['what']}" for each in found] or [same]
+    output.show({"one": one, "other": other, "differences": found}, json, *lines)
+    return output.DAMAGE if found else output.OK
 
 
 @app.command(rich_help_panel=_PANEL)
@@ -158,7 +181,7 @@ def report(
     """
     from ml_flashpoint.cli.report import make_report
 
-    raise typer.Exit(make_report(events, to=output, as_json=json))
+    make_report(events, to=output, as_json=json)
 
 
 @app.command(rich_help_panel=_PANEL)
@@ -175,4 +198,4 @@ def metrics(
     """
     from ml_flashpoint.cli.metrics import serve
 
-    raise typer.Exit(serve(base, host=host, port=port))
+    serve(base, host=host, port=port)

@@ -1,25 +1,19 @@
-"""The subcommands that take versions out, bring them in, and remove them: their options, and the help about them."""
+"""The subcommands that take versions out, bring them in, and remove them."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from ml_flashpoint.cli.app import Deadline, Json, app
+from ml_flashpoint.cli.app import Deadline, Json, Source, Sources, app
 
 _PANEL = "Move"
 
 
 @app.command(rich_help_panel=_PANEL)
 def copy(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="SOURCE[@STEP]",
-            help="A job's base container, or the URL of persisted versions; the newest version, or that STEP.",
-        ),
-    ],
+    source: Source,
     destination: Annotated[str, typer.Argument(metavar="DEST", help="Folder in which the version gets its own.")],
     json: Json = False,
     partial: Annotated[bool, typer.Option("--partial", help="Also a version that is not whole on this node.")] = False,
@@ -32,21 +26,19 @@ def copy(
 
     Exit code: 0 if it was copied, 1 if it could not be, 2 if there is no such version.
     """
-    from ml_flashpoint.cli.copy import copy as copy_out
+    from ml_flashpoint.cli import output
+    from ml_flashpoint.cli.view import split_all
+    from ml_flashpoint.tools.copy import copy_version
 
-    raise typer.Exit(copy_out(source, destination, as_json=json, partial=partial))
+    (base,), step = split_all([source])
+    with output.progress("copying") as progress:
+        copied = copy_version(base, destination, step, partial=partial, progress=progress)
+    output.show({"base": base, "copy": str(copied)}, json, f"copied to {copied}")
 
 
 @app.command(rich_help_panel=_PANEL)
 def export(
-    sources: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="SOURCE[@STEP]",
-            help="A job's base container, or those of several nodes, or the URL of persisted versions; the newest one,"
-            " or that STEP.",
-        ),
-    ],
+    sources: Sources,
     to: Annotated[str, typer.Option(metavar="DEST", help="What to make: a folder, or for torch a file.")],
     format: Annotated[str, typer.Option(help="dcp, safetensors, hf or torch.")] = "dcp",
     prefix: Annotated[str, typer.Option(help="Only names that start so, and without it: model. for a model.")] = "",
@@ -71,20 +63,42 @@ def export(
 
     Exit code: 0 if it was exported, 1 if it could not be, 2 if there is no such version or an argument is wrong.
     """
-    from ml_flashpoint.cli.export import export as export_out
+    import sys
 
-    raise typer.Exit(export_out(sources, to, format=format, prefix=prefix, name_map=name_map, as_json=json))
+    from ml_flashpoint.cli import output
+    from ml_flashpoint.cli.view import split_all
+    from ml_flashpoint.tools.export import export_version
+
+    bases, step = split_all(sources)
+    names = None if name_map is None else _names_in(name_map)
+    with output.progress("exporting") as progress:
+        made = export_version(bases, to, step, format=format, prefix=prefix, names=names, progress=progress)
+    told = {"base": ", ".join(sources), "export": str(made.path), "format": format, "step": made.step}
+    told |= {"tensors": made.tensors, "bytes": made.nbytes, "left_out": made.left_out}
+    output.show(told, json, f"exported step {made.step} to {made.path}: {output.plural(made.tensors, 'tensor')}")
+    if made.left_out:
+        print(f"left out, since the format has no place for it: {', '.join(made.left_out)}", file=sys.stderr)
+
+
+def _names_in(path: str) -> dict[str, str]:
+    """Return names by names from a file with one JSON object."""
+    import json
+
+    from ml_flashpoint.format.errors import InvalidArgumentError
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = json.load(file)
+        if not isinstance(found, dict) or not all(isinstance(each, str) for each in found.values()):
+            raise ValueError("not an object of names by names")
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidArgumentError(f"cannot be read: {error}", argument="--name-map", value=path) from error
+    return found
 
 
 @app.command(rich_help_panel=_PANEL)
 def persist(
-    sources: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="BASE[@STEP]",
-            help="A job's base container, or those of several nodes; the newest version, or that STEP.",
-        ),
-    ],
+    sources: Sources,
     to: Annotated[str, typer.Option(metavar="URL", help="Where to, as in the job's persist=.")],
     deadline_seconds: Deadline = 600.0,
     json: Json = False,
@@ -98,9 +112,22 @@ def persist(
 
     Exit code: 0 if it is there, 1 if it could not be, or parts are missing, 2 if there is no such version.
     """
-    from ml_flashpoint.cli.persist import persist as persist_now
+    from ml_flashpoint.cli import output
+    from ml_flashpoint.cli.view import split_all
+    from ml_flashpoint.tools.copy import persist_version
 
-    raise typer.Exit(persist_now(sources, to, deadline_s=deadline_seconds, as_json=json))
+    bases, step = split_all(sources)
+    with output.progress("persisting") as progress:
+        made = persist_version(bases, to, step, progress=progress, deadline_s=deadline_seconds)
+    version = made.version
+    told: dict[str, Any] = {"base": ", ".join(sources), "url": made.url, "step": version.step}
+    told |= {"save_id": version.save_id, "world_size": version.world_size, "bytes": made.nbytes}
+    told |= {"was_there": made.was_there, "newer": made.newer}
+    what = "was there already, whole" if made.was_there else f"is persisted, {output.bytes_text(made.nbytes)}"
+    lines = [f"step {version.step} of {output.plural(version.world_size, 'rank')} {what}: {made.url}"]
+    if made.newer is not None:
+        lines.append(f"a job that resumes from there takes step {made.newer}, which was saved later")
+    output.show(told, json, *lines)
 
 
 @app.command(rich_help_panel=_PANEL)
@@ -129,6 +156,65 @@ def rm(
 
     Exit code: 0 if it is gone, 1 if it could not be removed or a process has it, 2 if there is no such thing.
     """
-    from ml_flashpoint.cli.rm import remove
+    import os
+    import sys
+    from pathlib import Path
 
-    raise typer.Exit(remove(source, yes=yes, newest=newest, deadline_s=deadline_seconds, as_json=json))
+    from ml_flashpoint.cli import output
+    from ml_flashpoint.cli.view import existing, memory_of, split
+    from ml_flashpoint.format.errors import InvalidArgumentError
+    from ml_flashpoint.tools.removal import remove_versions
+
+    path, step = split(source)
+    store = existing(path)
+    if newest and not store.durable:
+        raise InvalidArgumentError("is about persisted versions", argument="--newest", value=newest)
+    lines = _persisted(path, step, newest, deadline_seconds) if store.durable else _in_memory(path, step)
+    if not yes:
+        if json or not sys.stdin.isatty():
+            hint = "stdin is no terminal, or --json is given: pass --yes"
+            raise InvalidArgumentError("nothing is removed unasked", argument="SOURCE", value=source, hint=hint)
+        print("\n".join([store.path + ":", *lines]))
+        typer.confirm("Remove that? It cannot be had back", abort=True, err=True)
+    base, told = Path(store.path), dict[str, Any](base=store.path)
+    before = 0 if store.durable else memory_of(base)
+    told["versions"] = removed = remove_versions(path, step, newest=newest, deadline_s=deadline_seconds)
+    freed, left = "", list[str]()
+    if not store.durable:
+        left = sorted(os.listdir(base)) if step is None and base.exists() else []
+        told |= {"freed_bytes": before - memory_of(base), "left": left}
+        freed = f", {output.bytes_text(told['freed_bytes'])}"
+    output.show(told, json, f"removed {', '.join(removed) or 'no versions'}{freed}: {store.path}")
+    if left:
+        print(f"left, being nobody's of ours: {', '.join(left)}", file=sys.stderr)
+
+
+def _persisted(url: str, step: int | None, newest: bool, deadline_s: float) -> list[str]:
+    """Describe what would be removed of a durable store."""
+    from ml_flashpoint.tools.removal import removable
+
+    lines = []
+    chosen, resumed = removable(url, step, newest=newest, deadline_s=deadline_s)
+    for version in chosen:
+        mark = ", the newest that is whole" if version.folder == resumed else ""
+        lines.append(f"  {version.folder}{mark}{'' if version.counts or version.problem else ', not complete'}")
+    return lines
+
+
+def _in_memory(base: str, step: int | None) -> list[str]:
+    """Describe what would be removed of a base container. Raise a `JobInUseError` if its job runs."""
+    from ml_flashpoint.cli import output
+    from ml_flashpoint.cli.view import read
+    from ml_flashpoint.format.errors import JobInUseError
+
+    view = read(base)
+    if view.live:
+        running = output.ranks_text(view.live)
+        raise JobInUseError(f"ranks {running} are running here", path=view.path, hint="end the job first")
+    size = output.bytes_text(view.resident_bytes)
+    lines = [f"  all of it, {size} of memory"] if step is None else []
+    for version in view.versions:
+        if step in (None, version.step):
+            whole = "whole" if version.complete else "not whole on this node"
+            lines.append(f"  {version.name}: {output.bytes_text(version.bytes)}, {whole}")
+    return lines

@@ -1,22 +1,22 @@
-"""Shared by the subcommands: exit codes, and the two ways to print: lines, and rich's tables.
+"""Printing of all subcommands: exit codes, errors, JSON or lines and tables, progress.
 
-Nothing else writes to standard output or standard error while a subcommand runs, so `clean` is the one place where text
-from files and from other nodes goes to a terminal.
+Only this prints while a subcommand runs, so `clean` is the one place where text from files and from other nodes goes to
+a terminal.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, TextIO, cast
+from typing import Any, Final, TextIO, cast
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.segment import Segment
@@ -29,18 +29,26 @@ from ml_flashpoint.format.errors import (
     ObjectNotFoundError,
 )
 
-_P = ParamSpec("_P")
+OK, DAMAGE, USAGE = 0, 1, 2
+"""Exit codes."""
 
-OK = 0
-DAMAGE = 1
-USAGE = 2
+STYLES: Final = {
+    **dict.fromkeys(("ok", "complete", "replicated", "running"), "green"),
+    **dict.fromkeys(("writing", "incomplete", "silent", "left over", "note"), "yellow"),
+    **dict.fromkeys(("damaged", "degraded", "MEND"), "bold red"),
+    **dict.fromkeys(("partial", "removed", "ended", "gone back from"), "dim"),
+    "local": "cyan",
+}
+"""Colours of states."""
+
+_SUSPECT: Final = re.compile(r"[^\n\t -~]+")
 
 
-_SUSPECT = re.compile(r"[^\n\t -~]+")
+# ---- cleaning -------------------------------------------------------------------------------------------------------
 
 
 def clean(text: str) -> str:
-    """Replace what is neither printable, a line break nor a tab by its escape in Python, such as ``\\x1b``.
+    """Replace each character that is neither printable, a line break nor a tab by its escape in Python, as ``\\x1b``.
 
     Afterwards nothing in the text moves a cursor, sets a colour or a title, hides other text, or fails to be encoded.
     """
@@ -52,11 +60,7 @@ def _escaped(suspect: re.Match[str]) -> str:
 
 
 class _CleanStream:
-    """A text stream that cleans what is written to it, and is otherwise the stream below.
-
-    Attributes:
-        below: that stream.
-    """
+    """A text stream that cleans what is written to it, and is otherwise the stream below."""
 
     def __init__(self, below: TextIO) -> None:
         self.below = below
@@ -76,9 +80,6 @@ class _CleanStream:
 class _CleanConsole(Console):
     """A console whose own escapes go out, and none from the texts that it shows."""
 
-    def render_str(self, text: str, **options: Any) -> Text:
-        return super().render_str(clean(text), **options)
-
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else clean(text), style, control)
@@ -95,37 +96,103 @@ def cleaned() -> Iterator[None]:
 def console(*, stderr: bool = False) -> Console:
     """Return a console on the present standard output, or standard error, that cleans the texts that it shows."""
     stream = sys.stderr if stderr else sys.stdout
-    return _CleanConsole(file=stream.below if isinstance(stream, _CleanStream) else stream)
+    return _CleanConsole(file=stream.below if isinstance(stream, _CleanStream) else stream, highlight=False)
 
 
 def is_terminal(*, stderr: bool = False) -> bool:
-    """Whether people watch: else lines are printed that other programs can read."""
+    """Return True if people watch."""
     return (sys.stderr if stderr else sys.stdout).isatty()
 
 
-def split_source(source: str) -> tuple[str, int | None]:
-    """A base container and a step, of ``BASE@STEP``; or the base container alone, which may be called like that."""
-    base, at, text = source.rpartition("@")
-    named = at and text.isascii() and text.isdecimal() and not os.path.lexists(source)
-    return (base, int(text)) if named else (source, None)
+# ---- printing -------------------------------------------------------------------------------------------------------
 
 
-def split_sources(sources: Sequence[str]) -> tuple[list[str], int | None]:
-    """The same of several, which name one step at most.
+def show(document: Mapping[str, Any], as_json: bool, *parts: str | Text) -> None:
+    """Print one JSON document, or lines and tables."""
+    if as_json:
+        print(json.dumps(document, indent=2))
+        return
+    out = console()
+    for part in parts:
+        out.print(line(part) if isinstance(part, str) else part, soft_wrap=True)
 
-    Raises:
-        InvalidArgumentError: they name several.
+
+def line(*pieces: str | tuple[str, str]) -> Text:
+    """Return a text of pieces, plain or with styles. They are cleaned here: `Text` would leave out some characters."""
+    return Text.assemble(*(clean(each) if isinstance(each, str) else (clean(each[0]), each[1]) for each in pieces))
+
+
+def table(rows: Sequence[Mapping[str, str]], drop: Sequence[str] = ()) -> Text:
+    """Return rows in aligned columns, under their names. Where a terminal is narrower, columns are left out, and named.
+
+    Args:
+        rows: at least one; texts by the names of columns, the same in all.
+        drop: names of columns, in the order in which they are left out.
     """
-    named = [split_source(source) for source in sources]
-    steps = {step for _, step in named if step is not None}
-    if len(steps) > 1:
-        raise InvalidArgumentError("these are different steps", argument="SOURCE", value=", ".join(sources))
-    return [base for base, _ in named], next(iter(steps), None)
+    cells = {name: [name, *(clean(row[name]) for row in rows)] for name in rows[0]}
+    widths = {name: max(map(cell_len, column)) for name, column in cells.items()}
+    dropped = []
+    for name in drop:
+        if not is_terminal() or sum(widths.values()) + 2 * len(widths) - 2 <= console().width:
+            break
+        del widths[name]
+        dropped.append(name)
+    lines = [
+        Text("  ").join(_cell(cells[name][number], width, header=not number) for name, width in widths.items())
+        for number in range(1 + len(rows))
+    ]
+    for line in lines:
+        line.rstrip()
+    if dropped:
+        lines.append(Text(f"this terminal is too narrow for: {', '.join(dropped)}", style="dim"))
+    return Text("\n").join(lines)
+
+
+def _cell(text: str, width: int, *, header: bool) -> Text:
+    return Text(text + " " * (width - cell_len(text)), style="bold" if header else STYLES.get(text, ""))
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Return ranks in short: ``0-3,8``; ``-`` for none."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "-"
+
+
+def bytes_text(count: float) -> str:
+    """Return a number of bytes for people: ``1.5 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if count < 1024 or unit == "TiB":
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+
+
+def time_text(seconds: float) -> str:
+    """Return a duration for people: ``0.19 s``, ``16.7 min``."""
+    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.2g} s" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def or_dash(value: object) -> str:
+    """Return a value as text; a dash for None."""
+    return "-" if value is None else str(value)
+
+
+def plural(count: int, noun: str) -> str:
+    """Return a number with its noun: ``1 version``, ``2 versions``, ``no versions``."""
+    return f"{count or 'no'} {noun}{'' if count == 1 else 's'}"
 
 
 @contextlib.contextmanager
-def progress(doing: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on standard error, if people watch: to be called with bytes done, and bytes in all."""
+def progress(doing: str) -> Iterator[Callable[[int, int], object]]:
+    """Show progress on standard error, if people watch. Yields a function of bytes done, and bytes in all."""
     columns = (TextColumn(doing), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     shown = is_terminal(stderr=True)
     with Progress(*columns, console=console(stderr=True), transient=True, disable=not shown) as bar:
@@ -134,14 +201,7 @@ def progress(doing: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def write_file(target: Path, text: str, argument: str) -> None:
-    """Write a file, whole or not at all.
-
-    Args:
-        argument: which one has named it.
-
-    Raises:
-        InvalidArgumentError: it cannot be written.
-    """
+    """Write a file, whole or not at all. Raise an `InvalidArgumentError` that names the argument if it cannot."""
     try:
         descriptor, new = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
         try:
@@ -158,28 +218,10 @@ def write_file(target: Path, text: str, argument: str) -> None:
         ) from error
 
 
-def command(function: Callable[_P, int | None]) -> Callable[_P, int]:
-    """Has what carries a command out return an exit code, and report what fails. Its first argument says what is looked
-    at, and it may have ``as_json``."""
-
-    @functools.wraps(function)
-    def coded(*args: _P.args, **options: _P.kwargs) -> int:
-        try:
-            return function(*args, **options) or OK
-        except FlashpointError as error:
-            source: Any = args[0]
-            base = split_source(source)[0] if isinstance(source, str) else ", ".join(source)
-            nothing = isinstance(error, ObjectNotFoundError) and not isinstance(error, MissingPartsError)
-            code = USAGE if nothing or isinstance(error, InvalidArgumentError) else DAMAGE
-            return fail(error, base=base, as_json=bool(options.get("as_json")), code=code)
-
-    return coded
-
-
-def fail(error: FlashpointError, *, base: str | None = None, as_json: bool, code: int = USAGE) -> int:
-    """Report why nothing was done, and return the exit code for it: by default that there is nothing to look at."""
+def fail(error: FlashpointError, *, as_json: bool) -> int:
+    """Print an error, and return its exit code: 2 if there is nothing to look at, or an argument is wrong."""
     if as_json:
-        about = {} if base is None else {"base": base}
-        print(json.dumps({**about, "error": str(error)}, indent=2))
+        print(json.dumps({"error": str(error)}, indent=2))
     print(f"flashpoint: {error}", file=sys.stderr)
-    return code
+    nothing = isinstance(error, ObjectNotFoundError) and not isinstance(error, MissingPartsError)
+    return USAGE if nothing or isinstance(error, InvalidArgumentError) else DAMAGE

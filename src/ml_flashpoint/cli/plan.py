@@ -1,27 +1,26 @@
-"""`flashpoint plan`: what a job will need of its nodes, how often it should save, and what it gains by that.
+"""`flashpoint plan`: the memory a job will need, the interval at which it should save, and what it gains by that.
 
-Owns the model of a job in a few numbers, and how the result is shown. The memory is what the job checks before training
-(`memory.pool`), the copies are `ranks.strategies`', the formulas
-`cli.goodput`'s. Nothing is measured here: what is not given is assumed, and said.
+The memory is by the rule that a job checks before training (`memory.pool`), and the copies are those of
+`ranks.strategies`. Nothing is measured: what is not given is assumed, and said. For a job whose failures come at
+random, on average one every M seconds, the interval that costs least is by J. W. Young, "A first order approximation to
+the optimum checkpoint interval", Communications of the ACM 17 (1974), improved by J. T. Daly, "A higher order estimate
+of the optimum checkpoint interval for restart dumps", Future Generation Computer Systems 22 (2006). The share of time
+that is training, at any interval, is by the complete model of Daly's paper.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Final
 
-from rich.table import Table
 from rich.text import Text
 
 from ml_flashpoint.cli import output
-from ml_flashpoint.cli.base_view import format_bytes
-from ml_flashpoint.cli.goodput import best_interval_s, goodput
-from ml_flashpoint.cli.plan_plot import Curve, curve, text_plot
+from ml_flashpoint.cli.output import bytes_text, plural, time_text
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.format.manifest import MAX_WORLD_SIZE
 from ml_flashpoint.memory.pool import slot_limit, slot_size
@@ -45,8 +44,8 @@ class Job:
     Attributes:
         params: parameters of the model.
         optimizer, dtype: keys of the tables above.
-        main_copy: whether parameters of two bytes have a main copy of four that is saved as well, and the optimizer's
-            numbers four bytes (mixed precision, as in Megatron-LM or DeepSpeed ZeRO), or are all of the dtype.
+        main_copy: True if parameters of two bytes have a main copy of four that is saved as well, and the optimizer's
+            numbers four bytes (mixed precision, as in Megatron-LM or DeepSpeed ZeRO); False if all are of the dtype.
         nodes, ranks: nodes of the job, and ranks on each.
         mtbf_hours: mean hours between failures of the whole job.
         replication: a strategy, by its name.
@@ -87,11 +86,11 @@ class Memory:
 
     Attributes:
         version_bytes: a version, of all ranks.
-        part_bytes: of it, what a rank saves.
+        part_bytes: the part of it that a rank saves.
         copies_held: peers of which a rank holds copies.
         survives: nodes that may be lost at once, whichever they are.
-        node_bytes: what a node must have, or the job does not begin.
-        roomy_bytes: what it takes where there is room, so that no save waits for copies that lag.
+        node_bytes: memory that a node must have, or the job does not begin.
+        roomy_bytes: memory with which no save waits for copies that lag.
     """
 
     version_bytes: int
@@ -186,47 +185,120 @@ def _way(name: str, job: Job, *, held_s: float, safe_after_s: float, load_s: flo
     )
 
 
+# ---- formulas -------------------------------------------------------------------------------------------------------
+
+
+def best_interval_s(held_s: float, mtbf_s: float) -> float:
+    """Return the seconds of training between two saves that cost least, by Daly.
+
+    Args:
+        held_s: seconds that a save keeps the training from going on.
+        mtbf_s: mean seconds between failures of the whole job.
+    """
+    if held_s >= 2 * mtbf_s:
+        return mtbf_s
+    x = held_s / (2 * mtbf_s)
+    return math.sqrt(2 * held_s * mtbf_s) * (1 + math.sqrt(x) / 3 + x / 9) - held_s
+
+
+def goodput(interval_s: float, held_s: float, restart_s: float, mtbf_s: float) -> float:
+    """Return the share of a long job's time that is training which is never done again, by Daly.
+
+    Args:
+        interval_s: seconds of training between two saves.
+        held_s, mtbf_s: see `best_interval_s`.
+        restart_s: seconds from a failure until training goes on, during which the next failure may come.
+    """
+    exponent = restart_s / mtbf_s + (interval_s + held_s) / mtbf_s
+    if exponent > 500:  # never gets anywhere, and exp() would overflow
+        return 0.0
+    return interval_s / (mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1((interval_s + held_s) / mtbf_s))
+
+
+# ---- the plot -------------------------------------------------------------------------------------------------------
+
+Curve = list[tuple[float, float]]
+"""Seconds of training between two saves, and the share of time that is training then."""
+
+_POINTS: Final = 60
+_ROWS: Final = 20  # of 5 % each
+
+
 def curves_of(job: Job, ways: Sequence[Way]) -> list[Curve]:
-    """Goodput of each way over its interval: from a step to the time between failures."""
-    mtbf_s = job.mtbf_hours * 3600
+    """Return the goodput of each way over its interval: from a step to the time between failures, in equal ratios."""
+    mtbf_s, first_s = job.mtbf_hours * 3600, job.step_seconds
+    last_s = max(mtbf_s, 2 * first_s, *(way.interval_s for way in ways))
+    growth = (last_s / first_s) ** (1 / (_POINTS - 1))
+    intervals = [first_s * growth**number for number in range(_POINTS)]
     return [
-        curve(
-            way.name,
-            (way.interval_s, way.goodput),
-            lambda interval_s, way=way: goodput(  # type: ignore[misc]
-                interval_s, way.held_s, way.back_after_s + way.safe_after_s, mtbf_s
-            ),
-            from_s=job.step_seconds,
-            shortest_s=way.safe_after_s,
-            longest_s=max(mtbf_s, *(each.interval_s for each in ways)),
-        )
+        [
+            (each, goodput(each, way.held_s, way.back_after_s + way.safe_after_s, mtbf_s))
+            for each in intervals
+            if each >= way.safe_after_s * 0.999  # no version before the one before is safe
+        ]
         for way in ways
     ]
 
 
-def plan(job: Job, *, as_json: bool = False) -> int:
-    """Show the plan of a job. Return the exit code of the command."""
-    try:
-        memory = memory_of(job, _checked(job))
-        ways = ways_of(job, memory)
-        curves = curves_of(job, ways)
-    except InvalidArgumentError as error:
-        return output.fail(error, as_json=as_json)
-    if as_json:
-        told = {**dataclasses.asdict(memory), "mount": memory.mount_line}
-        document = {
-            "job": {**dataclasses.asdict(job), "bytes_per_parameter": job.bytes_per_parameter},
-            "memory": told,
-            "ways": [dataclasses.asdict(way) for way in ways],
-            "curves": [{"name": each.name, "interval_s_and_goodput": each.points} for each in curves],
-            "notes": _notes(job, memory),
+def text_plot(curves: Sequence[Curve], best: Sequence[tuple[float, float]], show_x: Callable[[float], str]) -> str:
+    """Draw curves in characters of 80 columns: a letter for each, its best point as a capital."""
+    xs = [x for curve in curves for x, _ in curve]
+    low, high = math.log(min(xs)), math.log(max(xs))
+    rows = [[" "] * _POINTS for _ in range(_ROWS + 1)]
+    for letter, curve, point in zip("abcdefgh", curves, best, strict=False):
+        for (x, y), shown in [*((each, letter) for each in curve), (point, letter.upper())]:
+            column = min(_POINTS - 1, max(0, round((math.log(x) - low) / (high - low) * (_POINTS - 1))))
+            row = _ROWS - round(min(1.0, max(0.0, y)) * _ROWS)
+            if shown.isupper() or not rows[row][column].isupper():
+                rows[row][column] = shown
+    lines = [
+        f"{(f'{100 - 5 * number} %' if number % 4 == 0 else ''):>6} │{''.join(row).rstrip()}"
+        for number, row in enumerate(rows)
+    ]
+    ticks = [show_x(math.exp(low + (high - low) * number / 3)) for number in range(4)]
+    axis = "".join(f"{tick:<{_POINTS // 3 - 3}}" for tick in ticks[:3]) + ticks[3]
+    return "\n".join([*lines, f"{'':>6} └{'─' * _POINTS}", f"{'':>8}{axis}"])
+
+
+# ---- showing --------------------------------------------------------------------------------------------------------
+
+
+def show_plan(job: Job, *, as_json: bool) -> None:
+    """Show the plan of a job. Raise an `InvalidArgumentError` if a number cannot be."""
+    memory = memory_of(job, _checked(job))
+    ways = ways_of(job, memory)
+    curves = curves_of(job, ways)
+    notes = _notes(job, memory)
+    document = {
+        "job": {**dataclasses.asdict(job), "bytes_per_parameter": job.bytes_per_parameter},
+        "memory": {**dataclasses.asdict(memory), "mount": memory.mount_line},
+        "ways": [dataclasses.asdict(way) for way in ways],
+        "curves": [
+            {"name": way.name, "interval_s_and_goodput": curve} for way, curve in zip(ways, curves, strict=True)
+        ],
+        "notes": notes,
+    }
+    rows = [
+        {
+            "saved to": f"{letter} {way.name}",
+            "held loop": time_text(way.held_s),
+            "safe after": time_text(way.safe_after_s),
+            "save every": f"{plural(way.interval_steps, 'step')}, {time_text(way.interval_s)}",
+            "redone": time_text(way.redone_s),
+            "back after": time_text(way.back_after_s),
+            "goodput": f"{100 * way.goodput:.2f} %",
         }
-        print(json.dumps(document, indent=2))
-    elif output.is_terminal():
-        _print_tables(job, memory, ways, curves)
-    else:
-        _print_lines(job, memory, ways)
-    return output.OK
+        for letter, way in zip("abcdefgh", ways, strict=False)
+    ]
+    title = f"{job.nodes} nodes of {job.ranks} ranks, a failure every {job.mtbf_hours:g} hours"
+    plot = text_plot(curves, [(way.interval_s, way.goodput) for way in ways], time_text)
+    parts: list[str | Text] = [
+        _needs(job, memory),
+        f"\n{title}",
+        output.table(rows, ("redone", "safe after", "back after", "held loop")),
+    ]
+    parts += ["\ngoodput over the interval between saves; capitals are the intervals above", plot]
+    output.show(document, as_json, *parts, *(Text(note, style="dim") for note in notes))
 
 
 def _checked(job: Job) -> ReplicationStrategy:
@@ -244,18 +316,19 @@ def _checked(job: Job) -> ReplicationStrategy:
     return strategy
 
 
-def _rows(job: Job, memory: Memory) -> list[tuple[str, str]]:
+def _needs(job: Job, memory: Memory) -> Text:
     state = "weights, main copy, optimizer" if job.main_copy and WEIGHT_BYTES[job.dtype] < 4 else "weights, optimizer"
-    losses = f"any {memory.survives} node{'s' if memory.survives > 1 else ''}" if memory.survives else "no node"
-    return [
-        ("a version", f"{format_bytes(memory.version_bytes)}: {job.bytes_per_parameter} bytes a parameter ({state})"),
-        ("of it, a rank's part", format_bytes(memory.part_bytes)),
-        ("copies that a rank holds", f"of {memory.copies_held} other rank{'s' * (memory.copies_held != 1)}"),
-        ("the loss is survived of", losses),
-        ("memory a node must have", format_bytes(memory.node_bytes)),
-        ("so that no save waits", format_bytes(memory.roomy_bytes)),
-        ("mount, on every node", memory.mount_line),
-    ]
+    rows = {
+        "a version": f"{bytes_text(memory.version_bytes)}: {job.bytes_per_parameter} bytes a parameter ({state})",
+        "of it, a rank's part": bytes_text(memory.part_bytes),
+        "copies that a rank holds": f"of {plural(memory.copies_held, 'other rank')}",
+        "the loss is survived of": f"any {plural(memory.survives, 'node')}" if memory.survives else "no node",
+        "memory a node must have": bytes_text(memory.node_bytes),
+        "so that no save waits": bytes_text(memory.roomy_bytes),
+        "mount, on every node": memory.mount_line,
+    }
+    width = max(map(len, rows))
+    return Text("\n").join(Text.assemble((f"{name:<{width}}", "bold"), f"  {text}") for name, text in rows.items())
 
 
 def _notes(job: Job, memory: Memory) -> list[str]:
@@ -272,44 +345,3 @@ def _notes(job: Job, memory: Memory) -> list[str]:
             " only for failures that leave all nodes' memory."
         )
     return notes
-
-
-def _print_lines(job: Job, memory: Memory, ways: list[Way]) -> None:
-    for name, text in _rows(job, memory):
-        print(f"{name}: {text}")
-    for way in ways:
-        told = {field.name: getattr(way, field.name) for field in dataclasses.fields(way)[1:]}
-        print(f"{way.name}: " + " ".join(f"{name}={value:.6g}" for name, value in told.items()))
-    for note in _notes(job, memory):
-        print(note)
-
-
-def _title(job: Job) -> str:
-    return f"{job.nodes} nodes of {job.ranks} ranks, a failure every {job.mtbf_hours:g} hours"
-
-
-def _print_tables(job: Job, memory: Memory, ways: list[Way], curves: list[Curve]) -> None:
-    console = output.console()
-    grid = Table.grid(padding=(0, 2))
-    for name, text in _rows(job, memory):
-        grid.add_row(f"[bold]{name}[/]", text)
-    console.print(grid, highlight=False)
-    columns: list[Any] = ["saved to", "held loop", "safe after", "save every", "redone", "back after"]
-    table = Table(*columns, title=_title(job), title_justify="left", title_style="")
-    table.add_column("goodput", justify="right", style="bold")
-    for way in ways:
-        every = f"{way.interval_steps} step{'s' * (way.interval_steps > 1)}, {_time(way.interval_s)}"
-        times = (way.held_s, way.safe_after_s), (way.redone_s, way.back_after_s)
-        table.add_row(way.name, *map(_time, times[0]), every, *map(_time, times[1]), f"{100 * way.goodput:.2f} %")
-    console.print(table)
-    console.print("\ngoodput over the interval between saves; capitals are the intervals above", highlight=False)
-    console.print(Text(text_plot(curves, _time)), no_wrap=True)
-    for note in _notes(job, memory):
-        console.print(note, style="dim", highlight=False)
-
-
-def _time(seconds: float) -> str:
-    for unit, size in (("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.2g} s" if seconds < 1 else f"{seconds:.1f} s"

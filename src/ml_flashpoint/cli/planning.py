@@ -1,12 +1,20 @@
-"""The subcommands for before a job runs: their options, and the help about them."""
+"""The subcommands for before a job runs."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ml_flashpoint.cli.app import Json, app
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.text import Text
+
+    from ml_flashpoint.cli.examination import Examined, Finding
 
 _PANEL = "Before a job runs"
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -23,6 +31,7 @@ def _count(text: str) -> float:
 
 @app.command(rich_help_panel=_PANEL)
 def plan(
+    context: typer.Context,
     params: Annotated[
         float, typer.Option(parser=_count, metavar="COUNT", help="Parameters of the model: 70B, or 70e9.")
     ],
@@ -55,26 +64,10 @@ def plan(
 
     Exit code: 0, 2 if an argument is unusable.
     """
-    from ml_flashpoint.cli.plan import Job
-    from ml_flashpoint.cli.plan import plan as show_plan
+    from ml_flashpoint.cli.plan import Job, show_plan
 
-    job = Job(
-        params=params,
-        optimizer=optimizer,
-        dtype=dtype,
-        main_copy=main_copy,
-        nodes=nodes,
-        ranks=ranks,
-        mtbf_hours=mtbf_hours,
-        replication=replication,
-        keep=keep,
-        step_seconds=step_seconds,
-        restart_seconds=restart_seconds,
-        copy_gbs=copy_gbs,
-        network_gbs=network_gbs,
-        storage_gbs=storage_gbs,
-    )
-    raise typer.Exit(show_plan(job, as_json=json))
+    given = {name: value for name, value in context.params.items() if name != "json"}
+    show_plan(Job(**given), as_json=json)
 
 
 @app.command(rich_help_panel=_PANEL)
@@ -83,7 +76,7 @@ def doctor(
     megabytes: Annotated[int, typer.Option(min=1, max=100_000, help="That each rank copies to its peer.")] = 256,
     deadline_seconds: Annotated[float, typer.Option(min=1, max=3600, help="For which ranks wait for others.")] = 60.0,
     json: Json = False,
-) -> None:
+) -> int:
     """Examine a node before a job runs: memory, limits, network, clock, versions; and say how to mend what is amiss.
 
     Launched on every node as the job is, it also has the nodes reach each other, and measures how fast copies are:
@@ -95,6 +88,59 @@ def doctor(
 
     Exit code: 0, 1 if there is something that must be mended, 2 if BASE is no absolute path.
     """
-    from ml_flashpoint.cli.doctor.command import doctor as examine
+    import os
+    from pathlib import Path
 
-    raise typer.Exit(examine(base, megabytes=megabytes, deadline_s=deadline_seconds, as_json=json))
+    from ml_flashpoint.cli import output
+    from ml_flashpoint.cli.examination import BAD, Examined, examine
+    from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+    from ml_flashpoint.format.errors import InvalidArgumentError, InvalidNameError
+
+    try:
+        path = Path(str(CheckpointContainerId(base)))
+    except InvalidNameError as error:
+        raise InvalidArgumentError(f"must be an absolute path: {error.message}", argument="BASE", value=base) from error
+    mine = examine(path)
+    examined, shows = [Examined("this node", mine)], True
+    if os.environ.get("WORLD_SIZE", "1") not in ("", "1") and "RANK" in os.environ:  # a launcher has started others
+        examined = _examined_together(path, mine, megabytes, deadline_seconds)
+        shows = os.environ["RANK"] == "0" or len(examined) == 1  # rank 0 has the same to show
+    bad = any(finding.level == BAD for each in examined for finding in each.findings)
+    if shows:
+        document = {"base": str(path), "ok": not bad, "examined": [each.to_json() for each in examined]}
+        output.show(document, json, *_lines_of(examined))
+    return output.DAMAGE if bad else output.OK
+
+
+def _examined_together(base: Path, mine: tuple[Finding, ...], megabytes: int, deadline_s: float) -> list[Examined]:
+    import os
+
+    from ml_flashpoint.cli.examination import BAD, Examined, Finding
+    from ml_flashpoint.extras import require
+    from ml_flashpoint.format.errors import FlashpointError
+
+    require("pytorch", "torch")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # pages of stacks, of what is a finding here
+    from ml_flashpoint.cli.doctor_peers import examine_all
+
+    try:
+        return examine_all(base, mine, megabytes=megabytes, deadline_s=deadline_s)
+    except FlashpointError as error:
+        return [Examined("this node", (*mine, Finding("peers", BAD, error.message, error.hint or "")))]
+
+
+def _lines_of(examined: list[Examined]) -> Iterator[Text]:
+    """Yield the findings. Nodes that have the same ones are shown once."""
+    from ml_flashpoint.cli.output import STYLES, line
+
+    shown: dict[tuple[Finding, ...], str] = {}
+    for each in examined:
+        if (same := shown.setdefault(each.findings, each.name)) != each.name:
+            yield line(f"{each.name}: as {same}")
+            continue
+        yield line(f"{each.name}:")
+        for finding in each.findings:
+            mark = {"bad": "MEND"}.get(finding.level, finding.level)
+            yield line("  ", (f"{mark:<4}", STYLES[mark]), f" {finding.check}: {finding.text}")
+            if finding.mend:
+                yield line(f"         -> {finding.mend}")

@@ -1,14 +1,13 @@
-"""`flashpoint report`: what events tell of a job, drawn on one page.
+"""`flashpoint report`: the events of a job, drawn on one page.
 
-Owns what is kept of events, which may be many: sums by step and by rank, and the newest failures and recoveries.
-Nothing in a file is trusted: a line that is no event, or has a number that cannot be, is left out and counted.
+Of events, which may be many, sums by step and by rank are kept, and the newest failures and recoveries. Nothing in a
+file is trusted: a line that is no event, or has a number that cannot be, is left out and counted.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import os
 import sys
 import time
@@ -21,7 +20,7 @@ from typing import Any, Final
 
 from ml_flashpoint import events
 from ml_flashpoint.cli import output
-from ml_flashpoint.cli.base_view import format_ranks
+from ml_flashpoint.cli.output import ranks_text
 from ml_flashpoint.events import Event, decode_event, name_of
 from ml_flashpoint.extras import require
 from ml_flashpoint.format.errors import InvalidArgumentError, ObjectNotFoundError
@@ -34,7 +33,7 @@ _PHASES: Final = ("detect", "plan", "fetch", "load")
 
 @dataclass(slots=True)
 class Sum:
-    """Some numbers: how many, their sum, and the greatest."""
+    """Count, sum and greatest of some numbers."""
 
     count: int = 0
     total: float = 0.0
@@ -78,7 +77,7 @@ class Facts:
         count, left_out: lines that are events, and lines that are not.
         first_s, last_s: time of the first and of the last event, since the epoch.
         seconds: by step: for which a save held the loop; until it was committed, and verified; that copies took.
-        reached: when which step was committed, verified and persisted, as the first rank that reports one has it.
+        reached: times and steps: committed, verified and persisted, by the first rank that reports one.
         copies: parts of which copies were made on other nodes.
         failures, recoveries: the newest ones.
     """
@@ -150,13 +149,11 @@ class Facts:
 
 
 def collect(paths: Sequence[str], report: Callable[[int, int], object] = lambda done, total: None) -> Facts:
-    """Read files of events.
+    """Return the facts in files of events. Raise an `ObjectNotFoundError` if one cannot be read.
 
     Args:
+        paths: of the files.
         report: called now and then with the bytes that are read, and all bytes.
-
-    Raises:
-        ObjectNotFoundError: a file cannot be read.
     """
     facts = Facts()
     total, done = sum(os.path.getsize(path) for path in paths if os.path.isfile(path)), 0
@@ -195,9 +192,8 @@ def _can_be(event: Event) -> bool:
     return True
 
 
-@output.command
-def make_report(paths: list[str], *, to: str, as_json: bool = False) -> None:
-    """Draw what files of events tell as a page, or print it as JSON."""
+def make_report(paths: list[str], *, to: str, as_json: bool) -> None:
+    """Draw files of events as a page, or print the facts in them as JSON."""
     target = Path(to)
     if not as_json:
         require("report", "plotly")
@@ -209,11 +205,11 @@ def make_report(paths: list[str], *, to: str, as_json: bool = False) -> None:
         text = f"there are no events in it ({facts.left_out} lines that are none)"
         hint = "give what FLASHPOINT_EVENTS names; see docs/operations.md"
         raise ObjectNotFoundError(text, path=", ".join(paths), hint=hint)
-    if as_json:
-        print(json.dumps({"files": paths, **_to_json(facts)}, indent=2))
+    if not as_json:
+        output.write_file(target, page_of(facts), "--output")
+        print(f"{to}: {facts.count} events of {output.plural(len(facts.ranks), 'rank')}", file=sys.stderr)
         return
-    output.write_file(target, page_of(facts), "--output")
-    print(f"{to}: {facts.count} events of {len(facts.ranks)} ranks", file=sys.stderr)
+    output.show({"files": paths, **_to_json(facts)}, as_json)
 
 
 def _to_json(facts: Facts) -> dict[str, Any]:
@@ -298,7 +294,7 @@ def _failures(facts: Facts) -> list[tuple[object, ...]]:
     for event in reversed(facts.failures):
         alike.setdefault((event.step, name_of(event), str(getattr(event, "error", ""))[:500]), []).append(event)
     return [
-        (_clock(found[-1].time_s), format_ranks({each.rank for each in found}), step, what, error)
+        (_clock(found[-1].time_s), ranks_text({each.rank for each in found}), step, what, error)
         for (step, what, error), found in itertools.islice(alike.items(), _MOST_ROWS)
     ]
 

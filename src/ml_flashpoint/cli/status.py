@@ -1,211 +1,214 @@
-"""`flashpoint status`: the saves of the ranks of one node, as their status files say; once, or again and again.
-
-Owns how that is shown. `ml_flashpoint.status` owns the files.
-"""
+"""`flashpoint status`: the saves of the ranks of one node, and what the loss of a node would cost; once, or again."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
-from ml_flashpoint.cli import base_view, output
-from ml_flashpoint.cli.base_view import format_bytes, read_base, read_ranks
-from ml_flashpoint.cli.bases import base_of
-from ml_flashpoint.cli.losses import CAPTION, UNKNOWN, Loss, losses
-from ml_flashpoint.memory.capacity import available_bytes
+from ml_flashpoint.cli import output
+from ml_flashpoint.cli.output import bytes_text, or_dash
+from ml_flashpoint.cli.view import RankView, VersionView, base_named, read, read_ranks
 from ml_flashpoint.status import Status
 
 _TRIES = 5
+_CAPTION = (
+    "lost: steps since the one gone back to, up to the newest save, and what was trained since. Times are estimates, "
+    "by the newest copies: for the parts to come to a new node, beside what its processes take to start."
+)
+_UNKNOWN = "what the loss of a node would cost cannot be told: nothing here was verified since its processes started"
 
 
-@dataclass(frozen=True, slots=True)
-class RankView:
-    """A rank of this node.
-
-    Attributes:
-        rank: its number.
-        pid: its process; None if it is not running.
-        status: what it said last; None if it has saved nothing yet, or its door is one that says nothing.
-    """
-
-    rank: int
-    pid: int | None
-    status: Status | None
-
-    @property
-    def state(self) -> str:
-        """In a word: ``ended``, ``silent``, ``degraded`` or ``ok``."""
-        if self.pid is None:
-            return "ended"
-        if self.status is None:
-            return "silent"
-        return "degraded" if self.status.degraded else "ok"
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        status = None if self.status is None else dataclasses.asdict(self.status)
-        return {"rank": self.rank, "pid": self.pid, "state": self.state, "status": status}
-
-
-def read_node(base: str) -> list[RankView]:
-    """The ranks that have something in a base container, by rank.
-
-    Raises:
-        NotABaseContainerError: it is none.
-    """
-    return [
-        RankView(rank, pid, status if status is not None and status.updated_s else None)
-        for rank, (status, pid) in sorted(read_ranks(base).items())
-    ]
-
-
-def read_losses(base: str) -> tuple[list[RankView], list[Loss]]:
-    """The ranks, and what the loss of a node would cost them.
-
-    Raises:
-        NotABaseContainerError: it is none.
-    """
-    for _ in range(_TRIES):
-        ranks = read_node(base)
-        saying = [rank for rank in ranks if rank.status is not None]
-        running = [rank for rank in saying if rank.pid is not None] or saying
-        told = [rank.status for rank in running if rank.status is not None]
-        if found := losses(told, read_base(base).versions):
-            break
-        if all(status.verified is None for status in told):
-            break  # else what was verified may have been replaced by a newer one, before it was looked at
-    return ranks, found
-
-
-def memory_of(base: Path) -> tuple[int, int]:
-    """Return the bytes that checkpoints take on this node, own parts and copies, and the bytes left for more."""
-    try:
-        left = available_bytes(base)
-    except OSError:
-        left = 0
-    return base_view.memory_of(base), left
-
-
-@output.command
-def show_status(base: str, *, every_s: float | None = None, as_json: bool = False) -> int | None:
-    """Show the ranks of a node, and return the exit code of the command.
+def show_status(base: str, *, every_s: float | None, as_json: bool) -> int:
+    """Show the ranks of a node.
 
     Args:
         base: a base container, or the name of its last folder.
         every_s: seconds between two looks, until Ctrl-C; None to look once.
         as_json: print JSON: one document, or a line for each look.
     """
-    base = base_of(base)
+    base = base_named(base)
     with contextlib.ExitStack() as opened, contextlib.suppress(KeyboardInterrupt):
         live: Live | None = None
         while True:
             ranks, found = read_losses(base)
+            document = {
+                "base": base,
+                "ranks": [rank.to_json() for rank in ranks],
+                "losses": [loss.to_json() for loss in found],
+            }
+            if not every_s:
+                output.show(document, as_json, _shown(base, ranks, found))
+                return output.DAMAGE if any(rank.state == "degraded" for rank in ranks) else output.OK
             if as_json:
-                told = {"ranks": [rank.to_json() for rank in ranks], "losses": [loss.to_json() for loss in found]}
-                print(json.dumps({"base": base, **told}, indent=None if every_s else 2), flush=True)
+                print(json.dumps(document), flush=True)
             elif not output.is_terminal():
-                print("\n".join([*map(line_of, ranks), *(loss.text() for loss in found)]), flush=True)
-                if every_s:
-                    print("", flush=True)  # ends a look
-            elif not every_s:
-                output.console().print(_shown(base, ranks, found))
+                output.show(document, as_json, _shown(base, ranks, found), "")  # an empty line ends a look
             elif live is None:
                 shown = _shown(base, ranks, found)
                 live = opened.enter_context(Live(shown, console=output.console(), auto_refresh=False, screen=True))
                 live.refresh()
             else:
                 live.update(_shown(base, ranks, found), refresh=True)
-            if not every_s:
-                return output.DAMAGE if any(rank.state == "degraded" for rank in ranks) else None
             time.sleep(every_s)
-    return None
+    return output.OK
 
 
-def _shown(base: str, ranks: list[RankView], found: list[Loss]) -> RenderableType:
-    lines = [Text(loss.text(), style="" if loss.step is not None else "bold red") for loss in found]
-    return Group(rank_table(base, ranks), *lines, Text(CAPTION if found else UNKNOWN, style="dim"))
-
-
-def line_of(rank: RankView) -> str:
-    """A rank in one line, for other programs."""
-    head = f"rank={rank.rank} state={rank.state} pid={or_dash(rank.pid)}"
-    told = rank.status
-    if told is None:
-        return head
-    errors = " ".join(f"{name}={json.dumps(text)}" for name, text in errors_of(told))
-    return (
-        f"{head} resumed={or_dash(told.resumed)} committed={or_dash(told.committed)}"
-        f" replicated={or_dash(told.replicated)} verified={or_dash(told.verified)} age_s={age_of(told)}"
-        f" persisted={or_dash(told.persisted)}"
-        f" held_s={told.held_s:.4f} bytes={told.part_bytes} saves={told.saves} failures={told.failures} {errors}"
-    ).rstrip()
-
-
-def rank_table(base: str, ranks: list[RankView]) -> RenderableType:
-    """All ranks of a node, for people."""
-    columns = (
-        "rank",
-        "state",
-        "committed",
-        "copied",
-        "verified",
-        "since",
-        "held loop",
-        "verified after",
-        "persisted",
-        "part",
-    )
-    table = Table(*columns, "saves", "failed", title=escape(base), title_justify="left", title_style="")
-    styles = {"ok": "green", "degraded": "bold red", "silent": "yellow", "ended": "dim"}
-    errors: list[str] = []
+def _shown(base: str, ranks: Sequence[RankView], found: Sequence[Loss]) -> Text:
+    lines = [output.line(base)]
+    if ranks:
+        lines.append(output.table([_row(rank) for rank in ranks], ("failed", "saves", "part", "ready after", "held")))
     for rank in ranks:
-        state, told = f"[{styles[rank.state]}]{rank.state}[/]", rank.status
-        if told is None:
-            table.add_row(str(rank.rank), state)
-            continue
-        table.add_row(
-            str(rank.rank),
-            state,
-            or_dash(told.committed),
-            or_dash(told.replicated),
-            or_dash(told.verified),
-            f"{age_of(told)} s",
-            f"{told.held_s * 1000:.1f} ms",
-            f"{told.verified_after_s:.2f} s",
-            or_dash(told.persisted),
-            format_bytes(told.part_bytes),
-            str(told.saves),
-            str(told.failures),
-        )
-        errors += [f"rank {rank.rank}: {text}" for _, text in errors_of(told)]
-    if errors:
-        table.caption, table.caption_justify = escape("\n".join(errors)), "left"
-    return table
+        lines += [output.line((f"rank {rank.rank}: {text}", "red")) for text in _errors_of(rank.status)]
+    lines += [output.line((loss.text(), "" if loss.step is not None else "bold red")) for loss in found]
+    return Text("\n").join([*lines, output.line((_CAPTION if found else _UNKNOWN, "dim"))])
 
 
-def errors_of(told: Status) -> list[tuple[str, str]]:
-    """What has failed, or is amiss, and why."""
-    names = ("error", "replication_error", "agreement_error", "persist_error")
-    return [(name, text) for name in names if (text := getattr(told, name)) is not None]
+def _row(rank: RankView) -> dict[str, str]:
+    told = rank.status or Status(rank=rank.rank, node=rank.node)
+    return {
+        "rank": str(rank.rank),
+        "state": rank.state,
+        "committed": or_dash(told.committed),
+        "copied": or_dash(told.replicated),
+        "verified": or_dash(told.verified),
+        "since": f"{max(0.0, time.time() - told.verified_s):.0f} s" if told.verified_s else "-",
+        "held": f"{told.held_s * 1000:.1f} ms",
+        "ready after": f"{told.verified_after_s:.2f} s",
+        "persisted": or_dash(told.persisted),
+        "part": bytes_text(told.part_bytes),
+        "saves": str(told.saves),
+        "failed": str(told.failures),
+    }
 
 
-def age_of(told: Status, now_s: float | None = None) -> str:
-    """Seconds since the newest step that nothing can take any more: what would be lost now."""
-    now_s = time.time() if now_s is None else now_s
-    return "-" if not told.verified_s else f"{max(0.0, now_s - told.verified_s):.0f}"
+def _errors_of(told: Status | None) -> list[str]:
+    if told is None:
+        return []
+    errors = (told.error, told.replication_error, told.agreement_error, told.persist_error)
+    return [error for error in errors if error is not None]
 
 
-def or_dash(value: int | None) -> str:
-    """A number, or a dash where there is none."""
-    return "-" if value is None else str(value)
+# ---- losses ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """The loss of a node, as far as this node can tell.
+
+    Attributes:
+        node: the node that is lost; None for each of the others, of which this node knows no more.
+        here: True for this node.
+        step: the step that the job goes back to; None if that is not in memory then, or cannot be told from here.
+        steps_lost: from there to the newest save.
+        seconds: an estimate of how long its parts take to a new node; None if there is nothing to go by.
+        sources: nodes that they come from; empty if that is not known here.
+        persisted: where there is no step in memory, the newest that all ranks of this node have persisted.
+    """
+
+    node: str | None
+    here: bool = False
+    step: int | None = None
+    steps_lost: int = 0
+    seconds: float | None = None
+    sources: tuple[str, ...] = ()
+    persisted: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        fields = ("node", "here", "step", "steps_lost", "seconds", "persisted")
+        return {**{name: getattr(self, name) for name in fields}, "from": list(self.sources)}
+
+    def text(self) -> str:
+        """Return the loss in words."""
+        named = "another node" if self.node is None else f"{self.node} (this node)" if self.here else self.node
+        if self.step is None and self.node is None:
+            return f"if {named} died now: cannot be told from here, see there"
+        if self.step is None:
+            kept = f"its ranks have persisted step {self.persisted}"
+            rest = "and nothing is persisted" if self.persisted is None else kept
+            return f"if {named} died now: no version would be left in memory, {rest}"
+        lost = f"{self.steps_lost} step{'' if self.steps_lost == 1 else 's'} lost, back at step {self.step}"
+        if self.node is None:
+            return f"if {named} died now: {lost}, from those that hold its copies"
+        time = "in a time that is not known" if self.seconds is None else f"in about {_short(self.seconds)}"
+        return f"if {named} died now: {lost} {time}, from {', '.join(self.sources)}"
+
+
+def _short(seconds: float) -> str:
+    seconds = max(1.0, seconds)
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def read_losses(base: str) -> tuple[list[RankView], list[Loss]]:
+    """Return the ranks of this node, and what the loss of a node would cost. Raises what `view.existing` raises."""
+    for _ in range(_TRIES):
+        ranks = read_ranks(base)
+        running = [rank for rank in ranks if rank.pid is not None and rank.status is not None] or ranks
+        told = [rank.status for rank in running if rank.status is not None]
+        if found := losses(told, read(base).versions):
+            break
+        if all(status.verified is None for status in told):
+            break  # else what was verified may have been replaced by a newer one, before it was looked at
+    return ranks, found
+
+
+def losses(told: Sequence[Status], versions: Sequence[VersionView]) -> list[Loss]:
+    """Return what the loss of each node would cost: this node's first, then those of nodes whose copies it holds, then
+    the others as one. Empty if nothing was verified since the processes started, or the version that was is not here.
+
+    Args:
+        told: status of the ranks that run on this node; or that ran last, if none does.
+        versions: versions here, looked at later.
+    """
+    here = {status.node for status in told}
+    verified = max((status.verified for status in told if status.verified is not None), default=None)
+    version = next((each for each in versions if each.step == verified and not each.abandoned), None)
+    if len(here) != 1 or version is None or version.problems or verified is None:
+        return []
+    if not {status.rank for status in told} <= set(version.own):
+        return []
+    (node,) = here
+    newest = max(status.committed if status.committed is not None else verified for status in told)
+    lost = max(0, newest - verified)
+    found = [_own(node, told, verified, lost)]
+    nodes, survives = max((status.nodes, status.survives) for status in told)
+    held: dict[str, int] = {}  # bytes of the largest part of each node
+    for part in version.parts:
+        if part.rank in version.copied and part.manifest is not None:
+            held[part.manifest.node] = max(part.bytes, held.get(part.manifest.node, 0))
+    if not survives:  # a part of theirs may have no copy
+        held.clear()
+    for peer, size in sorted(held.items()):
+        seconds = _slowest([_seconds(status, size) for status in told])
+        found.append(Loss(peer, step=verified, steps_lost=lost, seconds=seconds, sources=(node,)))
+    if nodes > 1 + len(held):
+        found.append(Loss(None, step=verified if survives else None, steps_lost=lost if survives else 0))
+    return found
+
+
+def _own(node: str, told: Sequence[Status], verified: int, lost: int) -> Loss:
+    if not all(status.copies_on for status in told):
+        persisted = [status.persisted for status in told]
+        least = None if None in persisted else min(each for each in persisted if each is not None)
+        return Loss(node, here=True, persisted=least)
+    seconds = _slowest([_seconds(status, status.part_bytes) for status in told])
+    sources = tuple(sorted({holder for status in told for holder in status.copies_on}))
+    return Loss(node, here=True, step=verified, steps_lost=lost, seconds=seconds, sources=sources)
+
+
+def _slowest(seconds: Sequence[float | None]) -> float | None:
+    return None if None in seconds else max(each for each in seconds if each is not None)
+
+
+def _seconds(status: Status, size: int) -> float | None:
+    """Return an estimate: a rank of a new node gets its own part, and the copies that it has to hold, one by one."""
+    if not (status.copied_bytes and status.copied_in_s > 0):
+        return None
+    return (1 + len(status.copies_on)) * size * status.copied_in_s / status.copied_bytes

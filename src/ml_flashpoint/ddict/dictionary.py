@@ -18,6 +18,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeAlias
 
 from ml_flashpoint.ddict.client import codec
@@ -29,12 +30,24 @@ from ml_flashpoint.ddict.errors import (
     DDictPersistError,
     DDictTimeoutError,
 )
+from ml_flashpoint.ddict.links import GRACE_S
 from ml_flashpoint.ddict.manager.shard import BROADCAST, PERSISTENT
 from ml_flashpoint.ddict.options import Configuration, Options, check_checkpoint_id, checked_timeout
 from ml_flashpoint.ddict.runtime.creation import create
 from ml_flashpoint.ddict.runtime.embedded import Runtime
 from ml_flashpoint.ddict.wire.keys import Unreadable, encode_key
-from ml_flashpoint.ddict.wire.links import GRACE_S
+from ml_flashpoint.ddict.wire.requests import (
+    Add,
+    Clear,
+    Contains,
+    PersistedIds,
+    PersistNewest,
+    Restore,
+    SetFrozen,
+    State,
+    Stats,
+    WaitFor,
+)
 from ml_flashpoint.format.arguments import checked_integer, ignored
 from ml_flashpoint.format.errors import InvalidArgumentError
 
@@ -233,14 +246,15 @@ class DDict(MutableMapping[Any, Any]):
         deadline = self._begin()
         manager, encoded = self._access.located(key)
         with _naming(key):
-            self._access.change(manager, "delete", encoded, deadline=deadline)
+            self._access.delete(manager, encoded, -1, deadline)
 
     def __contains__(self, key: object) -> bool:
         try:
             manager, encoded = self._access.located(key)
         except InvalidArgumentError:
             return False
-        return bool(self._access.ask(manager, "contains", encoded, deadline=self._access.deadline()).fields["found"])
+        answer = self._access.ask(manager, Contains, encoded, deadline=self._access.deadline())
+        return bool(answer.fields["found"])
 
     def pop(self, key: Any, default: Any = _MISSING) -> Any:
         """Delete a key and return its value, of which one caller only gets it; else ``default``."""
@@ -252,7 +266,7 @@ class DDict(MutableMapping[Any, Any]):
             with _naming(key):
                 while True:
                     found = self._access.get(manager, encoded, copy=True, deadline=deadline)
-                    if self._access.change(manager, "delete", encoded, deadline=deadline, x=found.sequence)["ok"]:
+                    if self._access.delete(manager, encoded, found.sequence, deadline)["ok"]:
                         return found.value
         except DDictKeyError:
             if default is _MISSING:
@@ -282,7 +296,7 @@ class DDict(MutableMapping[Any, Any]):
             try:
                 return self._access.get(manager, encoded_key, deadline=deadline).value
             except DDictKeyError:
-                if self._access.write(manager, encoded_key, codec.encode(default), sequence=0, deadline=deadline):
+                if self._access.write(manager, encoded_key, codec.encode(default), expected=0, deadline=deadline):
                     return default
 
     def fetch_add(self, key: Any, amount: float = 1, default: float = 0) -> float:
@@ -298,7 +312,9 @@ class DDict(MutableMapping[Any, Any]):
                 raise InvalidArgumentError("must be a number", argument=argument, value=number)
         deadline = self._begin()
         manager, encoded = self._access.located(key)
-        added = self._access.change(manager, "add", encoded, deadline=deadline, amount=amount, default=default)
+        added = self._access.change(
+            manager, lambda whose, flags: Add(whose, amount, default, flags), encoded, deadline=deadline
+        )
         before: float = added["before"]
         return before
 
@@ -317,7 +333,8 @@ class DDict(MutableMapping[Any, Any]):
         deadline = self._access.deadline(checked_timeout(timeout) if timeout else timeout)
         seen = 0
         while True:
-            if not self._access.ask(manager, "wait_for", encoded, deadline=deadline, s=seen).fields["ok"]:
+            answer = self._access.ask(manager, partial(WaitFor, seen=seen), encoded, deadline=deadline)
+            if not answer.fields["ok"]:
                 raise DDictTimeoutError(f"{key!a} did not get the value that was waited for", manager=manager)
             try:
                 found = self._access.get(manager, encoded, deadline=deadline)
@@ -399,7 +416,7 @@ class DDict(MutableMapping[Any, Any]):
             self._batch.drop()
         deadline = self._access.deadline()
         for manager in self._access.managers:
-            self._access.change(manager, "clear", deadline=deadline, again=True)
+            self._access.change(manager, lambda whose, flags: Clear(whose), deadline=deadline, again=True)
 
     def local_keys(self) -> list[Any]:
         """Keys that managers on this node have."""
@@ -502,7 +519,7 @@ class DDict(MutableMapping[Any, Any]):
     @property
     def committed_checkpoint_id(self) -> int:
         """The newest committed checkpoint; -1: none yet."""
-        return int(self._access.ask_main("state")["committed"])
+        return int(self._access.state()["committed"])
 
     # ---- persistence --------------------------------------------------------------------------------------
 
@@ -512,11 +529,11 @@ class DDict(MutableMapping[Any, Any]):
         Raises:
             DDictPersistError: there is no persister, or it failed.
         """
-        return int(self._access.ask_main("persist_newest", deadline=self._begin())["checkpoint_id"])
+        return int(self._access.ask_main(PersistNewest(), self._begin())["checkpoint_id"])
 
     def persisted_ids(self) -> list[int]:
         """Ids of persisted checkpoints that are complete and valid on all managers, ascending."""
-        return list(self._access.ask_main("persisted_ids")["ids"])
+        return list(self._access.ask_main(PersistedIds())["ids"])
 
     def restore(self, checkpoint_id: int) -> None:
         """Hold a persisted checkpoint instead of what is here, and go to it. If it cannot be read, everything is as
@@ -535,7 +552,7 @@ class DDict(MutableMapping[Any, Any]):
     def _restore(self, checkpoint_id: int, deadline: float) -> None:
         if self._batch is not None:
             self._batch.drop()
-        state = self._access.order("restore", deadline, checkpoint_id=checkpoint_id)
+        state = self._access.order(lambda account: Restore(account.whose, checkpoint_id), deadline)
         self._access.restored(checkpoint_id, state)
 
     def advance(self) -> int:
@@ -545,7 +562,7 @@ class DDict(MutableMapping[Any, Any]):
             DDictPersistError: this is the last.
         """
         deadline = self._access.deadline()
-        persisted: list[int] = self._access.ask_main("persisted_ids", deadline=deadline)["ids"]
+        persisted: list[int] = self._access.ask_main(PersistedIds(), deadline)["ids"]
         later = [each for each in persisted if each > self.checkpoint_id]
         if not later:
             raise DDictPersistError("there is no later persisted checkpoint", checkpoint_id=self.checkpoint_id)
@@ -581,8 +598,8 @@ class DDict(MutableMapping[Any, Any]):
         """What each manager has."""
         deadline = self._access.deadline()
         call = self._access.client.links.call
-        answers = [call(each, "stats", {}, deadline=deadline).fields for each in range(self._configuration.managers)]
-        return stats_of(answers, self._access.ask_main("state", deadline=deadline), self._configuration.options)
+        answers = [call(each, Stats(), deadline=deadline).fields for each in range(self._configuration.managers)]
+        return stats_of(answers, self._access.ask_main(State(), deadline), self._configuration.options)
 
     def get_name(self) -> str:
         """The name that the dictionary was made with, under which its persisted checkpoints are found again."""
@@ -590,16 +607,19 @@ class DDict(MutableMapping[Any, Any]):
 
     def freeze(self) -> None:
         """Refuse all writes, of all handles, until `unfreeze`."""
-        self._access.order("freeze", self._access.deadline(), frozen=True)
+        self._freeze(True)
 
     def unfreeze(self) -> None:
         """Allow writes again."""
-        self._access.order("freeze", self._access.deadline(), frozen=False)
+        self._freeze(False)
+
+    def _freeze(self, frozen: bool) -> None:
+        self._access.order(lambda account: SetFrozen(account.whose, frozen), self._access.deadline())
 
     @property
     def is_frozen(self) -> bool:
         """Whether writes are refused."""
-        return bool(self._access.ask_main("state")["frozen"])
+        return bool(self._access.state()["frozen"])
 
     # ---- handles ------------------------------------------------------------------------------------------
 
@@ -643,7 +663,7 @@ class DDict(MutableMapping[Any, Any]):
             ) from error
         if timeout is not None:
             made._access.timeout_s = checked_timeout(timeout)
-        made._access.ask_main("state")
+        made._access.state()
         return made
 
     def detach(self) -> None:

@@ -18,7 +18,6 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from ml_flashpoint import Flashpoint
-from ml_flashpoint.cli.export import export as export_command
 from ml_flashpoint.format.errors import (
     DigestMismatchError,
     FlashpointError,
@@ -33,6 +32,7 @@ from ml_flashpoint.local import BasicTensorAwareStateDict, LocalCheckpointManage
 from ml_flashpoint.tools import items
 from ml_flashpoint.tools.copy import copy_version, persist_version
 from ml_flashpoint.tools.export import Exported, export_version
+from tests.support.commands import flashpoint
 from tests.support.dcp import Door
 from tests.support.forked import call_team
 from tests.support.sharded import full_state
@@ -237,8 +237,8 @@ def test_names_that_cannot_be(
             export_version(base, tmp_path / "out", **options)
     for number, text in enumerate(("[]", '{"model.bits": 1}', "{", "[" * 100_000, '{"model.bits": "b"}')):
         (tmp_path / "map.json").write_text(text)
-        arguments: dict[str, Any] = {"format": "hf", "prefix": "", "name_map": str(tmp_path / "map.json")}
-        assert export_command([str(base)], str(tmp_path / "out"), **arguments) == (0 if number == 4 else 2)
+        options_given = ["--to", tmp_path / "out", "--format", "hf", "--name-map", tmp_path / "map.json"]
+        assert flashpoint("export", base, *options_given) == (0 if number == 4 else 2)
     assert "--name-map" in capsys.readouterr().err
     assert [*_files(tmp_path / "out")] == ["b"]
 
@@ -390,17 +390,15 @@ def test_the_command(
     assert (done.returncode, done.stdout) == (0, f"exported step 2 to {tmp_path / 'hf'}: 7 tensors\n"), done.stderr
     assert_same(_files(tmp_path / "hf"), _sorted(model.state_dict()))
 
-    def exported(*sources: str, as_json: bool = False) -> int:
-        return export_command(list(sources), str(tmp_path / "dcp"), format="dcp", prefix="", as_json=as_json)
-
-    assert exported(str(base), as_json=True) == 0
+    to = ["--to", str(tmp_path / "dcp")]
+    assert flashpoint("export", base, *to, "--json") == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["export"], told["step"], told["left_out"]) == (str(tmp_path / "dcp"), 2, [])
-    assert exported(str(base)) == 1
+    assert flashpoint("export", base, *to) == 1
     assert "is there already" in capsys.readouterr().err
-    assert exported(f"{base}@9") == 2
+    assert flashpoint("export", f"{base}@9", *to) == 2
     assert "no complete version of step 9" in capsys.readouterr().err
-    assert exported(f"{base}@1", f"{base}@2") == 2
+    assert flashpoint("export", f"{base}@1", f"{base}@2", *to) == 2
     assert "these are different steps" in capsys.readouterr().err
 
 

@@ -14,13 +14,12 @@ import fsspec
 import pytest
 import torch
 
-from ml_flashpoint.cli.inspect import diff
-from ml_flashpoint.cli.inspect import inspect as inspect_command
 from ml_flashpoint.format.errors import DigestMismatchError, LoadError, ObjectNotFoundError
 from ml_flashpoint.format.manifest import object_name
 from ml_flashpoint.stores.location import open_store
 from ml_flashpoint.tools.copy import persist_version
 from ml_flashpoint.tools.export import export_version
+from tests.support.commands import flashpoint
 from tests.support.forked import call_team
 from tests.support.processes import child_environment
 from tests.support.sharded import full_state
@@ -44,9 +43,9 @@ def url(request: pytest.FixtureRequest, tmpfs: Path) -> Iterator[str]:
 
 
 def test_it_is_the_version_in_memory(url: str, tmpfs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert diff(url, str(tmpfs / "node-1" / "job"), prefix="") == 0
+    assert flashpoint("diff", url, tmpfs / "node-1" / "job") == 0
     assert capsys.readouterr().out.startswith("the same: ")
-    assert inspect_command(f"{url}@2", prefix="sharded.rows", as_json=True) == 0
+    assert flashpoint("inspect", f"{url}@2", "--prefix", "sharded.rows", "--json") == 0
     (item,) = json.loads(capsys.readouterr().out)["items"]
     assert item["ranks"] == [0, 1, 2, 3]
 

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from ml_flashpoint import Flashpoint, open_version
-from ml_flashpoint.cli.export import export as export_command
 from ml_flashpoint.format.errors import InvalidArgumentError, ObjectNotFoundError
 from ml_flashpoint.tools.export import export_version
+from tests.support.commands import flashpoint
 from tests.support.forked import call_team
 from tests.support.loops import Stored
 from tests.support.sharded import full_state
@@ -131,7 +131,7 @@ def test_a_file_of_everything_is_read_by_torch_without_trusting_it(
     job: tuple[Path, _Model], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base, model = job
-    export_command([str(base)], str(tmp_path / "all.pt"), format="torch", prefix="")
+    flashpoint("export", base, "--to", tmp_path / "all.pt", "--format", "torch")
     assert "the format has no place for it: _flashpoint.rank-00000.date" in capsys.readouterr().err
     done = subprocess.run([sys.executable, "-c", _READ, str(tmp_path / "all.pt")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

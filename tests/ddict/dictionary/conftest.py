@@ -31,8 +31,8 @@ def d(shared: DDict) -> Iterator[DDict]:
     """A handle that finds the dictionary empty, at a checkpoint where no one was."""
     handle = copy.copy(shared)
     # Those whose handles the test before has forgotten, or whose processes have ended, leave a little later.
-    await_that(lambda: handle._access.ask_main("state")["writers"] == 0)
-    handle.checkpoint_id = handle._access.ask_main("state")["newest"] + WORKING_SET
+    await_that(lambda: handle._access.state()["writers"] == 0)
+    handle.checkpoint_id = handle._access.state()["newest"] + WORKING_SET
     handle.clear()
     yield handle
     handle.detach()

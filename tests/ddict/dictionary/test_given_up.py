@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from ml_flashpoint.ddict import links
 from ml_flashpoint.ddict.errors import DDictManagerLostError, DDictTimeoutError, DDictWritesLostError
-from ml_flashpoint.ddict.wire import links
+from ml_flashpoint.ddict.wire.requests import Clear
 from tests.ddict.dictionary.support import Make
 from tests.support.dictionaries import DEADLINE_S, await_that, pid_of, stopped
 
@@ -39,7 +40,7 @@ def test_threads_of_a_handle_do_not_lose_what_they_write_while_another_gives_up(
         monkeypatch.setattr(links, "GRACE_S", IMPATIENT_S)
         while not writing.done():
             with contextlib.suppress(DDictTimeoutError, DDictManagerLostError):
-                access.change(1, "clear", deadline=access.deadline(IMPATIENT_S))
+                access.change(1, lambda whose, flags: Clear(whose), deadline=access.deadline(IMPATIENT_S))
         writing.result()
     assert written == list(range(300))
 
@@ -65,7 +66,7 @@ def test_a_handle_that_is_dropped_with_a_rollback_unfinished_leaves_nothing_abov
         handles.clear()
         impatient.undo()
         gc.collect()
-        await_that(lambda: dictionary._access.ask_main("state")["writers"] == 1)
+        await_that(lambda: dictionary._access.state()["writers"] == 1)
     dictionary.checkpoint_id = 3
 
     assert dictionary.wait_for_commit(2) == 2
@@ -116,12 +117,12 @@ def test_a_sync_takes_back_nothing_that_others_have_committed(make: Make, monkey
         impatient.setattr(dictionary._access, "timeout_s", 3 * IMPATIENT_S)
         with pytest.raises((DDictTimeoutError, DDictManagerLostError)):
             dictionary.sync_to_newest_checkpoint()
-    epoch = colleague._access.ask_main("state")["epoch"]
+    epoch = colleague._access.state()["epoch"]
     colleague[keys[1]] = "theirs"
     colleague.checkpoint()
 
     assert dictionary.sync_to_newest_checkpoint() == dictionary.committed_checkpoint_id
-    assert dictionary._access.ask_main("state")["epoch"] == epoch
+    assert dictionary._access.state()["epoch"] == epoch
     assert colleague[keys[1]] == "theirs"
     assert "abandoned" not in dictionary.values()
     dictionary[keys[0]] = "anew"

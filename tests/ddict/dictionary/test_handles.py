@@ -17,7 +17,8 @@ from ml_flashpoint.ddict.errors import (
     DDictReadOnlyError,
     DDictWritesLostError,
 )
-from ml_flashpoint.ddict.wire.links import Exchange
+from ml_flashpoint.ddict.links import Exchange
+from ml_flashpoint.ddict.wire.requests import Abandon, Allocate, Put, Whose
 from ml_flashpoint.format.errors import InvalidArgumentError, ProtocolError
 from tests.ddict.dictionary.support import BIG, WORKING_SET, Make, other
 from tests.support.dictionaries import (
@@ -148,7 +149,7 @@ def test_what_a_handle_wrote_before_it_left_is_not_lost_without_a_word(make: Mak
     else:
         del handle
         gc.collect()
-        await_that(lambda: dictionary._access.ask_main("state")["writers"] == 1)
+        await_that(lambda: dictionary._access.state()["writers"] == 1)
     kill_manager(dictionary, 1)
 
     dictionary.checkpoint()
@@ -172,18 +173,18 @@ def test_a_handle_whose_batch_cannot_be_sent_is_detached_all_the_same(make: Make
     dictionary.checkpoint()
     with pytest.raises(DDictDestroyedError):
         handle["key"] = 2
-    assert dictionary._access.ask_main("state")["writers"] == 0
+    assert dictionary._access.state()["writers"] == 0
 
 
 def test_a_value_that_comes_with_bad_fields_takes_no_memory(d: DDict) -> None:
     links, deadline = d._access.client.links, d._access.deadline()
 
     def send(exchange: Exchange) -> None:
-        asked = {"n": 1 << 20, "c": d.checkpoint_id, "e": d._access.standing.epoch, "w": "me"}
-        room = exchange.request("allocate", asked, (b"key",))
+        whose: Any = Whose("me", d.checkpoint_id, d._access.standing.epoch)
+        room = exchange.request(Allocate(whose, 1 << 20), b"key")
         with pytest.raises(ProtocolError):
-            exchange.request("put", {"v": room.fields["v"], "c": "none", "w": "me"}, (b"key",))
-        exchange.request("abandon", {"v": room.fields["v"]})
+            exchange.request(Put(whose._replace(checkpoint_id="none"), 0, room.fields["v"]), b"key")
+        exchange.request(Abandon(room.fields["v"]))
 
     # What the fixture left behind retires a little later.
     await_that(lambda: d.stats()[0].oldest == d.checkpoint_id - WORKING_SET + 1)
@@ -230,7 +231,7 @@ def test_a_reader_that_goes_says_nothing_of_what_is_finished(make: Make) -> None
     gc.collect()
     del writer  # their process tells of them one after the other
     gc.collect()
-    await_that(lambda: dictionary._access.ask_main("state")["writers"] == 0)
+    await_that(lambda: dictionary._access.state()["writers"] == 0)
 
     assert dictionary.sync_to_newest_checkpoint() == 0
     assert dictionary.committed_checkpoint_id == -1

@@ -16,8 +16,9 @@ import pytest
 
 from ml_flashpoint.ddict import DDict, PosixCheckpointPersister
 from ml_flashpoint.ddict.errors import DDictTimeoutError
+from ml_flashpoint.ddict.links import Links
 from ml_flashpoint.ddict.options import COORDINATOR
-from ml_flashpoint.ddict.wire.links import Links
+from ml_flashpoint.ddict.wire.requests import decode
 from ml_flashpoint.format.errors import FlashpointError
 from ml_flashpoint.net.client import Connection, Reply, RequestLostError
 from tests.ddict.dictionary.support import Make
@@ -55,9 +56,10 @@ class Network:
         connection, operation, fields, blobs = self._sent.pop()
         configuration = dictionary._configuration
         manager = COORDINATOR if connection._channel.peer.endswith("c.sock") else 0
-        network = Links(dictionary._access.client.links._locator, configuration.secret)
+        network = Links(dictionary._access.client.links.locator, configuration.secret)
         with contextlib.suppress(FlashpointError):
-            network.call(manager, operation, fields, blobs, deadline=dictionary._access.deadline())
+            request, _ = decode(operation, fields)
+            network.call(manager, request, *blobs, deadline=dictionary._access.deadline())
         network.close()
 
 
@@ -71,7 +73,7 @@ def key_of(dictionary: DDict) -> str:
 
 
 GIVEN_UP: dict[str, tuple[str, Callable[[DDict, str], Any]]] = {
-    "update": ("many", lambda handle, key: handle.update({key: "old", "more": "old"})),
+    "update": ("put_many", lambda handle, key: handle.update({key: "old", "more": "old"})),
     "put": ("put", lambda handle, key: handle.put(key, "old")),
     "pput": ("put", lambda handle, key: handle.pput(key, "old")),
     "bput": ("put", lambda handle, key: handle.bput(key, "old")),
@@ -145,7 +147,7 @@ def test_what_a_call_has_sent_twice_does_not_cover_what_others_write_after_it(d:
 
 
 def test_a_late_freeze_does_not_freeze_what_was_thawed(d: DDict, network: Network) -> None:
-    with network.losing("freeze"), pytest.raises(DDictTimeoutError):
+    with network.losing("set_frozen"), pytest.raises(DDictTimeoutError):
         d.freeze()
     d.unfreeze()
     network.deliver(d)

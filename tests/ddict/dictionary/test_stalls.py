@@ -8,10 +8,9 @@ import time
 
 import pytest
 
-from ml_flashpoint.ddict import DDict
+from ml_flashpoint.ddict import DDict, links
 from ml_flashpoint.ddict.client import keepalive
 from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictManagerLostError, DDictTimeoutError
-from ml_flashpoint.ddict.wire import links
 from tests.support.dictionaries import DEADLINE_S, Created
 from tests.support.processes import suspend
 

@@ -17,6 +17,7 @@ begins at a checkpoint, its base: all managers drop what lies above that, and an
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import threading
 import time
@@ -34,8 +35,10 @@ from ml_flashpoint.ddict.errors import (
 )
 from ml_flashpoint.ddict.options import Options
 from ml_flashpoint.ddict.persistence import History, Persisting
+from ml_flashpoint.ddict.wire import requests as asked
 from ml_flashpoint.ddict.wire.fence import Fence
-from ml_flashpoint.ddict.wire.written import NOTHING, Written
+from ml_flashpoint.ddict.wire.requests import Account, Back, Whose
+from ml_flashpoint.ddict.wire.written import Written
 from ml_flashpoint.format.errors import FlashpointError, ProtocolError
 from ml_flashpoint.format.knobs import seal_deadline_s
 from ml_flashpoint.stores.durable import save_of
@@ -133,13 +136,15 @@ class Coordinator:
             why = f"manager {manager} was lost, and all go on from {at}"
             self._begin_epoch(Beginning(base, base, cut, why, manager=manager))
 
-    def sealed_by(self, manager: int) -> list[tuple[str, int, int]]:
-        """The snapshots that a manager has of what is committed, each with its cut and its checkpoint."""
+    def sealed_by(self, manager: int) -> list[asked.SealedPart]:
+        """Return the snapshots that a manager has of what is committed."""
         self.check_manager(manager)
         with self._changed:
             keep = self._keep()
             return [
-                (its.names[manager], its.cut, at) for at, its in self._sealed.items() if its.names and its.cut in keep
+                asked.SealedPart(its.names[manager], its.cut, at)
+                for at, its in self._sealed.items()
+                if its.names and its.cut in keep
             ]
 
     def check_manager(self, manager: int) -> None:
@@ -152,15 +157,16 @@ class Coordinator:
         is committed; others need not wait for them."""
         with self._changed:
             epoch, base = self.epoch, self._epochs.base
-            fields = {"e": epoch, "base": base, "cut": self._cut, "keep": self._keep()}
-            fields.update(frozen=self._frozen, n=self._freezes, pinned=self._pinned(base), restored=None)
+            keep, pinned, restored = self._keep(), tuple(self._pinned(base)), None
             if self._restored is not None:
-                fields.update(restored=self._restored[1], keep=[self._restored[2]])
+                _, restored, cut = self._restored
+                keep = [cut]
+            told = asked.Begin(epoch, base, self._cut, tuple(keep), pinned, (), restored, self._frozen, self._freezes)
             behind = sorted(self._epochs.behind)
 
         def begin(manager: int) -> None:
-            told = {**fields, "sealed": self.sealed_by(manager)}
-            self._managers.call(manager, "begin", told, _BEGIN_S)
+            its = dataclasses.replace(told, sealed=tuple(self.sealed_by(manager)))
+            self._managers.call(manager, its, _BEGIN_S)
             with self._changed:
                 if epoch == self.epoch:
                     self._epochs.behind.discard(manager)
@@ -230,8 +236,8 @@ class Coordinator:
         for handle, to in discards.items():
             with self._changed:
                 self._discard_number += 1
-                fields = {"w": handle, "to": to, "n": self._discard_number, "dead": True, "e": self.epoch, "g": 0}
-            self._managers.ask("discard", fields)
+                told = asked.Discard(Whose(handle, to, self.epoch), self._discard_number, dead=True)
+            self._managers.ask(told)
             with self._changed:
                 if self._discards.get(handle) == to:
                     del self._discards[handle]
@@ -240,12 +246,12 @@ class Coordinator:
         with self._changed:
             self._cut += 1
             checkpoint_id, epoch, cut = self._committing, self.epoch, self._cut
-            fields = {"e": epoch, "checkpoint_id": checkpoint_id, "cut": cut}
             committed = self._cut_of(self._committed)
-        self._managers.ask("prepare", {**fields, "committed": committed})
+        self._managers.ask(asked.Prepare(epoch, checkpoint_id, cut, committed))
         sealed: list[str] = []
         if self._rules.replicated and not self._called_off:
-            sealed = [str(answer["attempt"]) for answer in self._managers.ask("seal", fields, seal_deadline_s())]
+            answers = self._managers.ask(asked.Seal(epoch, cut), seal_deadline_s())
+            sealed = [str(answer["name"]) for answer in answers]
         with self._changed:
             if epoch != self.epoch or self._called_off:
                 return  # somebody went back: what it has is not what is written
@@ -269,13 +275,12 @@ class Coordinator:
     def _settle(self) -> None:
         """Let managers forget what is not needed any more."""
         with self._changed:
-            told, epoch, keep = self._to_settle(), self.epoch, self._keep()
-            fields = {"e": epoch, "oldest": told[0], "keep": keep, "committed": told[1], "cut": told[2]}
-            fields["pinned"] = pinned = self._pinned()
+            told, epoch, keep, pinned = self._to_settle(), self.epoch, self._keep(), self._pinned()
+            oldest, committed, cut = told
             # Before they are asked: nobody may go back to what one of them may have forgotten.
-            self._oldest_told = told[0]
+            self._oldest_told = oldest
             self._retain(lambda each: self._sealed[each].cut in (*keep, *pinned) or each > self._committed)
-        self._managers.ask("settle", fields)
+        self._managers.ask(asked.Settle(epoch, oldest, tuple(keep), tuple(pinned), committed, cut))
         with self._changed:
             if epoch == self.epoch:
                 self._settled = told
@@ -342,8 +347,8 @@ class Coordinator:
 
     def _write_parts(self, checkpoint_id: int, version: Version) -> None:
         with self._changed:
-            fields = {"cut": self._cut_of(checkpoint_id), "version": save_of(version)}
-        self._managers.ask("persist", fields, seal_deadline_s(), apart=True)
+            told = asked.Persist(self._cut_of(checkpoint_id), save_of(version))
+        self._managers.ask(told, seal_deadline_s(), apart=True)
 
     def persisted_ids(self) -> list[int]:
         """The checkpoints that can be restored."""
@@ -377,18 +382,22 @@ class Coordinator:
         """The process of a session is gone, and so are those of its handles that have not said that they leave: what
         they had open when it was killed is dropped."""
         with self._changed:
-            for handle, position in self._writers.kill(session, self._fixed()).items():
+            cut = self._cut_of(self._committed) if self._rules.snapshots else -1
+            for handle, position in self._writers.kill(session, self._fixed(), cut).items():
                 self._discards[handle] = max(position - 1, self._fixed())
+                if position <= self._fixed():
+                    self._late = max(self._late, cut)
             self._follow()
 
-    def join(self, handle: str, session_id: str, position: int, epoch: int, generation: int = 0) -> dict[str, Any]:
+    def join(self, account: Account) -> dict[str, Any]:
         """A handle is about to write for the first time, or comes back. One that is known stays where it is, as it has
         moved since this was sent; except where this is the first that is heard of it since a request of it was lost.
 
         Raises:
-            StaleEpochError: See `catch_up`.
-            DDictCheckpointRetiredError: Nobody can write where it is.
+            StaleEpochError: see `catch_up`.
+            DDictCheckpointRetiredError: nobody can write where it is.
         """
+        handle, position, epoch, generation = account.whose
         with self._changed:
             self._check_epoch(epoch, handle)
             is_first = self._fence.hear(handle, generation)
@@ -396,36 +405,33 @@ class Coordinator:
                 writer = self._writers.live.get(handle)
                 if writer is None or is_first:
                     self._reachable(position)
-                    self._writers.place(handle, session_id, position, epoch)
+                    self._writers.place(handle, account.session, position, epoch)
                     self._changed.notify_all()
                 else:
-                    writer.session = session_id
+                    writer.session = account.session
             return self.state()
 
-    def move(
-        self,
-        handle: str,
-        session_id: str,
-        position: int,
-        epoch: int,
-        timeout_s: float,
-        written: Written = NOTHING,
-        onwards: bool = False,
-        generation: int = 0,
-    ) -> dict[str, Any]:
+    def move(self, account: Account, to: int, onwards: bool, timeout_s: float) -> dict[str, Any]:
         """A handle moves on to another checkpoint; with ``onwards``, or to the next one that nobody has skipped.
-        Returns the state, and where it is now, ``position``. Raises `StaleEpochError`: see `catch_up`;
-        `DDictWritesLostError`: told once: what a handle had written that is gone was lost; `DDictTimeoutError`: others
-        did not do their part in time: commits, or writers, or keys, are behind."""
+        Returns the state, and where it is now, ``position``.
+
+        Raises:
+            StaleEpochError: see `catch_up`.
+            DDictWritesLostError: told once: what a handle had written that is gone was lost.
+            DDictTimeoutError: others did not do their part in time: commits, or writers, or keys, are behind.
+        """
         deadline = time.monotonic() + timeout_s
+        handle, _, epoch, generation = account.whose
         with self._changed:
             self._check_epoch(epoch, handle)
             self._fence.hear(handle, generation)
             if self._writers.has_left(handle):
-                return {**self.state(), "position": position}
-            position = self._reachable(position, onwards)
+                return {**self.state(), "position": to}
+            position = self._reachable(to, onwards)
             self._raise_orphaned()
-            writer = self._writers.live.get(handle) or self._writers.place(handle, session_id, position, epoch)
+            writer = self._writers.live.get(handle)
+            if writer is None:
+                writer = self._writers.place(handle, account.session, position, epoch)
             writer.moving_to = position
             self._changed.notify_all()
         retires = position - self._rules.working_set_size
@@ -442,8 +448,8 @@ class Coordinator:
             if self._writers.has_left(handle):
                 return {**self.state(), "position": position}
             position = self._reachable(position, onwards)
-            self._writers.place(handle, session_id, position, epoch)
-            self._late = max(self._late, written.late)
+            self._writers.place(handle, account.session, position, epoch)
+            self._late = max(self._late, account.written.late)
             self._follow()
             return {**self.state(), "position": position}
 
@@ -460,7 +466,7 @@ class Coordinator:
             ):
                 self._wait_for(self._committed + 1, epoch, handle, deadline)
         if self._rules.wait_for_keys and position > self._writers.newest:
-            self._managers.ask("complete", {"checkpoint_id": retires}, deadline - time.monotonic(), apart=True)
+            self._managers.ask(asked.AwaitKeys(retires), deadline - time.monotonic(), apart=True)
 
     def _wait_for(self, checkpoint_id: int, epoch: int, handle: str, deadline: float, why: str = "") -> None:
         left = deadline - time.monotonic()
@@ -469,19 +475,11 @@ class Coordinator:
         self._changed.wait(min(left, _RETRY_S))
         self._check_epoch(epoch, handle)
 
-    def leave(
-        self, handle: str, written: Written, epoch: int, generation: int = 0, back: int = -1, onwards: bool = False
-    ) -> None:
-        """A handle writes no more. What it wrote counts, and can be lost like all the rest.
-
-        Args:
-            handle: Its id.
-            written: By it.
-            epoch: That it is in.
-            generation: Of its request.
-            back: The checkpoint that it was going back to, which is finished now; -1: none.
-            onwards: See `rollback`.
-        """
+    def leave(self, account: Account) -> None:
+        """A handle writes no more. What it wrote counts, and can be lost like all the rest. A rollback that it has not
+        finished is finished now."""
+        handle, _, epoch, generation = account.whose
+        written, back = account.written, account.back
         with self._changed:
             self._fence.hear(handle, generation)
             if self._writers.has_left(handle):
@@ -491,62 +489,51 @@ class Coordinator:
                 self._orphaned = self._orphaned or lost.error
                 written = Written()
             self._discards.pop(handle, None)
-            taken, to = self._committed, max(back, self._committed) if onwards else back
+            taken, to = self._committed, max(back.to, self._committed) if back.onwards else back.to
             if 0 <= to < taken and self._is_there(to):
                 self._take_back(to, handle)
                 written = Written()
             self._writers.leave(handle, written)
             self._late = max(self._late, written.late)
-            if back >= 0:
+            if back.to >= 0:
                 self._called_off = self._called_off or self._committing >= to
                 self._discards[handle] = max(to, self._committed)
             self._follow()
         if 0 <= to < taken:
             self._record_rollback()
 
-    def rollback(
-        self,
-        handle: str,
-        session_if_any: str | None,
-        position: int,
-        epoch: int,
-        timeout_s: float,
-        onwards: bool = False,
-        generation: int = 0,
-    ) -> dict[str, Any]:
+    def rollback(self, whose: Whose, session: str, back: Back, timeout_s: float) -> dict[str, Any]:
         """A handle goes back to a checkpoint, and what it wrote above is discarded. Below what is committed, all go
         back: an epoch begins there.
 
         Args:
-            handle: Its id; it need not be attached.
-            session_if_any: The session that keeps it attached.
-            position: The checkpoint to go to.
-            epoch: That it is in.
-            timeout_s: Seconds that this may take.
-            onwards: Whether it goes to what is committed by now instead, where that is above.
-            generation: Of its request.
+            whose: the handle; it need not be attached.
+            session: that keeps it attached; "": it is not.
+            back: where to.
+            timeout_s: seconds that this may take.
 
         Returns:
             The state, where it is now, ``position``, and why what was persisted above ``stays`` on offer, or null.
 
         Raises:
-            StaleEpochError: See `catch_up`; but not for a handle that was killed, which comes back by this.
-            DDictCheckpointRetiredError: Nobody can go back there.
-            DDictTimeoutError: Not all managers could be reached; the same call again finishes it.
+            StaleEpochError: see `catch_up`; but not for a handle that was killed, which comes back by this.
+            DDictCheckpointRetiredError: nobody can go back there.
+            DDictTimeoutError: not all managers could be reached; the same call again finishes it.
         """
-        deadline, session = time.monotonic() + timeout_s, session_if_any
+        deadline = time.monotonic() + timeout_s
+        handle, _, epoch, generation = whose
         with self._changed:
             self._check_epoch(epoch)
             self._fence.hear(handle, generation)
-            to = max(position, self._committed) if onwards else position
+            to = max(back.to, self._committed) if back.onwards else back.to
             self._check_there(to)
             taken, numbered = self._committed, self._discard_number + 1
-            if session is not None and not self._writers.has_left(handle):
+            if session and not self._writers.has_left(handle):
                 self._writers.place(handle, session, to, epoch)
             self._discards.pop(handle, None)
             if to < taken:
                 self._take_back(to, handle)
-                if session is not None:
+                if session:
                     self._writers.place(handle, session, to, self.epoch)
             else:
                 self._discard_number = numbered
@@ -555,8 +542,8 @@ class Coordinator:
             begun = self.epoch  # what begins after this one, the handle has yet to hear of
             self._changed.notify_all()
         if to >= taken:
-            fields = {"w": handle, "to": to, "n": numbered, "dead": False, "e": epoch, "g": generation}
-            self._managers.ask("discard", fields, deadline - time.monotonic(), apart=True)
+            told = asked.Discard(Whose(handle, to, epoch, generation), numbered, dead=False)
+            self._managers.ask(told, deadline - time.monotonic(), apart=True)
         self._await_open(deadline)
         return {**self.state(), "epoch": begun, "position": to, "stays": self._record_rollback(deadline)}
 
@@ -601,15 +588,16 @@ class Coordinator:
         if epoch != self.epoch or not self._epochs.is_open or self._writers.was_killed(handle):
             raise StaleEpochError("this request is of another epoch")
 
-    def catch_up(self, handle: str, position: int, written: Written, epoch: int, timeout_s: float) -> dict[str, Any]:
+    def catch_up(self, account: Account, timeout_s: float) -> dict[str, Any]:
         """A handle was told that its epoch is over, or will be: what that means for it. Returns the state, and
         ``lost``: why what it wrote is lost, or null; ``manager``: that was lost; ``base``: what to go on from, and
         ``cut``: its number; ``taken``: what was committed below where it stands was taken back. Raises
         `DDictTimeoutError`: managers have not begun it in time."""
         self._await_open(time.monotonic() + timeout_s)
+        handle, position, epoch, _ = account.whose
         with self._changed:
             writer = self._writers.live.get(handle)
-            lost, taken = self._epochs.account(epoch, handle, position, written, writes=writer is not None)
+            lost, taken = self._epochs.account(epoch, handle, position, account.written, writes=writer is not None)
             base, why = self._epochs.base, "" if lost is None else lost.why
             if self._writers.was_killed(handle):
                 why, base = "the connection of its process broke: what it had open was taken for lost", self._committed
@@ -679,27 +667,24 @@ class Coordinator:
 
     def await_commit(
         self,
-        handle: str,
+        account: Account,
         checkpoint_id: int,
-        epoch: int,
+        if_written: bool,
         timeout_s: float,
-        written: Written = NOTHING,
         is_gone: IsGone = lambda: False,
-        if_written: bool = False,
     ) -> dict[str, Any]:
         """Wait until a checkpoint is committed, and what the handle wrote late, unless it is still there. Raises
         `StaleEpochError`, `DDictWritesLostError`: as :meth:`move`; `DDictTimeoutError`: it was not in time.
 
         Args:
-            handle: Its id; it may be one that writes.
-            checkpoint_id: The checkpoint.
-            epoch: That the handle is in.
-            timeout_s: Seconds that this may take.
-            written: By the handle.
-            is_gone: See `IsGone`.
-            if_written: Where nobody writes, do not wait for somebody who may begin to.
+            account: of the handle, which may be one that writes.
+            checkpoint_id: the checkpoint.
+            if_written: where nobody writes, do not wait for somebody who may begin to.
+            timeout_s: seconds that this may take.
+            is_gone: see `IsGone`.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline, written = time.monotonic() + timeout_s, account.written
+        handle, _, epoch, _ = account.whose
         with self._changed:
             self._check_epoch(epoch, handle)
 
@@ -732,13 +717,13 @@ class Coordinator:
                 self._opened.wait(min(left, _LOOK_S))
             return self.epoch if self._epochs.is_open else epoch
 
-    def freeze(self, frozen: bool, handle: str, timeout_s: float, generation: int = 0) -> None:
+    def freeze(self, whose: Whose, frozen: bool, timeout_s: float) -> None:
         """Have all managers refuse writes, or take them again."""
         with self._changed:
-            self._fence.hear(handle, generation)
+            self._fence.hear(whose.handle, whose.generation)
             self._frozen, self._freezes = frozen, self._freezes + 1
-            fields = {"frozen": frozen, "n": self._freezes}
-        self._managers.ask("freeze", fields, timeout_s, apart=True)
+            told = asked.Freeze(frozen, self._freezes)
+        self._managers.ask(told, timeout_s, apart=True)
 
     def persist_newest(self, timeout_s: float, is_gone: IsGone = lambda: False) -> int:
         """Commit what can be, persist the newest committed checkpoint if it is not, and return it; -1: there is none.
@@ -760,25 +745,28 @@ class Coordinator:
             self._persisting.await_persisted(checkpoint_id, deadline)
         return checkpoint_id
 
-    def restore(self, checkpoint_id: int, handle: str, timeout_s: float, generation: int = 0) -> dict[str, Any]:
-        """Have all managers hold a persisted checkpoint, and nothing else: an epoch begins with it. ``handle``: whose
-        doing it is. Raises `FlashpointError`: a manager cannot read it, or it is not there; all is as before;
-        `DDictTimeoutError`: it was not done in time; or it was, but for the copies."""
-        deadline = time.monotonic() + timeout_s
+    def restore(self, whose: Whose, checkpoint_id: int, timeout_s: float) -> dict[str, Any]:
+        """Have all managers hold a persisted checkpoint, and nothing else: an epoch begins with it.
+
+        Raises:
+            DDictTimeoutError: it was not done in time; or it was, and copies are missing.
+            FlashpointError: a manager cannot read it, or it is not there; all is as before.
+        """
+        deadline, handle = time.monotonic() + timeout_s, whose.handle
         with self._changed:
-            self._fence.hear(handle, generation)
+            self._fence.hear(handle, whose.generation)
         checkpoint = save_of(self._persisting.history.locate(checkpoint_id))
         with self._alone(deadline), self._no_commits(deadline):
             self._persisting.await_idle(deadline)
             try:
                 left = deadline - time.monotonic()
-                self._managers.ask("restore_prepare", {"version": checkpoint}, left, apart=True)
+                self._managers.ask(asked.PrepareRestore(checkpoint), left, apart=True)
                 with self._changed:
-                    self._fence.hear(handle, generation)
+                    self._fence.hear(handle, whose.generation)
                 self._persisting.history.restored(checkpoint_id)
             except FlashpointError:
                 with contextlib.suppress(FlashpointError):
-                    self._managers.ask("restore_abort", {})
+                    self._managers.ask(asked.AbortRestore())
                 raise
             with self._changed:
                 why = f"checkpoint {checkpoint_id} was restored"

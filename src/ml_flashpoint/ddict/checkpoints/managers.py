@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
+from ml_flashpoint.ddict.wire.requests import Request, name_of
 from ml_flashpoint.format.errors import FlashpointError
+from ml_flashpoint.net.messages import Fields
 
 CALL_S = 30.0
 
-Call: TypeAlias = Callable[[int, str, "dict[str, Any]", float], "dict[str, Any]"]
-"""``(manager, operation, fields, timeout in seconds) -> fields of the answer``."""
+Call: TypeAlias = Callable[[int, Request, float], Fields]
+"""``(manager, request, timeout in seconds) -> fields of the answer``."""
 
 _Found = TypeVar("_Found")
 
@@ -29,33 +31,29 @@ class AllManagers:
     def _threads(self, name: str) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(min(32, self._count), thread_name_prefix=f"ddict-{name}")
 
-    def ask(
-        self, operation: str, fields: dict[str, Any], timeout_s: float = CALL_S, *, apart: bool = False
-    ) -> list[dict[str, Any]]:
-        """Their answers. ``apart``: see `at_once`."""
+    def ask(self, request: Request, timeout_s: float = CALL_S, *, apart: bool = False) -> list[Fields]:
+        """Return their answers. ``apart``: see `at_once`."""
         call, left = (self._call if apart else self.call), max(0.05, timeout_s)
-        return self.at_once(
-            range(self._count), operation, lambda each: call(each, operation, dict(fields), left), apart=apart
-        )
+        return self.at_once(range(self._count), name_of(request), lambda each: call(each, request, left), apart=apart)
 
     def at_once(
-        self, managers: Iterable[int], operation: str, ask: Callable[[int], _Found], *, apart: bool = False
+        self, managers: Iterable[int], name: str, ask: Callable[[int], _Found], *, apart: bool = False
     ) -> list[_Found]:
         """Return what ``ask`` returns for each of these, or the first error once all have answered, or that of asking.
         ``apart``: with threads of its own, as it takes long, and commits must not wait for it."""
-        with self._threads(operation) if apart else contextlib.nullcontext(self._pool) as pool:
+        with self._threads(name) if apart else contextlib.nullcontext(self._pool) as pool:
             try:
                 asked = [pool.submit(ask, each) for each in managers]
             except RuntimeError as error:  # no thread can be had; or the program ends, without `destroy`
-                raise FlashpointError(f"managers cannot be asked to {operation}: {error}") from error
+                raise FlashpointError(f"managers cannot be asked to {name}: {error}") from error
             wait(asked)
             return [each.result() for each in asked]
 
-    def call(self, manager: int, operation: str, fields: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """The answer of one that commits wait for."""
-        self.unanswered[manager] = operation
+    def call(self, manager: int, request: Request, timeout_s: float) -> Fields:
+        """Return the answer of one that commits wait for."""
+        self.unanswered[manager] = name_of(request)
         try:
-            return self._call(manager, operation, fields, timeout_s)
+            return self._call(manager, request, timeout_s)
         finally:
             self.unanswered.pop(manager, None)
 

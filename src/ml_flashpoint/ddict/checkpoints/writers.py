@@ -137,9 +137,15 @@ class Writers:
         self.left = self.left.and_also(written)
         self.departed = self.departed.and_also(written)
 
-    def kill(self, session: Session, fixed: int) -> dict[str, int]:
-        """The process of a session is gone without a word, unless it has another connection by now. ``fixed``: up to
-        here it is settled what is committed. Returns its handles, and the checkpoint that each had open."""
+    def kill(self, session: Session, fixed: int, cut: int) -> dict[str, int]:
+        """Take the process of a session for killed, unless it has another connection by now. Return its handles, and
+        the checkpoint that each had open.
+
+        Args:
+            session: that has ended.
+            fixed: up to here it is settled what is committed.
+            cut: the newest that is. Who had a committed checkpoint open may have come late for it, unheard.
+        """
         if self.sessions.get(session.id) is not session:
             return {}
         del self.sessions[session.id]
@@ -149,6 +155,8 @@ class Writers:
             self.killed[handle] = writer.position if writer.position > fixed else -1
             if writer.position > writer.began:
                 self.departed = self.departed.and_also(Written(writer.position - 1))
+            if writer.position <= fixed:
+                self.departed = self.departed.and_also(Written(late=cut))
         return {handle: writer.position for handle, writer in killed.items()}
 
     def _go(self, handle: str) -> None:

@@ -8,6 +8,7 @@ of this. What of a handle's writes can be lost is `keepalive.Standing`'s.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import multiprocessing.util
 import os
@@ -36,10 +37,31 @@ from ml_flashpoint.ddict.errors import (
     StaleRequestError,
     StaleValueError,
 )
+from ml_flashpoint.ddict.links import Exchange
 from ml_flashpoint.ddict.manager.shard import BROADCAST, DIRECT, PERSISTENT
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration, checked_timeout
 from ml_flashpoint.ddict.wire.keys import Unreadable, encode_key, place, readable_key, split_joined
-from ml_flashpoint.ddict.wire.links import Exchange
+from ml_flashpoint.ddict.wire.requests import (
+    Abandon,
+    Account,
+    Allocate,
+    AwaitCommit,
+    Back,
+    Delete,
+    Get,
+    GetMany,
+    GoBack,
+    Join,
+    Keys,
+    Leave,
+    Move,
+    Newest,
+    Put,
+    PutMany,
+    Request,
+    State,
+    Whose,
+)
 from ml_flashpoint.ddict.wire.written import NOTHING, Written
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError
 from ml_flashpoint.net.client import Reply
@@ -90,7 +112,7 @@ class Handle:
     def call(
         self,
         manager: int,
-        request: Callable[[Exchange, dict[str, Any]], _Result],
+        request: Callable[[Exchange, Whose], _Result],
         deadline: float,
         *,
         again: bool = True,
@@ -100,39 +122,48 @@ class Handle:
         thread of this handle has overtaken it.
 
         Args:
-            manager: Its number.
-            request: Makes the request over a connection, with the fields that say whose it is, and returns the result.
-            deadline: When all of it must be done.
-            again: Whether the request may be carried out twice.
-            prepare: For a write: called before each try.
+            manager: its number.
+            request: makes the request over a connection, by the fields that say whose it is, and returns the result.
+            deadline: when all of it must be done.
+            again: True if the request may be carried out twice.
+            prepare: for a write: called before each try.
 
         Raises:
-            DDictWritesLostError: Told once: what this handle wrote is lost.
-            DDictCheckpointRetiredError: Told once: where this handle stands was committed, and was taken back.
-            DDictManagerLostError: The manager was away all the time.
-            DDictTimeoutError: It did not answer in time, or something was always faster.
+            DDictWritesLostError: told once: what this handle wrote is lost.
+            DDictCheckpointRetiredError: told once: where this handle stands was committed, and was taken back.
+            DDictManagerLostError: the manager was away all the time.
+            DDictTimeoutError: it did not answer in time, or something was always faster.
         """
-        standing, whose = self.standing, dict[str, Any]()
+        standing, whose = self.standing, Whose("", -1, -1, -1)
 
-        def action(exchange: Exchange) -> _Result:
-            whose.update(standing.whose(writes=prepare is not None))
-            return request(exchange, whose)
-
-        def give_up() -> None:
-            standing.give_up(whose.get("g", -1))
-
-        while True:
+        def before() -> None:
             if prepare is not None:
                 prepare()
             standing.tell()
-            try:
-                return self.client.links.attempt(manager, action, deadline=deadline, again=again, on_break=give_up)
-            except StaleEpochError as error:
-                self._catch_up(whose["e"], error, deadline)
-            except (StaleRequestError, StaleValueError) as error:
-                if time.monotonic() >= deadline:
-                    why = "the value, its manager, or other threads of this handle were always faster"
-                    raise DDictTimeoutError(why, manager=manager) from error
+
+        def action(exchange: Exchange) -> _Result:
+            nonlocal whose
+            whose = standing.whose(writes=prepare is not None)
+            return request(exchange, whose)
+
+        def refused(error: FlashpointError) -> None:
+            if isinstance(error, StaleEpochError):
+                self._catch_up(whose.epoch, error, deadline)
+            elif not isinstance(error, (StaleRequestError, StaleValueError)):
+                raise error
+            elif time.monotonic() >= deadline:
+                why = "the value, its manager, or other threads of this handle were always faster"
+                raise DDictTimeoutError(why, manager=manager) from error
+
+        return self.client.links.attempt(
+            manager,
+            action,
+            deadline=deadline,
+            again=again,
+            before=before,
+            on_break=lambda: standing.give_up(whose.generation),
+            on_refusal=refused,
+        )
 
     def _catch_up(self, epoch: int, error: StaleEpochError, deadline: float) -> None:
         standing = self.standing
@@ -155,29 +186,27 @@ class Handle:
             if time.monotonic() >= deadline:
                 raise DDictTimeoutError("epochs begin faster than all managers can be asked")
 
-    def ask_main(self, operation: str, *, deadline: float | None = None, **fields: Any) -> dict[str, Any]:
+    def ask_main(self, request: Request, deadline: float | None = None) -> dict[str, Any]:
         """Ask the coordinator something, in whichever epoch."""
         deadline = self.deadline() if deadline is None else deadline
-        return self.client.links.call(COORDINATOR, operation, fields, deadline=deadline).fields
+        return self.client.links.call(COORDINATOR, request, deadline=deadline).fields
 
-    def order(self, operation: str, deadline: float, **own: Any) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
+        """Return the state of the dictionary; see `Coordinator.whole_state`."""
+        return self.ask_main(State())
+
+    def order(self, make: Callable[[Account], Request], deadline: float) -> dict[str, Any]:
         """Ask the coordinator for something that is not to happen after what this handle asks for later."""
-        fields = self.standing.fields
+        account = self.standing.account
         return self.call(
             COORDINATOR,
-            lambda exchange, whose: exchange.request(operation, {**fields(), **whose, **own}).fields,
+            lambda exchange, whose: exchange.request(make(account()._replace(whose=whose))).fields,
             deadline,
         )
 
-    def ask(self, manager: int, operation: str, *blobs: bytes, deadline: float, **fields: Any) -> Reply:
+    def ask(self, manager: int, make: Callable[[Whose], Request], *blobs: bytes, deadline: float) -> Reply:
         """Ask one manager something about a key, or some or all of its keys."""
-
-        def request(exchange: Exchange, whose: dict[str, Any]) -> Reply:
-            # A manager elsewhere, which it may be since a moment ago, sends large values along.
-            told = fields if exchange.local else {**fields, "remote": True}
-            return exchange.request(operation, {**told, **whose}, blobs)
-
-        return self.call(manager, request, deadline)
+        return self.call(manager, lambda exchange, whose: exchange.request(make(whose), *blobs), deadline)
 
     # ---- writing ------------------------------------------------------------------------------------------
 
@@ -187,49 +216,62 @@ class Handle:
             raise DDictReadOnlyError("the dictionary was made with read_only=True")
 
     def change(
-        self, manager: int, operation: str, *blobs: bytes, again: bool = False, deadline: float, **fields: Any
+        self, manager: int, make: Callable[[Whose, int], Request], *blobs: bytes, again: bool = False, deadline: float
     ) -> dict[str, Any]:
-        """Have one manager change a key, or all of its keys; ``again``: twice, where nobody knows whether it was done.
-        A key that was deleted would not be there the second time."""
+        """Have one manager change a key, or all of its keys.
 
-        def request(exchange: Exchange, whose: dict[str, Any]) -> dict[str, Any]:
-            return exchange.request(operation, {**whose, **fields}, blobs).fields
+        Args:
+            manager: its number.
+            make: makes the request, given whose it is, and flags.
+            blobs: of it.
+            again: True if it may be made twice, where nobody knows whether it was done.
+            deadline: when all of it must be done.
+        """
+
+        def request(exchange: Exchange, whose: Whose, flags: int) -> dict[str, Any]:
+            return exchange.request(make(whose, flags), *blobs).fields
 
         answer = self._change(manager, request, deadline, again=again)
-        fields = {**fields, "f": BROADCAST}
-        fields.pop("x", None)  # which is of the entry at the first one
         for other in self.others(manager, answer):
             with contextlib.suppress(DDictKeyError):
-                self._change(other, request, deadline, again=again)
+                self._change(other, request, deadline, again=again, flags=BROADCAST)
         return answer
+
+    def delete(self, manager: int, key: bytes, expected: int, deadline: float) -> dict[str, Any]:
+        """Delete a key, if its entry has this number; -1: in any case. ``ok`` in the answer: it was."""
+
+        def make(whose: Whose, flags: int) -> Delete:
+            return Delete(whose, flags, -1 if flags & BROADCAST else expected)  # entries elsewhere have other numbers
+
+        return self.change(manager, make, key, deadline=deadline)
 
     def _change(
         self,
         manager: int,
-        request: Callable[[Exchange, dict[str, Any]], _Result],
+        request: Callable[[Exchange, Whose, int], _Result],
         deadline: float,
         *,
         again: bool,
-        lasting: bool = False,
+        flags: int = 0,
     ) -> _Result:
-        """Write at one manager. ``lasting``: the write belongs to no checkpoint, and does not make this a writing
+        """Write at one manager. With `PERSISTENT`, the write belongs to no checkpoint, and does not make this a writing
         handle. Raises `DDictWritesLostError`: what this handle wrote before is lost, and it has not gone back yet."""
-        standing = self.standing
+        standing, flags = self.standing, flags | (0 if self.only is None else DIRECT)
         at, epoch = -1, standing.epoch
         self.check_writable()
 
         def prepare() -> None:
             standing.check_whole()
-            if not lasting and (standing.astray or not standing.joined):
+            if not flags & PERSISTENT and (standing.astray or not standing.joined):
                 self._join(deadline)
             if standing.going_back is not None:
                 with self._turn(deadline):
                     self._finish_rollback(deadline)
 
-        def write(exchange: Exchange, whose: dict[str, Any]) -> _Result:
+        def write(exchange: Exchange, whose: Whose) -> _Result:
             nonlocal at, epoch
-            at, epoch = whose["c"], whose["e"]
-            result = request(exchange, whose if self.only is None else {**whose, "f": DIRECT})
+            at, epoch = whose.checkpoint_id, whose.epoch
+            result = request(exchange, whose, flags)
             standing.wrote(Written(at, exchange.late), epoch)
             return result
 
@@ -242,43 +284,46 @@ class Handle:
     # ---- one key ------------------------------------------------------------------------------------------
 
     def get(self, manager: int, key: bytes, *, deadline: float, copy: bool = False, wait: bool = False) -> Found:
-        """Read a key at one manager; ``wait``: for the key to be written, if the dictionary does."""
-        while True:
-            answer = self.ask(manager, "get", key, deadline=deadline, wait=wait)
-            try:
-                return _found(answer.fields, answer.blobs, copy)
-            except StaleValueError:  # it was written anew between the answer and the look at it
-                if time.monotonic() >= deadline:
-                    why = "the value, or its manager, changes all the time"
-                    raise DDictTimeoutError(why, manager=manager) from None
+        """Read a key at one manager; ``wait``: for the key to be written, if the dictionary does. Raises `DDictError`:
+        the value cannot be made here."""
+        try:
+            return self._get(manager, key, deadline=deadline, copy=copy, wait=wait)
+        except FlashpointError:
+            raise
+        except Exception as error:  # whatever unpickling raises
+            raise DDictError(
+                f"a value that cannot be made here: {type(error).__name__}: {error}",
+                manager=manager,
+                hint="its class must be importable in this process, too",
+            ) from error
+
+    def _get(self, manager: int, key: bytes, *, deadline: float, copy: bool = False, wait: bool = False) -> Found:
+        def request(exchange: Exchange, whose: Whose) -> Found:
+            # A manager elsewhere, which it may be since a moment ago, sends large values along.
+            answer = exchange.request(Get(whose, wait, remote=not exchange.local), key)
+            return _found(answer.fields, answer.blobs, copy)
+
+        return self.call(manager, request, deadline)
 
     def write(
-        self,
-        manager: int,
-        key: bytes,
-        encoded: codec.Encoded,
-        flags: int = 0,
-        *,
-        sequence: int | None = None,
-        deadline: float,
+        self, manager: int, key: bytes, encoded: codec.Encoded, flags: int = 0, *, expected: int = -1, deadline: float
     ) -> bool:
-        """Write a key at one manager. Returns false if ``sequence`` is not that of the key's entry (0: none)."""
-        fields = {} if sequence is None else {"x": sequence}
+        """Write a key at one manager. Returns false if ``expected`` is not the number of the key's entry (0: none)."""
 
-        def put(exchange: Exchange, whose: dict[str, Any]) -> dict[str, Any]:
-            told = {**fields, **whose, "f": flags | whose.get("f", 0)}
+        def put(exchange: Exchange, whose: Whose, flags: int) -> dict[str, Any]:
+            told = Put(whose, flags, "", expected)
             if encoded.inline:
-                return exchange.request("put", told, (key, codec.to_inline(encoded))).fields
+                return exchange.request(told, key, codec.to_inline(encoded)).fields
             return self._put_large(exchange, key, encoded, told)
 
-        again = sequence is None  # a conditional write that was done would fail the second time
-        done = self._change(manager, put, deadline, again=again, lasting=bool(flags & PERSISTENT))
+        again = expected < 0  # a conditional write that was done would fail the second time
+        done = self._change(manager, put, deadline, again=again, flags=flags)
         for other in self.others(manager, done):
             self.write(other, key, encoded, flags | BROADCAST, deadline=deadline)
         return bool(done["ok"])
 
     def others(self, manager: int, answer: dict[str, Any]) -> list[int]:
-        """Managers at which a change is to be made, too, since `bput` wrote the key that it was made to at this one."""
+        """Return the managers at which a change is to be made, too, since `bput` wrote the key that it was made to."""
         return [each for each in self.managers if each != manager] if answer.get("b") else []
 
     @property
@@ -296,46 +341,41 @@ class Handle:
         encoded = encode_key(key)
         return place(encoded, self.configuration.managers) if self.only is None else self.only, encoded
 
-    def _put_large(
-        self, exchange: Exchange, key: bytes, encoded: codec.Encoded, told: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _put_large(self, exchange: Exchange, key: bytes, encoded: codec.Encoded, told: Put) -> dict[str, Any]:
         size = shared_memory.object_size(encoded)
-        its = {"n": size, "c": told["c"], "e": told["e"], "w": told["w"]}
-        reserved = exchange.request("allocate", its, (key,)).fields
+        reserved = exchange.request(Allocate(told.whose, size), key).fields
         value_id = reserved["v"]
-        told = {**told, "v": value_id}
+        told = dataclasses.replace(told, value_id=value_id)
         try:
             if not exchange.local:
                 blobs = shared_memory.object_blobs(encoded, reserved["size"], value_id)
-                return exchange.request("put", told, (key, *blobs)).fields
+                return exchange.request(told, key, *blobs).fields
             with self.client.writer.writing(reserved["path"], value_id) as write:
                 write(encoded)
-                return exchange.request("put", told, (key,)).fields
+                return exchange.request(told, key).fields
         except BaseException:
             with contextlib.suppress(FlashpointError):  # when the connection is gone, the manager knows
-                exchange.request("abandon", {"v": value_id})
+                exchange.request(Abandon(value_id))
             raise
 
     # ---- many keys ----------------------------------------------------------------------------------------
 
     def keys(self, managers: Iterable[int], deadline: float) -> Iterator[Any]:
-        """Keys of these managers, decoded. They are asked at the first one."""
+        """Yield the keys of these managers, decoded. They are asked at the first one."""
         for _, keys in self.in_one_epoch(lambda: self._keys(managers, deadline), deadline):
             yield from map(readable_key, keys)
 
+    def _ask_keys(self, manager: int, deadline: float, *, count: bool = False) -> Reply:
+        return self.ask(manager, lambda whose: Keys(whose, self.only is None, count), deadline=deadline)
+
     def _keys(self, managers: Iterable[int], deadline: float) -> list[tuple[int, list[bytes]]]:
-        once = self.only is None
-        answers = [(each, self.ask(each, "keys", deadline=deadline, once=once)) for each in managers]
-        return [(manager, list(split_joined(answer.blobs[0]))) for manager, answer in answers]
+        return [(each, list(split_joined(self._ask_keys(each, deadline).blobs[0]))) for each in managers]
 
     def count(self, managers: Iterable[int], deadline: float) -> int:
-        """Number of keys of these managers."""
-        once = self.only is None
+        """Return the number of keys of these managers."""
 
         def ask() -> int:
-            return sum(
-                int(self.ask(each, "keys", deadline=deadline, once=once, count=True).fields["n"]) for each in managers
-            )
+            return sum(int(self._ask_keys(each, deadline, count=True).fields["n"]) for each in managers)
 
         return self.in_one_epoch(ask, deadline)
 
@@ -366,8 +406,12 @@ class Handle:
                 yield self._get_many(manager, its[at : at + _AT_ONCE], deadline())
 
     def _get_many(self, manager: int, keys: list[bytes], deadline: float) -> list[tuple[Any, Any]]:
-        """Those that are there, with their values."""
-        answer = self.ask(manager, "many", *keys, deadline=deadline, ops=[["get", {}, 1]] * len(keys))
+        """Return those that are there, with their values."""
+
+        def ask(exchange: Exchange, whose: Whose) -> Reply:
+            return exchange.request(GetMany(whose, remote=not exchange.local), *keys)
+
+        answer = self.call(manager, ask, deadline)
         items = []
         blobs = iter(answer.blobs)
         for key, (error, own, count) in zip(keys, answer.fields["outcomes"], strict=True):
@@ -377,8 +421,8 @@ class Handle:
                     raise REQUESTS.rebuild(error)
                 try:
                     value = _found(own, its, copy=False).value
-                except StaleValueError:
-                    value = self.get(manager, key, deadline=deadline).value
+                except StaleValueError:  # it was written anew between the answer and the look at it
+                    value = self._get(manager, key, deadline=deadline).value
             except DDictKeyError:
                 continue  # deleted in between
             except FlashpointError:
@@ -394,7 +438,7 @@ class Handle:
                 # The session must not keep the handle: when it is forgotten, it has left.
                 self.client.keepalive.begin(deadline)
                 with self._going_astray():
-                    self.order("join", deadline)
+                    self.order(Join, deadline)
                 self.standing.joined = True
                 self.client.keepalive.standings[self.standing.handle] = self.standing
                 _leave_at_exit()
@@ -414,7 +458,8 @@ class Handle:
         standing = self.standing
         if standing.joined:
             with self._going_astray():
-                checkpoint_id = int(self.order("move", deadline, c=checkpoint_id, onwards=onwards)["position"])
+                moved = self.order(lambda account: Move(account, checkpoint_id, onwards), deadline)
+                checkpoint_id = int(moved["position"])
         else:
             standing.tell()
         standing.checkpoint_id = checkpoint_id
@@ -436,7 +481,7 @@ class Handle:
         with self._turn(deadline):
             if to <= self.standing.checkpoint_id:
                 if discard or self.standing.lost is not None:
-                    self._go_back(to, deadline)  # which takes the place of one that is not finished
+                    self._go_back(Back(to), deadline)  # which takes the place of one that is not finished
                 else:
                     self._finish_rollback(deadline)
                     self._move(to, deadline)
@@ -444,17 +489,17 @@ class Handle:
     def _finish_rollback(self, deadline: float) -> None:
         back = self.standing.going_back
         if back is not None:
-            self._go_back(back.to, deadline, onwards=back.onwards)
+            self._go_back(back, deadline)
 
-    def _go_back(self, to: int, deadline: float, *, onwards: bool = False) -> None:
-        standing = self.standing
+    def _go_back(self, back: Back, deadline: float) -> None:
+        standing, to = self.standing, back.to
         if not (standing.joined or standing.written != NOTHING):
             self._move(to, deadline)
             return
-        standing.go_back(to, onwards=onwards)
-        own = {"c": to} if standing.joined else {"c": to, "session": None}
+        standing.go_back(back)
+        session = standing.session if standing.joined else ""
         try:
-            state = self.order("go_back", deadline, **own)
+            state = self.order(lambda account: GoBack(account.whose, session, back), deadline)
         except FlashpointError as error:
             if isinstance(error, (DDictTimeoutError, DDictManagerLostError)):
                 standing.checkpoint_id = to  # it may be done but for a manager that is away
@@ -485,7 +530,7 @@ class Handle:
                     value=checkpoint_id,
                     hint="checkpoint() first",
                 )
-            state = self.order("await_commit", deadline, checkpoint_id=checkpoint_id, if_written=if_written)
+            state = self.order(lambda account: AwaitCommit(account, checkpoint_id, if_written), deadline)
             return int(state["committed"])
 
     def sync(self, deadline: float) -> None:
@@ -493,10 +538,10 @@ class Handle:
         with self._turn(deadline):
             standing = self.standing
             is_answer = standing.lost is not None and standing.untold is None  # to what it was told
-            state = self.order("newest", deadline)
+            state = self.order(lambda account: Newest(account.whose.epoch), deadline)
             to = max(0, int(state["committed"]))
             if is_answer or standing.going_back is not None or standing.wrote_above(to):
-                self._go_back(to, deadline, onwards=True)
+                self._go_back(Back(to, onwards=True), deadline)
             else:
                 self._move(to, deadline)
 
@@ -527,7 +572,7 @@ class Handle:
             self._finish_rollback(now + max(0.0, deadline - now) / 2)  # and the other half for what follows
         if self.standing.is_known:
             try:
-                self.client.links.call(COORDINATOR, "leave", self.standing.fields(), deadline=deadline)
+                self.client.links.call(COORDINATOR, Leave(self.standing.account()), deadline=deadline)
                 self.client.keepalive.standings.pop(self.standing.handle, None)
             except FlashpointError:
                 self.client.keepalive.forget(self.standing)
@@ -584,15 +629,16 @@ class Batch:
         outcomes = self._put(manager, items, deadline)
         everywhere = [item for item, (_, own, _) in zip(items, outcomes, strict=True) if own.get("b")]
         for other in self._access.others(manager, {"b": bool(everywhere)}):
-            self._put(other, everywhere, deadline, f=BROADCAST)
+            self._put(other, everywhere, deadline, BROADCAST)
         # Only now: what was refused, or found nobody, must not be left out of the next checkpoint without a word.
         self._items.pop(manager, None)
         self._bytes.pop(manager, None)
 
-    def _put(self, manager: int, items: list[tuple[bytes, bytes]], deadline: float, **fields: Any) -> list[Any]:
+    def _put(self, manager: int, items: list[tuple[bytes, bytes]], deadline: float, flags: int = 0) -> list[Any]:
         blobs = [part for item in items for part in item]
-        ops = [["put", {}, 2] for _ in items]
-        answer = self._access.change(manager, "many", *blobs, ops=ops, again=True, deadline=deadline, **fields)
+        answer = self._access.change(
+            manager, lambda whose, its: PutMany(whose, its | flags), *blobs, again=True, deadline=deadline
+        )
         for error, _, _ in answer["outcomes"]:
             if error is not None:
                 raise REQUESTS.rebuild(error)

@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 from ml_flashpoint.ddict.client.shared_memory import ValueWriter
 from ml_flashpoint.ddict.errors import (
@@ -26,8 +26,9 @@ from ml_flashpoint.ddict.errors import (
     StaleRequestError,
     writes_lost,
 )
+from ml_flashpoint.ddict.links import Exchange, Links, locator
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
-from ml_flashpoint.ddict.wire.links import Exchange, Links, locator
+from ml_flashpoint.ddict.wire.requests import Account, Attach, Back, CatchUp, Join, Leave, Watch, Whose
 from ml_flashpoint.ddict.wire.written import Written
 from ml_flashpoint.format.errors import FlashpointError
 
@@ -40,29 +41,28 @@ _LEAVE_S = 5.0
 _CATCH_UP_S = 60.0
 
 
-class Back(NamedTuple):
-    """A rollback that may not have reached all managers."""
-
-    to: int
-    onwards: bool  # not below what is committed by then: nothing that others have committed is taken back
-
-
 class Standing:
-    """The place of a handle, and what of its writes can be lost. Thread-safe."""
+    """The place of a handle, and what of its writes can be lost. Thread-safe.
+
+    Attributes:
+        joined: True if it counts as writing: only then does it matter where it is, and that it leaves.
+        written: since it went back last.
+        lost: what it has to go back for before it writes or moves, as `errors.writes_lost` has it.
+        untold: what it has to be told before anything else.
+        generation: of its requests; see `fence`.
+        going_back: the rollback that is not done: whatever the handle does next finishes it.
+        astray: True if the coordinator may take it to be elsewhere.
+    """
 
     def __init__(self, handle: str, session: str, checkpoint_id: int, epoch: int) -> None:
-        self.handle = handle
-        self.checkpoint_id = checkpoint_id
-        self.epoch = epoch
-        self.joined = False  # whether it counts as writing: only then does it matter where it is, and that it leaves
-        self.written = Written()  # since it went back last
+        self.handle, self.checkpoint_id, self.epoch = handle, checkpoint_id, epoch
+        self.joined = self.astray = False
+        self.written = Written()
         self.lost: tuple[str, int, int | None] | None = None
-        """What it has to go back for before it writes or moves, as `errors.writes_lost` has it."""
-        self.untold: DDictError | None = None  # what it has to be told before anything else
-        self.generation = 0  # of its requests; see `fence`
-        self.going_back: Back | None = None  # the rollback that is not done: whatever the handle does next finishes it
-        self.astray = False  # whether the coordinator may take it to be elsewhere
-        self._session = session
+        self.untold: DDictError | None = None
+        self.generation = 0
+        self.going_back: Back | None = None
+        self.session = session
         self._base = (-1, 0)  # where the epoch began: a checkpoint and the number of its cut
         self._lock = threading.Lock()
 
@@ -71,49 +71,42 @@ class Standing:
         """True if the coordinator is to hear of its end."""
         return self.joined or self.astray or self.going_back is not None or self.written != Written()
 
-    def whose(self, *, writes: bool) -> dict[str, Any]:
-        """The fields that say whose a request is. Raises `StaleRequestError`: it has to be told something first; or it
-        ``writes``, and has to go back."""
+    def whose(self, *, writes: bool = False) -> Whose:
+        """Return whose a request is. Raises `StaleRequestError`: it has to be told something first; or it ``writes``,
+        and has to go back."""
         with self._lock:
             if self.untold is not None or (writes and (self.lost is not None or self.going_back is not None)):
                 raise StaleRequestError("this handle has something else to do first")
-            return {"c": self.checkpoint_id, "w": self.handle, "e": self.epoch, "g": self.generation}
+            return self._whose()
 
-    def fields(self) -> dict[str, Any]:
-        """All that the coordinator is told of it."""
+    def _whose(self) -> Whose:
+        return Whose(self.handle, self.checkpoint_id, self.epoch, self.generation)
+
+    def account(self) -> Account:
+        """Return all that the coordinator is told of it."""
         with self._lock:
             back = self.going_back
-            counts = self.written if back is None else self.written.back_to(back.to)
-            return {
-                "w": self.handle,
-                "session": self._session,
-                "c": self.checkpoint_id,
-                "e": self.epoch,
-                "g": self.generation,
-                "written": counts.checkpoint,
-                "late": counts.late,
-                "back": -1 if back is None else back.to,
-                "onwards": back is not None and back.onwards,
-            }
+            written = self.written if back is None else self.written.back_to(back.to)
+            return Account(self._whose(), self.session, written, back or Back())
 
     def give_up(self, generation: int) -> None:
-        """A request of a generation was not answered: what comes from now on is of a later one."""
+        """Note that a request of a generation was not answered: what comes from now on is of a later one."""
         with self._lock:
             self.generation = max(self.generation, generation + 1)
 
-    def go_back(self, to: int, *, onwards: bool) -> None:
-        """A rollback begins."""
+    def go_back(self, back: Back) -> None:
+        """Begin a rollback."""
         with self._lock:
-            self.going_back = Back(to, onwards)
+            self.going_back = back
             self.generation += 1
 
     def wrote_above(self, checkpoint_id: int) -> bool:
-        """Return whether it may have written something above a committed checkpoint."""
+        """Return True if it may have written something above a committed checkpoint."""
         with self._lock:
             return self.written.checkpoint > checkpoint_id
 
     def wrote(self, written: Written, epoch: int) -> None:
-        """It has written something, in an epoch that may be over by now."""
+        """Note what it has written, in an epoch that may be over by now."""
         with self._lock:
             if epoch == self.epoch or not written.is_above(*self._base):
                 self.written = self.written.and_also(written)
@@ -121,7 +114,7 @@ class Standing:
                 self._lose("another epoch has begun", self._base[0], None)
 
     def went_back(self, to: int, state: dict[str, Any]) -> None:
-        """It is at ``to`` now, and nothing of it is left above."""
+        """Note that it is at ``to`` now, and nothing of it is left above."""
         with self._lock:
             is_same, self.checkpoint_id, self.epoch = self.epoch == int(state["epoch"]), to, int(state["epoch"])
             # Where an epoch began with it, what is left of it is in the cut at its base.
@@ -131,10 +124,10 @@ class Standing:
 
     def catch_up(self, links: Links, deadline: float) -> None:
         """Hear what has begun; see `Coordinator.catch_up`."""
-        asked = self.fields()
-        answer = links.call(COORDINATOR, "catch_up", asked, deadline=deadline).fields
+        asked = self.account()
+        answer = links.call(COORDINATOR, CatchUp(asked), deadline=deadline).fields
         with self._lock:
-            if asked["e"] != self.epoch or (int(answer["epoch"]) == self.epoch and answer["lost"] is None):
+            if asked.whose.epoch != self.epoch or (int(answer["epoch"]) == self.epoch and answer["lost"] is None):
                 return
             self.epoch, base = int(answer["epoch"]), int(answer["base"])
             self._base = base, int(answer["cut"])
@@ -176,16 +169,20 @@ class Standing:
 
 
 class Keepalive:
-    """See the module. Thread-safe. It begins with the first handle that writes."""
+    """See the module. Thread-safe. It begins with the first handle that writes.
+
+    Attributes:
+        id: of the session.
+        standings: of handles that have joined; each change is one step.
+    """
 
     def __init__(self, links: Links) -> None:
         self.id = secrets.token_hex(8)
+        self.standings: dict[str, Standing] = {}
         self._links = links
         self._lock = threading.Lock()
-        self._attached = threading.Event()
-        self._closed = threading.Event()
+        self._attached, self._closed = threading.Event(), threading.Event()
         self._failure = "it does not answer"
-        self.standings: dict[str, Standing] = {}  # of handles that have joined; each change is one step
         self._gone: queue.SimpleQueue[Standing | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         _keepalives.add(self)
@@ -196,8 +193,8 @@ class Keepalive:
         with self._lock:
             if not self._threads:
                 self._threads = [
-                    threading.Thread(target=self._run, name="ddict-keepalive", daemon=True),
-                    threading.Thread(target=self._run_leaving, name="ddict-leave", daemon=True),
+                    threading.Thread(target=run, name=name, daemon=True)
+                    for run, name in ((self._run, "ddict-keepalive"), (self._run_leaving, "ddict-leave"))
                 ]
                 for thread in self._threads:
                     thread.start()
@@ -218,7 +215,7 @@ class Keepalive:
         while (standing := self._gone.get()) is not None:
             while not self._closed.is_set():
                 try:
-                    self._links.call(COORDINATOR, "leave", standing.fields(), deadline=time.monotonic() + _LEAVE_S)
+                    self._links.call(COORDINATOR, Leave(standing.account()), deadline=time.monotonic() + _LEAVE_S)
                     break
                 except FlashpointError:
                     self._closed.wait(_LONGEST_PAUSE_S)
@@ -229,7 +226,7 @@ class Keepalive:
         self.close()
 
     def close_later(self) -> None:
-        """When those that were forgotten have left: like `forget`, for the last handle of all."""
+        """Close when those that were forgotten have left: like `forget`, for the last handle of all."""
         if self._threads:
             self._gone.put(None)
         else:
@@ -248,7 +245,7 @@ class Keepalive:
             try:
                 link = self._links.connect(COORDINATOR, 5.0)
                 try:
-                    Exchange(link, time.monotonic() + 5.0).request("attach", {"session": self.id})
+                    Exchange(link, time.monotonic() + 5.0).request(Attach(self.id))
                     for standing in list(self.standings.values()):
                         self._join_again(standing)
                     self._attached.set()
@@ -256,7 +253,7 @@ class Keepalive:
                     while not self._closed.is_set():
                         # A coordinator that is stopped takes its time. The end of either side breaks the connection.
                         exchange = Exchange(link, time.monotonic() + _PATIENCE_S)
-                        epoch = int(exchange.request("watch", {"s": _WATCH_S, "e": epoch}).fields["epoch"])
+                        epoch = int(exchange.request(Watch(epoch, _WATCH_S)).fields["epoch"])
                         self._tell(epoch)
                 finally:
                     if not self._closed.is_set():
@@ -279,18 +276,18 @@ class Keepalive:
                 standing.catch_up(self._links, time.monotonic() + _CATCH_UP_S)
 
     def _join_again(self, standing: Standing) -> None:
-        """After the connection broke, although this process lives: the coordinator took it for killed."""
+        """Join after the connection broke, although this process lives: the coordinator took it for killed."""
         deadline = time.monotonic() + _LEAVE_S
-        try:
-            while True:
-                try:
-                    self._links.call(COORDINATOR, "join", standing.fields(), deadline=deadline)
-                    return
-                except StaleRequestError:  # it has asked for something else meanwhile
-                    if time.monotonic() >= deadline:
-                        raise
-        except StaleEpochError:
-            standing.catch_up(self._links, time.monotonic() + _CATCH_UP_S)
+        while True:
+            try:
+                self._links.call(COORDINATOR, Join(standing.account()), deadline=deadline)
+                return
+            except StaleEpochError:
+                standing.catch_up(self._links, time.monotonic() + _CATCH_UP_S)
+                return
+            except StaleRequestError:  # it has asked for something else meanwhile
+                if time.monotonic() >= deadline:
+                    raise
 
     def close(self) -> None:
         """Detach all, and close the connections. Does not wait."""
@@ -304,7 +301,7 @@ _keepalives: weakref.WeakSet[Keepalive] = weakref.WeakSet()
 
 
 def await_leaves(deadline: float) -> None:
-    """At the end of a process: wait until the handles that it had, and forgot, have left."""
+    """Wait, at the end of a process, until the handles that it had, and forgot, have left."""
     for keepalive in list(_keepalives):
         keepalive.await_end(deadline)
 
@@ -336,7 +333,7 @@ _clients_lock = threading.Lock()
 
 
 def client_of(configuration: Configuration) -> Client:
-    """This process's client for a dictionary, made if there is none."""
+    """Return this process's client for a dictionary, made if there is none."""
     with _clients_lock:
         client = _clients.get(configuration.dictionary)
         if client is None:

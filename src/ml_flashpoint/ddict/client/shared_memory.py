@@ -35,8 +35,8 @@ from ml_flashpoint.copy.cpu import copy_all, cpu_clone, typed_view
 from ml_flashpoint.copy.dtypes import dtype_name, torch_dtype
 from ml_flashpoint.ddict.client.codec import Encoded, array_at, assemble, tensor_at, tensor_octets
 from ml_flashpoint.ddict.errors import DDictError, StaleValueError
+from ml_flashpoint.ddict.links import allow_many_files
 from ml_flashpoint.ddict.manager.slots import check_header, has_token, in_pieces
-from ml_flashpoint.ddict.wire.open_files import allow_many_files
 from ml_flashpoint.format.dtypes import ITEMSIZES
 from ml_flashpoint.format.errors import CapacityError, FlashpointError, ObjectFormatError
 from ml_flashpoint.format.object_format import Entry, Layout, encode_header, plan_layout

@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeAlias
 
 from ml_flashpoint.ddict.manager.part_ref import PartRef, is_part
 from ml_flashpoint.ddict.manager.store import PartStore
+from ml_flashpoint.ddict.wire.requests import Hello, Request
 from ml_flashpoint.format.errors import (
     DamagedError,
     DeadlineError,
@@ -34,9 +35,8 @@ from ml_flashpoint.net.transfers import Address, PartName
 
 _log = logging.getLogger(__name__)
 
-AskPeer: TypeAlias = Callable[[int, str, Fields], Fields]
-"""``(manager, operation, fields)``: the answer of another manager. Has a deadline of its own; raises
-`FlashpointError`."""
+AskPeer: TypeAlias = Callable[[int, Request], Fields]
+"""``(manager, request)``: the answer of another manager. Has a deadline of its own; raises `FlashpointError`."""
 
 _MAX_CONNECT_S = 10.0
 
@@ -75,7 +75,7 @@ class Copies:
 
     def find(self, manager: int) -> Holder:
         """Where the service of a manager listens. Raises `FlashpointError`: it is not there."""
-        node, address = self.nodes[manager], self.ask(manager, "hello", {})["transfers"]
+        node, address = self.nodes[manager], self.ask(manager, Hello())["transfers"]
         if address is None:
             raise ReplicationError("this manager takes no copies yet", rank=manager, node=node)
         return Holder(node, (str(address[0]), int(address[1])))

@@ -1,8 +1,7 @@
 """One manager: its share of the keys, their values, and what it does for the others.
 
 Owns the lock around the shard, the memory that values may take, what checkpoints hold of it, and how one that was
-started anew comes to hold what the one before it held. What requests mean is `requests`'. It knows neither how its
-process was started nor how peers find it: that is given to it.
+started anew comes to hold what the one before it held. Reading and writing keys is `service`'s.
 """
 
 from __future__ import annotations
@@ -10,14 +9,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ml_flashpoint.ddict.errors import (
-    REQUESTS,
     DDictError,
     DDictFullError,
     DDictManagerLostError,
@@ -26,22 +21,22 @@ from ml_flashpoint.ddict.errors import (
     StaleEpochError,
     StaleRequestError,
 )
+from ml_flashpoint.ddict.links import Links, allow_many_files, locator
+from ml_flashpoint.ddict.manager.part_ref import part_ref
 from ml_flashpoint.ddict.manager.parts import PersistedParts
-from ml_flashpoint.ddict.manager.requests import AT_ONCE, OPERATIONS, SealedPart, sealed_part
 from ml_flashpoint.ddict.manager.shard import ENTRY_BYTES, Entry, Shard
 from ml_flashpoint.ddict.manager.slots import ValueSlots
 from ml_flashpoint.ddict.manager.snapshots import Snapshots
 from ml_flashpoint.ddict.manager.store import PartStore
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
+from ml_flashpoint.ddict.wire import requests as asked
 from ml_flashpoint.ddict.wire.fence import Fence
-from ml_flashpoint.ddict.wire.fields import Result, deadline_of
-from ml_flashpoint.ddict.wire.links import Links, locator
-from ml_flashpoint.ddict.wire.open_files import allow_many_files
-from ml_flashpoint.format.errors import FlashpointError, ProtocolError
+from ml_flashpoint.ddict.wire.requests import Request, SealedPart
+from ml_flashpoint.format.errors import FlashpointError
 from ml_flashpoint.format.knobs import seal_deadline_s
+from ml_flashpoint.net.client import Address
 from ml_flashpoint.net.messages import Fields
-from ml_flashpoint.net.server import Peer, RequestServer
-from ml_flashpoint.stores.version_store import Version
+from ml_flashpoint.stores.durable import version_of
 
 _log = logging.getLogger(__name__)
 
@@ -76,21 +71,18 @@ class _Prepared(NamedTuple):
     entries: list[Entry]
 
 
-@dataclass(eq=False, slots=True)
-class Session:
-    """One connection of a client or another manager."""
-
-    peer: Peer
-    reserved: set[str] = field(default_factory=set)  # values that it has a reservation for and has not put yet
-
-
 class Manager:
-    """See the module. Thread-safe. Serves from construction until :meth:`close`.
+    """See the module. Thread-safe.
 
     Args:
         config: ``configuration`` as JSON, number of the ``manager``, its ``incarnation`` (16 hexadecimal digits),
             whether it was ``restarted``, so that it is to have the values of the one before it, and, where other
             machines are to reach it, its ``host`` and the ``place`` (node) that it runs on, not always the same one.
+
+    Attributes:
+        changed: guards the shard; notified when it changes while somebody waits.
+        epoch: requests of another one are refused, and all before it has begun any (-1). Guarded by the lock.
+        fence: of the handles that have written in this epoch. Requests of earlier ones are refused anyhow.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -101,15 +93,12 @@ class Manager:
         self.place = config.get("place") or str(self.rules.nodes[number])
         self.incarnation = str(config["incarnation"])
         self.changed = threading.Condition(threading.RLock())
-        """Guards the shard; notified when it changes while somebody waits."""
         self.waiting = 0
         self.frozen = False
         self.ended = threading.Event()
         self.links = Links(locator(configuration, config.get("place")), configuration.secret)
-        restarted = config.get("restarted") is True
-        # Guarded by the lock, like the shard: requests of another one are refused, and before it has begun any, all.
-        self.epoch = -1 if restarted else 0
-        # Of handles that have written in this epoch. Requests of earlier ones are refused anyhow.
+        self._restarted = config.get("restarted") is True
+        self.epoch = -1 if self._restarted else 0
         self.fence = Fence()
         self._discarded: dict[str, _Discarded] = {}
         self._frozen_by = 0  # number of the request that `frozen` is of
@@ -133,38 +122,37 @@ class Manager:
         self._ready = threading.Event()  # requests may come before
         self._lost: DDictManagerLostError | None = None
         self._failures: dict[int, FlashpointError] = {}
-        unix_path, host = str(Path(configuration.base, f"m-{number}.sock")), config.get("host")
-        try:
-            self.server = RequestServer(configuration.secret, self, REQUESTS, unix_path=unix_path, tcp_host=host)
-        except BaseException:
-            self._end()
-            raise
-        if restarted:  # it is ready when the epoch has begun that it asks for
-            threading.Thread(target=self._return, name="ddict-return", daemon=True).start()
-        else:
-            self._say_where(time.monotonic() + _RETURN_S)
-            self._ready.set()
 
     # ---- life ---------------------------------------------------------------------------------------------
 
-    def _say_where(self, deadline: float) -> None:
-        """Where managers can be anywhere, the coordinator tells all others."""
-        if len(self.server.addresses) > 1:
-            here = {"manager": self.number, "node": self.place, "addresses": self.server.addresses}
-            self.links.call(COORDINATOR, "here", here, deadline=deadline)
+    def begin_at(self, addresses: Sequence[Address]) -> None:
+        """Begin, reached at these addresses. One that was restarted is ready when the epoch has begun that it asks
+        for."""
+        if self._restarted:
+            threading.Thread(target=self._return, args=(addresses,), name="ddict-return", daemon=True).start()
+        else:
+            self._say_where(addresses, time.monotonic() + _RETURN_S)
+            self._ready.set()
 
-    def _return(self) -> None:
+    def _say_where(self, addresses: Sequence[Address], deadline: float) -> None:
+        """Say where this is to the coordinator, which tells all others: on Ray managers can be anywhere."""
+        if len(addresses) > 1:
+            (_, unix), (_, host, port) = addresses  # type: ignore[misc]
+            self.links.call(COORDINATOR, asked.Here(self.number, self.place, unix, host, port), deadline=deadline)
+
+    def _return(self, addresses: Sequence[Address]) -> None:
         """Have what the manager before this one had sealed, and an epoch begin; and then copies again where its death
         has cost some: its own at those who hold them, if they were away too, and here those of others."""
-        me, deadline = {"manager": self.number, "incarnation": self.incarnation}, time.monotonic() + _RETURN_S
+        deadline = time.monotonic() + _RETURN_S
         try:
-            self._say_where(deadline)
+            self._say_where(addresses, deadline)
             if not self.rules.replicated:
                 raise DDictManagerLostError("without replication its values are gone")
             with self._begun:
-                sealed = self.links.call(COORDINATOR, "sealed", me, deadline=deadline).fields["sealed"]
-                self._recover([sealed_part(*each) for each in sealed])
-            self.links.call(COORDINATOR, "returned", me, deadline=time.monotonic() + _RETURN_S)
+                told = self.links.call(COORDINATOR, asked.SealedBy(self.number), deadline=deadline)
+                self._recover([SealedPart(*each) for each in told.fields["sealed"]])
+            returned = asked.Returned(self.number, self.incarnation)
+            self.links.call(COORDINATOR, returned, deadline=time.monotonic() + _RETURN_S)
         except Exception as error:  # lost with its thread, it would leave every client waiting
             _log.exception("manager %d cannot go on from where the one before it was", self.number)
             self._give_up(error.message if isinstance(error, FlashpointError) else repr(error))
@@ -174,7 +162,7 @@ class Manager:
             self.replicate()
             for owner in self.snapshots.held:
                 try:
-                    self._ask_peer(owner, "replicate", {})
+                    self._ask_peer(owner, asked.Replicate())
                 except FlashpointError as error:
                     _log.warning("manager %d was not asked for new copies: %s", owner, error)
 
@@ -192,15 +180,16 @@ class Manager:
         return error
 
     def close(self) -> None:
-        """Stop serving. Files stay where they are."""
+        """Let go of everything. Files stay where they are."""
         self.ended.set()
-        self.server.close()
-        self._end()
-
-    def _end(self) -> None:
         self.links.close()
         self.snapshots.close()
         self.store.close()
+
+    @property
+    def is_ready(self) -> bool:
+        """True if this manager has what it is to have."""
+        return self._ready.is_set() and self._lost is None
 
     def wait_until_ready(self, deadline: float) -> None:
         """Wait until this manager has what it is to have. Raises `DDictManagerLostError`: it has not, or never will."""
@@ -219,30 +208,6 @@ class Manager:
     def replicate_later(self) -> None:
         """The same; a holder came back, perhaps without its copies, and does not wait for them."""
         threading.Thread(target=self.replicate, name="ddict-replicate", daemon=True).start()
-
-    # ---- requests -----------------------------------------------------------------------------------------
-
-    def open(self, peer: Peer) -> Session:
-        """See `RequestHandler`."""
-        return Session(peer)
-
-    def handle(self, session: Session, operation: str, fields: Fields, blobs: list[bytes]) -> Result:
-        """See `RequestHandler`."""
-        if not (self._ready.is_set() and self._lost is None) and operation not in AT_ONCE:
-            self.wait_until_ready(deadline_of(fields))
-        try:
-            if operation not in OPERATIONS:
-                raise ProtocolError(f"there is no operation {operation!a}")
-            return OPERATIONS[operation](self, session, fields, blobs)
-        except BaseException as error:
-            traceback.clear_frames(error.__traceback__)  # which refer to values, for as long as the error is anywhere
-            raise
-        finally:
-            self.slots.collect()
-
-    def closed(self, session: Session) -> None:
-        """See `RequestHandler`."""
-        self.slots.abandon(session.reserved)
 
     def hello(self) -> Fields:
         """Who this is, and where peers reach it."""
@@ -270,8 +235,8 @@ class Manager:
             if number >= self._frozen_by:
                 self.frozen, self._frozen_by = frozen, number
 
-    def _ask_peer(self, manager: int, operation: str, fields: Fields) -> Fields:
-        return self.links.call(manager, operation, fields, deadline=time.monotonic() + _PEER_S).fields
+    def _ask_peer(self, manager: int, request: Request) -> Fields:
+        return self.links.call(manager, request, deadline=time.monotonic() + _PEER_S).fields
 
     # ---- values -------------------------------------------------------------------------------------------
 
@@ -346,48 +311,25 @@ class Manager:
             at = f"is in epoch {self.epoch}" if self.epoch >= 0 else "has not begun any epoch yet"
             raise self._lost or StaleEpochError(f"manager {self.number} {at}", manager=self.number)
 
-    def begin(
-        self,
-        epoch: int,
-        base: int,
-        cut: int,
-        keep: Sequence[int],
-        pinned: Sequence[int],
-        sealed: Sequence[SealedPart],
-        restored: Version | None,
-        frozen: bool,
-        number: int,
-    ) -> None:
-        """Begin an epoch: drop all above its base. What a manager that was lost has, all others go back to.
-
-        Args:
-            epoch: its number.
-            base: the checkpoint that it begins at; -1: empty.
-            cut: the newest that any manager was asked for. What is written at ``base`` from now on is late for it.
-            keep: cuts that can be gone back to, that of ``base`` included unless it is -1.
-            pinned: others that are yet to be persisted.
-            sealed: the snapshots that this manager has of them: one that was lost recovers these.
-            restored: read the one cut from there, if it is not here.
-            frozen, number: see `freeze`.
-
-        Raises:
-            DDictManagerLostError: this one was lost, and cannot go on from there.
-        """
+    def begin(self, told: asked.Begin) -> None:
+        """Begin an epoch; see `Begin`. Raises `DDictManagerLostError`: this one was lost, and cannot go on from
+        there."""
         with self._begun:  # the coordinator may ask again before it has heard an answer
             if self._lost is not None:
                 raise self._lost
-            if epoch < self.epoch:
+            if told.epoch < self.epoch:
                 return  # the coordinator has given this request up
-            if epoch > self.epoch or not self._ready.is_set():
+            if told.epoch > self.epoch or not self._ready.is_set():
                 if not self._ready.is_set():
-                    self._recover(sealed)  # what was committed since it asked
-                if restored is not None and (self.parts.has_read or keep[0] not in self._kept):
-                    self._kept = {keep[0]: _Prepared(base, self.parts.take(restored))}  # what was here is no more
+                    self._recover(told.sealed)  # what was committed since it asked
+                if told.restored is not None and (self.parts.has_read or told.keep[0] not in self._kept):
+                    entries = self.parts.take(version_of(told.restored))
+                    self._kept = {told.keep[0]: _Prepared(told.base, entries)}  # what was here is no more
                     self.snapshots.forget_after(-1)
-                self._load(epoch, _Cut(cut, base), keep)
-                self._retain(lambda each: each in keep or each in pinned)
+                self._load(told.epoch, _Cut(told.cut, told.base), told.keep)
+                self._retain(lambda each: each in told.keep or each in told.pinned)
                 self._ready.set()
-        self.freeze(frozen, number)
+        self.freeze(told.frozen, told.number)
 
     def _load(self, epoch: int, cut: _Cut, keep: Sequence[int]) -> None:
         base = cut.checkpoint_id
@@ -409,33 +351,25 @@ class Manager:
             self.changed.notify_all()
 
     def _recover(self, sealed: Sequence[SealedPart]) -> None:
-        missing = {part.ref.step: part for part in sealed if part.ref.step not in self._kept}
+        missing = {part.cut: part for part in sealed if part.cut not in self._kept}
         if missing:
-            found, failures = self.snapshots.recover([part.ref for part in missing.values()])
+            found, failures = self.snapshots.recover([part_ref(part.name, part.cut) for part in missing.values()])
             self._failures = {missing[cut].checkpoint_id: error for cut, error in failures.items()}
             with self.changed:
                 self._kept |= {cut: _Prepared(missing[cut].checkpoint_id, its) for cut, its in found.items()}
 
-    def discard(self, handle: str, to: int, number: int, dead: bool, epoch: int, generation: int) -> None:
-        """Discard what a handle wrote above a checkpoint.
-
-        Args:
-            handle: Its id.
-            to: The checkpoint that it goes back to.
-            number: Higher in later requests, which may overtake earlier ones.
-            dead: Whether its process was killed, so that whatever comes of that handle yet is refused.
-            epoch: That this was decided in. This manager may be yet to begin it.
-            generation: Of the handle's request, unless it is dead; see `fence`.
-        """
+    def discard(self, told: asked.Discard) -> None:
+        """Discard what a handle wrote above a checkpoint; see `Discard`."""
+        handle, to, epoch, generation = told.whose
         with self.changed:
-            if epoch < self.epoch or number <= self._discarded.get(handle, _Discarded(0, 0)).number:
+            if epoch < self.epoch or told.number <= self._discarded.get(handle, _Discarded(0, 0)).number:
                 return
-            if not dead:
+            if not told.dead:
                 try:
                     self.fence.hear(handle, generation, epoch)
                 except StaleRequestError:
                     return
-            self._discarded[handle] = _Discarded(epoch, number, dead)
+            self._discarded[handle] = _Discarded(epoch, told.number, told.dead)
             self.shard.rollback(handle, to)
             if self.waiting:
                 self.changed.notify_all()
@@ -450,48 +384,45 @@ class Manager:
         """What a write at a checkpoint is told, under the lock: the newest cut that it is late for, if any."""
         return {"late": self._cut.number} if checkpoint_id <= self._cut.checkpoint_id else {}
 
-    def prepare(self, epoch: int, checkpoint_id: int, cut: int, committed: int) -> None:
-        """Note what belongs to a cut, before anything of it can change. Those above the committed cut were called
-        off."""
+    def prepare(self, told: asked.Prepare) -> None:
+        """Note what belongs to a cut; see `Prepare`."""
         with self.changed:
-            self.check_epoch(epoch)
-            if cut <= self._cut.number:
+            self.check_epoch(told.epoch)
+            if told.cut <= self._cut.number:
                 raise DDictError(f"cut {self._cut.number} has been asked for since", manager=self.number)
-            self._retain(lambda each: each <= committed)
-            self._kept[cut] = _Prepared(checkpoint_id, self.shard.cut(checkpoint_id))
-            self._cut = _Cut(cut, checkpoint_id)
-        if any(each > committed for each in self.snapshots.sealed()):
-            self.snapshots.forget_after(committed)
+            self._retain(lambda each: each <= told.committed)
+            self._kept[told.cut] = _Prepared(told.checkpoint_id, self.shard.cut(told.checkpoint_id))
+            self._cut = _Cut(told.cut, told.checkpoint_id)
+        if any(each > told.committed for each in self.snapshots.sealed()):
+            self.snapshots.forget_after(told.committed)
 
-    def seal(self, epoch: int, cut: int, deadline: float) -> str:
+    def seal(self, told: asked.Seal, deadline: float) -> str:
         """Have verified copies of a prepared cut; returns the name of the snapshot's part. Raises `FlashpointError`:
         not now."""
         with self.changed:
-            self.check_epoch(epoch)
-            entries = self._prepared(cut)
-        return self.snapshots.seal(cut, entries, max(0.1, deadline - time.monotonic())).name
+            self.check_epoch(told.epoch)
+            entries = self._prepared(told.cut)
+        return self.snapshots.seal(told.cut, entries, max(0.1, deadline - time.monotonic())).name
 
-    def settle(
-        self, epoch: int, oldest: int, keep: Sequence[int], pinned: Sequence[int], committed: int, cut: int
-    ) -> None:
-        """Let go of what no one needs any more. ``cut``: of the checkpoint that is committed."""
+    def settle(self, told: asked.Settle) -> None:
+        """Let go of what no one needs any more; see `Settle`."""
         with self.changed:
-            self.check_epoch(epoch)
-            if cut < self._settled:
+            self.check_epoch(told.epoch)
+            if told.cut < self._settled:
                 return  # the coordinator has given this request up
-            self._settled = cut
-            self.shard.retire(oldest)
-            kept = frozenset(self._kept[each].checkpoint_id for each in keep if each in self._kept)
-            self.shard.committed, self.shard.kept = committed, kept
+            self._settled = told.cut
+            self.shard.retire(told.oldest)
+            kept = frozenset(self._kept[each].checkpoint_id for each in told.keep if each in self._kept)
+            self.shard.committed, self.shard.kept = told.committed, kept
             if self.waiting:
                 self.changed.notify_all()
-            self._retain(lambda each: each in keep or each in pinned or each > cut)
+            self._retain(lambda each: each in told.keep or each in told.pinned or each > told.cut)
         if self.rules.replicated:
-            self.snapshots.retain(keep)
+            self.snapshots.retain(told.keep)
 
-    def persist(self, cut: int, version: Version) -> None:
+    def persist(self, told: asked.Persist) -> None:
         """Write this manager's part of a committed cut, durably."""
-        self.parts.write(version, self._prepared(cut))
+        self.parts.write(version_of(told.version), self._prepared(told.cut))
 
     def _prepared(self, cut: int) -> list[Entry]:
         if cut not in self._kept:

@@ -44,6 +44,7 @@ from ml_flashpoint.ddict.manager.shard import Entry, StoredValue
 from ml_flashpoint.ddict.manager.slots import ValueSlots
 from ml_flashpoint.ddict.manager.store import PartStore
 from ml_flashpoint.ddict.options import check_checkpoint_id, next_number
+from ml_flashpoint.ddict.wire.requests import DropCopies
 from ml_flashpoint.format.digest import BlockDigester
 from ml_flashpoint.format.errors import (
     DeadlineError,
@@ -283,7 +284,7 @@ class Snapshots:
             before = self._next_number()  # no holder will drop for this message what is sealed from now on
         for holder in self.holders:
             try:
-                self.copies.ask(holder, "drop_copies", {"of": self._manager, "keep": keep, "before": before})
+                self.copies.ask(holder, DropCopies(self._manager, tuple(keep), before))
             except FlashpointError as error:
                 _log.warning("a holder keeps copies that are not needed until it can be told: %s", error)
 

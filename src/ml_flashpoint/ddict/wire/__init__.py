@@ -1,1 +1,1 @@
-"""What all processes of a dictionary agree on: connections, keys, fields of requests, their order and their account."""
+"""What travels between the processes of a dictionary: requests, keys, the account of writes. Imports errors only."""

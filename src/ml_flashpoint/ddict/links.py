@@ -1,48 +1,52 @@
 """Connections of one process to the managers of a dictionary and its coordinator, and what happens while one is away.
 
-Owns finding them, by the runtime that they run in, the pool of connections, and how often and how long one that does
-not answer is tried again. What requests mean is the caller's.
+Owns finding them, by the runtime that they run in, the pool of connections, and the one loop by which a request is made
+again. What requests mean is the caller's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import resource
 import socket
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from ml_flashpoint.ddict.errors import REQUESTS, DDictDestroyedError, DDictManagerLostError, DDictTimeoutError
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
-from ml_flashpoint.format.errors import AuthenticationError, ProtocolError
+from ml_flashpoint.ddict.wire.requests import Hello, Places, Request, encode
+from ml_flashpoint.format.errors import AuthenticationError, FlashpointError, ProtocolError
 from ml_flashpoint.net.channel import ConnectionLostError
 from ml_flashpoint.net.client import Address, Connection, Reply, RequestLostError, check_address
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-
 _Found = TypeVar("_Found")
 GRACE_S = 0.5  # what a request may take more than the manager is told, so that its own error comes first
 
-_MANAGER_AWAY = "call again: with replication it comes back; without, its values are gone"
-_COORDINATOR_AWAY = "it is in the process that made the dictionary, and the dictionary ends with that"
-
-_FIRST_PAUSE_S = 0.01
-_LONGEST_PAUSE_S = 0.25
-_KEPT_IDLE = 8
-_CONNECT_S = 10.0
+_MANAGER_AWAY: Final = "call again: with replication it comes back; without, its values are gone"
+_COORDINATOR_AWAY: Final = "it is in the process that made the dictionary, and the dictionary ends with that"
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.25
+_KEPT_IDLE: Final = 8
+_CONNECT_S: Final = 10.0
 
 
-def _ignore() -> None:
-    """Do nothing."""
+def allow_many_files() -> int:
+    """Let this process have as many files open as it may: each connection and each slot is one. Return how many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 class Place(NamedTuple):
-    """Where a manager listens: its Ray node, the Unix socket for processes there, host and port for all others. On one
+    """The place of a manager: its Ray node, its Unix socket for processes there, host and port for all others. On one
     machine the node has no name, and there are no others."""
 
     node: str
@@ -51,10 +55,15 @@ class Place(NamedTuple):
     port: int
 
 
-class Places:
-    """Where managers are, and the coordinator. Each manager tells it when it begins, and it tells all others.
-    ``node``: of this process; empty: none of Ray's. ``coordinator``: where that is. ``ask``: has it tell, within so
-    many seconds. ``known``: what is known before."""
+class Locator:
+    """Finds managers and the coordinator. Each manager says to that where it is, and it tells all others.
+
+    Args:
+        node: of this process; empty: none of Ray's.
+        coordinator: its address.
+        ask: has it tell, within so many seconds.
+        known: what is known before.
+    """
 
     def __init__(
         self,
@@ -63,14 +72,16 @@ class Places:
         ask: Callable[[float], Mapping[int, Place]],
         known: Mapping[int, Place] | None = None,
     ) -> None:
-        self._node = node
-        self._coordinator = coordinator
-        self._ask = ask
+        self._node, self._coordinator, self._ask = node, coordinator, ask
         self._known: Mapping[int, Place] = known or {}
 
     def find(self, manager: int, timeout_s: float, *, anew: bool) -> Address | None:
-        """Where one is; None: not anywhere at the moment. ``anew``: it was not where this said last time. Raises
-        `ConnectionLostError`: the coordinator, which knows it, is not there; `DDictDestroyedError`: and never will."""
+        """Return the address of one; None: it is nowhere at the moment. ``anew``: it was not where this said last.
+
+        Raises:
+            ConnectionLostError: the coordinator, which knows it, is not there.
+            DDictDestroyedError: and never will.
+        """
         if anew or not (manager == COORDINATOR or manager in self._known):
             self._known = self._ask(timeout_s)
         if manager == COORDINATOR:
@@ -80,38 +91,23 @@ class Places:
         return ("unix", place.unix) if place.node == self._node else ("tcp", place.host, place.port)
 
     def is_local(self, manager: int) -> bool:
-        """Whether a manager is, or was when it was last heard of, on the node of this process."""
+        """Return True if a manager is, or was when it was last heard of, on the node of this process."""
         with contextlib.suppress(ConnectionLostError):
             self.find(manager, _CONNECT_S, anew=False)
         return manager in self._known and self._known[manager].node == self._node
 
 
-def locator(configuration: Configuration, node: str | None = None) -> Places:
-    """Finds the managers of a dictionary. ``node``: Ray node of this process, where that is known."""
+def locator(configuration: Configuration, node: str | None = None) -> Locator:
+    """Return what finds the managers of a dictionary. ``node``: Ray node of this process, where that is known."""
     if configuration.coordinator is None:
-        base = Path(configuration.base)
-        places = {each: Place("", str(base / f"m-{each}.sock"), "", 0) for each in range(configuration.managers)}
-        path = str(base / "c.sock")
-
-        def look(timeout_s: float) -> dict[int, Place]:
-            with socket.socket(socket.AF_UNIX) as probe:
-                probe.setblocking(False)  # a coordinator that is stopped accepts nothing
-                try:
-                    probe.connect(path)
-                except (ConnectionRefusedError, FileNotFoundError) as error:
-                    raise DDictDestroyedError(f"it was destroyed, or its creator ended: {error}") from error
-                except BlockingIOError:
-                    pass
-            return places
-
-        return Places("", ("unix", path), look, places)
+        return _locator_here(configuration)
     coordinator = check_address(configuration.coordinator)
 
     def ask(timeout_s: float) -> dict[int, Place]:
         # Not by `Links`, which this is a part of; and not often.
         try:
             with Connection(coordinator, configuration.secret, REQUESTS, connect_timeout_s=timeout_s) as line:
-                told = line.request("places", {}, timeout_s=timeout_s).fields["places"]
+                told = line.request(*encode(Places(), timeout_s), timeout_s=timeout_s).fields["places"]
         except (AuthenticationError, ProtocolError, DDictTimeoutError) as error:
             raise ConnectionLostError(f"the coordinator is not at its address any more: {error}") from error
         except ConnectionLostError as error:
@@ -120,11 +116,30 @@ def locator(configuration: Configuration, node: str | None = None) -> Places:
             raise
         return {manager: Place(*its) for manager, its in told}
 
-    return Places(own_node() if node is None else node, coordinator, ask)
+    return Locator(own_node() if node is None else node, coordinator, ask)
+
+
+def _locator_here(configuration: Configuration) -> Locator:
+    base = Path(configuration.base)
+    places = {each: Place("", str(base / f"m-{each}.sock"), "", 0) for each in range(configuration.managers)}
+    path = str(base / "c.sock")
+
+    def look(timeout_s: float) -> dict[int, Place]:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.setblocking(False)  # a coordinator that is stopped accepts nothing
+            try:
+                probe.connect(path)
+            except (ConnectionRefusedError, FileNotFoundError) as error:
+                raise DDictDestroyedError(f"it was destroyed, or its creator ended: {error}") from error
+            except BlockingIOError:
+                pass
+        return places
+
+    return Locator("", ("unix", path), look, places)
 
 
 def own_node() -> str:
-    """Id of the Ray node that this process is on; empty: of none."""
+    """Return the id of the Ray node that this process is on; empty: it is on none."""
     ray = sys.modules.get("ray")  # not imported for this: where it is not, it is not initialized
     if ray is None or not ray.is_initialized() or ray.util.client.ray.is_connected():
         return ""
@@ -132,49 +147,46 @@ def own_node() -> str:
 
 
 class Exchange:
-    """Requests over one connection, all of which must be done by ``deadline``."""
+    """Requests over one connection, all of which must be done by ``deadline``.
+
+    Attributes:
+        local: True if the manager is on this node, so that its memory can be mapped.
+        late: the newest cut that a write of this came late for; see `written`.
+    """
 
     def __init__(self, connection: Connection, deadline: float) -> None:
-        self._connection = connection
-        self._deadline = deadline
-        self.local = connection.local  # whether the manager is on this node, so that its memory can be mapped
-        self.late = -1  # the newest cut that a write of this came late for; see `written`
+        self._connection, self._deadline = connection, deadline
+        self.local, self.late = connection.local, -1
 
-    def request(self, operation: str, fields: dict[str, Any], blobs: Sequence[Buffer] = ()) -> Reply:
-        """One request; see `Connection.request`."""
+    def request(self, request: Request, *blobs: Buffer) -> Reply:
+        """Make one request; see `Connection.request`."""
         left = max(round(self._deadline - time.monotonic(), 3), 0.0)
-        reply = self._connection.request(operation, {**fields, "t": left}, blobs, timeout_s=left + GRACE_S)
+        reply = self._connection.request(*encode(request, left), blobs, timeout_s=left + GRACE_S)
         self.late = max(self.late, reply.fields.get("late", -1))
         return reply
+
+
+def _ignore() -> None:
+    """Do nothing."""
+
+
+def _raise(error: FlashpointError) -> None:
+    raise error
 
 
 class Links:
     """See the module. Thread-safe. Of no use in a forked child."""
 
-    def __init__(self, locator: Places, secret: bytes) -> None:
-        self._locator = locator
+    def __init__(self, locator: Locator, secret: bytes) -> None:
+        self.locator = locator
         self._secret = secret
         self._idle: defaultdict[int, list[Connection]] = defaultdict(list)  # each change is one step
         self._doubtful: set[int] = set()
         self._closed = False
 
-    def call(
-        self,
-        manager: int,
-        operation: str,
-        fields: dict[str, Any],
-        blobs: Sequence[Buffer] = (),
-        *,
-        deadline: float,
-        again: bool = True,
-        on_break: Callable[[], None] = _ignore,
-    ) -> Reply:
-        """Ask a manager one thing; see :meth:`attempt`."""
-
-        def action(exchange: Exchange) -> Reply:
-            return exchange.request(operation, fields, blobs)
-
-        return self.attempt(manager, action, deadline=deadline, again=again, on_break=on_break)
+    def call(self, manager: int, request: Request, *blobs: Buffer, deadline: float) -> Reply:
+        """Ask a manager one thing; see `attempt`."""
+        return self.attempt(manager, lambda exchange: exchange.request(request, *blobs), deadline=deadline)
 
     def attempt(
         self,
@@ -183,26 +195,31 @@ class Links:
         *,
         deadline: float,
         again: bool = True,
+        before: Callable[[], None] = _ignore,
         on_break: Callable[[], None] = _ignore,
+        on_refusal: Callable[[FlashpointError], None] = _raise,
     ) -> _Found:
         """Return what ``action`` returns, with one connection to a manager for its requests. Begin anew while the
         manager is away.
 
         Args:
-            manager: Its number.
-            action: Makes the requests. The manager is told how much time it has.
-            deadline: Until when to try.
-            again: Whether requests may be carried out twice: the connection can break after the manager has.
-            on_break: Called when a connection broke before the answer, and before anything else is asked: the request
+            manager: its number.
+            action: makes the requests. The manager is told how much time it has.
+            deadline: until when to try.
+            again: True if requests may be carried out twice: the connection can break after the manager has.
+            before: called before each try. May raise.
+            on_break: called when a connection broke before the answer, and before anything else is asked: the request
                 may still be carried out.
+            on_refusal: called with what the manager, or ``action``, refused with. Raises, unless to begin anew.
 
         Raises:
-            DDictManagerLostError: It was away all the time.
-            DDictTimeoutError: It did not answer in time.
-            FlashpointError: What it refused with.
+            DDictManagerLostError: it was away all the time.
+            DDictTimeoutError: it did not answer in time.
+            FlashpointError: what it refused with.
         """
         pause = _FIRST_PAUSE_S
         while True:
+            before()
             if self._closed:
                 raise DDictDestroyedError("the dictionary was destroyed, or this handle detached")
             try:
@@ -218,30 +235,26 @@ class Links:
                 self._drop_idle(manager)
                 left = deadline - time.monotonic()
                 if left <= pause or (isinstance(error, RequestLostError) and not again):
-                    who, hint = f"manager {manager}", _MANAGER_AWAY
-                    if manager == COORDINATOR:
-                        who, hint = "the coordinator", _COORDINATOR_AWAY
-                    why = f"{who} is not there: {error.message}"
-                    raise DDictManagerLostError(why, manager=manager, hint=hint) from error
+                    raise _away(manager, error) from error
+            except FlashpointError as error:
+                on_refusal(error)
+                continue
             time.sleep(min(pause, left))  # it is being started anew; there is no event to wait for from outside
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _take(self, manager: int, timeout_s: float) -> Connection:
         idle = self._idle[manager]
-        try:
+        with contextlib.suppress(IndexError):  # another thread has taken the last one
             while idle:
                 if not (link := idle.pop()).closed:
                     return link
-        except IndexError:
-            pass  # another thread has taken the last one
         return self.connect(manager, timeout_s)
 
     def connect(self, manager: int, timeout_s: float) -> Connection:
-        """A new connection, which is in no pool. Raises `ConnectionLostError`: nobody is there; `DDictTimeoutError`: no
-        answer in time."""
+        """Return a new connection, which is in no pool. Raises `ConnectionLostError`: nobody is there;
+        `DDictTimeoutError`: no answer in time."""
         deadline = time.monotonic() + timeout_s
-        doubtful = manager in self._doubtful
-        address = self._locator.find(manager, timeout_s, anew=doubtful)
+        address = self.locator.find(manager, timeout_s, anew=manager in self._doubtful)
         self._doubtful.add(manager)  # until it answers
         if address is None:
             raise ConnectionLostError(f"manager {manager} is not anywhere")
@@ -256,8 +269,8 @@ class Links:
                 raise DDictDestroyedError(f"another dictionary is at the address of this one: {error}") from error
             raise
         try:
-            reply = connection.request("hello", {}, timeout_s=max(deadline - time.monotonic(), 0.05))
-            if reply.fields["manager"] != manager:
+            left = max(deadline - time.monotonic(), 0.05)
+            if connection.request(*encode(Hello(), left), timeout_s=left).fields["manager"] != manager:
                 raise ConnectionLostError(f"manager {manager} is not at its address any more")
             self._doubtful.discard(manager)
             return connection
@@ -274,7 +287,7 @@ class Links:
             self.close()  # which has not seen it
 
     def _drop_idle(self, manager: int) -> None:
-        """The others lead to the same process, which is gone."""
+        """Drop the others, which lead to the same process, which is gone."""
         self._doubtful.add(manager)
         idle = self._idle[manager]
         with contextlib.suppress(IndexError):  # another thread has taken the last one
@@ -286,3 +299,10 @@ class Links:
         self._closed = True
         for manager in list(self._idle):
             self._drop_idle(manager)
+
+
+def _away(manager: int, error: ConnectionLostError) -> DDictManagerLostError:
+    who, hint = (
+        ("the coordinator", _COORDINATOR_AWAY) if manager == COORDINATOR else (f"manager {manager}", _MANAGER_AWAY)
+    )
+    return DDictManagerLostError(f"{who} is not there: {error.message}", manager=manager, hint=hint)

@@ -1,25 +1,27 @@
-"""What `flashpoint doctor` looks at on the node that it runs on.
+"""`flashpoint doctor`: findings on this node. No check changes anything or imports torch.
 
-Owns one function for each thing, none of which changes anything or imports torch. What they judge by is the engine's
-wherever it has a rule of its own: whose folders it trusts, what counts as memory, at which address peers reach it.
+They judge by the engine's own rules: whose folders it trusts, which filesystems are memory, at which address peers
+reach it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import importlib.metadata
 import os
 import platform
 import resource
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 import ml_flashpoint
-from ml_flashpoint.cli.base_view import format_bytes
-from ml_flashpoint.cli.doctor.finding import BAD, NOTE, OK, Finding
+from ml_flashpoint.cli.output import bytes_text
 from ml_flashpoint.extras import DISTRIBUTION
 from ml_flashpoint.format import knobs
 from ml_flashpoint.format.errors import FlashpointError
@@ -33,7 +35,9 @@ from ml_flashpoint.memory.capacity import (
 )
 from ml_flashpoint.net.reachable import reachable_host
 
-_MOUNT = "mount -t tmpfs -o size=200g,mode=1777 tmpfs /mnt/mlf-jobs, and take a folder in it (see: flashpoint plan)"
+OK, NOTE, BAD = "ok", "note", "bad"
+"""Levels: as it should be; could be better, or cannot be told; a job will fail, or not be what it is for."""
+
 _LEAST_FILES = 4096
 _OLDEST_TORCH = (2, 6)
 _STA_UNSYNC = 0x0040
@@ -41,8 +45,46 @@ _TIMEX_BYTES = 256  # a struct timex, and more
 _TIMEX_STATUS = 40  # where its status is, on 64 bits: after an int, padding and four longs
 
 
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was examined.
+
+    Attributes:
+        check: its name, in a word or two.
+        level: `OK`, `NOTE` or `BAD`.
+        text: the finding.
+        mend: what to do about it; empty where nothing is to be done.
+    """
+
+    check: str
+    level: str
+    text: str
+    mend: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Finding:
+        """Return the finding of another node."""
+        return cls(*(str(told[field.name]) for field in dataclasses.fields(cls)))
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """A node, or "between nodes", and its findings, in the order in which they are shown."""
+
+    name: str
+    findings: tuple[Finding, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {"name": self.name, "findings": [each.to_json() for each in self.findings]}
+
+
 def examine(base: Path) -> tuple[Finding, ...]:
-    """Everything there is to look at on this node, for a base container that need not exist yet."""
+    """Return all findings on this node, for a base container that need not exist yet."""
     found: list[Finding] = []
     for check in _CHECKS:
         try:
@@ -79,12 +121,15 @@ def _filesystem(base: Path) -> Iterator[Finding]:
     parent = existing_parent(base)
     point, kind, options = mount_of(parent)
     if not is_memory(parent):
-        yield Finding("filesystem", BAD, f"{base} is on {kind}, mounted at {point}: no memory", _MOUNT)
+        half = psutil.virtual_memory().total // 2 >> 30 or 1
+        mend = f"mount -t tmpfs -o size={half}g,mode=1777 tmpfs /mnt/mlf-jobs, and take a folder in it"
+        text = f"{base} is on {kind}, mounted at {point}: no memory"
+        yield Finding("filesystem", BAD, text, f"{mend} (see: flashpoint plan)")
         return
     size, free, limit = most_bytes(parent), available_bytes(parent), memory_left()
-    text = f"{kind} at {point}: {format_bytes(size)}, {format_bytes(free)} of it to be had now"
+    text = f"{kind} at {point}: {bytes_text(size)}, {bytes_text(free)} of it to be had now"
     if limit is not None:
-        text += f"; the container may take {format_bytes(limit)} more"
+        text += f"; the container may take {bytes_text(limit)} more"
     if free < size / 2:
         mend = f"see what lies there: du -sh {point}/*; and flashpoint plan for what a job needs"
         yield Finding("filesystem", NOTE, text, mend)
@@ -105,9 +150,7 @@ def _swap(never: bool) -> Finding:
     if not total or never:
         return Finding("swap", OK, "tmpfs is mounted with noswap" if total else "there is none")
     mend = "swapoff -a, or mount the tmpfs with noswap (Linux 6.4 or newer)"
-    return Finding(
-        "swap", NOTE, f"{format_bytes(total)}: checkpoints may be written to disk when memory is short", mend
-    )
+    return Finding("swap", NOTE, f"{bytes_text(total)}: checkpoints may be written to disk when memory is short", mend)
 
 
 def _limits(base: Path) -> Iterator[Finding]:
@@ -116,9 +159,9 @@ def _limits(base: Path) -> Iterator[Finding]:
     if locked == resource.RLIM_INFINITY:
         yield Finding("locked memory", OK, "unlimited")
     elif not gpus:
-        yield Finding("locked memory", OK, f"{format_bytes(locked)}, and no NVIDIA GPU here that would need more")
+        yield Finding("locked memory", OK, f"{bytes_text(locked)}, and no NVIDIA GPU here that would need more")
     else:
-        text = f"{format_bytes(locked)}: where page-locking is refused, saves go through a buffer"
+        text = f"{bytes_text(locked)}: where page-locking is refused, saves go through a buffer"
         mend = "ulimit -l unlimited; LimitMEMLOCK=infinity (systemd); --ulimit memlock=-1 (Docker)"
         yield Finding("locked memory", NOTE, text, mend)
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -147,7 +190,7 @@ def _network(base: Path) -> Iterator[Finding]:
 
 
 def _route(host: str, master: str | None) -> Finding:
-    """Whether the interface that peers will use is the fastest one."""
+    """Compare the interface that peers will use with the fastest one."""
     names = [name for name, each in psutil.net_if_addrs().items() if any(a.address == host for a in each)]
     stats = psutil.net_if_stats()
     if master is None and not os.environ.get("FLASHPOINT_HOST"):
@@ -189,7 +232,6 @@ def _versions(base: Path) -> Iterator[Finding]:
 
 
 def _version_of(distribution: str) -> str | None:
-    """The version that is installed, without importing it; None if it is not."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -197,7 +239,6 @@ def _version_of(distribution: str) -> str | None:
 
 
 def _variables(base: Path) -> Iterator[Finding]:
-    """Variables that cannot be used: else a job finds out when it needs them."""
     bad = []
     for knob in (
         knobs.transfer_deadline_s,

@@ -1,7 +1,7 @@
-"""What `flashpoint doctor` finds between the nodes of a job, when it is launched as the job is.
+"""`flashpoint doctor`: findings between the nodes of a job, when it is launched as the job is.
 
-Owns the measurement: versions of its own, in a base container beside the job's, saved and copied as the job's
-are: by the same addresses, authentication, connections and digests. What is not measured here is the device.
+They are measured with versions of its own, in a base container beside the job's, which are saved and copied as the
+job's are: by the same addresses, authentication, connections and digests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import ml_flashpoint
 from ml_flashpoint import events
-from ml_flashpoint.cli.doctor.finding import BAD, NOTE, OK, Examined, Finding
+from ml_flashpoint.cli.examination import BAD, NOTE, OK, Examined, Finding
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.extras import DISTRIBUTION
 from ml_flashpoint.format.errors import FlashpointError, ReplicationError
@@ -39,11 +39,10 @@ _SLOTS = 8  # of a rank with one copy to hold, at most, and to spare
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What a rank says of its copies.
+    """Copies of a rank.
 
     Attributes:
-        rank: which.
-        node: its node.
+        rank, node: the rank, and its node.
         to: nodes that hold its copies.
         gbs: GB/s of 1e9 bytes that were acknowledged, at best; 0.0 if none were.
         error: why there are none; empty if there are.
@@ -57,13 +56,13 @@ class Sent:
 
 
 def examine_all(base: Path, mine: Sequence[Finding], *, megabytes: int, deadline_s: float) -> list[Examined]:
-    """What was found on each node, and then between them: the same on all ranks. Collective.
+    """Return the findings on each node, and then between them: the same on all ranks. Collective.
 
     Args:
         base: the job's base container, on this node. It is left alone.
-        mine: what was found on this node.
-        megabytes: that each rank saves, at most.
-        deadline_s: for which ranks wait for each other.
+        mine: findings on this node.
+        megabytes: most that each rank saves.
+        deadline_s: seconds for which ranks wait for each other.
 
     Raises:
         FlashpointError: ranks do not come together.
@@ -118,7 +117,7 @@ def _compare_versions(told: Sequence[dict[str, Any]]) -> Iterator[Finding]:
 
 
 def _compare_clocks(ranks: RankGroup) -> Finding:
-    """How far clocks are apart: all ranks look at theirs when they leave a collective, at about the same moment."""
+    """Compare clocks: all ranks read theirs when they leave a collective, at about the same moment."""
     rounds = []
     for _ in range(_ROUNDS):
         ranks.gather(b"")
@@ -133,7 +132,7 @@ def _compare_clocks(ranks: RankGroup) -> Finding:
 
 
 def _send(base: Path, ranks: RankGroup, megabytes: int, deadline_s: float) -> list[Sent]:
-    """Has every rank save a few versions, and tells how fast their copies came to be."""
+    """Have every rank save a few versions, and return how fast they were copied."""
     beside = base.with_name(f"{base.name}-doctor")
     here = len(ranks.topology.ranks_of(ranks.node))
     size = max(1, min(megabytes * 1_000_000, available_bytes(beside) // (_SLOTS * here)))
@@ -180,7 +179,7 @@ def _noted(errors: list[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _removed_afterwards(folder: Path, ranks: RankGroup) -> Iterator[None]:
-    """Removes a folder that is made meanwhile, and those on the way to it, when no rank uses it any more."""
+    """Remove a folder that is made meanwhile, and those on the way to it, when no rank uses it any more."""
     before = existing_parent(folder)
     ranks.gather(b"")
     try:
@@ -197,7 +196,7 @@ def _removed_afterwards(folder: Path, ranks: RankGroup) -> Iterator[None]:
 
 
 def _judge(sent: Sequence[Sent]) -> Iterator[Finding]:
-    """One finding for each node: whom it reaches, how fast, and whether that is much slower than others."""
+    """Yield a finding for each node: the nodes that it reaches, how fast, and if others are much faster."""
     by_node: dict[str, list[Sent]] = {}
     for each in sent:
         by_node.setdefault(each.node, []).append(each)

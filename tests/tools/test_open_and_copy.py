@@ -72,7 +72,7 @@ def test_what_other_tools_map_shows_later_steps(job: _Job) -> None:
 def test_an_open_version_stays_what_it_was(job: _Job) -> None:
     with open_version(job.base) as version:
         tensor, array = version.tensor(0, _KEY), version.numpy(0, _KEY)
-        assert (version.step, version.missing_ranks) == (2, [])
+        assert (version.step, list(version.manifests)) == (2, [0])
         assert _KEY in list(version.keys(0))
         job.save(6)
         assert _is_all(tensor, 2)
@@ -109,7 +109,7 @@ def test_a_version_that_is_not_whole_here_is_taken_only_if_asked_for(tmpfs: Path
     with pytest.raises(ObjectNotFoundError, match=r"ranks 1, 2, 3 of 4 are missing.*--partial"):
         open_version(base)
     with open_version(base, partial=True) as version:
-        assert version.missing_ranks == [1, 2, 3]
+        assert list(version.manifests) == [0]
 
 
 # ---- copies -------------------------------------------------------------------------------------------------------

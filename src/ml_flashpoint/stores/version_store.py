@@ -153,9 +153,9 @@ class VersionStore(ABC):
     def _manifest(self, name: str) -> Manifest:
         path = self.files.path_of(name)
         manifest = decode(self.files.read(name, limit=MAX_MANIFEST_BYTES), path)
-        only_object(manifest, path)
-        if SaveId.of(manifest) is None:
-            raise ManifestError("this is no part of a training job", rank=manifest.rank, path=path)
+        own = object_name(manifest.rank, manifest.save_id)
+        if SaveId.of(manifest) is None or [record.name for record in manifest.objects] != [own]:
+            raise ManifestError("a part must have one object, named after it", rank=manifest.rank, path=path)
         return manifest
 
     def check_size(self, manifest: Manifest) -> None:
@@ -230,13 +230,6 @@ def save_of_part(manifest: Manifest) -> SaveId:
     save = SaveId.of(manifest)
     assert save is not None  # checked where it was read
     return save
-
-
-def only_object(manifest: Manifest, path: str | None = None) -> ObjectRecord:
-    """Return the one object of a part. Raise a `ManifestError` if it has others."""
-    if [record.name for record in manifest.objects] != [object_name(manifest.rank, manifest.save_id)]:
-        raise ManifestError("the part has not one object of its own name", rank=manifest.rank, path=path)
-    return manifest.objects[0]
 
 
 # ---- objects --------------------------------------------------------------------------------------------------------
@@ -365,15 +358,14 @@ def stored_object(manifest: Manifest, stores: Sequence[VersionStore]) -> StoredO
                 gone = isinstance(error, (DigestMismatchError, ObjectNotFoundError)) and not store.has(
                     save, manifest.rank
                 )
-                failures.append(_pruned(manifest, path) if gone else error)
+                text = "the version was pruned while it was read"
+                pruned = PrunedError(
+                    text, step=save.step, rank=manifest.rank, path=path, hint="read the newest version"
+                )
+                failures.append(pruned if gone else error)
             if len(failures) < len(stores):
                 _log.warning("rank %d: taking another copy: %s", manifest.rank, failures[-1])
         # What cannot be read just now may be sound: no reason for an older version.
         raise next((error for error in failures if not is_damage(error)), failures[0])
 
     return StoredObject(record, read, stores[0].path_of(manifest))
-
-
-def _pruned(manifest: Manifest, path: str) -> PrunedError:
-    text = "the version was pruned while it was read"
-    return PrunedError(text, step=manifest.step, rank=manifest.rank, path=path, hint="read the newest version")

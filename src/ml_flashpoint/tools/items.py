@@ -52,11 +52,6 @@ class OpenVersion:
         self.manifests: dict[int, Manifest] = {rank: part.manifest for rank, part in parts.items()}
         self._objects = {rank: part.object for rank, part in parts.items()}
 
-    @property
-    def missing_ranks(self) -> list[int]:
-        """Ranks whose parts are not here."""
-        return [rank for rank in range(self.world_size) if rank not in self.manifests]
-
     def object(self, rank: int) -> StoredObject:
         """Return the object of a rank. Raise an `ObjectNotFoundError` if it is not here."""
         if rank not in self._objects:

@@ -321,7 +321,7 @@ def _read_base(store: BaseContainer) -> View:
         looked = [(each, tuple(part for part in look_at(store, each) if not part.removed)) for each in listed]
         found = [(version, parts) for version, parts in looked if parts]
         # A job that saves every few milliseconds may have removed all that was listed, and have newer ones.
-        if found or not listed:
+        if found:
             break
     ranks = {each.rank: each for each in read_ranks(store.base)}
     record = newest_begun(store.records())

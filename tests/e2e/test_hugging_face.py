@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,7 @@ pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
 from tests.support import warm
-from tests.support.cluster import Cluster
+from tests.support.cluster import REPOSITORY, Cluster, free_port
 
 # Steps after which rank 0 is killed: in the midst of an epoch, before its last step, and after it.
 KILLS = {
@@ -58,3 +62,33 @@ def test_killed_run_is_the_undisturbed_run(tmpfs: Path, kind: str) -> None:
             for name in undisturbed.keys() - {"losses"}:
                 assert resumed[name] == undisturbed[name], name
             assert resumed["failures"] == 0
+
+
+def test_the_trainers_example_goes_on(tmpfs: Path) -> None:
+    example = REPOSITORY / "examples" / "transformers" / "train_gpt.py"
+    args = ["--base", tmpfs / "job", "--steps", 24, "--die-at", 14]
+    with Cluster(
+        tmpfs, example, ranks_per_node=2, args=args, torchrun=True, max_restarts=2, preload=warm.HUGGING_FACE
+    ) as cluster:
+        cluster.wait(timeout_s=200)
+        output = cluster.outputs()[0]
+    assert "starting anew" in output
+    assert "rank 0 kills itself" in output
+    assert re.search(r"resumed at step 1[34] from memory", output)
+    assert "train_loss" in output
+
+
+@pytest.mark.timeout(240)
+def test_accelerates_example_goes_on_under_its_launcher(tmpfs: Path) -> None:
+    """Started as a user starts it, cold."""
+    example = REPOSITORY / "examples" / "accelerate" / "train_gpt.py"
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    launch += ["--max_restarts", "2", "--main_process_port", str(free_port()), str(example)]
+    args = ["--base", str(tmpfs / "job"), "--steps", "24", "--die-at", "14"]
+    ours = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ended = subprocess.run([*launch, *args], env=os.environ | ours, capture_output=True, text=True, timeout=220)
+    assert ended.returncode == 0, ended.stderr
+    assert "starting anew" in ended.stdout
+    assert "rank 0 kills itself" in ended.stdout
+    assert re.search(r"going on from step 1[34]", ended.stdout)
+    assert "step 20: loss" in ended.stdout

@@ -48,12 +48,12 @@ from ml_flashpoint.format.errors import (
 from ml_flashpoint.format.failure_kinds import Blame
 from ml_flashpoint.format.knobs import seal_deadline_s
 from ml_flashpoint.format.save_id import SaveId
-from ml_flashpoint.state.packed_state import PACKED, item_bytes
+from ml_flashpoint.state.packed_state import item_bytes, rank_key
 from ml_flashpoint.state.plan import Captured, Offer, Share
 from ml_flashpoint.state.planner import TrackedLoadPlanner
 from ml_flashpoint.state.random_numbers import capture_rng_state, restore_rng_state
 from ml_flashpoint.state.resharding import Resharding
-from ml_flashpoint.state.tracked import Reshard, Stateful, TrackedState, checked_reshard, rank_key
+from ml_flashpoint.state.tracked import Reshard, Stateful, TrackedState, checked_reshard
 from ml_flashpoint.state.tree import Tree
 from ml_flashpoint.status import Recovery, Source
 
@@ -488,30 +488,24 @@ class _Load:
         reader = MemoryStorageReader(version, self._checkpointer, safe_globals=self._safe_globals, trust_bytes=True)
         ranks, tracked, step = self._ranks, self._tracked, partial(self._joint.step, version)
         metadata = step(reader.read_metadata)
-        target = step(lambda: tracked.target(metadata))
+        reader.set_up_storage_reader(metadata, ranks.rank == 0)
+        read = tracked.reads(reader, path=str(version), allowed=self._safe_globals)
+        target = step(lambda: tracked.target(metadata, read))
         change = None
         if target.saved_by != ranks.world_size:
             keep = self._checkpointer.config.on_world_size_change == "keep"
             change = Resharding(tracked, target, version, safe_globals=self._safe_globals, keep=keep)
-            step(lambda: change.read(reader, metadata))
-            reports = ranks.gather(change.report)
+            reports = ranks.gather(step(lambda: change.read(reader, metadata)))
             step(lambda: change.decide(reports))
-            if change.handed is not None:
-                handed = ranks.gather(change.handed)
-                step(lambda: change.take(handed))
-        planner = TrackedLoadPlanner(
-            target.structured, path=str(version), safe_globals=self._safe_globals, device_of=tracked.device_of()
-        )
+        planner = TrackedLoadPlanner(target.structured, path=str(version), safe_globals=self._safe_globals)
         left = step(lambda: planner.plan(target.state, metadata))
         left_on_all = set.intersection(*(set(json.loads(blob)) for blob in ranks.gather(json.dumps(left).encode())))
         step(lambda: planner.check_left(left_on_all))
 
         def load_and_apply() -> None:
-            reader.set_up_storage_reader(metadata, ranks.rank == 0)
+            states = read(rank_key(target.source_rank), target.packed)
             planner.load(reader)
-            states = {} if change is None else change.states
-            own = {f"{PACKED}.{rank_key(target.source_rank)}.{name}": state for name, state in states.items()}
-            tracked.apply(target, {**planner.packed, **own})
+            tracked.apply(target, states | ({} if change is None else change.states))
 
         step(load_and_apply, touched=lambda: planner.touched)
 

@@ -34,8 +34,7 @@ class Job:
             at += source.nbytes
         begin = memory.data_ptr()
         if locked:
-            for first, last in pinned.slices(begin, begin + memory.nbytes):
-                pinned._process.locked.setdefault(first // pinned.SLICE, {})[first] = last
+            pinned._process.locked[begin] = begin + memory.nbytes
         self.changes: list[bool] = []
 
     def save(self) -> LateCopy:

@@ -66,7 +66,7 @@ def test_a_mapping_is_locked_by_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_locked(begin, 1)
     assert lock.extend()
     assert is_locked(begin, SLICE - 8192)
-    assert not is_locked(begin, SLICE)
+    assert not is_locked(begin, SLICE), "of which all but a part is in the next slice"
     assert not is_locked(8 * SLICE, 1)
     lock_all(lock)
     assert lock.is_whole
@@ -102,17 +102,6 @@ def test_a_refusal_is_drained_remembered_and_said_once(
     assert "CUDA error 2" in caplog.text
     assert is_locked(0, SLICE)
     assert not is_locked(SLICE, 1)
-
-
-def test_what_an_earlier_mapping_has_left_is_unlocked(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = PlayedRuntime()
-    play(monkeypatch, runtime)
-    runtime.locked[2 * SLICE] = 4096
-    lock = PageLock(2 * SLICE, SLICE)
-    lock_all(lock)
-    assert lock.is_whole
-    assert runtime.locked == {2 * SLICE: SLICE}
-    assert runtime.last_error() == 0
 
 
 def test_memory_that_cuda_takes_for_something_else_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,8 +28,7 @@ def _small_borders(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lock(begin: int, end: int) -> None:
-    for first, last in pinned.slices(begin, end):
-        pinned._process.locked.setdefault(first // SLICE, {})[first] = last
+    pinned._process.locked[begin] = end
 
 
 class Arena:

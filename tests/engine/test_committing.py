@@ -259,8 +259,7 @@ def test_a_late_copy_is_awaited_and_checked_before_the_object_is_sealed(
 
         def take(size: int, old: Slot | None = None, *, exact: bool = False) -> Slot:
             slot = some.take(size, old, exact=exact)
-            for first, last in pinned.slices(slot.address, slot.address + slot.size):
-                pinned._process.locked.setdefault(first // pinned.SLICE, {})[first] = last
+            pinned._process.locked[slot.address] = slot.address + slot.size
             return slot
 
         writer, late = PartWriter(), LateCopy([0], lambda: None)

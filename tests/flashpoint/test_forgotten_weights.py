@@ -35,17 +35,6 @@ def _with_the_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> Track
     return {"model": model, "optimizer": optimizer}
 
 
-def _with_what_holds_it(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tracked:
-    class Holder:
-        def state_dict(self) -> dict[str, Any]:
-            return {"of": [{name: value.clone() for name, value in model.state_dict().items()}]}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            model.load_state_dict(state["of"][0])
-
-    return {"holder": Holder(), "optimizer": optimizer}
-
-
 @pytest.mark.parametrize(
     ("tracked", "said"),
     [
@@ -53,7 +42,6 @@ def _with_what_holds_it(model: nn.Module, optimizer: torch.optim.Optimizer) -> T
         (_with_all_but_the_model, True),
         (_with_another_model, True),
         (_with_the_model, False),
-        (_with_what_holds_it, False),
     ],
 )
 def test_weights_that_are_not_saved(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections import Counter, UserDict
 from typing import Any
 
 import pytest
@@ -20,11 +19,6 @@ from ml_flashpoint.state.packed_state import PackedState, item_bytes
 from ml_flashpoint.state.plan import Offer, Share
 from ml_flashpoint.state.tree import Tree
 
-
-class _Unknown(UserDict[str, Any]):
-    """A mapping that torch's pytree does not know, and DCP goes into."""
-
-
 _tensors = st.builds(
     lambda shape, dtype: torch.zeros(shape, dtype=dtype),
     st.sampled_from([(), (2,), (3,), (2, 3), (0,)]),
@@ -34,15 +28,10 @@ _values = st.one_of(
     _tensors,
     st.integers(0, 1),
     st.sampled_from(["a", 0.5, None]),
-    st.lists(st.integers(0, 1), max_size=2),
-    st.tuples(st.integers(0, 1)),
 )
 _inner: Any = st.recursive(
     _values,
-    lambda each: st.one_of(
-        st.dictionaries(st.sampled_from("xyz"), each, max_size=3),
-        st.lists(each, max_size=2),
-    ),
+    lambda each: st.dictionaries(st.sampled_from("xyz"), each, max_size=3),
     max_leaves=6,
 )
 _states = st.dictionaries(st.sampled_from("abc"), _inner, min_size=1, max_size=3)
@@ -106,14 +95,14 @@ def test_what_is_captured_is_the_state(state: dict[str, Any]) -> None:
         lambda state: state.update(c=1),
         lambda state: state.pop("b"),
         lambda state: state.update(b=state.pop("b"), a=state.pop("a")),
-        lambda state: state["a"].append(torch.ones(1)),
+        lambda state: state["a"].update(n=torch.ones(1)),
         lambda state: state.update(b=torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
     ],
     ids=["shape", "dtype", "layout", "kind", "quantized", "more", "less", "order", "longer", "nested"],
 )
 def test_another_structure_is_noticed(change: Any) -> None:
     def state() -> dict[str, Any]:
-        return {"a": [torch.ones(2)], "b": torch.ones(3)}
+        return {"a": {"m": torch.ones(2)}, "b": torch.ones(3)}
 
     offer, changed = _offer(state()), state()
     assert offer.is_of(Tree(changed))
@@ -140,43 +129,6 @@ def test_the_plan_is_the_same_object_while_nothing_but_content_changes() -> None
     assert share.capture(Tree({"a": one, "b": one, "n": 2})).plan is tied
 
 
-def test_values_are_encoded_anew_only_where_they_differ() -> None:
-    state: dict[str, Any] = {"a": 1, "b": [0.0], "c": {"d": (1, 2)}, "s": {1, 2}}
-    share, tree = _share(state)
-    written = list[str]()
-
-    def encode(fqn: str, value: Any) -> bytes:
-        written.append(fqn)
-        return repr(value).encode()
-
-    _, first = share.named(share.capture(tree), [], encode)
-    written.clear()
-    assert share.named(share.capture(Tree(state)), [], encode)[1] == first
-    assert written == ["s"], "of which nothing cheap tells that it is equal"
-    written.clear()
-    state.update(a=True, b=[-0.0])
-    _, items = share.named(share.capture(Tree(state)), [], encode)
-    assert written == ["a", "b", "s"]
-    assert dict(items)["a"] == b"True"
-    assert dict(items)["b"] == b"[-0.0]"
-
-
-def test_tensors_in_containers_that_are_not_compared_are_planned_anew_each_time() -> None:
-    state = {"a": _Unknown(b=torch.ones(2), n=3)}
-    share, tree = _share(state)
-    state["a"]["b"] = torch.full((2,), 2.0)
-    tensors, items = share.named(captured := share.capture(tree), [each for _, each in captured.tensors], item_bytes)
-    assert torch.equal(dict(tensors)["a.b"], torch.full((2,), 2.0))
-    assert [key for key, _ in items] == ["a.n"]
-    assert not _offer(state).is_of(Tree(state))
-
-
-@pytest.mark.parametrize("kind", [_Unknown, Counter, type("Words", (dict,), {})])
-def test_containers_that_are_not_compared_may_grow(kind: Any) -> None:
-    offer = _offer({"a": {"b": kind(n=3)}})
-    assert not offer.is_of(Tree({"a": {"b": kind(n=3, more=4)}}))
-
-
 def test_tied_tensors_are_taken_once_until_they_are_no_more() -> None:
     one = torch.ones(3)
     state = {"a": one, "b": one, "c": torch.zeros(3), "d": one[:2]}
@@ -190,14 +142,12 @@ def test_tied_tensors_are_taken_once_until_they_are_no_more() -> None:
 
 
 def test_values_are_as_they_were_when_they_were_taken() -> None:
-    state: dict[str, Any] = {"a": [1, [2]], "p": PackedState(b"abc"), "s": torch.eye(2).to_sparse()}
+    state: dict[str, Any] = {"p": PackedState(b"abc"), "s": torch.eye(2).to_sparse()}
     share, tree = _share(state)
     captured = share.capture(tree)
-    state["a"][1].append(3)
     state["s"].values().zero_()
     _, items = share.named(captured, [], lambda fqn, value: repr(getattr(value, "value", value)).encode())
     content = dict(items)
-    assert content["a"] == b"[1, [2]]"
     assert content["p"] == b"b'abc'"
     assert b"1., 1." in content["s"]
 
@@ -217,14 +167,6 @@ def test_what_cannot_be_saved_is_told_by_name() -> None:
             _share({"a": {"b": tensor}})
     share, tree = _share({"a": {"b": torch.empty(3, device="meta")}})
     with pytest.raises(NotStagedError, match=r"'a\.b'"):
-        share.capture(tree)
-
-    class Uncopied:
-        def __deepcopy__(self, memo: object) -> object:
-            raise ValueError("not me")
-
-    share, tree = _share({"a": Uncopied()})
-    with pytest.raises(SaveError, match=r"'a' cannot be saved.*not me"):
         share.capture(tree)
 
 

@@ -65,6 +65,6 @@ class PlayedRuntime:
 def play(monkeypatch: pytest.MonkeyPatch, runtime: PlayedRuntime, device: int | None = 1) -> None:
     """Have this process use CUDA, as far as page-locking asks."""
     process = pinned._Process()
-    process._runtime, process.device = runtime, device
+    process.runtime, process.device = runtime, device
     monkeypatch.setattr(pinned, "_process", process)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

@@ -1,10 +1,11 @@
 """The copy on the CPU: a list of tensors into a list of others, in few calls of torch, by as many threads as help.
 
-The pieces that the threads take are those that digests follow. Tensors on devices are the business of `transfers`.
+The pieces that the threads take are those that digests follow. For tensors on devices see `transfers`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -12,11 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 
 import torch
 
 from ml_flashpoint.copy import cuda
+from ml_flashpoint.copy.dtypes import as_integers
 from ml_flashpoint.copy.transfers import copy_through_streams
 from ml_flashpoint.format import knobs
 from ml_flashpoint.format.digest import run_on_pool
@@ -25,18 +26,6 @@ from ml_flashpoint.format.errors import InvalidArgumentError, LoadError
 PIECE = 8 << 20
 """Bytes that one thread copies at a time."""
 _MAX_THREADS = 8  # more do not help: memory bandwidth is used up
-_NO_KERNEL = frozenset(
-    dtype
-    for name in (
-        "float4_e2m1fn_x2", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2",
-        *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
-    )
-    if isinstance(dtype := getattr(torch, name, None), torch.dtype)
-)  # fmt: skip
-"""dtypes for which some torch has no copy kernel: they are copied as integers of the same size."""
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_dtype = attrgetter("dtype")
-
 OnCopied = Callable[[int, int], None]
 
 
@@ -135,20 +124,15 @@ def copy_all(
     Raises:
         LoadError: elements of a target share memory, and the source has different values for them.
     """
-    if len(targets) != len(sources):
-        raise InvalidArgumentError("must be as many as the targets", argument="sources", value=len(sources))
     if not all(map(torch.Tensor.is_contiguous, targets)):
         targets, sources = _copy_overlapping(targets, sources)
         pieces = None
-    if pieces is None:
-        pieces = cut(target.nbytes for target in targets)
-    nbytes = pieces[-1].done if pieces else 0
     if cuda.are_on_devices(itertools.chain(sources, targets)):
         copy_through_streams(targets, sources, _copy_on_host)
-        if on_copied is not None and pieces:
-            on_copied(0, nbytes)
+        if on_copied is not None and targets:
+            on_copied(0, sum(target.nbytes for target in targets))
         return
-    _do_all(_jobs(targets, sources, pieces, on_copied), threads_for(nbytes))
+    _copy_on_host(targets, sources, on_copied, pieces)
 
 
 def cpu_clone(tensor: torch.Tensor) -> torch.Tensor:
@@ -163,9 +147,15 @@ def cpu_clones(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return clones
 
 
-def _copy_on_host(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    pieces = cut(target.nbytes for target in targets)
-    _do_all(_jobs(targets, sources, pieces, None), threads_for(pieces[-1].done if pieces else 0))
+def _copy_on_host(
+    targets: Sequence[torch.Tensor],
+    sources: Sequence[torch.Tensor],
+    on_copied: OnCopied | None = None,
+    pieces: Sequence[Piece] | None = None,
+) -> None:
+    if pieces is None:
+        pieces = cut(target.nbytes for target in targets)
+    _do_all(_jobs(targets, sources, pieces, on_copied), threads_for(pieces[-1].done if pieces else 0))
 
 
 def _jobs(
@@ -198,21 +188,23 @@ def _jobs(
 
 def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy tensors on the CPU by one call of torch."""
+    if not targets:
+        return
     _check_memory(targets, "targets")
     _check_memory(sources, "sources")
-    if not _NO_KERNEL.isdisjoint(map(_dtype, targets)):
-        # Only where no conversion is asked for: torch has none either, and says so.
-        pairs = [
-            (_bits(to), _bits(of)) if to.dtype in _NO_KERNEL and of.dtype == to.dtype else (to, of)
-            for to, of in zip(targets, sources, strict=True)
-        ]
-        targets, sources = [to for to, _ in pairs], [of for _, of in pairs]
     with torch.no_grad():
-        if any(map(torch.Tensor.is_conj, targets)) or any(map(torch.Tensor.is_neg, targets)):
-            for target, source in zip(targets, sources, strict=True):  # `_foreach_copy_` refuses lazy targets
+        # `_foreach_copy_` refuses lazy targets, and torch has no kernels for some dtypes.
+        if not any(map(torch.Tensor.is_conj, targets)) and not any(map(torch.Tensor.is_neg, targets)):
+            with contextlib.suppress(NotImplementedError):
+                torch._foreach_copy_(list(targets), list(sources))
+                return
+        for target, source in zip(targets, sources, strict=True):
+            try:
                 target.copy_(source)
-        elif targets:
-            torch._foreach_copy_(list(targets), list(sources))
+            except NotImplementedError:
+                if target.dtype != source.dtype:
+                    raise
+                as_integers(target).copy_(as_integers(source))
 
 
 def _check_memory(tensors: Sequence[torch.Tensor], argument: str) -> None:
@@ -272,7 +264,7 @@ def _copy_overlapping(
     """Copy into the targets whose elements share memory, as those of an expanded one do. Return the other pairs."""
     others: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
     for target, source in zip(targets, sources, strict=True):
-        if may_overlap(target):
+        if _may_overlap(target):
             with torch.no_grad():
                 _write_by_place(target.detach(), source.detach().to(target))
         else:
@@ -281,7 +273,7 @@ def _copy_overlapping(
     return others
 
 
-def may_overlap(tensor: torch.Tensor) -> bool:
+def _may_overlap(tensor: torch.Tensor) -> bool:
     """Return False only if no two elements of a strided tensor share memory."""
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -298,7 +290,7 @@ def _write_by_place(target: torch.Tensor, source: torch.Tensor) -> None:
         target, source = target.conj(), source.conj()
     if target.is_neg():
         target, source = torch._neg_view(target), torch._neg_view(source)
-    to, of = _bits(target), _bits(source.resolve_conj().resolve_neg())
+    to, of = as_integers(target), as_integers(source.resolve_conj().resolve_neg())
     span = 1 + sum((size - 1) * stride for size, stride in zip(to.shape, to.stride(), strict=True))
     places = torch.arange(span, dtype=torch.int64, device=to.device).as_strided(to.shape, to.stride())
     to.as_strided((span,), (1,), to.storage_offset())[places.reshape(-1)] = of.reshape(-1)
@@ -308,9 +300,3 @@ def _write_by_place(target: torch.Tensor, source: torch.Tensor) -> None:
             " version has different values for them",
             hint="load into a tensor whose elements have memory of their own: clone() it, or contiguous()",
         )
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor, of any strides, as integers."""
-    real = torch.view_as_real(tensor) if tensor.dtype is torch.complex128 else tensor
-    return real.view(_INTEGERS[real.dtype.itemsize])

@@ -22,10 +22,7 @@ _POLL_S = 1e-3
 
 
 def in_use() -> bool:
-    """Return whether this process has CUDA initialised; False in its forked children, which cannot use it.
-
-    ``torch.cuda.is_available()`` would initialise the driver to find out.
-    """
+    """Return True if this process has CUDA initialised, without initialising the driver to find out."""
     found = sys.modules.get("torch")
     return found is not None and bool(found.cuda.is_initialized())
 
@@ -38,7 +35,7 @@ def device_count() -> int:
 
 
 def are_on_devices(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether any of these is on a CUDA device. Costs nothing where there is none."""
+    """Return True if any of these is on a CUDA device. Costs nothing where there is none."""
     return in_use() and any(tensor.is_cuda for tensor in tensors)
 
 
@@ -50,7 +47,7 @@ def indices(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def is_capturing() -> bool:
-    """Return whether this thread is capturing a CUDA graph."""
+    """Return True if this thread is capturing a CUDA graph."""
     return in_use() and bool(sys.modules["torch"].cuda.is_current_stream_capturing())
 
 

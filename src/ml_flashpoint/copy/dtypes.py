@@ -1,4 +1,4 @@
-"""The dtypes of the torch at hand, their names in `format.dtypes`, and tensors as bytes."""
+"""The dtypes of the torch at hand, their names in `format.dtypes`, and tensors as bytes and integers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from ml_flashpoint.format.errors import InvalidArgumentError, ObjectFormatError
 # Not every supported torch has every dtype.
 _DTYPES: Final = {name: getattr(torch, name) for name in ITEMSIZES if hasattr(torch, name)}
 _NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
+_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 STORABLE_DTYPES: Final = frozenset(_NAMES)
 """Dtypes of tensors that can be stored by their bytes alone: all but the quantized ones."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a storable dtype, such as ``float32``.
+    """Return the name of a storable dtype, such as ``float32``.
 
     Raises:
         InvalidArgumentError: the dtype is not storable.
@@ -38,7 +39,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of this name.
+    """Return the dtype of this name.
 
     Raises:
         ObjectFormatError: this torch has none.
@@ -52,14 +53,20 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor, as one dimension of uint8; no copy."""
+    """Return the memory of a contiguous tensor, as one dimension of uint8; no copy."""
     flat = tensor.detach().view(-1)
     # torch takes a single element for contiguous whatever its stride, and then has no view of it as bytes.
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a tensor, of any strides, as integers of its size."""
+    real = torch.view_as_real(tensor) if tensor.dtype is torch.complex128 else tensor
+    return real.view(_INTEGERS[real.dtype.itemsize])
+
+
 def octets_of(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The memory of a contiguous tensor on the CPU, as an array of bytes; no copy.
+    """Return the memory of a contiguous tensor on the CPU, as an array of bytes; no copy.
 
     ``tensor.numpy()`` would leave a mark: torch never again resizes a storage that NumPy has seen.
     """
@@ -70,5 +77,5 @@ def octets_of(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def described(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Key, dtype's name and shape of each, as `format.object_format` takes them."""
+    """Return key, dtype's name and shape of each, as `format.object_format` takes them."""
     return [(key, dtype_name(tensor.dtype), tuple(tensor.shape)) for key, tensor in tensors]

@@ -20,9 +20,8 @@ _WORD = 8
 class LateCopy:
     """A copy of CUDA tensors into page-locked memory that goes on after a save has returned.
 
-    The save starts it. The program's stream is held until it is over before anything may change a source
-    (:meth:`hold`). Whoever commits the save waits for it (:meth:`wait`), which compares the sum of each copy with that
-    of its source at the save: a source that changed meanwhile fails the save.
+    The save starts it. The program's stream is held until it is over before anything may change a source. The executor
+    that commits waits for it, and compares the sum of each copy with that of its source at the save.
 
     Args:
         numbers: of the save's tensors that may be copied late.
@@ -39,7 +38,7 @@ class LateCopy:
 
     @staticmethod
     def takes(target: torch.Tensor, source: torch.Tensor) -> bool:
-        """Return whether a tensor can be copied late. Small ones, and those that pass through a buffer, are not."""
+        """Return True if a tensor can be copied late: small ones, and those that pass through a buffer, cannot."""
         return source.nbytes % _WORD == 0 and source.data_ptr() % _WORD == 0 and transfers(target, source) is not None
 
     def start(self, names: Sequence[str], targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -54,32 +53,27 @@ class LateCopy:
         indices = cuda.indices(sources)
         try:
             for index in sorted(set(indices)):
-                self._start(index, [n for n, each in enumerate(indices) if each == index], names, targets, sources)
+                every = zip(names, targets, sources, indices, strict=True)
+                self._start(index, [(name, to, of) for name, to, of, on in every if on == index])
         except BaseException:
             self.settle()
             raise
 
-    def _start(
-        self,
-        index: int,
-        numbers: list[int],
-        names: Sequence[str],
-        targets: Sequence[torch.Tensor],
-        sources: Sequence[torch.Tensor],
-    ) -> None:
+    def _start(self, index: int, tensors: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
         stream = cuda.stream(index, "late")
         with torch.no_grad():
-            sums = torch.stack([_words(sources[n]).sum() for n in numbers])
+            sums = torch.stack([_words(source).sum() for _, _, source in tensors])
         stream.start()
         pinned.note_device(index)
         found = stream.pinned(sums.nbytes).view(torch.int64)
+        pairs = [pair for _, target, source in tensors for pair in transfers(target, source) or ()]
         try:
-            for to, of in [(found, sums), *(pair for n in numbers for pair in transfers(targets[n], sources[n]) or ())]:
+            for to, of in [(found, sums), *pairs]:
                 stream.do(partial(to.copy_, of, non_blocking=True))
                 stream.keep(of)
         finally:
             self._events.append(stream.event())
-        self._sums += [(names[n], targets[n], found[place]) for place, n in enumerate(numbers)]
+        self._sums += [(name, target, total) for (name, target, _), total in zip(tensors, found, strict=True)]
 
     @property
     def over(self) -> bool:

@@ -1,8 +1,7 @@
 """Overlap: on CUDA, what optimizers update is copied while the next forward and backward run.
 
-Parameters of an optimizer and its state change in its ``step()``. Until then a stream can copy them; a hook has each
-``step()`` wait for the rest of the copy. Everything else is copied before a save returns, and so is whatever is on the
-CPU: a copy beside the program's own writes cannot be made safe there.
+Parameters of an optimizer and its state change in its ``step()``. Until then a stream can copy them, and a hook has
+each ``step()`` wait for the rest. Everything else is copied before a save returns.
 """
 
 from __future__ import annotations
@@ -143,7 +142,7 @@ class Overlap:
 
 
 class OverlappingDoor:
-    """The part of an adapter with asynchronous saves by which users ask for overlap."""
+    """The calls of an adapter with asynchronous saves by which users ask for overlap."""
 
     _overlap: Overlap
 

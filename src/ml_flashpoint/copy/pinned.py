@@ -24,7 +24,6 @@ SLICE = 64 << 20
 
 _PORTABLE = 1  # cudaHostRegisterPortable: locked for all devices
 _RELAXED = 2  # cudaStreamCaptureModeRelaxed
-_ALREADY_LOCKED = 712  # cudaErrorHostMemoryAlreadyRegistered
 
 
 class Runtime:
@@ -89,30 +88,15 @@ class _Process:
 
     Attributes:
         device: the index of a device that it has copied from or to; None before.
-        locked: begin and end of each locked range, by the number of the slice that it lies in.
+        locked: end of the locked memory of each mapping, by the begin of that.
+        runtime: None before it is needed, and False if it cannot be found.
     """
 
     def __init__(self) -> None:
         self.device: int | None = None
-        self.locked: dict[int, dict[int, int]] = {}
-        self._runtime: Any = None
-        self._warned: set[str] = set()
-
-    def runtime(self) -> Any:
-        """Return the runtime library; None if it cannot be found, which is logged once."""
-        if self._runtime is None:
-            try:
-                self._runtime = Runtime()
-            except (AttributeError, OSError) as error:
-                self._runtime = False
-                self.warn(f"CUDA's runtime library cannot be found: {error}")
-        return self._runtime or None
-
-    def warn(self, reason: str) -> None:
-        """Log why memory is not locked; once for each reason."""
-        if reason not in self._warned:
-            self._warned.add(reason)
-            _log.warning("checkpoint memory is not page-locked, so device copies are slower: %s", reason)
+        self.locked: dict[int, int] = {}
+        self.runtime: Any = None
+        self.warned: set[str] = set()
 
 
 _process = _Process()
@@ -126,17 +110,32 @@ def _begin_anew() -> None:
 os.register_at_fork(after_in_child=_begin_anew)
 
 
+def _runtime() -> Any:
+    """Return the runtime library; None if it cannot be found, which is logged once."""
+    if _process.runtime is None:
+        try:
+            _process.runtime = Runtime()
+        except (AttributeError, OSError) as error:
+            _process.runtime = False
+            _warn(f"CUDA's runtime library cannot be found: {error}")
+    return _process.runtime or None
+
+
+def _warn(reason: str) -> None:
+    """Log why memory is not locked; once for each reason."""
+    if reason not in _process.warned:
+        _process.warned.add(reason)
+        _log.warning("checkpoint memory is not page-locked, so device copies are slower: %s", reason)
+
+
 def note_device(device: int) -> None:
     """Lock memory from now on: this process works on a device."""
     _process.device = device
 
 
 def is_locked(address: int, nbytes: int) -> bool:
-    """Return whether this process has locked all of this memory, which lies within one slice."""
-    ranges = _process.locked.get(address // SLICE)
-    return ranges is not None and any(
-        begin <= address and address + nbytes <= end for begin, end in ranges.copy().items()
-    )
+    """Return True if this process has locked all of this memory, which lies within one slice."""
+    return any(begin <= address and address + nbytes <= end for begin, end in _process.locked.copy().items())
 
 
 def slices(begin: int, end: int, step: int | None = None) -> Iterator[tuple[int, int]]:
@@ -151,8 +150,7 @@ def slices(begin: int, end: int, step: int | None = None) -> Iterator[tuple[int,
 class PageLock:
     """The page-lock of one mapping. For one thread at a time; :meth:`release` for any.
 
-    After a refusal no more is tried. Memory that is not locked is never given to a device, so it does no harm if CUDA
-    takes it for memory that was there before.
+    After a refusal no more is tried. Memory that is not locked is never given to a device.
 
     Args:
         address, size: of the mapping. The lock must be released before the mapping ends.
@@ -177,46 +175,37 @@ class PageLock:
         return not self._refused and not self.is_whole and _process.device is not None and cuda.in_use()
 
     def extend(self) -> bool:
-        """Lock the next slice. Return whether there is more to lock."""
-        runtime = _process.runtime() if self.is_due else None
+        """Lock the next slice. Return True if there is more to lock."""
+        runtime = _runtime() if self.is_due else None
         if runtime is None:
             return False
         begin = self._address + self._locked
         _, end = next(slices(begin, self._address + self._size))
+        reason = ""
         try:
             with self._lock, runtime.guard(_process.device):
-                status = self._register(runtime, begin, end - begin)
-                if status == 0:
+                if status := int(runtime.register(begin, end - begin)):
+                    runtime.last_error()
+                    reason = f"CUDA error {status}"
+                else:
                     self._held.append(begin)
                     self._locked += end - begin
-                    _process.locked.setdefault(begin // SLICE, {})[begin] = end
-            reason = f"CUDA error {status}"
+                    _process.locked[self._address] = end
         except RuntimeError as error:
-            status, reason = -1, str(error)
-        if status:
+            reason = str(error)
+        if reason:
             self._refused = True
-            _process.warn(reason)
+            _warn(reason)
         return self.is_due
-
-    def _register(self, runtime: Any, begin: int, size: int) -> int:
-        status = int(runtime.register(begin, size))
-        if status == _ALREADY_LOCKED:
-            # Memory that was here before went without being unlocked: CUDA still means its pages, not ours.
-            runtime.last_error()
-            if runtime.unregister(begin) == 0:
-                status = int(runtime.register(begin, size))
-        if status:
-            runtime.last_error()
-        return status
 
     def release(self) -> None:
         """Unlock the mapping. A forked child has locked nothing, and may not touch CUDA."""
         if not self._held or os.getpid() != self._owner or sys.is_finalizing():
             return
-        runtime, usable = _process.runtime(), cuda.in_use()
+        runtime, usable = _runtime(), cuda.in_use()
         with self._lock, runtime.guard(_process.device) if usable else contextlib.nullcontext():
             held, self._held, self._locked = self._held, [], 0
+            _process.locked.pop(self._address, None)
             for begin in held:
-                _process.locked.get(begin // SLICE, {}).pop(begin, None)
                 if usable and runtime.unregister(begin):
                     runtime.last_error()

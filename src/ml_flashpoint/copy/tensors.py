@@ -26,13 +26,12 @@ def check_copies(value: Any, path: str) -> None:
     Raises:
         SaveError: says which.
     """
-    if isinstance(value, dict):
-        for key, item in value.items():
-            check_copies(item, f"{path}.{key}")
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            check_copies(item, f"{path}.{index}")
-    elif isinstance(value, torch.Tensor) and not is_plain_strided(value):
+    parts: Any = (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    )
+    for key, item in parts:
+        check_copies(item, f"{path}.{key}")
+    if isinstance(value, torch.Tensor) and not is_plain_strided(value):
         try:
             copy.deepcopy(value.detach())
         except Exception as error:  # of whatever kind torch raises
@@ -43,23 +42,8 @@ def check_copies(value: Any, path: str) -> None:
             ) from error
 
 
-def held_bytes(tensor: torch.Tensor) -> int:
-    """About what a tensor takes when it is stored; of one that torch gives no size of, 0."""
-    parts = [tensor]
-    if tensor.layout is torch.sparse_coo:
-        parts = [tensor._indices(), tensor._values()]
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    try:
-        return sum(part.numel() * part.element_size() for part in parts)
-    except RuntimeError:  # NotImplementedError is one
-        return 0
-
-
 def materialized(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without history whose memory holds its elements: no collective under way, no lazy conjugate."""
+    """Return a tensor without history whose memory holds its elements: no collective under way, no lazy conjugate."""
     if isinstance(tensor, AsyncCollectiveTensor):
         tensor = tensor.wait()
     if tensor.requires_grad:
@@ -95,7 +79,7 @@ def check_storable(tensor: torch.Tensor, path: str) -> None:
 
 
 def whole_copy(tensor: torch.Tensor, path: str) -> torch.Tensor:
-    """A copy of a tensor that is more than its memory, to be saved as bytes.
+    """Copy a tensor that is more than its memory, to be saved as bytes.
 
     Raises:
         SaveError: see :func:`check_storable`; or its class neither copies itself nor names its inner tensors.

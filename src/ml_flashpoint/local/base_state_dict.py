@@ -15,17 +15,12 @@ class TensorAwareStateDict(ABC):
     """A state to checkpoint, as `LocalCheckpointManager.save` takes it and `load` returns it.
 
     A *hollow* state has had its tensors taken out and not put back yet. A subclass must be able to move its tensors
-    to the CPU and back; taking them out is optional, and a subclass that cannot is stored whole. Subclasses are
-    stored by their attributes (`vars`), which may nest in any way that `BasicTensorAwareStateDict` describes, and are
-    made again without calling their constructor, so no argument of it is needed.
+    to the CPU and back; taking them out is optional (`NotImplementedError`). Subclasses are stored by their attributes,
+    which may nest in any way that `BasicTensorAwareStateDict` describes, and are made again without their constructor.
     """
 
     def pop_tensors(self) -> Sequence[torch.Tensor]:
-        """Take the tensors out, and return them. The state is hollow afterwards.
-
-        Raises:
-            NotImplementedError: the subclass keeps its tensors to itself.
-        """
+        """Take the tensors out, and return them. The state is hollow afterwards."""
         raise self._cannot("pop_tensors")
 
     @property
@@ -48,11 +43,8 @@ class TensorAwareStateDict(ABC):
 
     @abstractmethod
     def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
-        """Replace the tensors by copies on the CPU, and remember where they were.
-
-        Args:
-            non_blocking: copies from a device may still be under way on return; synchronize it before reading them.
-        """
+        """Replace the tensors by copies on the CPU, and remember where they were. With ``non_blocking``, copies from a
+        device may still be under way on return."""
 
     @abstractmethod
     def restore_tensor_device(self, non_blocking: bool = True) -> None:

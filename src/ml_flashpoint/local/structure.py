@@ -108,7 +108,7 @@ def encode(
         raise InvalidArgumentError(
             "is nested too deeply, or contains itself", argument="state_dict", value=type(state)
         ) from None
-    archive = save_archive(value, "state_dict", allowed=allowed, leaves=tensors, hint=_HINT)
+    archive = save_archive(value, "state_dict", allowed=allowed, leaves=tensors)
     items = tensors.named(paths)
     devices = [[name, _portable(tensor.device)] for name, tensor in items]
     header = {"wrapped": wrapped, "tensors": devices, "meshes": list(tensors.meshes)}

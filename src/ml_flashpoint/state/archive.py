@@ -1,11 +1,9 @@
 """Python objects as archives of ``torch.save``, read by ``torch.load(weights_only=True)`` without trusting them.
 
-Owns the allow-list. Always allowed are what torch allows, plain values of the standard library, NumPy arrays and
-scalars, and dataclasses, namedtuples and enums of modules that this process has imported; users list other types. A
-name in an archive never leads to code that is not on this list, and no module is imported because an archive names it.
-
-NumPy's values, dataclasses, namedtuples and enums are written as calls of one function, which checks its arguments: no
-pickle of NumPy is read, and no constructor of a dataclass runs.
+Owns the allow-list: what torch allows, plain values of the standard library, NumPy arrays and scalars, dataclasses,
+namedtuples and enums of modules that this process has imported, and types that users list. NumPy's values and
+instances are written as calls of one function, which checks its arguments: no pickle of NumPy is read, no constructor
+of a dataclass runs, and no module is imported because an archive names it.
 """
 
 from __future__ import annotations
@@ -37,7 +35,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-import xxhash
 from torch.torch_version import TorchVersion
 
 from ml_flashpoint.format.errors import DamagedError, FlashpointError, UnsafeContentError
@@ -50,7 +47,7 @@ _log = logging.getLogger(__name__)
 _INLINE_BYTES = 1024
 _MOST_KNOWN = 100_000
 _SAFE_SINCE = "2.10"
-HINT = "keep plain values in it, or pass safe_globals=[{}] if you trust that"
+_HINT = "keep plain values in it, or list the type as safe_globals=[{}] where it is saved and loaded, if you trust it"
 
 
 class Leaves(Protocol):
@@ -69,12 +66,7 @@ class Leaves(Protocol):
 
 
 def save_archive(
-    value: Any,
-    name: str,
-    *,
-    allowed: Sequence[SafeGlobal] | None = (),
-    leaves: Leaves | None = None,
-    hint: str = HINT,
+    value: Any, name: str, *, allowed: Sequence[SafeGlobal] | None = (), leaves: Leaves | None = None
 ) -> bytes:
     """Return the archive of a value that `load_archive` accepts with the same ``allowed``.
 
@@ -82,91 +74,46 @@ def save_archive(
         name: what errors call the value.
         allowed: further types that may be in it; None if nothing is to be refused.
         leaves: keeps tensors. Also asked for them, since the archive is loaded once.
-        hint: of the error for a type that is not allowed; ``{}`` stands for the type.
 
     Raises:
         UnsafeContentError: it holds something that cannot be pickled, or a type that is not allowed. Names the place.
     """
+    made = _tried(value, allowed, leaves)
+    if isinstance(made, bytes):
+        return made
+    if isinstance(made, UnsafeContentError):
+        raise made
+    if isinstance(made, RecursionError):
+        raise UnsafeContentError(f"the state of {name!r} is nested too deeply, or contains itself")
+    where = place_of(value, name, lambda each: not isinstance(_tried(each, allowed, leaves), bytes))
+    if isinstance(made, _UnknownNameError):
+        text = f"the state of {where!r} holds {made}, which loading would refuse, because such types may run code"
+        raise UnsafeContentError(text, hint=_HINT.format(made))
+    raise UnsafeContentError(f"the state of {where!r} cannot be saved: {_text(made)}") from made
+
+
+def _tried(value: Any, allowed: Sequence[SafeGlobal] | None, leaves: Leaves | None) -> bytes | Exception:
+    """Return the archive of a value, or why there is none that would be loaded."""
+    pickler, stream = _pickler_of(_Reducers(leaves)), io.BytesIO()
     try:
-        data, pickled = _pickled(value, leaves)
-    except UnsafeContentError:
-        raise
-    except RecursionError:
-        raise UnsafeContentError(f"the state of {name!r} is nested too deeply, or contains itself") from None
+        with plain_modes():
+            torch.save(value, stream, pickle_module=types.SimpleNamespace(__name__="pickle", Pickler=pickler))
+        data, pickled = stream.getvalue(), pickler.file.getvalue()
+        # Values of the same types load alike, except for integers that torch has no opcode for, and what it calls.
+        names = frozenset(name for _, name in by_name(allowed or ()))
+        kinds = frozenset(_GLOBALS.findall(pickled)), b"\x8b" in pickled, names
+        if allowed is not None and (_CALLS in pickled or kinds not in _loadable):
+            _load(data, allowed, None, leaves)
+            if len(_loadable) >= _MOST_KNOWN:
+                _loadable.clear()
+            _loadable.add(kinds)
+        return data
     except Exception as error:  # of whatever kind pickling raises
-        where = place_of(value, name, lambda each: _is_refused(each, None, leaves))
-        raise UnsafeContentError(f"the state of {where!r} cannot be saved: {_text(error)}") from error
-    if allowed is None:
-        return data
-    # Values of the same types are loaded alike, except for integers that torch has no opcode for, and what it calls.
-    seen: Any = (frozenset(_GLOBALS.findall(pickled)), b"\x8b" in pickled, _names(allowed))
-    if _CALLS in pickled:
-        seen = None
-    why = _refusal(data, allowed, leaves, seen)
-    if why is None:
-        return data
-    where = place_of(value, name, lambda each: _is_refused(each, allowed, leaves))
-    if isinstance(why, _UnknownNameError):
-        text = f"the state of {where!r} holds {why}, which loading would refuse, because such types may run code"
-        raise UnsafeContentError(text, hint=hint.format(why))
-    raise UnsafeContentError(f"the state of {where!r} could not be loaded: {_text(why)}") from why
-
-
-def refuse_unloadable(data: bytes, what: str, *, allowed: Sequence[SafeGlobal] = ()) -> None:
-    """Raise if `load_archive` would refuse an archive with the same ``allowed``.
-
-    Args:
-        what: what errors call the archive.
-
-    Raises:
-        UnsafeContentError: it would.
-    """
-    why = _refusal(data, allowed, None, (xxhash.xxh3_128_digest(data), _names(allowed)))
-    if isinstance(why, _UnknownNameError):
-        raise UnsafeContentError(
-            f"{what} holds {why}, which loading would refuse, because such types may run code",
-            hint=f"keep plain values in it, or pass safe_globals=[{why}] to writer and reader if you trust that",
-        )
-    if why is not None:
-        raise UnsafeContentError(
-            f"{what} is nothing that torch.save wrote of plain values, so loading would refuse it ({_text(why)})",
-            hint="pass trust_bytes=True to writer and reader if their planners write bytes that are never unpickled",
-        ) from why
-
-
-def _refusal(data: bytes, allowed: Sequence[SafeGlobal], leaves: Leaves | None, seen: Any = None) -> Exception | None:
-    """Return why an archive that was just written would not be loaded. Remember archives that would be."""
-    if seen in _loadable:
-        return None
-    try:
-        _load(data, allowed, None, leaves)
-    except Exception as error:
         return error
-    if seen is not None:
-        if len(_loadable) >= _MOST_KNOWN:
-            _loadable.clear()
-        _loadable.add(seen)
-    return None
 
 
-# Most items that are no tensors are the same in every save, such as the settings of an optimizer.
+# Most items that are no tensors are of the same types in every save, such as the settings of an optimizer.
 _loadable: set[tuple[Any, ...]] = set()
-
-
-def _pickled(value: Any, leaves: Leaves | None) -> tuple[bytes, bytes]:
-    """An archive, and the pickle in it."""
-    if leaves is not None:
-        # Where all tensors are kept outside, torch.save would ask for each object whether it is the memory of one.
-        with contextlib.suppress(_StorageError):
-            plain = io.BytesIO()
-            _pickler_of(_Reducers(leaves, storages=False))(plain, protocol=2).dump(value)
-            records = {"data.pkl": plain.getvalue(), "byteorder": sys.byteorder.encode(), "version": b"3\n"}
-            return _zipped(records).getvalue(), plain.getvalue()
-    pickler = _pickler_of(_Reducers(leaves))
-    stream = io.BytesIO()
-    with plain_modes():
-        torch.save(value, stream, pickle_module=types.SimpleNamespace(__name__="pickle", Pickler=pickler))
-    return stream.getvalue(), pickler.file.getvalue()
 
 
 def _pickler_of(table: _Reducers) -> Any:
@@ -179,18 +126,6 @@ def _pickler_of(table: _Reducers) -> Any:
             Pickler.file = file
 
     return Pickler
-
-
-class _StorageError(Exception):
-    """An archive needs the memory of a tensor."""
-
-
-def _is_refused(value: Any, allowed: Sequence[SafeGlobal] | None, leaves: Leaves | None) -> bool:
-    try:
-        data, _ = _pickled(value, leaves)
-    except Exception:  # of whatever kind pickling raises
-        return True
-    return allowed is not None and _refusal(data, allowed, leaves) is not None
 
 
 def place_of(value: Any, name: str, is_bad: Callable[[Any], bool]) -> str:
@@ -211,10 +146,6 @@ def by_name(allowed: Iterable[SafeGlobal]) -> tuple[tuple[Callable[..., Any], st
     return tuple(
         each if isinstance(each, tuple) else (each, f"{each.__module__}.{each.__qualname__}") for each in allowed
     )
-
-
-def _names(allowed: Sequence[SafeGlobal]) -> frozenset[str]:
-    return frozenset(name for _, name in by_name(allowed))
 
 
 # ---- reading ------------------------------------------------------------------------------------------------------
@@ -410,7 +341,7 @@ def _leaf(*described: Any) -> Any:
 
 
 class _Maker:
-    """Makes the values that are not written as pickle would write them, from arguments that it does not trust."""
+    """A function that makes values from arguments that it does not trust."""
 
     def __init__(self, allowed: Sequence[SafeGlobal], pickled: bytes) -> None:
         self._listed = {name: kind for kind, name in by_name(allowed)}
@@ -448,19 +379,16 @@ class _Maker:
 class _Reducers(dict[type, Any]):
     """Functions that pickle values, by type; for pickle, which asks for each type that it has no opcode for."""
 
-    def __init__(self, leaves: Leaves | None, *, storages: bool = True) -> None:
+    def __init__(self, leaves: Leaves | None) -> None:
         super().__init__(_REDUCERS)
         self._leaves = leaves
-        self._storages = storages
 
     def __missing__(self, kind: type) -> Any:
         if issubclass(kind, type):
             raise KeyError  # a class, which is pickled by its name
         reducer: Any = copyreg.dispatch_table.get(kind, operator.methodcaller("__reduce_ex__", 2))
         if issubclass(kind, torch.Tensor):
-            reducer = partial(_of_tensor, self._leaves, self._storages)
-        elif not self._storages and issubclass(kind, (torch.UntypedStorage, torch.TypedStorage)):
-            reducer = _refuse_storage
+            reducer = partial(_of_tensor, self._leaves)
         elif issubclass(kind, np.dtype):
             reducer = lambda value: (_made, ("dtype", describe_dtype(value)))  # noqa: E731
         elif issubclass(kind, np.generic):
@@ -475,15 +403,9 @@ class _Reducers(dict[type, Any]):
         return reducer
 
 
-def _refuse_storage(value: Any) -> Any:
-    raise _StorageError
-
-
-def _of_tensor(leaves: Leaves | None, storages: bool, value: torch.Tensor) -> Any:
+def _of_tensor(leaves: Leaves | None, value: torch.Tensor) -> Any:
     if leaves is not None and (described := leaves.take(value)) is not None:
         return _leaf, described
-    if not storages:
-        raise _StorageError
     if value.requires_grad and value.layout is not torch.strided and type(value) in (torch.Tensor, torch.nn.Parameter):
         return _made, ("gradient", value.detach(), type(value) is torch.nn.Parameter)  # which torch forgets
     if type(value) is torch.Tensor and value.is_quantized and value.dtype in _QUANTIZED:
@@ -624,7 +546,7 @@ _WORDS: list[SafeGlobal] = [
 
 
 def is_namedtuple(kind: type) -> bool:
-    """Return whether a type is what `collections.namedtuple` or `typing.NamedTuple` makes."""
+    """Return True if `collections.namedtuple` or `typing.NamedTuple` has made a type."""
     fields = getattr(kind, "_fields", None)
     if kind.__dictoffset__:  # may have attributes besides
         return False
@@ -632,10 +554,7 @@ def is_namedtuple(kind: type) -> bool:
 
 
 def is_plain(kind: type) -> bool:
-    """Return whether a type is a dataclass, or derived from one of `PLAIN_BASES`, and instances are their attributes.
-
-    Such a type is no container, and has none of pickle's hooks.
-    """
+    """Return True for a dataclass, or a subclass of `PLAIN_BASES`, that is no container and has no hook of pickle."""
     if not dataclasses.is_dataclass(kind) and not issubclass(kind, tuple(PLAIN_BASES)):
         return False
     inherited = all(getattr(kind, name) is getattr(object, name) for name in ("__new__", "__reduce__", "__reduce_ex__"))

@@ -7,12 +7,14 @@ import re
 from collections.abc import Collection
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from ml_flashpoint.state.packed_state import PackedState, copied
 from ml_flashpoint.state.plain_modes import plain_modes
 
 _log = logging.getLogger(__name__)
@@ -101,13 +103,17 @@ class ModuleState:
         return state
 
     def current(self) -> dict[str, Any]:
-        """Return the state dict, of references; also what a checkpoint is loaded into."""
+        """Return the state dict, of references; also what a checkpoint is loaded into. Extra state that is no tensor is
+        packed, as it has no names."""
         with plain_modes():
             # FSDP's own `state_dict()` gathers everything.
             flat = is_flat(self.module)
             own = get_model_state_dict(self.module) if flat else unwrapped(self.module).state_dict()
         self._names = {plain_name(name): name for name in own}
-        return {name: own[given] for name, given in self._names.items()}
+        return {
+            name: value if isinstance(value, torch.Tensor) else PackedState(copied(value, name))
+            for name, value in zip(self._names, own.values(), strict=True)
+        }
 
     def load(self, state: dict[str, Any]) -> None:
         """Hand a loaded state dict, the one that :meth:`current` gave, to the module."""

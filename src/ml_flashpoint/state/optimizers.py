@@ -21,16 +21,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ml_flashpoint.format.errors import LoadError
-from ml_flashpoint.state.fit import AS_SAVED
 from ml_flashpoint.state.modules import is_flat, named_parameters, plain_name
+from ml_flashpoint.state.packed_state import copied
 from ml_flashpoint.state.plain_modes import plain_modes
-from ml_flashpoint.state.private import ShardedTensor, set_element
+from ml_flashpoint.state.planner import AS_SAVED
+from ml_flashpoint.state.private import ShardedTensor
 
 _log = logging.getLogger(__name__)
 
 _State = dict[str, Any]
-_NOTHING = object()
-_PLAIN = frozenset({torch.Tensor, nn.Parameter, int, float, str})
 _SIMPLE = (torch.Tensor, bool, int, float, str, type(None))
 
 
@@ -52,32 +51,39 @@ class OptimizerState:
         self._name = name
         self._modules = modules
         self._is_told = False  # that it is saved whole
-        # At loading: parameters by their names, and state that the optimizer starts with and the checkpoint lacks.
+        # At loading: groups as saved, parameters by name, and state that the optimizer starts with and it lacks.
+        self._saved: list[_State] = []
         self._parameters: dict[str, torch.Tensor] = {}
         self._absent: dict[str, _State] = {}
         # Whether this program has saved or loaded it: its own earlier versions may lack what has come since.
         self._is_under_way = False
 
-    def to_save(self) -> _State | None:
-        """Return the state by parameter names: references, not copies. None if it has to be saved whole."""
+    def to_save(self) -> tuple[dict[str, _State], list[_State]] | None:
+        """Return references to the state by names of parameters, and copies of the groups; None if the optimizer has to
+        be saved whole."""
         self._is_under_way = True
         names, own = self._names(), self.optimizer.state_dict()
         if names is None or not _is_table(own, len(names)):
             if not self._is_told:
                 self._is_told = True
-                why = "no tracked module has its parameters" if names is None else "its state is no table of tensors"
-                _log.warning(
-                    "optimizer %r is saved whole by each rank (%s); if it is sharded, only as many ranks can load it",
-                    self._name,
-                    why,
-                )
+                why = "its state is no table of tensors; if it is sharded, only as many ranks can load it"
+                if names is None:
+                    why = "no tracked module has its parameters; track the model, too, unless something else that is"
+                    why += " tracked has these weights: a restart would have those that the program makes"
+                _log.warning("optimizer %r is saved whole by each rank: %s", self._name, why)
             return None
-        if (root := self._flat_root()) is not None:
-            return _by_torch(root, self.optimizer) if self.optimizer.state else None
-        return {
-            "state": {names[number]: values for number, values in own["state"].items()},
-            "param_groups": [{**group, "params": [names[i] for i in group["params"]]} for group in own["param_groups"]],
-        }
+        root = self._flat_root()
+        if root is not None and not self.optimizer.state:
+            return None  # torch would have it take a step
+        if root is not None:
+            state, groups = _by_torch(root, self.optimizer)
+        else:
+            state = {names[number]: values for number, values in own["state"].items()}
+            groups = [{**each, "params": [names[number] for number in each["params"]]} for each in own["param_groups"]]
+        return state, [
+            {**copied({k: v for k, v in group.items() if k != "params"}, self._name), "params": group["params"]}
+            for group in groups
+        ]
 
     def _names(self) -> list[str] | None:
         """Return the names of the parameters, in the order of the groups; None if one of them is in no module.
@@ -101,8 +107,11 @@ class OptimizerState:
 
     # ---- loading ------------------------------------------------------------------------------------------
 
-    def current(self, metadata: Metadata) -> _State:
+    def current(self, metadata: Metadata, groups: list[_State]) -> _State:
         """Return what a checkpoint is loaded into. A fresh optimizer gets its state made.
+
+        Args:
+            groups: as they were saved.
 
         Raises:
             LoadError: no tracked module has the optimizer's parameters.
@@ -116,30 +125,37 @@ class OptimizerState:
         parameters = parameters_of(self.optimizer)
         if root is not None:
             with _not_frozen(parameters):
-                state = _by_torch(root, self.optimizer)
-            names = [name for group in state["param_groups"] for name in group["params"]]
+                state, made = _by_torch(root, self.optimizer)
+            names = [name for group in made for name in group["params"]]
         else:
             state = self._made(names)
         self._parameters = dict(zip(names, parameters, strict=False)) if len(names) == len(parameters) else {}
-        self._absent, self.lacking = {}, []
+        self._saved, self._absent = groups, {}
+        self.lacking = self._lacking_options(groups)
+        saved: dict[Any, dict[Any, object]] = {}
+        for key, path in (metadata.planner_data or {}).items():
+            if len(path) == 4 and path[:2] == (self._name, "state"):
+                saved.setdefault(path[2], {})[path[3]] = metadata.state_dict_metadata[key]
         present: dict[str, _State] = {}
-        keys = metadata.state_dict_metadata
-        paths: Iterable[tuple[str | int, ...]] = (metadata.planner_data or {}).values()
-        with_state = {path[2] for path in paths if len(path) > 3 and path[:2] == (self._name, "state")}
-        for name, values in state["state"].items():
-            prefix = f"{self._name}.state.{name}"
-            kept = {k: v for k, v in values.items() if f"{prefix}.{k}" in keys or isinstance(v, (dict, list, tuple))}
-            absent = {key: value for key, value in values.items() if key not in kept}
-            if name in with_state and not self._is_under_way:
-                self.lacking += [f"{prefix}.{key}" for key in absent]
-            if absent or not values:
+        for name in names:
+            held, entries = state.get(name, {}), saved.get(name, {})
+            absent = {kind: value for kind, value in held.items() if kind not in entries}
+            if entries and not self._is_under_way:
+                self.lacking += [f"{self._name}.state.{name}.{kind}" for kind in absent]
+            found = {kind: value for kind, value in held.items() if kind in entries}
+            if root is None:
+                found |= _places(found, entries, self._parameters[name])
+            elif absent or not held:
                 self._absent[name] = absent
-            if kept:
-                present[name] = kept
-        target = {"state": present, "param_groups": [_unshared(group) for group in state["param_groups"]]}
-        if root is None:
-            _add_places(self._name, target, metadata, self._parameters)
-        return target
+            if found:
+                present[name] = found
+        return {"state": present}
+
+    def _lacking_options(self, groups: list[_State]) -> list[str]:
+        """Return the names of hyper-parameters that the groups have, and saved ones lack."""
+        saved = [*groups, *({} for _ in self.optimizer.param_groups[len(groups) :])]
+        pairs = enumerate(zip(self.optimizer.param_groups, saved, strict=False))
+        return [f"{self._name}.param_groups.{n}.{key}" for n, (own, its) in pairs for key in own if key not in its]
 
     def _made(self, names: list[str]) -> _State:
         """Return the state by names. A new optimizer makes it by a step without effect, if it takes one."""
@@ -163,12 +179,8 @@ class OptimizerState:
                 for group, rate in zip(optimizer.param_groups, rates, strict=True):
                     if rate is not None:
                         group["lr"] = rate
-        named = dict(zip(map(id, parameters), names, strict=True))
-        state, groups = optimizer.state, optimizer.param_groups
-        return {
-            "state": {named[id(each)]: state[each] for each in parameters if each in state},
-            "param_groups": [{**group, "params": [named[id(each)] for each in group["params"]]} for group in groups],
-        }
+        state = optimizer.state
+        return {name: state[each] for name, each in zip(names, parameters, strict=True) if each in state}
 
     def load(self, state: _State) -> None:
         """Hand loaded state, as :meth:`current` gave it, to the optimizer.
@@ -179,21 +191,22 @@ class OptimizerState:
         self._is_under_way = True
         loaded: dict[str, _State] = state["state"]
         if (root := self._flat_root()) is not None:
-            self._load_flat(root, loaded, state["param_groups"])
+            self._load_flat(root, loaded)
         else:
             with plain_modes():
                 # Names take the place of numbers: groups and state only have to call a parameter the same.
-                self.optimizer.load_state_dict({"state": loaded, "param_groups": self._groups(state["param_groups"])})
+                self.optimizer.load_state_dict({"state": loaded, "param_groups": self._groups()})
         for name, values in loaded.items():
             if name in self._parameters:
                 held = self.optimizer.state[self._parameters[name]]
                 # Optimizers convert state to the parameter's dtype, which loses bits.
                 held.update((key, value) for key, value in values.items() if _has_other_dtype(held.get(key), value))
-        self._absent, self._parameters = {}, {}
+        self._saved, self._absent, self._parameters = [], {}, {}
 
-    def _groups(self, saved: list[_State]) -> list[_State]:
+    def _groups(self) -> list[_State]:
         """Return the groups that there are, with all hyper-parameters as they were saved: those of the group that had
         the same parameters, or of the one in the same place if a group has none."""
+        saved = self._saved
         group_of = {name: index for index, group in enumerate(saved) for name in group["params"]}
         names = list(self._parameters)
         groups: list[_State] = []
@@ -209,13 +222,13 @@ class OptimizerState:
             groups.append({**saved[first], "params": own})
         return groups
 
-    def _load_flat(self, root: nn.Module, loaded: dict[str, _State], groups: list[_State]) -> None:
+    def _load_flat(self, root: nn.Module, loaded: dict[str, _State]) -> None:
         """Load parameters that FSDP has flattened. torch insists on state for every parameter: what the checkpoint
         lacks goes in, and is removed again."""
         state, parameters = self.optimizer.state, self._parameters
         names = dict.fromkeys([*loaded, *self._absent, *(n for n, each in parameters.items() if each not in state)])
         filled = {name: {**self._absent.get(name, {}), **loaded.get(name, {})} for name in names}
-        complete: Any = {"state": filled, "param_groups": groups}
+        complete: Any = {"state": filled, "param_groups": self._saved}
         with plain_modes(), _not_frozen(parameters[name] for name in filled if name in parameters):
             set_optimizer_state_dict(root, self.optimizer, complete)
         for name in filled.keys() & parameters.keys():
@@ -231,16 +244,10 @@ class OptimizerState:
         Raises:
             LoadError: it was another optimizer's, and lacks what this one needs.
         """
-        groups = state.get("param_groups") if isinstance(state, dict) else None
-        if isinstance(groups, list) and all(isinstance(group, dict) for group in groups):
-            lacking = [
-                f"{self._name}.param_groups.{index}.{key}"
-                for index, (own, saved) in enumerate(zip(self.optimizer.param_groups, groups, strict=False))
-                for key in own
-                if key not in saved
-            ]
-            if lacking:
-                raise LoadError(f"the checkpoint lacks {', '.join(lacking)}", hint=AS_SAVED)
+        groups: Any = state.get("param_groups") if isinstance(state, dict) else None
+        is_usual = isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
+        if is_usual and (lacking := self._lacking_options(groups)):
+            raise LoadError(f"the checkpoint lacks {', '.join(lacking)}", hint=AS_SAVED)
         with plain_modes():
             self.optimizer.load_state_dict(state)
 
@@ -282,15 +289,11 @@ def _not_frozen(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
             parameter.requires_grad_(False)
 
 
-def _by_torch(root: nn.Module, optimizer: Optimizer) -> _State:
+def _by_torch(root: nn.Module, optimizer: Optimizer) -> tuple[dict[str, _State], list[_State]]:
     with plain_modes():
         state: Any = get_optimizer_state_dict(root, optimizer)
-    return {
-        "state": {plain_name(name): values for name, values in state["state"].items()},
-        "param_groups": [
-            {**group, "params": list(map(plain_name, group["params"]))} for group in state["param_groups"]
-        ],
-    }
+    groups = [{**group, "params": list(map(plain_name, group["params"]))} for group in state["param_groups"]]
+    return {plain_name(name): values for name, values in state["state"].items()}, groups
 
 
 def _is_table(own: Mapping[str, Any], count: int) -> bool:
@@ -310,22 +313,7 @@ def _is_table(own: Mapping[str, Any], count: int) -> bool:
         and own["state"].keys() <= set(range(count))
         and set(map(type, chain.from_iterable(tables))) <= {str}
         and all(issubclass(kind, _SIMPLE) for kind in kinds)
-        and all(map(_has_named_parts, chain.from_iterable(group.values() for group in groups)))
     )
-
-
-def _has_named_parts(value: object) -> bool:
-    """Return True if all keys in a value are strings, as DCP makes them of any others."""
-    if isinstance(value, Mapping):
-        return set(map(type, value)) <= {str} and all(map(_has_named_parts, value.values()))
-    if not isinstance(value, list):
-        return True
-    return set(map(type, value)) <= _PLAIN or all(map(_has_named_parts, value))
-
-
-def _unshared(group: _State) -> _State:
-    """Return a group with tensors of its own: groups share those that are defaults, such as a learning rate."""
-    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
 
 
 def _is_alike(one: _State, other: _State) -> bool:
@@ -337,70 +325,27 @@ def _is_alike(one: _State, other: _State) -> bool:
     )
 
 
-# ---- places for what a checkpoint has, and a new optimizer does not have yet -----------------------------------
+def _places(held: _State, entries: Mapping[Any, object], parameter: torch.Tensor) -> _State:
+    """Return what to load items of a parameter's state into that do not fit what there is.
 
-
-def _add_places(name: str, state: _State, metadata: Metadata, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Give a state a place for all that a checkpoint has of it: DCP loads into what there is, and a new optimizer only
-    has what its first step makes. What is sharded otherwise than its parameter gets no place, nor do parameters and
-    groups that there are not: loading says so.
-
-    Args:
-        state: its dictionaries are changed, and what they have of the optimizer is not.
-        parameters: of the optimizer, by the names in the state.
+    DCP loads into what there is, and a new optimizer only has what its first step makes. An item that is sharded
+    otherwise than the parameter gets no place: loading says so.
     """
-    paths: Mapping[str, tuple[str | int, ...]] = metadata.planner_data or {}
-    for key, entry in metadata.state_dict_metadata.items():
-        path = paths.get(key, ())
-        match path:
-            case (own, "state", str(parameter), str(kind)) if own == name and parameter in parameters:
-                value = state["state"].get(parameter, {}).get(kind, _NOTHING)
-                place = _place(value, kind, entry, parameters[parameter])
-                if place is not _NOTHING:
-                    state["state"].setdefault(parameter, {})[kind] = place
-            case (own, "param_groups", int(group), *_) if own == name and 0 <= group < len(state["param_groups"]):
-                place = _place(_found(state, path[1:]), path[-1], entry, None)
-                if place is not _NOTHING and _has_room(state, path[1:]):
-                    set_element(state, path[1:], place)
-
-
-def _place(value: object, kind: str | int, entry: object, parameter: torch.Tensor | None) -> object:
-    """Return what to load an item into, if that is another thing than what is there; else `_NOTHING`."""
-    is_tensor = isinstance(entry, TensorStorageMetadata)
-    if value is not _NOTHING and isinstance(value, torch.Tensor) is is_tensor and _fits(value, entry):
-        return _NOTHING
-    if not isinstance(entry, TensorStorageMetadata):
-        return None
-    dtype, is_element = entry.properties.dtype, not entry.size
-    if entry.properties.layout is not torch.strided:
-        return _NOTHING
-    if isinstance(parameter, DTensor) and not is_element:
-        return torch.empty_like(parameter.detach(), dtype=dtype) if entry.size == parameter.shape else _NOTHING
-    # Optimizers keep numbers of steps on the CPU, and everything else on the parameter's device.
-    device = "cpu" if parameter is None or kind == "step" else parameter.device
-    return torch.empty(entry.size, dtype=dtype, device=device)
-
-
-def _fits(value: object, entry: object) -> bool:
-    """Return True if a value of the right kind can be loaded into. Elements also need the dtype that was saved: a
-    number of steps has the default dtype of the program that made it."""
-    if not isinstance(entry, TensorStorageMetadata) or isinstance(value, (DTensor, ShardedTensor)):
-        return True
-    assert isinstance(value, torch.Tensor)
-    return value.shape == entry.size and (bool(entry.size) or value.dtype == entry.properties.dtype)
-
-
-def _found(state: Any, path: tuple[str | int, ...]) -> object:
-    for part in path:
-        try:
-            state = state[part]
-        except (LookupError, TypeError):
-            return _NOTHING
-    return state
-
-
-def _has_room(state: Any, path: tuple[str | int, ...]) -> bool:
-    """Return True if everything on the way is a container, or not there."""
-    containers = (_found(state, path[:end]) for end in range(len(path)))
-    kinds = (dict if isinstance(part, str) else list for part in path)
-    return all(each is _NOTHING or isinstance(each, kind) for each, kind in zip(containers, kinds, strict=True))
+    made: _State = {}
+    for kind, entry in entries.items():
+        value = held.get(kind)
+        if not isinstance(entry, TensorStorageMetadata):
+            if kind not in held or isinstance(value, torch.Tensor):
+                made[kind] = None
+            continue
+        size, dtype = entry.size, entry.properties.dtype
+        # A number of steps has the default dtype of the program that made it.
+        fits = isinstance(value, torch.Tensor) and value.shape == size and (bool(size) or value.dtype == dtype)
+        if fits or isinstance(value, (DTensor, ShardedTensor)) or entry.properties.layout is not torch.strided:
+            continue
+        if not isinstance(parameter, DTensor) or not size:
+            # Optimizers keep numbers of steps on the CPU, and everything else on the parameter's device.
+            made[kind] = torch.empty(size, dtype=dtype, device="cpu" if kind == "step" else parameter.device)
+        elif size == parameter.shape:
+            made[kind] = torch.empty_like(parameter.detach(), dtype=dtype)
+    return made

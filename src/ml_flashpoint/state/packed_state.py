@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,26 @@ from ml_flashpoint.state.private import tree_leaves
 PACKED = "_flashpoint"
 """Top-level key of the packed items, ``_flashpoint.rank-00003.<name>``; no tracked name starts like it."""
 
+GROUPS = "groups"
+"""Key beside those of ranks: the groups of optimizers, ``_flashpoint.groups.<name>``, which all ranks have alike."""
+
+
+def rank_key(rank: int) -> str:
+    """Return the key of what belongs to a rank."""
+    return f"rank-{rank:05d}"
+
+
+def packed_items(
+    read_items: Callable[[Iterable[str]], Mapping[str, bytes]], key: str, names: Iterable[str]
+) -> dict[str, bytes]:
+    """Return the packed items of a rank, or `GROUPS`, by the names of the tracked objects."""
+    keys = {name: f"{PACKED}.{key}.{name}" for name in names}
+    found = read_items(keys.values())
+    return {name: found[key] for name, key in keys.items()}
+
 
 class PackedState:
-    """State of one tracked object on one rank: one item, which is packed once the save has begun.
+    """State that is one item, and is packed once the save has begun.
 
     Attributes:
         value: the state, which nothing changes any more.
@@ -73,7 +90,6 @@ def item_bytes(fqn: str, value: Any, *, allowed: Sequence[SafeGlobal] = ()) -> b
     Raises:
         UnsafeContentError: it holds a type that loading does not allow.
     """
-    hint = "keep plain values in it, or pass Flashpoint(..., safe_globals=[{}]) if you trust that"
     if isinstance(value, PackedState):
-        fqn, value = fqn.rpartition(".")[2], value.value
-    return save_archive(value, fqn, allowed=allowed, hint=hint)
+        fqn, value = fqn.rpartition(".")[2] if fqn.startswith(f"{PACKED}.") else fqn, value.value
+    return save_archive(value, fqn, allowed=allowed)

@@ -1,15 +1,14 @@
 """The plan by which a rank writes its state: which tensors, under which names, and which of them are one and the same.
 
 `Offer` is everything that a rank has, and `Share` the part of it that the rank writes (`replicas` divides). `Plan` says
-how the share is taken out of a state. As long as nothing but content changes, successive saves have the same `Plan`
-object, and every cache below depends on that identity.
+how the share is taken out of a state: dictionaries of tensors, numbers, text and `PackedState`. As long as nothing but
+content changes, successive saves have the same `Plan` object, and every cache below depends on that identity.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import pickle
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,15 +28,12 @@ from ml_flashpoint.copy.tensors import (
     whole_copy,
 )
 from ml_flashpoint.format.errors import NotStagedError
-from ml_flashpoint.state.packed_state import PackedState, copied
 from ml_flashpoint.state.plain_modes import plain_modes
 from ml_flashpoint.state.private import ShardedTensor
 from ml_flashpoint.state.replicas import Replica
-from ml_flashpoint.state.tree import Path, Structure, Tree, elements
+from ml_flashpoint.state.tree import Structure, Tree, elements
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_PLAIN_VALUES = frozenset({bool, int, float, str, bytes, type(None)})
-_IMMUTABLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, PackedState)
 
 
 def item_keys(items: Sequence[WriteItem]) -> list[str]:
@@ -56,23 +52,13 @@ def item_keys(items: Sequence[WriteItem]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The place of an item's value in each state: a leaf, or else the keys that lead to it; and the local shard, if
-    any."""
+    """The place of an item's value in each state: the number of a leaf, and of the local shard, if any."""
 
-    leaf: int | None
-    keys: tuple[Any, ...]
+    leaf: int
     shard: int | None = None
 
-    def value(self, tree: Tree) -> Any:
-        if self.leaf is not None:
-            return tree.leaves[self.leaf]
-        value: Any = tree.state
-        for key in self.keys:
-            value = value[key]
-        return value
-
     def tensor(self, tree: Tree) -> torch.Tensor:
-        value = self.value(tree)
+        value: Any = tree.leaves[self.leaf]
         if type(value) in _PLAIN:
             return value  # type: ignore[no-any-return]
         if self.shard is not None:
@@ -85,8 +71,8 @@ class Offer:
 
     Args:
         tree: the first of them.
-        rank, ranks: this rank, and the number of ranks that save together.
-        own: key of what belongs to this rank alone, as the second part of a name.
+        rank, ranks: this rank, and the number of ranks.
+        own: second part of the names of what belongs to this rank alone.
 
     Attributes:
         plan: DCP's plan of all items, whichever rank writes them.
@@ -94,7 +80,6 @@ class Offer:
 
     Raises:
         SaveError: checkpoints have no place for a tensor of such a kind.
-        ValueError: two values have one name.
     """
 
     def __init__(self, tree: Tree, *, rank: int = 0, ranks: int = 1, own: str = "") -> None:
@@ -110,24 +95,18 @@ class Offer:
         self.replicas: dict[int, Replica] = {}
         places = tree.places()
         for item in self.plan.items:
-            path = planner.mappings[item.index.fqn]
-            source = _Source(places.get(path), _keys(tree.state, path))
-            if isinstance(sharded := source.value(tree), ShardedTensor):
+            leaf, shard = places[planner.mappings[item.index.fqn]], None
+            value = tree.leaves[leaf]
+            if isinstance(value, ShardedTensor):
                 found = planner.lookup_object(item.index)
-                shard = next(i for i, each in enumerate(sharded.local_shards()) if each.tensor is found)
-                source = _Source(source.leaf, source.keys, shard)
-            self.sources.append(source)
-            if not _is_own(item, source.value(tree), ranks, own):
+                shard = next(i for i, each in enumerate(value.local_shards()) if each.tensor is found)
+            self.sources.append(_Source(leaf, shard))
+            if not _is_own(item, value, ranks, own):
                 self.replicas[len(self.sources) - 1] = Replica(_name(item), _nbytes(item) or 1)
-        # Content of a container that torch's pytree does not know is not compared.
-        self._is_seen = all(
-            source.leaf is not None or (item.type is WriteItemType.BYTE_IO and not _is_within(planner, item, places))
-            for item, source in zip(self.plan.items, self.sources, strict=True)
-        )
 
     def is_of(self, tree: Tree) -> bool:
         """Return True if a state has this structure."""
-        return self._is_seen and self._structure.is_of(tree)
+        return self._structure.is_of(tree)
 
     @functools.cached_property
     def digests(self) -> tuple[str, str]:
@@ -175,22 +154,6 @@ def _digest(described: Iterable[object]) -> str:
     return hashlib.blake2b(repr(list(described)).encode(), digest_size=16).hexdigest()
 
 
-def _is_within(planner: DefaultSavePlanner, item: WriteItem, places: Mapping[Path, int]) -> bool:
-    """Return True if an item is in a leaf."""
-    path = planner.mappings[item.index.fqn]
-    return any(path[:length] in places for length in range(1, len(path)))
-
-
-def _keys(state: Any, path: Path) -> tuple[Any, ...]:
-    """Return the keys that DCP has written as text."""
-    keys: list[Any] = []
-    for part in path:
-        key = next(each for each in state if str(each) == part) if isinstance(state, Mapping) else part
-        keys.append(key)
-        state = state[key]
-    return tuple(keys)
-
-
 @dataclass(frozen=True)
 class Plan:
     """The way to take a share out of a state.
@@ -211,7 +174,7 @@ class Plan:
 
     @functools.cached_property
     def _take(self) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-        return elements([source.leaf or 0 for source in self.sources])
+        return elements([source.leaf for source in self.sources])
 
     def tensors(self, tree: Tree) -> Sequence[torch.Tensor]:
         """Return the tensors that are copied of a state."""
@@ -228,13 +191,11 @@ class Captured:
     Attributes:
         plan: the way it was taken out.
         tensors: to be copied, under the names of the plan.
-        whole: copies of tensors that are more than their memory, by item.
-        values: copies of everything else, by item.
+        values: by item, what is written as bytes; of tensors that are more than their memory, copies.
     """
 
     plan: Plan
     tensors: Sequence[tuple[str, torch.Tensor]]
-    whole: dict[int, torch.Tensor] = field(default_factory=dict)
     values: dict[int, Any] = field(default_factory=dict)
 
 
@@ -242,13 +203,12 @@ class Share:
     """The items of an offer that one rank writes.
 
     Args:
-        offer: of this rank.
         wanted: numbers of the items, in order.
 
     Attributes:
         items: the items.
         keys: the name of each in the object.
-        byte_keys: names of those that are bytes, as far as that is known before they are captured.
+        byte_keys: names of those that are no tensors.
     """
 
     def __init__(self, offer: Offer, wanted: Sequence[int]) -> None:
@@ -259,14 +219,13 @@ class Share:
         self._sources = [offer.sources[number] for number in wanted]
         self._plan: Plan | None = None
         self._addresses: list[int] = []
-        self._written: dict[int, tuple[bytes | None, bytes]] = {}
 
     def capture(self, tree: Tree) -> Captured:
         """Take what is written out of a state.
 
         Raises:
             NotStagedError: a tensor has no data.
-            SaveError: checkpoints have no place for a tensor of such a kind, or a value could not be copied.
+            SaveError: checkpoints have no place for a tensor of such a kind.
         """
         plan = self._plan
         tensors: Sequence[torch.Tensor] = () if plan is None else plan.tensors(tree)
@@ -280,12 +239,10 @@ class Share:
             self._addresses = list(map(torch.Tensor.data_ptr, tensors))
         captured = Captured(plan, list(zip(plan.names, tensors, strict=True)))
         for number in plan.others:
-            fqn, source = self.items[number].index.fqn, self._sources[number]
-            if self.items[number].type is WriteItemType.BYTE_IO:
-                value = source.value(tree)
-                captured.values[number] = value if isinstance(value, _IMMUTABLE) else copied(value, fqn)
-            else:
-                captured.whole[number] = whole_copy(source.tensor(tree), fqn)
+            item, source = self.items[number], self._sources[number]
+            is_bytes = item.type is WriteItemType.BYTE_IO
+            fqn, leaf = item.index.fqn, tree.leaves[source.leaf]
+            captured.values[number] = leaf if is_bytes else whole_copy(source.tensor(tree), fqn)
         return captured
 
     def _differs(self, plan: Plan, tree: Tree, tensors: Sequence[torch.Tensor]) -> bool:
@@ -335,20 +292,5 @@ class Share:
             encode: makes bytes of an item, given its FQN, that is no tensor or more than its memory.
         """
         tensors = [(self.keys[number], copies[index]) for number, index in captured.plan.numbers.items()]
-        others = {**captured.values, **captured.whole}
-        return tensors, [(self.keys[n], self._encoded(n, others[n], encode)) for n in sorted(others)]
-
-    def _encoded(self, number: int, value: Any, encode: Callable[[str, Any], bytes]) -> bytes:
-        """Return an item as bytes: those of the save before, if the value is equal and of the same types."""
-        pickled = pickle.dumps(value, 4) if _is_flat(value) else None  # which tells 1 from True, and 0.0 from -0.0
-        known, content = self._written.get(number, (None, b""))
-        if pickled is None or pickled != known:
-            content = encode(self.items[number].index.fqn, value)
-            self._written[number] = pickled, content
-        return content
-
-
-def _is_flat(value: Any) -> bool:
-    """Return True if a value is one of the plain types, or a list or tuple of such."""
-    kinds = set(map(type, value)) if type(value) in (list, tuple) else {type(value)}
-    return kinds <= _PLAIN_VALUES
+        values = captured.values.items()
+        return tensors, [(self.keys[number], encode(self.items[number].index.fqn, each)) for number, each in values]

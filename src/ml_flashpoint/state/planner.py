@@ -1,23 +1,33 @@
-"""DCP's planners for loads of tracked state: packed items, and no silent differences."""
+"""A load of tracked state: what fits, told before anything is touched, then tensors in place and packed items."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
 from ml_flashpoint.format.errors import LoadError
 from ml_flashpoint.state.archive import SafeGlobal, load_archive
-from ml_flashpoint.state.fit import AS_SAVED, unplaced
-from ml_flashpoint.state.packed_state import PACKED
 from ml_flashpoint.state.plain_modes import plain_modes
-from ml_flashpoint.state.private import set_element
+from ml_flashpoint.state.private import flatten_state_dict, set_element
+
+AS_SAVED = "make and track models and optimizers as they were when it was saved"
+
+
+class Reader(Protocol):
+    """A reader of one version: DCP's, and for items that are no tensors."""
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy everything in a plan into the planner's tensors."""
+
+    def read_items(self, names: Iterable[str]) -> dict[str, bytes]:
+        """Return items that are no tensors as they are, by name."""
 
 
 class TrackedLoadPlanner(DefaultLoadPlanner):
@@ -27,27 +37,16 @@ class TrackedLoadPlanner(DefaultLoadPlanner):
         structured: names of tracked objects that were not packed.
         path: of the version, for errors.
         safe_globals: further types that may be loaded, see `Flashpoint`.
-        device_of: gives the device that tensors in packed state are loaded to, see `load_archive`.
 
     Attributes:
-        packed: the contents of the packed items, by key.
         touched: True once tensors may have been written to.
     """
 
-    def __init__(
-        self,
-        structured: Collection[str],
-        *,
-        path: str,
-        safe_globals: Sequence[SafeGlobal] = (),
-        device_of: Callable[[str], torch.device] | None = None,
-    ) -> None:
+    def __init__(self, structured: Collection[str], *, path: str, safe_globals: Sequence[SafeGlobal] = ()) -> None:
         super().__init__()
         self._structured = frozenset(structured)
         self._path = path
         self._safe_globals = tuple(safe_globals)
-        self._device_of = device_of
-        self.packed: dict[str, Any] = {}
         self.touched = False
         self._plan: LoadPlan | None = None
 
@@ -56,56 +55,69 @@ class TrackedLoadPlanner(DefaultLoadPlanner):
         with plain_modes():
             self.set_up_planner(state, metadata, is_coordinator=False)
             self._plan = self.create_local_plan()
-        return unplaced(metadata, self._structured, {item.dest_index.fqn for item in self._plan.items})
+        return _unplaced(metadata, self._structured, {item.dest_index.fqn for item in self._plan.items})
 
     def check_left(self, left: Collection[str]) -> None:
-        """Check that nothing stays behind on all ranks.
-
-        Raises:
-            LoadError: it does.
-        """
+        """Raise a `LoadError` if something stays behind on all ranks."""
         if left:
             raise LoadError(f"the checkpoint has {', '.join(sorted(left))}, for which there is no place", hint=AS_SAVED)
 
-    def load(self, reader: StorageReader) -> None:
+    def load(self, reader: Reader) -> None:
         """Load what was planned."""
         assert self._plan is not None
+        self.touched = True
         with plain_modes():
             reader.read_data(self.finish_plan(self._plan), self).wait()
 
-    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Take note that reading starts."""
-        self.touched = True
-        return super().finish_plan(new_plan)
-
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load an item that is no tensor.
-
-        Raises:
-            UnsafeContentError: it names something that is not allowed.
-            DamagedError: it makes no sense.
-        """
+        """Load an item that is no tensor."""
         fqn = read_item.dest_index.fqn
-        packed = fqn.startswith(f"{PACKED}.")
-        device_of = self._device_of if packed else None
-        loaded = load_archive(value.getbuffer(), fqn, path=self._path, allowed=self._safe_globals, device_of=device_of)
-        if packed:
-            self.packed[fqn] = loaded
-        else:
-            set_element(self.original_state_dict, self.mappings[fqn], loaded)
+        loaded = load_archive(value.getbuffer(), fqn, path=self._path, allowed=self._safe_globals)
+        set_element(self.original_state_dict, self.mappings[fqn], loaded)
 
 
-class ArchivePlanner(DefaultLoadPlanner):
-    """A planner that leaves packed items as they are.
+def check_fit(
+    state: Mapping[str, Any], metadata: Metadata, *, without_state: Sequence[str] = (), lacking: Sequence[str] = ()
+) -> None:
+    """Compare what is to be loaded into with what the checkpoint has.
 
-    Attributes:
-        archives: the items, by key.
+    What the checkpoint has too much is no difference by itself: another rank may have the place for it.
+
+    Args:
+        without_state: names of tracked objects that the checkpoint has nothing of.
+        lacking: further names of items that it should have.
+
+    Raises:
+        LoadError: they differ; lists all differences.
     """
+    flat, _ = flatten_state_dict(dict(state))
+    saved = metadata.state_dict_metadata
+    missing = [*(key for key in flat if key not in saved), *lacking]
+    others = [text for key, value in flat.items() if key in saved and (text := _difference(key, value, saved[key]))]
+    if not (without_state or missing or others):
+        return
+    unexpected = _unplaced(metadata, state, flat)
+    told = [f"the checkpoint has no state of {', '.join(map(repr, without_state))}"] if without_state else []
+    told += [f"the checkpoint lacks {', '.join(missing)}"] if missing else []
+    told += [f"the checkpoint has {', '.join(unexpected)}, for which there is no place"] if unexpected else []
+    raise LoadError("; ".join([*told, *others]), hint=AS_SAVED)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.archives: dict[str, bytes] = {}
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Keep an item."""
-        self.archives[read_item.dest_index.fqn] = value.getvalue()
+def _unplaced(metadata: Metadata, structured: Collection[str], wanted: Collection[str]) -> list[str]:
+    """Return the names of items of these objects, other than the wanted ones, that hold anything."""
+    return [
+        key
+        for key, entry in metadata.state_dict_metadata.items()
+        if key not in wanted
+        and key.partition(".")[0] in structured
+        and not (isinstance(entry, TensorStorageMetadata) and entry.size.numel() == 0)
+    ]
+
+
+def _difference(key: str, value: object, entry: object) -> str | None:
+    if not isinstance(entry, TensorStorageMetadata):
+        return f"{key} is a tensor, and was none when it was saved" if isinstance(value, torch.Tensor) else None
+    if not isinstance(value, torch.Tensor):
+        return f"{key} is no tensor, and was one when it was saved"
+    now, then = tuple(value.size()), tuple(entry.size)
+    return None if now == then else f"{key} has the shape {now}, and had {then} when it was saved"

@@ -37,6 +37,12 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
 
     A rank that has moved to another device goes on there with the numbers of the one that it had.
     """
+    if "anew" in state:
+        saved_seed, rank, step = state["anew"]
+        random.seed(new_seed(saved_seed, rank, step, "python"))
+        np.random.seed(new_seed(saved_seed, rank, step, "numpy") % (1 << 32))
+        torch.manual_seed(new_seed(saved_seed, rank, step, "torch"))  # of CUDA devices, too
+        return
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
@@ -55,12 +61,7 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
 
 
 class RestoredRng:
-    """The state that :func:`restore_rng_state` was given, to be put back once more at the place where a program goes
-    on.
-
-    Args:
-        state: of all global generators.
-    """
+    """A state of all global generators, to be restored once more at the place where a program goes on."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._state = state
@@ -74,12 +75,7 @@ class RestoredRng:
 
 
 def new_seed(saved: int, rank: int, step: int, what: str) -> int:
-    """Return the seed of a rank that is new, the same whenever it is made.
-
-    Args:
-        saved: the seed that rank 0 had.
-        what: the generator, since no two of a rank may give the same numbers.
-    """
+    """Return a seed for a generator of a new rank, the same whenever it is made, from the seed that rank 0 had."""
     digest = hashlib.sha256(f"{saved}/{rank}/{step}/{what}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
@@ -91,23 +87,7 @@ def seed_of(state: Mapping[str, Any]) -> int:
 
 def seeded_rng_state(saved: int, rank: int, step: int) -> dict[str, Any]:
     """Return a state for :func:`restore_rng_state`: of all global generators, seeded anew. See :func:`new_seed`."""
-    seeds = {what: new_seed(saved, rank, step, what) for what in ("python", "numpy", "torch", "cuda")}
-    devices = range(cuda.device_count())
-    numpy = np.random.RandomState(np.random.MT19937(seeds["numpy"]))
-    return {
-        "python": random.Random(seeds["python"]).getstate(),
-        "numpy": numpy.get_state(legacy=False),
-        "torch": torch.Generator().manual_seed(seeds["torch"]).get_state(),
-        "cuda": [state for each in devices if (state := _cuda_state(seeds["cuda"], each)) is not None],
-        "device": None,
-    }
-
-
-def _cuda_state(seed: int, device: int) -> torch.Tensor | None:
-    try:
-        return torch.Generator(f"cuda:{device}").manual_seed(seed).get_state()
-    except RuntimeError:  # it is there to be counted, and cannot be used
-        return None
+    return {"anew": [saved, rank, step]}
 
 
 def _seed_in(state: torch.Tensor, device: torch.device) -> int:

@@ -1,11 +1,9 @@
 """The state that ranks have of their own, on another number of ranks: who takes whose, and what is made anew.
 
-All ranks take three steps together, and vote after each (`checkpointer`):
-
-1. Each rank reads its share of what the ranks that saved had of their own, and tells a digest of each state.
-2. State that was the same on all of them is everybody's. Generators go on where their rank is still there, and are
-   seeded anew where it is new. Anything else is for a ``reshard`` function, or for the user: a `ReshardError`.
-3. Ranks hand each other the states that the functions are to be given.
+All ranks take two steps together, and vote after each (`checkpointer`). Each rank reads its share of what the ranks
+that saved had of their own, and reports a digest of each state, and the states that ``reshard`` functions are given.
+Then each decides alike: state that was the same on all ranks is everybody's, generators go on where their rank is
+still there, and are seeded anew where it is new. Anything else is for a function, or for the user: a `ReshardError`.
 
 No tensor of a model or an optimizer is touched before that is decided. On the same number of ranks none of it is run.
 """
@@ -14,44 +12,42 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.storage import StorageReader
 
 from ml_flashpoint.copy.dtypes import octets_of
 from ml_flashpoint.copy.tensors import is_plain_strided
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import ReshardError
 from ml_flashpoint.state.archive import SafeGlobal, load_archive, save_archive
-from ml_flashpoint.state.packed_state import PACKED
+from ml_flashpoint.state.packed_state import packed_items, rank_key
 from ml_flashpoint.state.plain_modes import plain_modes
-from ml_flashpoint.state.planner import ArchivePlanner
-from ml_flashpoint.state.random_numbers import new_seed, seed_of, seeded_rng_state
-from ml_flashpoint.state.tracked import RNG, LoadTarget, TrackedState, rank_key
+from ml_flashpoint.state.planner import Reader
+from ml_flashpoint.state.random_numbers import GeneratorState, new_seed, seed_of, seeded_rng_state
+from ml_flashpoint.state.tracked import RNG, LoadTarget, TrackedState
 
 _log = logging.getLogger(__name__)
 
 
 class Resharding:
-    """The decision about one version, on one rank. Its methods are called in order, each once.
+    """The decision about one version, on one rank. :meth:`read`, then :meth:`decide`.
 
     Args:
         tracked: what is loaded into.
         target: see `TrackedState.target`; of another number of ranks.
         version: what is loaded.
         safe_globals: see `Flashpoint`.
-        keep: whether rank r takes what rank r modulo the old number had, whatever it is.
+        keep: True if rank r takes what rank r modulo the old number had, whatever it is.
 
     Attributes:
-        report: after :meth:`read`, a message to the other ranks.
-        handed: after :meth:`decide`, archives for the other ranks; None if no rank wants any.
-        states: after :meth:`take`, the states that this rank gets instead of those of ``target.source_rank``, by name.
+        states: after :meth:`decide`, states that this rank gets instead of those of ``target.source_rank``, by name.
     """
 
     def __init__(
@@ -68,90 +64,81 @@ class Resharding:
         self._version = version
         self._safe_globals = tuple(safe_globals)
         self._keep = keep
-        self._raw: dict[str, dict[int, bytes]] = {}
-        self._for_functions: list[str] = []
-        self.report = b""
-        self.handed: bytes | None = None
         self.states: dict[str, Any] = {}
 
-    # ---- each rank by itself ------------------------------------------------------------------------------
+    def read(self, reader: Reader, metadata: Metadata) -> bytes:
+        """Read this rank's share, of ranks that saved: its own, and those that nobody has the number of any more.
 
-    def read(self, reader: StorageReader, metadata: Metadata) -> None:
-        """Read this rank's share, of ranks that saved: its own, and those that nobody has the number of any more."""
+        Returns:
+            A report to the other ranks.
+        """
         tracked, target = self._tracked, self._target
         share = range(tracked.rank, target.saved_by, tracked.world_size)
-        wanted = {rank: [name for name in target.packed_by[rank] if self._is_wanted(name, rank)] for rank in share}
-        state = tracked.of_ranks(metadata, wanted)
-        planner = ArchivePlanner()
-        if share:
+        if state := tracked.of_ranks(metadata, share):
+            planner = DefaultLoadPlanner()
             planner.set_up_planner(state, metadata, False)
-            reader.set_up_storage_reader(metadata, False)
             with plain_modes():
                 reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
-        digests: dict[str, dict[int, str]] = {}
+        digests: dict[str, dict[int, bytes]] = {}
         seeds: dict[str, int] = {}
         places = set()
-        for rank, names in wanted.items():
-            for name in names:
-                raw = planner.archives[f"{PACKED}.{rank_key(rank)}.{name}"]
-                value = self._load(name, raw)
-                if rank == 0 and (generator := tracked.generator(name)) is not None:
+        raw: dict[str, dict[int, bytes]] = {} if self._keep else {name: {} for name in tracked.reshards}
+        for rank in share:
+            wanted = [name for name in target.packed_by[rank] if self._is_wanted(name, rank)]
+            for name, data in packed_items(reader.read_items, rank_key(rank), wanted).items():
+                value = load_archive(data, name, path=str(self._version), allowed=self._safe_globals)
+                if rank == 0 and isinstance(generator := tracked.others.get(name), GeneratorState):
                     seeds[name] = generator.seed_of(value)
                 if name == RNG:
                     seeds[name] = seed_of(value)
                     continue
-                self._raw.setdefault(name, {})[rank] = raw
+                if name in raw:
+                    raw[name][rank] = data
                 if tracked.is_place(name, value):
                     places.add(name)
-                digests.setdefault(name, {})[rank] = _digest(tracked.whole(name, value, state, rank)).hex()
-        functions = [name for name in tracked.names if tracked.reshard(name) is not None]
-        self.report = json.dumps([digests, seeds, sorted(places), functions]).encode()
+                digests.setdefault(name, {})[rank] = _digest(tracked.whole(value, state, rank))
+        return save_archive([digests, seeds, places, raw], "report", allowed=None)
 
     def _is_wanted(self, name: str, rank: int) -> bool:
         if name == RNG:
             return rank == 0  # of which new ranks get their seeds; the others have theirs
         return name in self._tracked.names and name not in self._target.structured
 
-    def _load(self, name: str, raw: bytes, device_of: Callable[[str], torch.device] | None = None) -> Any:
-        with plain_modes():
-            return load_archive(raw, name, path=str(self._version), allowed=self._safe_globals, device_of=device_of)
-
-    # ---- with the reports of all ranks ----------------------------------------------------------------------
-
     def decide(self, reports: Sequence[bytes]) -> None:
-        """Decide, as every rank does.
+        """Decide, as every rank does, and call the functions.
 
         Raises:
-            ReshardError: there is state of which nobody says what becomes of it.
+            ReshardError: there is state of which nobody says what becomes of it, or a function failed.
         """
-        digests: dict[str, dict[int, str]] = {}
+        digests: dict[str, dict[int, bytes]] = {}
         seeds: dict[str, int] = {}
         places: set[str] = set()
-        functions: set[str] | None = None
+        raw: dict[str, dict[int, bytes]] = {name: {} for name in self._tracked.reshards}
         for blob in reports:
-            some, more, there, known = json.loads(blob)
+            some, more, there, handed = load_archive(blob, "report", path=str(self._version))
             for name, by_rank in some.items():
-                digests.setdefault(name, {}).update({int(rank): digest for rank, digest in by_rank.items()})
+                digests.setdefault(name, {}).update(by_rank)
             seeds.update(more)
             places.update(there)
-            functions = set(known) if functions is None else functions & set(known)
+            raw = {name: by_rank | handed[name] for name, by_rank in raw.items() if name in handed}
         saved = range(self._target.saved_by)
-        differ = [name for name, by_rank in digests.items() if len({by_rank.get(rank) for rank in saved}) > 1]
-        generators = [name for name in differ if self._tracked.generator(name) and len(digests[name]) == len(saved)]
+        differ = sorted(name for name, by_rank in digests.items() if len({by_rank.get(rank) for rank in saved}) > 1)
+        functions = sorted(raw.keys() & digests.keys())
         if self._keep:
             self._check_kept(digests)
         else:
-            self._for_functions = sorted((functions or set()) & digests.keys())
-            self._check_decided(digests.keys() - {*self._for_functions, *generators}, places, differ)
+            others = self._tracked.others
+            alone = [name for name in differ if isinstance(others.get(name), GeneratorState)]
+            generators = [name for name in alone if name not in functions and len(digests[name]) == len(saved)]
+            self._check_decided(digests.keys() - {*functions, *generators}, places, differ)
             if self._target.source_rank != self._tracked.rank:
-                self._seed_anew(seeds, [name for name in generators if name not in self._for_functions])
+                self._seed_anew(seeds, generators)
         if self._tracked.rank == 0:
-            self._tell(sorted(differ), seeds)
-        if self._for_functions:
-            states = {name: self._raw.get(name, {}) for name in self._for_functions}
-            self.handed = save_archive(states, "states", allowed=None)
+            self._tell(differ, functions, seeds[RNG])
+        for name in functions:
+            self.states[name] = self._resharded(name, raw[name])
 
-    def _check_kept(self, digests: Mapping[str, Mapping[int, str]]) -> None:
+    def _check_kept(self, digests: Mapping[str, Mapping[int, bytes]]) -> None:
         source = self._target.source_rank
         if lacking := sorted(name for name, by_rank in digests.items() if source not in by_rank):
             raise ReshardError(f"rank {source} had no state of {_listed(lacking)}", rank=self._tracked.rank)
@@ -175,54 +162,36 @@ class Resharding:
         rank, step = self._tracked.rank, self._version.step or 0
         self.states[RNG] = seeded_rng_state(seeds[RNG], rank, step)
         for name in generators:
-            generator = self._tracked.generator(name)
-            assert generator is not None
+            generator = self._tracked.others[name]
+            assert isinstance(generator, GeneratorState)
             self.states[name] = generator.seeded(new_seed(seeds.get(name, seeds[RNG]), rank, step, name))
 
-    def _tell(self, differ: Sequence[str], seeds: Mapping[str, int]) -> None:
+    def _tell(self, differ: Sequence[str], functions: Sequence[str], seed: int) -> None:
         before, now = self._target.saved_by, self._tracked.world_size
         changes = []
         if self._keep:
             changes.append(f"rank r takes the random numbers and the own state of rank r modulo {before}")
         elif now > before:
-            changes.append(
-                f"{_ranks(before, now)} new, with random number generators seeded anew from the seed {seeds[RNG]} of"
-                " rank 0, the rank and the step"
-            )
-        if self._for_functions:
-            changes.append(f"{_listed(self._for_functions)} as reshard functions make of what all ranks had")
+            changes.append(f"new ranks have their random numbers seeded anew from the seed {seed} of rank 0")
+        if functions:
+            changes.append(f"{_listed(functions)} as reshard functions make of what all ranks had")
         if now < before:
-            rest = [name for name in differ if name not in self._for_functions]
-            lost = "random numbers" + (f" and {_listed(rest)}" if rest else "")
-            changes.append(f"{_ranks(now, before)} gone: their {lost} are not used any more")
-        if changes:
-            _log.warning("saved by %d ranks, loaded by %d: %s", before, now, "; ".join(changes))
+            rest = [name for name in differ if name not in functions]
+            changes.append(f"not used any more of ranks that are gone: random numbers, {_listed(rest)}".rstrip(", "))
+        _log.warning("saved by %d ranks, loaded by %d: %s", before, now, "; ".join(changes))
 
-    # ---- with what they have handed over ------------------------------------------------------------------
-
-    def take(self, handed: Sequence[bytes]) -> None:
-        """Call the functions.
-
-        Raises:
-            ReshardError: one failed.
-        """
-        raw: dict[str, dict[int, bytes]] = {}
-        for blob in handed:
-            for name, by_rank in load_archive(blob, "states", path=str(self._version)).items():
-                raw.setdefault(name, {}).update(by_rank)
-        for name in self._for_functions:
-            function, by_rank = self._tracked.reshard(name), raw.get(name, {})
-            assert function is not None
-            states = [
-                self._load(name, by_rank[rank], self._tracked.device_of()) if rank in by_rank else None
-                for rank in range(self._target.saved_by)
-            ]
-            try:
-                self.states[name] = function(states, self._tracked.rank, self._tracked.world_size)
-            except Exception as error:
-                raise ReshardError(
-                    f"the reshard function of {name!r} failed: {type(error).__name__}: {error}", rank=self._tracked.rank
-                ) from error
+    def _resharded(self, name: str, by_rank: Mapping[int, bytes]) -> Any:
+        """Call the function for an object's state, with the states of all ranks that saved."""
+        tracked, states = self._tracked, list[Any]()
+        read = partial(load_archive, path=str(self._version), allowed=self._safe_globals, device_of=tracked.device_of())
+        for rank in range(self._target.saved_by):
+            states.append(read(by_rank[rank], name) if rank in by_rank else None)
+        try:
+            return tracked.reshards[name](states, tracked.rank, tracked.world_size)
+        except Exception as error:
+            raise ReshardError(
+                f"the reshard function of {name!r} failed: {type(error).__name__}: {error}", rank=tracked.rank
+            ) from error
 
 
 def _digest(value: Any) -> bytes:
@@ -248,10 +217,6 @@ def _digest(value: Any) -> bytes:
     for part in parts:
         whole.update(hashlib.sha256(part).digest())
     return whole.digest()
-
-
-def _ranks(begin: int, end: int) -> str:
-    return f"rank {begin} is" if end == begin + 1 else f"ranks {begin} to {end - 1} are"
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -6,7 +6,8 @@ archive an object. `resharding` decides about it on another number of ranks.
 ::
 
     model.<parameter or buffer>                     modules, sharded as they are
-    optimizer.state.<parameter>.<key>, .param_groups   optimizers
+    optimizer.state.<parameter>.<key>               optimizers
+    _flashpoint.groups.optimizer                    an archive of torch.save: their groups, with names of parameters
     _flashpoint.rank-00003.<name>                   an archive of torch.save, for everything else
     _flashpoint.rank-00003._rng                     the random number generators
     _flashpoint.rank-00003._frozen                  names of the modules' parameters without requires_grad
@@ -14,12 +15,11 @@ archive an object. `resharding` decides about it on another number of ranks.
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import itertools
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -28,16 +28,16 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from ml_flashpoint.copy.cuda import device_today
-from ml_flashpoint.copy.tensors import held_bytes
+from ml_flashpoint.copy.tensors import is_plain_strided
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, SaveError
-from ml_flashpoint.state.fit import check_fit
+from ml_flashpoint.state.archive import SafeGlobal, load_archive
 from ml_flashpoint.state.modules import ModuleState, freeze_parameters, frozen_parameters
-from ml_flashpoint.state.optimizers import OptimizerState, parameters_of
-from ml_flashpoint.state.packed_state import PACKED, PackedState, copied
-from ml_flashpoint.state.private import ShardedTensor, tree_leaves
+from ml_flashpoint.state.optimizers import OptimizerState
+from ml_flashpoint.state.packed_state import GROUPS, PACKED, PackedState, copied, packed_items, rank_key
+from ml_flashpoint.state.planner import Reader, check_fit
+from ml_flashpoint.state.private import ShardedTensor
 from ml_flashpoint.state.random_numbers import GeneratorState, RestoredRng, capture_rng_state, restore_rng_state
 
 _log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class Stateful(Protocol):
 
 
 class PlaceInData:
-    """The place of a loop in its data, as something to track.
+    """The base of what tracks the place of a loop in its data.
 
     Attributes:
         loader: the object that the program has tracked.
@@ -75,17 +75,8 @@ class PlaceInData:
     loader: Any
     restored: RestoredRng | None = None
 
-    def state_dict(self) -> Any:
-        """Return the place."""
-        raise NotImplementedError
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Go on from a place with the next pass."""
-        raise NotImplementedError
-
     def forget(self) -> None:
         """Undo a `load_state_dict` that was part of a load that failed elsewhere."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +84,10 @@ class LoadTarget:
     """The places that one checkpoint is loaded into on this rank.
 
     Attributes:
-        state: for ``dcp.load``.
-        structured: names of the objects whose state is in it by tensors; the others' is packed.
+        state: what DCP loads into.
+        structured: names of the objects whose state is in it; the others' is packed.
         saved_by: number of ranks that saved it.
-        source_rank: the rank whose packed state this rank takes.
+        source_rank: the rank whose packed states this rank takes. packed: their names.
         packed_by: names of the packed states, by the rank that saved them; only of another number of ranks.
     """
 
@@ -104,17 +95,17 @@ class LoadTarget:
     structured: frozenset[str]
     saved_by: int
     source_rank: int
+    packed: frozenset[str]
     packed_by: Mapping[int, frozenset[str]] = field(default_factory=dict)
 
 
 class TrackedState:
     """The tracked objects of one rank. Belongs to the training thread.
 
-    Args:
-        rank, world_size: of this process.
-
     Attributes:
-        rank, world_size: the same.
+        rank, world_size: of this process.
+        reshards: functions that make a rank's state on another number of ranks, by name.
+        others: what is neither module nor optimizer, by name.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -123,15 +114,14 @@ class TrackedState:
         self._modules: dict[str, nn.Module] = {}
         self._module_states: dict[str, ModuleState] = {}
         self._optimizers: dict[str, OptimizerState] = {}
-        self._others: dict[str, Stateful] = {}
-        self._reshards: dict[str, Reshard] = {}
+        self.others: dict[str, Stateful] = {}
+        self.reshards: dict[str, Reshard] = {}
         self._given: list[object] = []
-        self._warned_of_weights = False
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of everything tracked."""
-        return (*self._modules, *self._optimizers, *self._others)
+        return (*self._modules, *self._optimizers, *self.others)
 
     def add(self, name: str, value: object, reshard: Reshard | None = None) -> None:
         """Track one more object.
@@ -161,7 +151,7 @@ class TrackedState:
         if reshard is not None:
             if isinstance(value, nn.Module):
                 raise InvalidArgumentError("modules are resharded by themselves", argument="reshard", value=name)
-            self._reshards[name] = reshard
+            self.reshards[name] = reshard
         self._given.append(given)
         if isinstance(value, nn.Module):
             self._modules[name] = value
@@ -169,28 +159,19 @@ class TrackedState:
         elif isinstance(value, Optimizer):
             self._optimizers[name] = OptimizerState(name, value, self._modules)
         else:
-            self._others[name] = cast(Stateful, value)
-
-    def reshard(self, name: str) -> Reshard | None:
-        """Return the function that makes an object's state on another number of ranks, if there is one."""
-        return self._reshards.get(name)
-
-    def generator(self, name: str) -> GeneratorState | None:
-        """Return the tracked generator of a name; None if it is of something else."""
-        other = self._others.get(name)
-        return other if isinstance(other, GeneratorState) else None
+            self.others[name] = cast(Stateful, value)
 
     def is_place(self, name: str, value: Any) -> bool:
         """Return True if a state is, or has in it, a place in the data: of a loader, or of anything else to loop
         over."""
-        other = self._others.get(name)
+        other = self.others.get(name)
         says = getattr(other, "has_place", None)
         return isinstance(other, PlaceInData) or hasattr(type(other), "__iter__") or (says is not None and says(value))
 
     def how_to_decide(self, names: Iterable[str]) -> str:
         """Return a hint for states of which nobody says what becomes of them on another number of ranks."""
         functions = ", ".join(
-            f"{name!r}: " + ("rest_of_epoch" if isinstance(self._others.get(name), PlaceInData) else "function")
+            f"{name!r}: " + ("rest_of_epoch" if isinstance(self.others.get(name), PlaceInData) else "function")
             for name in names
         )
         dealt = " (rest_of_epoch is for a DistributedSampler)" if "rest_of_epoch" in functions else ""
@@ -212,38 +193,17 @@ class TrackedState:
         for name, module in self._module_states.items():
             if tensors := module.to_save():
                 state[name] = tensors
+        groups: dict[str, PackedState] = {}
         for name, optimizer in self._optimizers.items():
-            structured = optimizer.to_save()
-            if structured is not None:
-                state[name] = structured
+            if (structured := optimizer.to_save()) is not None:
+                state[name], groups[name] = {"state": structured[0]}, PackedState(structured[1])
             else:
                 packed[name] = self._pack(name, optimizer.optimizer.state_dict)
-        for name, other in self._others.items():
+        for name, other in self.others.items():
             packed[name] = self._pack(name, other.state_dict)
-        if not self._warned_of_weights:
-            self._warned_of_weights = True
-            self._warn_of_weights(packed)
         packed[RNG] = PackedState(capture_rng_state())
         packed[FROZEN] = PackedState({name: frozen_parameters(module) for name, module in self._modules.items()})
-        return {**state, PACKED: {rank_key(self.rank): packed}}
-
-    def _warn_of_weights(self, packed: Mapping[str, PackedState]) -> None:
-        """Warn of optimizers whose parameters nothing that is tracked has in its state."""
-        places = (PlaceInData, GeneratorState, LRScheduler)
-        others = [packed[name].value for name, other in self._others.items() if not isinstance(other, places)]
-        with contextlib.suppress(RecursionError):
-            others = tree_leaves(others)
-        shapes = {leaf.shape for leaf in others if isinstance(leaf, torch.Tensor)}
-        held = {id(parameter) for module in self._modules.values() for parameter in module.parameters()}
-        for name, optimizer in self._optimizers.items():
-            parameters = parameters_of(optimizer.optimizer)
-            is_held = not held.isdisjoint(map(id, parameters)) or any(each.shape in shapes for each in parameters)
-            if parameters and not is_held:
-                _log.warning(
-                    "the weights that the optimizer %r updates are not saved: nothing that is tracked has them; track"
-                    " the model, too, or a restart has the weights that the program makes",
-                    name,
-                )
+        return {**state, PACKED: {rank_key(self.rank): packed, GROUPS: groups}}
 
     def _pack(self, name: str, state_dict: Callable[[], Any]) -> PackedState:
         try:
@@ -255,18 +215,27 @@ class TrackedState:
             raise SaveError(text, rank=self.rank) from error
 
     def expected_bytes(self) -> int:
-        """Return the bytes that a rank's part takes at most when training is under way: of what is replicated, each
-        rank saves a share. Optimizers that have not stepped are estimated."""
+        """Return the bytes of a rank's part when training is under way. Of what is replicated, each rank saves a share;
+        optimizers that have not stepped are estimated."""
         tensors = [t for m in self._module_states.values() for t in m.current().values() if isinstance(t, torch.Tensor)]
         tensors += [t for o in self._optimizers.values() for t in o.expected_tensors()]
-        own = [_sharded_bytes(tensor) for tensor in tensors]
-        alike = (held_bytes(tensor) for tensor, nbytes in zip(tensors, own, strict=True) if nbytes is None)
-        return sum(nbytes or 0 for nbytes in own) + largest_share(alike, self.world_size)
+        own, alike = 0, list[int]()
+        for tensor in tensors:
+            if isinstance(tensor, DTensor):
+                own += tensor.to_local().nbytes
+            elif isinstance(tensor, ShardedTensor):
+                own += sum(shard.tensor.nbytes for shard in tensor.local_shards())
+            elif is_plain_strided(tensor):
+                alike.append(tensor.nbytes)
+        return own + largest_share(alike, self.world_size)
 
     # ---- loading ------------------------------------------------------------------------------------------
 
-    def target(self, metadata: Metadata) -> LoadTarget:
+    def target(self, metadata: Metadata, read: Callable[[str, Iterable[str]], dict[str, Any]]) -> LoadTarget:
         """Return the places that a checkpoint with this metadata is loaded into.
+
+        Args:
+            read: reads packed states of a key, by name.
 
         Raises:
             LoadError: it does not hold what is tracked.
@@ -278,7 +247,9 @@ class TrackedState:
             raise LoadError("the checkpoint was not saved by a Flashpoint", rank=self.rank)
         source_rank = self.rank % saved_by
         packed_names = {name for rank, name in packed if rank == source_rank}
-        structured = {key.partition(".")[0] for key in keys} - {PACKED}
+        prefix = f"{PACKED}.{GROUPS}."
+        groups = {key.removeprefix(prefix) for key in keys if key.startswith(prefix)}
+        structured = ({key.partition(".")[0] for key in keys} - {PACKED}) | groups
         packed_by: dict[int, set[str]] = {}
         if saved_by != self.world_size:
             for rank, name in packed:
@@ -289,56 +260,51 @@ class TrackedState:
             name: tensors for name, tensors in current.items() if tensors and name not in without_state
         }
         lacking: list[str] = []
-        for name, optimizer in self._optimizers.items():
-            if name in structured:
-                state[name] = optimizer.current(metadata)
-                lacking += optimizer.lacking
+        for name, its in read(GROUPS, groups & self._optimizers.keys()).items():
+            state[name] = self._optimizers[name].current(metadata, its)
+            lacking += self._optimizers[name].lacking
         check_fit(state, metadata, without_state=without_state, lacking=lacking)
-        wanted = packed_names & {RNG, FROZEN, *self._optimizers, *self._others}
-        if wanted:
-            state[PACKED] = {rank_key(source_rank): dict.fromkeys(wanted, PackedState())}
+        wanted = frozenset(packed_names & {RNG, FROZEN, *self._optimizers, *self.others})
         by_rank = {rank: frozenset(names) for rank, names in packed_by.items()}
-        return LoadTarget(state, frozenset(state) - {PACKED}, saved_by, source_rank, by_rank)
+        return LoadTarget(state, frozenset(state), saved_by, source_rank, wanted, by_rank)
 
-    def of_ranks(self, metadata: Metadata, names: Mapping[int, Collection[str]]) -> dict[str, Any]:
-        """Return the places that the packed states of some ranks are loaded into, with the tensors that go with them.
+    def of_ranks(self, metadata: Metadata, ranks: Iterable[int]) -> dict[str, Any]:
+        """Return the places of tensors that go with the packed states of some ranks."""
+        return {}
 
-        Args:
-            names: of the states, by rank.
-        """
-        return {PACKED: {rank_key(rank): dict.fromkeys(some, PackedState()) for rank, some in names.items()}}
-
-    def whole(self, name: str, value: Any, state: Mapping[str, Any], rank: int) -> Any:
-        """Return the packed state of an object with the tensors that go with it, to be compared.
-
-        Args:
-            state: from :meth:`of_ranks`, loaded.
-        """
+    def whole(self, value: Any, state: Mapping[str, Any], rank: int) -> Any:
+        """Return a packed state with the tensors that go with it, of what :meth:`of_ranks` gave, to be compared."""
         return value
+
+    def reads(
+        self, reader: Reader, *, path: str, allowed: Sequence[SafeGlobal]
+    ) -> Callable[[str, Iterable[str]], dict[str, Any]]:
+        """Return what reads packed states of a version: by name, of a rank or of `GROUPS`."""
+        device_of = self.device_of()
+
+        def read(key: str, names: Iterable[str]) -> dict[str, Any]:
+            return {
+                name: load_archive(data, name, path=path, allowed=allowed, device_of=device_of)
+                for name, data in packed_items(reader.read_items, key, names).items()
+            }
+
+        return read
 
     def _without_state(self, saved: set[str], current: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """Return the names of what is tracked and was not saved, or not as the same thing."""
         # A module without any parameter or buffer leaves no trace in a checkpoint.
-        lacking = sorted({*self._optimizers, *self._others} - saved)
+        lacking = sorted({*self._optimizers, *self.others} - saved)
         lacking += sorted(name for name, tensors in current.items() if name not in saved and tensors)
         if extra := sorted(saved - {*self.names, RNG, FROZEN}):
             _log.warning("the checkpoint also has state of %s, which is not tracked now", ", ".join(map(repr, extra)))
         return lacking
 
-    def apply(self, target: LoadTarget, packed: Mapping[str, Any]) -> None:
-        """Give every object what was loaded: modules, optimizers, the others in the order of tracking, generators.
-
-        Args:
-            packed: contents of the packed items, by key.
-
-        Raises:
-            Exception: an object refuses its state. Others may have theirs.
-        """
-        prefix = f"{PACKED}.{rank_key(target.source_rank)}."
-        states = {key.removeprefix(prefix): value for key, value in packed.items()}
+    def apply(self, target: LoadTarget, states: Mapping[str, Any]) -> None:
+        """Give every object what was loaded, also its packed state: modules, optimizers, the others in the order of
+        tracking, generators. Raise what an object raises that refuses its state; others may have theirs."""
         for name, module in self._module_states.items():
             module.load(target.state.get(name, {}))
-        for name, frozen in states.get(FROZEN, {}).items():  # which older versions do not have
+        for name, frozen in states[FROZEN].items():
             if name in self._modules:
                 freeze_parameters(self._modules[name], frozen)
         for name, optimizer in self._optimizers.items():
@@ -346,7 +312,7 @@ class TrackedState:
                 optimizer.load(target.state[name])
             else:
                 optimizer.load_whole(states[name])
-        for name, other in self._others.items():
+        for name, other in self.others.items():
             other.load_state_dict(states[name])
         restore_rng_state(states[RNG])
         restored = RestoredRng(states[RNG])
@@ -354,7 +320,7 @@ class TrackedState:
             place.restored = restored
 
     def device_of(self) -> Callable[[str], torch.device]:
-        """Return what gives the device for tensors in packed state, by the name of the device that they were on."""
+        """Return the function from the device that a tensor in packed state was on to the one that it is loaded to."""
         tensors = itertools.chain.from_iterable((*m.parameters(), *m.buffers()) for m in self._modules.values())
         ours = {tensor.device for tensor in tensors}
         return lambda location: device_today(location, ours)
@@ -364,17 +330,13 @@ class TrackedState:
         return [*(each for each in self._optimizers.values() if not each.optimizer.state), *self._places()]
 
     def _places(self) -> list[PlaceInData]:
-        return [other for other in self._others.values() if isinstance(other, PlaceInData)]
+        return [other for other in self.others.values() if isinstance(other, PlaceInData)]
 
 
 def checked_reshard(
     value: Reshard | Mapping[str, Reshard] | None, named: Mapping[str, object]
 ) -> Mapping[str, Reshard]:
-    """Return the functions for what is tracked by these names, by name.
-
-    Raises:
-        InvalidArgumentError: they are none, or for something else.
-    """
+    """Return the functions for what is tracked by these names, by name, or raise an `InvalidArgumentError`."""
     if value is None:
         return {}
     by_name = value
@@ -392,24 +354,9 @@ def checked_reshard(
     return by_name
 
 
-def rank_key(rank: int) -> str:
-    """Return the key of what belongs to a rank."""
-    return f"rank-{rank:05d}"
-
-
 def largest_share(sizes: Iterable[int], world_size: int) -> int:
-    """Return the bytes of the rank that saves most of some tensors that all ranks have, shared out as DCP does: each
-    goes to the rank that has least so far."""
+    """Return the bytes of the rank that saves most of replicated tensors: each goes to the rank with least so far."""
     shares = [0] * world_size
     for nbytes in sizes:
         heapq.heapreplace(shares, shares[0] + nbytes)
     return max(shares)
-
-
-def _sharded_bytes(tensor: torch.Tensor) -> int | None:
-    """Return the bytes of this rank's own part of a tensor; None if it is plain, so that all ranks have it."""
-    if isinstance(tensor, DTensor):
-        return int(tensor.to_local().nbytes)
-    if isinstance(tensor, ShardedTensor):
-        return sum(shard.tensor.nbytes for shard in tensor.local_shards())
-    return None

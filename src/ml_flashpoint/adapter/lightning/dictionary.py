@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from ml_flashpoint.copy.tensors import is_plain_strided
 from ml_flashpoint.format.errors import LoadError
-from ml_flashpoint.state.tracked import LoadTarget, TrackedState, largest_share, rank_key
+from ml_flashpoint.state.packed_state import rank_key
+from ml_flashpoint.state.tracked import LoadTarget, TrackedState, largest_share
 
 Checkpoint = dict[str, Any]
 """A dictionary that `Trainer.save_checkpoint` would save."""
@@ -184,9 +185,9 @@ class DictionaryState(TrackedState):
         """See `TrackedState.expected_bytes`."""
         return largest_share((tensor.nbytes for tensor in self.sizes()), self.world_size)
 
-    def target(self, metadata: Metadata) -> LoadTarget:
+    def target(self, metadata: Metadata, read: Callable[[str, Iterable[str]], dict[str, Any]]) -> LoadTarget:
         """See `TrackedState.target`. Tensors are loaded into new ones, in memory of the CPU."""
-        target = super().target(metadata)
+        target = super().target(metadata, read)
         shared = _empty(metadata, f"{SHARED}.")
         own = _empty(metadata, f"{OWN}.{rank_key(target.source_rank)}.")
         state = {**target.state, **({SHARED: shared} if shared else {})}
@@ -194,19 +195,19 @@ class DictionaryState(TrackedState):
             state[OWN] = {rank_key(target.source_rank): own}
         return dataclasses.replace(target, state=state, structured=frozenset({SHARED}))
 
-    def of_ranks(self, metadata: Metadata, names: Mapping[int, Collection[str]]) -> dict[str, Any]:
+    def of_ranks(self, metadata: Metadata, ranks: Iterable[int]) -> dict[str, Any]:
         """See `TrackedState.of_ranks`."""
-        own = {rank_key(rank): _empty(metadata, f"{OWN}.{rank_key(rank)}.") for rank in names}
+        own = {rank_key(rank): _empty(metadata, f"{OWN}.{rank_key(rank)}.") for rank in ranks}
         own = {rank: tensors for rank, tensors in own.items() if tensors}
-        return {**super().of_ranks(metadata, names), **({OWN: own} if own else {})}
+        return {OWN: own} if own else {}
 
-    def whole(self, name: str, value: Any, state: Mapping[str, Any], rank: int) -> Any:
+    def whole(self, value: Any, state: Mapping[str, Any], rank: int) -> Any:
         """See `TrackedState.whole`."""
         return value, state.get(OWN, {}).get(rank_key(rank), {})
 
-    def apply(self, target: LoadTarget, packed: Mapping[str, Any]) -> None:
+    def apply(self, target: LoadTarget, states: Mapping[str, Any]) -> None:
         """See `TrackedState.apply`."""
-        super().apply(target, packed)
+        super().apply(target, states)
         own = target.state.get(OWN, {}).get(rank_key(target.source_rank), {})
         self._rest.loaded = put_together(self._rest.loaded, {**target.state.get(SHARED, {}), **own})
 

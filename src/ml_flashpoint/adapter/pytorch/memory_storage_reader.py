@@ -9,11 +9,11 @@ import io
 import logging
 import os
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
@@ -194,7 +194,7 @@ class MemoryStorageReader(StorageReader):
         committed: list[tuple[ReadItem, torch.Tensor]] = []
         try:
             for item in plan.items:
-                reader, key = self._find(item)
+                reader, key = self._find(item.storage_index)
                 entry = reader.entry(key)
                 if item.type is LoadItemType.BYTE_IO:
                     planner.load_bytes(item, self._checked(reader, key))
@@ -223,6 +223,18 @@ class MemoryStorageReader(StorageReader):
         done.set_result(None)
         return done
 
+    def read_items(self, names: Iterable[str]) -> dict[str, bytes]:
+        """Return items that are no tensors as they are, by name.
+
+        Raises:
+            FlashpointError: an object is damaged, or out of reach.
+        """
+        try:
+            found = {name: self._find(MetadataIndex(name)) for name in names}
+            return {name: bytes(reader.bytes_of(key)) for name, (reader, key) in found.items()}
+        finally:
+            self._release()
+
     def _whole_tensor(self, reader: ObjectReader, key: str, item: ReadItem) -> torch.Tensor:
         """Return a tensor that is more than its memory (sparse, quantized, of its own class), saved by torch.save."""
         value = load_archive(reader.bytes_of(key), key, path=reader.path, allowed=self._safe_globals)
@@ -236,10 +248,10 @@ class MemoryStorageReader(StorageReader):
             return io.BytesIO(data)
         return check_bytes(data, key, path=reader.path, allowed=self._safe_globals)
 
-    def _find(self, item: ReadItem) -> tuple[ObjectReader, str]:
-        place = self._places.get(item.storage_index)
+    def _find(self, index: MetadataIndex) -> tuple[ObjectReader, str]:
+        place = self._places.get(index)
         if place is None:
-            raise ObjectNotFoundError(f"the checkpoint has no {item.storage_index}", path=self.checkpoint_id)
+            raise ObjectNotFoundError(f"the checkpoint has no {index}", path=self.checkpoint_id)
         return self._reader(place.rank), place.key
 
     def _reader(self, rank: int) -> ObjectReader:

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace
 from ml_flashpoint.copy.tensors import is_plain_strided, materialized
 from ml_flashpoint.engine.committing import BytesItem, TensorItem
-from ml_flashpoint.format.errors import NotStagedError, UnsafeContentError
-from ml_flashpoint.state.archive import SafeGlobal, refuse_unloadable, save_archive
+from ml_flashpoint.format.errors import NotStagedError
+from ml_flashpoint.state.archive import SafeGlobal, load_archive, save_archive
 
 
 def resolve_items(
@@ -38,12 +38,11 @@ def resolve_items(
     byte_items: list[BytesItem] = []
     allowed = tuple(allowed)
     for item, key in zip(plan.items, keys, strict=True):
-        data = planner.resolve_data(item)
         if item.type is WriteItemType.BYTE_IO:
-            assert isinstance(data, io.BytesIO)
-            content = data.getvalue()
-            byte_items.append((key, content if trust_bytes else _loadable(content, item, planner, allowed)))
+            content = _bytes_of(item, planner) if trust_bytes else _loadable(item, planner, allowed)
+            byte_items.append((key, content))
             continue
+        data = planner.resolve_data(item)
         assert isinstance(data, torch.Tensor)
         data = materialized(data)
         if data.is_meta:
@@ -54,25 +53,26 @@ def resolve_items(
         if is_plain_strided(data):
             tensors.append((key, data))
         else:
-            byte_items.append((key, save_archive(data, str(item.index.fqn), allowed=allowed, hint=_HINT)))
+            byte_items.append((key, save_archive(data, str(item.index.fqn), allowed=allowed)))
     return tensors, byte_items
 
 
-def _loadable(content: bytes, item: WriteItem, planner: SavePlanner, allowed: tuple[SafeGlobal, ...]) -> bytes:
-    """Return what a planner pickled, or an archive of the same value if it is of kinds that only archives can hold."""
-    try:
-        refuse_unloadable(content, f"item {item.index.fqn!r}", allowed=allowed)
-    except UnsafeContentError:
-        own = DefaultSavePlanner
-        if not isinstance(planner, own) or any(
-            getattr(type(planner), name) is not getattr(own, name) for name in ("resolve_data", "transform_object")
-        ):
-            raise
-        return save_archive(planner.lookup_object(item.index), str(item.index.fqn), allowed=allowed, hint=_HINT)
+def _loadable(item: WriteItem, planner: SavePlanner, allowed: tuple[SafeGlobal, ...]) -> bytes:
+    """Return an item that is no tensor as an archive that a reader accepts, or the bytes that a planner makes."""
+    fqn, own = str(item.index.fqn), DefaultSavePlanner
+    if isinstance(planner, own) and all(
+        getattr(type(planner), name) is getattr(own, name) for name in ("resolve_data", "transform_object")
+    ):
+        return save_archive(planner.lookup_object(item.index), fqn, allowed=allowed)
+    content = _bytes_of(item, planner)
+    load_archive(content, fqn, path="", allowed=allowed)
     return content
 
 
-_HINT = "keep plain values in it, or pass safe_globals=[{}] to writer and reader if you trust that"
+def _bytes_of(item: WriteItem, planner: SavePlanner) -> bytes:
+    data = planner.resolve_data(item)
+    assert isinstance(data, io.BytesIO)
+    return data.getvalue()
 
 
 def results_of(

@@ -134,15 +134,14 @@ class Persister:
             self.hurry()
 
     def look(self) -> None:
-        """Free the slot of a part whose durable store has not answered for ``FLASHPOINT_TRANSFER_DEADLINE_S``: saves
-        may need this slot. The part is given up, whatever the store does with it. To be called again and again."""
-        with self._changed:
-            task = self._task
-            if task is None or time.monotonic() - self._progress <= transfer_deadline_s():
-                return
-            task.superseded.set()
-            hold = task.hold.pop_all()
-        hold.close()
+        """Free the slots of parts if the durable store has not answered for ``FLASHPOINT_TRANSFER_DEADLINE_S``: saves
+        may need these slots. The parts are given up, whatever the store does with them. To be called again and again.
+        """
+        with contextlib.ExitStack() as holds, self._changed:
+            if time.monotonic() - self._progress > transfer_deadline_s():
+                for task in filter(None, (self._task, self._next)):
+                    task.superseded.set()
+                    holds.push(task.hold.pop_all())
 
     @property
     def is_busy(self) -> bool:
@@ -158,6 +157,8 @@ class Persister:
         unused: _Task | None = task
         with self._changed:
             if not self._closing:
+                if self._task is None and self._next is None:
+                    self._progress = time.monotonic()
                 self._next, unused = task, self._next
                 if self._task is not None:
                     self._task.superseded.set()
@@ -240,6 +241,7 @@ class Persister:
 
     def _persist(self, task: _Task) -> None:
         save, slot = task.save, task.slot
+        self._go_on(task)
         if slot is None:
             raise PrunedError("the part has no slot any more", step=save.step, rank=self._rank)
         manifest = self._pool.container.read_manifest(save, self._rank)

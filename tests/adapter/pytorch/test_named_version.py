@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from ml_flashpoint import Flashpoint, open_version
+from ml_flashpoint import Checkpointer, Flashpoint, open_version
 from ml_flashpoint.format.errors import InvalidArgumentError, ObjectNotFoundError
 from ml_flashpoint.tools.export import export_version
 from tests.support.commands import flashpoint
@@ -106,12 +107,10 @@ def test_the_weights_for_inference_in_one_call(job: tuple[Path, _Model]) -> None
 
 
 def test_what_lies_below_the_name_of_a_list(tmpfs: Path) -> None:
-    model = _Model()
     layers = [{"weight": torch.ones(2), "masks": [torch.zeros(1)]}, {"weight": torch.arange(3)}, torch.ones(1)]
-    model.inner.scales = {"layers": layers}
-    with Flashpoint(tmpfs / "job") as fp:
-        fp.track(model=model).save(7)
-    by_number, below = {str(number): layer for number, layer in enumerate(layers)}, "model.inner._extra_state.layers."
+    with Checkpointer(tmpfs / "job") as ckpt:
+        dcp.save({"scales": {"layers": layers}}, checkpoint_id=ckpt.id(7), storage_writer=ckpt.writer())
+    by_number, below = {str(number): layer for number, layer in enumerate(layers)}, "scales.layers."
     with open_version(tmpfs / "job") as version:
         assert_same(version.state_dict(below), by_number)
         assert_same(version.state_dict(f"{below}0."), layers[0])

@@ -16,11 +16,10 @@ import copy
 import itertools
 import logging
 import random
-import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -36,6 +35,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from ml_flashpoint.format.arguments import checked_callable
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError
 from ml_flashpoint.state.archive import load_archive, save_archive
 from ml_flashpoint.state.private import generate_state
@@ -48,72 +48,28 @@ Through = Callable[[Iterable[Any]], Iterable[Any]]
 """Gives the batches of an iterable, one for each and in their order; may take some ahead."""
 
 _STATEFUL = "use torchdata's StatefulDataLoader, which has a state of its own (pip install torchdata)"
-_DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-
-
-@dataclass(slots=True)
-class Epoch:
-    """The record of one pass over a loader.
-
-    Attributes:
-        number: from 1 on, over all lives of the job; 0 while there was none.
-        start: generators and samplers when it began.
-        position: batches given to the loop.
-        ended: True once the loop was told that there are no more.
-        checksum: of the indices of these batches.
-        workers: generators of each worker after its latest of these batches; empty without workers.
-        own: state of a loader that has one, after these batches; None if the loader itself is to be asked.
-        generators: states of the loader's generators after these batches; None if the generators are to be asked.
-        drawn: checksums after batches that are being fetched.
-    """
-
-    number: int = 0
-    start: dict[str, Any] = field(default_factory=dict)
-    position: int = 0
-    ended: bool = False
-    checksum: int = 0
-    workers: list[bytes] = field(default_factory=list)
-    own: dict[str, Any] | None = None
-    generators: list[torch.Tensor] | None = None
-    drawn: deque[int] = field(default_factory=deque)
-
-    @property
-    def under_way(self) -> bool:
-        """True if it has begun and not ended."""
-        return self.number > 0 and not self.ended
-
-    def again(self) -> Epoch:
-        """Return the record of a pass that goes on from here."""
-        return Epoch(self.number, self.start, self.position, self.ended, self.checksum, list(self.workers))
 
 
 class Loaders:
     """The loaders that a program has tracked."""
 
     def __init__(self) -> None:
-        self._states: dict[str, LoaderState] = {}
+        self._places: dict[str, LoaderState] = {}
         self._steps = 0
 
     def tracked(self, name: str, value: object) -> object:
-        """Return what is tracked of a value: its place, if it is a `DataLoader`.
-
-        Raises:
-            InvalidArgumentError: such a loader cannot be brought back to where it was.
-        """
+        """Return what is tracked of a value: its place, if it is a `DataLoader`."""
         if not isinstance(value, DataLoader):
             return value
-        self._states[name] = LoaderState(name, value)
-        return self._states[name]
+        self._places[name] = LoaderState(name, value)
+        return self._places[name]
 
     def batches(self, loader: object, through: Through | None) -> LoaderBatches:
         """Return the batches of a tracked loader; see `Flashpoint.batches`."""
-        if through is not None and not callable(through):
-            raise InvalidArgumentError(
-                "must be a function that gives the batches of what it is given", argument="through", value=through
-            )
-        for state in self._states.values():
-            if state.loader is loader:
-                return LoaderBatches(state, through)
+        checked_callable("through", through, "that gives the batches of what it is given")
+        for place in self._places.values():
+            if place.loader is loader:
+                return LoaderBatches(place, through)
         raise InvalidArgumentError(
             "must be a DataLoader that is tracked",
             argument="loader",
@@ -124,40 +80,66 @@ class Loaders:
     def stepped(self) -> None:
         """Take note that the program has done a step of training, or saves."""
         self._steps += 1
-        for state in self._states.values():
-            state.stepped()
-        if self._steps == 2 and self._states and not any(each.is_looped_over for each in self._states.values()):
+        for place in self._places.values():
+            place.stepped()
+        if self._steps == 2 and self._places and not any(each.is_looped_over for each in self._places.values()):
             _log.warning(
                 "nobody loops over fp.batches(...) of what is tracked as %s: a restart begins an epoch anew",
-                ", ".join(self._states),
+                ", ".join(self._places),
             )
 
 
 class LoaderBatches:
-    """The batches of a tracked loader. Each ``for`` loop over this is one pass; ``len()`` is the loader's."""
+    """The batches of a tracked loader. Each ``for`` loop over this is one pass."""
 
-    def __init__(self, state: LoaderState, through: Through | None) -> None:
-        self._state = state
+    def __init__(self, place: LoaderState, through: Through | None) -> None:
+        self._place = place
         self._through = through
 
     def __iter__(self) -> Iterator[Any]:
-        return self._state.begin(self._through)
+        return self._place.begin(self._through)
 
     def __len__(self) -> int:
-        return len(self._state.loader)
+        return len(self._place.loader)
+
+
+@dataclass
+class Epoch:
+    """One pass over a loader; all of it is saved.
+
+    Attributes:
+        number: from 1 on, over all lives of the job; 0 while there was none.
+        position: batches given to the loop. ended: True once the loop was told that there are no more.
+        start: generators and samplers when it began. Empty if other ranks began it.
+        checksum: of the indices of the batches given.
+        workers: generators of each worker after its latest of these batches.
+        own, generators: states of the loader and of its generators after these batches; None while these can be asked.
+        set_epoch: the epoch that the program has set at the sampler. dealing: see `_dealing_of`.
+    """
+
+    number: int = 0
+    position: int = 0
+    ended: bool = False
+    start: dict[str, Any] = field(default_factory=dict)
+    checksum: int = 0
+    workers: list[bytes] = field(default_factory=list)
+    own: dict[str, Any] | None = None
+    generators: list[torch.Tensor] | None = None
+    set_epoch: int | None = None
+    dealing: Mapping[str, int] | None = None
+
+    @property
+    def under_way(self) -> bool:
+        """True if the pass has begun and not ended."""
+        return self.number > 0 and not self.ended
+
+    def again(self) -> Epoch:
+        """Return the record of a pass that goes on from here."""
+        return replace(self, workers=list(self.workers), own=None, generators=None)
 
 
 class LoaderState(PlaceInData):
     """The place of a tracked loader. Belongs to the training thread.
-
-    Args:
-        name: under which it is tracked, for messages.
-        loader: stays as it is.
-
-    Attributes:
-        is_looped_over: True once a pass was begun, or if none need be: the loader has a state of its own.
-        epoch: the newest pass.
-        thread: takes its batches; 0 if nobody has yet.
 
     Raises:
         InvalidArgumentError: such a loader cannot be brought back to where it was.
@@ -169,65 +151,47 @@ class LoaderState(PlaceInData):
         # Accelerate's wrappers always have the methods; their ``__class__`` is that of the loader within.
         self._stateful = _has_state(loader) and _has_state(loader.__class__)
         _check(name, loader, stateful=self._stateful)
-        self.is_looped_over = self._stateful
-        self.epoch = Epoch()
-        self.thread = 0
+        self.is_looped_over = self._stateful  # or need not be
+        self.epoch = Epoch()  # the newest
         # The epoch that was loaded, until a step is done after a pass that went on from there.
         self._pending: Epoch | None = None
-        self._loaded_generators: list[torch.Tensor] = []
-        self._loaded_set_epoch: int | None = None
-        self._pace: list[int] = []  # positions at the begin of its pass, and at each of its first steps
-        self._warned: set[str] = set()
+        self._begun = False  # a pass, since that was loaded
 
     # ---- saving and loading -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values and tensors."""
         epoch = self.epoch
-        own, generators = (epoch.own, epoch.generators) if epoch.generators is not None else self.own_state()
-        if epoch.under_way and self._pace and _given_by(own) not in (epoch.position, None):
-            self.warn(_AHEAD)
-        return {
-            "number": epoch.number,
-            "ended": epoch.ended,
-            "position": epoch.position,
-            "set_epoch": self._set_epoch(),
-            "dealing": _dealing_of(self.loader),
-            "generators": generators,
-            "own": own,
-            "start": epoch.start,
-            "checksum": epoch.checksum,
-            "workers": list(epoch.workers),
-        }
+        own, generators = (epoch.own, epoch.generators) if epoch.generators is not None else self._own_state()
+        more = {"set_epoch": self._set_epoch(), "dealing": _dealing_of(self.loader), "workers": list(epoch.workers)}
+        return {**vars(epoch), **more, "own": own, "generators": generators}
 
-    def own_state(self) -> tuple[dict[str, Any] | None, list[torch.Tensor]]:
-        """Return the state of the loader, if it has one, and of its generators."""
+    def _own_state(self) -> tuple[dict[str, Any] | None, list[torch.Tensor]]:
         return self.loader.state_dict() if self._stateful else None, self._states()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state with the next pass over the loader."""
-        state, own = state_dict, state_dict["own"]
-        ended = state["ended"] or _is_finished(own)
-        pending = Epoch(
-            state["number"], state["start"], state["position"], ended, state["checksum"], state["workers"], own
-        )
+        pending = Epoch(**state_dict)
+        pending.ended = pending.ended or _is_finished(pending.own)
         if self._stateful:
-            self.loader.load_state_dict(own)
-        self._loaded_generators = state["generators"]
-        self._put_back(self._loaded_generators)
-        epoch = self._loaded_set_epoch = state["set_epoch"]
+            self.loader.load_state_dict(pending.own)
+        self._put_back(pending.generators)
         for sampler in self._samplers():
-            if epoch is not None and hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)
-        _deal(self.loader, state["dealing"] if pending.under_way else None)
-        self._pending, self.epoch = pending, pending.again()
-        self._pace = []
+            if pending.set_epoch is not None and hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(pending.set_epoch)
+        _deal(self.loader, pending.dealing if pending.under_way else None)
+        self._pending, self.epoch, self._begun = pending, pending.again(), False
 
     def forget(self) -> None:
         """Undo a `load_state_dict` that was part of a load that failed elsewhere."""
         if self._pending is not None:
             self.epoch, self._pending, self.restored = Epoch(), None, None
             _deal(self.loader)
+
+    def stepped(self) -> None:
+        """Take note that the program has done a step of training, or saves."""
+        if self._begun:
+            self._pending = None
 
     def _samplers(self) -> list[Any]:
         return [each for each in (self.loader.sampler, self.loader.batch_sampler) if each is not None]
@@ -239,8 +203,8 @@ class LoaderState(PlaceInData):
     def _states(self) -> list[torch.Tensor]:
         return [each.get_state() for each in self._generators()]
 
-    def _put_back(self, generators: list[torch.Tensor]) -> None:
-        for generator, saved in zip(self._generators(), generators, strict=False):
+    def _put_back(self, generators: list[torch.Tensor] | None) -> None:
+        for generator, saved in zip(self._generators(), generators or (), strict=False):
             generator.set_state(saved)
 
     def _capture(self) -> dict[str, Any]:
@@ -251,13 +215,6 @@ class LoaderState(PlaceInData):
         restore_rng_state({**state["rng"], "cuda": []})
         self._put_back(state["own"])
 
-    def _to_start(self, epoch: Epoch) -> None:
-        """Put back what there was at the begin of an epoch."""
-        self._restore(epoch.start)
-        for sampler, saved in zip(self._samplers(), epoch.start["samplers"], strict=False):
-            if saved is not None and _has_state(sampler):
-                sampler.load_state_dict(saved)
-
     def _set_epoch(self) -> int | None:
         """Return the epoch that ``set_epoch`` has set, as of a `DistributedSampler`."""
         epochs = (getattr(each, "epoch", None) for each in self._samplers() if hasattr(each, "set_epoch"))
@@ -266,86 +223,64 @@ class LoaderState(PlaceInData):
     # ---- a pass over the loader ---------------------------------------------------------------------------
 
     def begin(self, through: Through | None) -> Iterator[Any]:
-        """Return the iterator for a new ``for`` loop.
-
-        Raises:
-            LoadError: the loader does not give what it gave to the run that was saved.
-        """
-        if self._pace and self.epoch.ended:  # nothing was left of what was loaded
+        """Return the iterator for a new ``for`` loop. Raises a `LoadError` if the loader does not give again what it
+        gave to the run that was saved."""
+        if self._begun and self.epoch.ended:  # nothing was left of what was loaded
             self._pending = None
         resumed, before = self._pending is not None, self._pending or self.epoch
         goes_on = resumed and before.under_way and (self._stateful or not self._is_next_epoch(before))
         if goes_on:
             if self.restored is not None:
                 self.restored.put_back(self)
-            self._put_back(self._loaded_generators)
+            self._put_back(before.generators)
         else:
             _deal(self.loader)
+        drawn: deque[int] = deque()
         if self._stateful:
-            epoch, inner = self._begin_stateful(before, goes_on, resumed)
+            epoch, inner = self._begin_stateful(before, goes_on=goes_on, resumed=resumed)
         else:
-            epoch, inner = self._begin_plain(before, goes_on)
+            epoch, inner, drawn = self._begin_plain(before, goes_on=goes_on)
         if not goes_on:
             self._pending = None
-        self.epoch, self._pace, self.thread, self.is_looped_over = epoch, [epoch.position], 0, True
-        return _Batches(self, epoch, inner, through)
+        self.epoch, self._begun, self.is_looped_over = epoch, True, True
+        if through is not None:
+            epoch.own, epoch.generators = copy.deepcopy(self._own_state())
+        return self._counted(epoch, inner, drawn, through)
 
-    def _begin_plain(self, before: Epoch, goes_on: bool) -> tuple[Epoch, Iterator[Any]]:
+    def _is_next_epoch(self, epoch: Epoch) -> bool:
+        """Return True if the program has gone on to the next epoch after the last batch of the one before."""
+        begun = self._set_epoch()
+        if begun == epoch.set_epoch:
+            return False
+        with contextlib.suppress(TypeError):
+            if epoch.position >= len(self.loader):
+                return True
+        raise LoadError(
+            f"the sampler of {self._name!r} was set to epoch {begun}, and its state is of the midst of epoch"
+            f" {epoch.set_epoch}",
+            hint=f"begin the loop over epochs with {epoch.set_epoch}, which is step // len({self._name})",
+        )
+
+    def _begin_plain(self, before: Epoch, *, goes_on: bool) -> tuple[Epoch, Iterator[Any], deque[int]]:
         now = self._capture()
-        if goes_on and before.start:
-            epoch = before.again()
+        if not (goes_on and before.start):
+            samplers = [each.state_dict() if _has_state(each) else None for each in self._samplers()]
+            # The rest of an epoch that other ranks have begun has nothing of their generators and workers.
+            epoch = Epoch(before.number + (not goes_on), start={**now, "samplers": samplers})
             with self._in_place(epoch) as indices:
-                self._to_start(epoch)
-                try:
-                    inner = iter(self.loader)
-                    indices.skip()
-                finally:
-                    self._restore(now)
-            return epoch, inner
-        samplers = [each.state_dict() if _has_state(each) else None for each in self._samplers()]
-        # The rest of an epoch that other ranks have begun has nothing of their generators and workers.
-        epoch = Epoch(before.number + (not goes_on), {**now, "samplers": samplers})
-        with self._in_place(epoch):
-            return epoch, iter(self.loader)
-
-    def _begin_stateful(self, before: Epoch, goes_on: bool, resumed: bool) -> tuple[Epoch, Iterator[Any]]:
-        if not resumed or not (goes_on or _is_finished(before.own)):
-            return Epoch(before.number + 1), iter(self.loader)
-        self.loader.load_state_dict(before.own)  # somebody may have iterated over it since
-        now = self._capture()
-        with self._made_quietly():
-            inner = iter(self.loader)
-        if goes_on:
-            self._restore(now)
-        return before.again() if goes_on else Epoch(before.number + 1), self._first_quietly(inner)
-
-    def _first_quietly(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Give the same batches. An ``__iter__`` that is a generator makes torch's iterator at the first one."""
-        with self._made_quietly():
-            first = next(batches, self)
-        if first is not self:
-            yield first
-            yield from batches
-
-    @contextlib.contextmanager
-    def _made_quietly(self) -> Iterator[None]:
-        """Put back what torchdata draws when it makes an iterator of a state: an undisturbed run makes none there."""
-        loader: Any = getattr(self.loader, "base_dataloader", self.loader)  # which Accelerate's wrap
-        make = loader._get_iterator
-
-        def make_quietly() -> Iterator[Any]:
-            del loader._get_iterator
-            now = self._capture()
+                return epoch, iter(self.loader), indices.drawn
+        epoch = before.again()
+        with self._in_place(epoch) as indices:
+            self._restore(epoch.start)
+            for sampler, saved in zip(self._samplers(), epoch.start["samplers"], strict=False):
+                if saved is not None and _has_state(sampler):
+                    sampler.load_state_dict(saved)
             try:
-                return make()  # type: ignore[no-any-return]
+                inner = iter(self.loader)
+                indices.skip()
             finally:
                 self._restore(now)
-
-        loader._get_iterator = make_quietly
-        try:
-            yield
-        finally:
-            vars(loader).pop("_get_iterator", None)
+        return epoch, inner, indices.drawn
 
     @contextlib.contextmanager
     def _in_place(self, epoch: Epoch) -> Iterator[_Indices]:
@@ -366,49 +301,83 @@ class LoaderState(PlaceInData):
             for each, value in theirs.items():
                 object.__setattr__(loader, each, value)
 
-    def stepped(self) -> None:
-        """Take note that the program has done a step of training, or saves."""
-        if not self._pace:
-            return
-        self._pending = None
-        if self.thread not in (0, threading.get_ident()):
-            self.warn(_AHEAD)
-        elif len(self._pace) < 4:
-            self._pace.append(self.epoch.position)
-            if len(self._pace) == 4:
-                start, first, second, third = self._pace
-                if first - start > second - first == third - second > 0:
-                    self.warn(_AHEAD)
+    def _begin_stateful(self, before: Epoch, *, goes_on: bool, resumed: bool) -> tuple[Epoch, Iterator[Any]]:
+        epoch = before.again() if goes_on else Epoch(before.number + 1)
+        if not goes_on and not (resumed and _is_finished(before.own)):
+            return epoch, iter(self.loader)
+        self.loader.load_state_dict(before.own)  # somebody may have iterated over it since
+        with self._made_quietly():
+            batches = iter(self.loader)
+        return epoch, self._first_quietly(batches)
 
-    def warn(self, text: str) -> None:
-        """Log a warning about the loop, once."""
-        if text not in self._warned:
-            self._warned.add(text)
-            _log.warning("%r: %s", self._name, text)
+    def _first_quietly(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Give the same batches. An ``__iter__`` that is a generator makes torch's iterator at the first one."""
+        with self._made_quietly():
+            first = next(batches, self)
+        if first is not self:
+            yield first
+            yield from batches
 
-    def _is_next_epoch(self, epoch: Epoch) -> bool:
-        """Return True if the program has gone on to the next epoch by itself, after the last batch of the one
-        before."""
-        begun, loaded = self._set_epoch(), self._loaded_set_epoch
-        if begun == loaded:
-            return False
-        with contextlib.suppress(TypeError):
-            if epoch.position >= len(self.loader):
-                return True
-        raise LoadError(
-            f"the sampler of {self._name!r} was set to epoch {begun}, and its state is of the midst of epoch {loaded}",
-            hint=f"begin the loop over epochs with {loaded}, which is step // len({self._name})",
-        )
+    @contextlib.contextmanager
+    def _made_quietly(self) -> Iterator[None]:
+        """Put back what torchdata draws when it makes an iterator of a state: an undisturbed run makes none there."""
+        loader: Any = getattr(self.loader, "base_dataloader", self.loader)  # which Accelerate's wrap
+        make = loader._get_iterator
+
+        def make_quietly() -> Any:
+            del loader._get_iterator
+            now = self._capture()
+            try:
+                return make()
+            finally:
+                self._restore(now)
+
+        loader._get_iterator = make_quietly
+        try:
+            yield
+        finally:
+            vars(loader).pop("_get_iterator", None)
+
+    def _counted(self, epoch: Epoch, inner: Iterator[Any], drawn: deque[int], through: Through | None) -> Iterator[Any]:
+        """Give the batches of a pass, and note what counts of each once the loop has it."""
+        fetched: deque[tuple[int, bytes, Any]] = deque()
+
+        def fetch() -> Iterator[Any]:
+            for batch in inner:
+                worker = b""
+                if isinstance(batch, _Tagged):
+                    batch, worker = batch
+                own = (None, None) if through is None else copy.deepcopy(self._own_state())
+                fetched.append((drawn.popleft() if drawn else 0, worker, own))
+                yield batch
+
+        one_for_each = True
+        for batch in (through or iter)(fetch()):
+            if fetched:
+                epoch.checksum, worker, (epoch.own, epoch.generators) = fetched.popleft()
+                if workers := self.loader.num_workers:
+                    epoch.workers = epoch.workers or [b""] * workers
+                    epoch.workers[epoch.position % workers] = worker or epoch.workers[epoch.position % workers]
+                epoch.position += 1
+            else:
+                one_for_each = False
+            yield batch
+        epoch.ended, epoch.own, epoch.generators = True, None, None
+        if fetched or not one_for_each:
+            _log.warning(
+                "%r: through= has not given one batch for each that it took, in their order, so that a restart goes on"
+                " with other data",
+                self._name,
+            )
 
 
 def _check(name: str, loader: DataLoader[Any], *, stateful: bool) -> None:
     """Refuse loaders that cannot be brought back to where they were."""
-    batches, problem = loader.batch_sampler, ""
-    hint = _STATEFUL
+    batches, problem, hint = loader.batch_sampler, "", _STATEFUL
     if stateful:
         # torchdata draws the order again from wherever the generator is, and leaves out as many as the loop has had.
         sampler = getattr(batches, "sampler", loader.sampler)
-        if type(sampler) in _DRAWING:
+        if type(sampler) in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler):
             problem = f"its {type(sampler).__name__} has no state_dict()"
             hint = "track torch's DataLoader with it, or StatefulDataLoader(shuffle=True)"
     elif isinstance(loader.dataset, IterableDataset):
@@ -430,55 +399,37 @@ def _has_state(value: object) -> bool:
 
 
 def _is_finished(own: dict[str, Any] | None) -> bool:
-    """Return True if a loader of torchdata has told its loop that there are no more batches, by its state."""
+    """Return True if a loader of torchdata has given its last batch, by its state."""
     return bool(own and own.get("_iterator_finished"))
-
-
-def _given_by(own: dict[str, Any] | None) -> int | None:
-    """Return the batches that a loader of torchdata has given in this epoch, by its state; None if it is of another."""
-    if own is None:
-        return None
-    if isinstance(given := own.get("_num_yielded"), int):
-        return given
-    snapshot, since = own.get("_snapshot"), own.get("_steps_since_snapshot")
-    step = snapshot.get("_snapshot_step") if isinstance(snapshot, dict) else None
-    return step + since if isinstance(step, int) and isinstance(since, int) else None
-
-
-# ---- indices and batches of a pass -----------------------------------------------------------------------------
 
 
 class _Indices:
     """The stand-in for a loader's sampler: the same indices, counted, after those of batches that were given already.
 
-    Args:
-        epoch: keeps count.
-        name: of the loader, for errors.
+    Attributes:
+        drawn: checksums after batches that are being fetched.
     """
 
     def __init__(self, sampler: Any, epoch: Epoch, name: str) -> None:
         self._sampler, self._epoch, self._name = sampler, epoch, name
         self._to_skip, self._checksum = 0, 0
-        self._drawn: Iterator[Any] = iter(())
+        self._indices: Iterator[Any] = iter(())
+        self.drawn: deque[int] = deque()
 
     def __len__(self) -> int:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
         # Called more than once where torch makes its iterator so.
-        self._drawn, self._to_skip, self._checksum = iter(self._sampler), self._epoch.position, 0
+        self._indices, self._to_skip, self._checksum = iter(self._sampler), self._epoch.position, 0
         return self._rest()
 
     def skip(self) -> None:
-        """Leave out the indices of batches that were given, if that was not done yet.
-
-        Raises:
-            LoadError: they are others than those of the run that was saved.
-        """
+        """Leave out the indices of batches that were given, if that was not done yet, and compare them."""
         expected, self._to_skip = self._to_skip, 0
         if not expected:
             return
-        given = sum(1 for _ in map(self._count, itertools.islice(self._drawn, expected)))
+        given = sum(1 for _ in map(self._count, itertools.islice(self._indices, expected)))
         if (given, self._checksum) != (expected, self._epoch.checksum):
             raise LoadError(
                 f"{self._name!r} does not give the {expected} batches again that it gave before: its data, the "
@@ -488,85 +439,21 @@ class _Indices:
 
     def _rest(self) -> Iterator[Any]:
         self.skip()
-        for batch in self._drawn:
+        for batch in self._indices:
             self._count(batch)
-            self._epoch.drawn.append(self._checksum)
+            self.drawn.append(self._checksum)
             yield batch
 
     def _count(self, batch: object) -> None:
         self._checksum = zlib.crc32(repr(batch).encode(), self._checksum)
 
 
-class _Fetched(NamedTuple):
-    """The facts about a batch that count once the loop has it; see `Epoch`."""
-
-    checksum: int
-    worker: bytes
-    ahead: tuple[dict[str, Any] | None, list[torch.Tensor] | None]
-
-
-class _Batches(Iterator[Any]):
-    """The batches of a pass, counted as the loop takes them.
-
-    Args:
-        state: of the loader.
-        epoch: keeps count.
-        inner: the loader's own iterator.
-        through: takes them before the loop does.
-    """
-
-    def __init__(self, state: LoaderState, epoch: Epoch, inner: Iterator[Any], through: Through | None) -> None:
-        self._state, self._epoch = state, epoch
-        self._fetched: deque[_Fetched] = deque()
-        ahead = None if through is None else state.own_state
-        if ahead is not None:
-            epoch.own, epoch.generators = copy.deepcopy(ahead())
-        self._given = iter((through or iter)(_fetch(inner, epoch, ahead, self._fetched)))
-
-    def __next__(self) -> Any:
-        epoch, state = self._epoch, self._state
-        state.thread = threading.get_ident()
-        try:
-            batch = next(self._given)
-        except StopIteration:
-            epoch.ended, epoch.own, epoch.generators = True, None, None
-            if self._fetched:
-                state.warn(_NOT_ONE_FOR_EACH)
-            raise
-        if state.epoch is not epoch:
-            state.warn(_TWO_ITERATORS)
-        if not self._fetched:
-            state.warn(_NOT_ONE_FOR_EACH)
-            return batch
-        epoch.checksum, worker, (epoch.own, epoch.generators) = self._fetched.popleft()
-        if workers := state.loader.num_workers:
-            epoch.workers = epoch.workers or [b""] * workers
-            epoch.workers[epoch.position % workers] = worker or epoch.workers[epoch.position % workers]
-        epoch.position += 1
-        return batch
-
-
-def _fetch(
-    inner: Iterator[Any], epoch: Epoch, ahead: Callable[[], Any] | None, fetched: deque[_Fetched]
-) -> Iterator[Any]:
-    """Give the batches, and note their facts. Has no reference to `_Batches`: a loop that is left ends at once."""
-    for batch in inner:
-        worker = b""
-        if isinstance(batch, _Tagged):
-            batch, worker = batch
-        checksum = epoch.drawn.popleft() if epoch.drawn else 0
-        fetched.append(_Fetched(checksum, worker, (None, None) if ahead is None else copy.deepcopy(ahead())))
-        yield batch
-
-
 # ---- random numbers of workers ---------------------------------------------------------------------------------
 
 
 class _Tagged(NamedTuple):
-    """A batch, and its worker's generators after it, empty if they are as they were after the one before.
-
-    A named tuple, since torch's pinning of memory passes through it.
-    """
+    """A batch, and its worker's generators after it, empty if they have not changed. Torch's pinning passes through
+    named tuples."""
 
     batch: Any
     generators: bytes
@@ -581,18 +468,17 @@ class _Reporting:
 
     def __call__(self, samples: Any) -> _Tagged:
         batch, before = self._collate(samples), self._told
-        self._told = _captured()
+        states = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)
+        self._told = save_archive(states, "", allowed=None)
         return _Tagged(batch, b"" if self._told == before else self._told)
 
 
 class _GoingOn:
-    """The stand-in for a ``worker_init_fn``: the same, in workers that take others' places.
-
-    The next batch is always that of torch's worker 0, in the midst of an epoch too.
+    """The stand-in for a ``worker_init_fn``: the same, in workers that take others' places, since the next batch is
+    always that of torch's worker 0.
 
     Args:
-        init: the function in whose place it is, if any.
-        generators: of each worker so far; a worker whose own are unknown or empty has given nothing yet.
+        generators: of each worker so far; empty for one that has given nothing yet.
         given: batches given in this epoch.
     """
 
@@ -614,23 +500,13 @@ class _GoingOn:
         if self._init is not None:
             self._init(place)
         if place < len(self._generators) and self._generators[place]:
-            _put_back(self._generators[place])
-
-
-def _captured() -> bytes:
-    return save_archive((torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)), "", allowed=None)
-
-
-def _put_back(state: bytes) -> None:
-    of_torch, of_python, of_numpy = load_archive(state, "a worker's generators", path="a loader")
-    torch.set_rng_state(of_torch)
-    random.setstate(of_python)
-    np.random.set_state(of_numpy)
+            states = load_archive(self._generators[place], "a worker's generators", path="a loader")
+            torch.set_rng_state(states[0])
+            random.setstate(states[1])
+            np.random.set_state(states[2])
 
 
 # ---- the rest of an epoch, dealt to another number of ranks ----------------------------------------------------
-
-_ALIKE = ("number", "ended", "position", "set_epoch", "dealing")
 
 
 def rest_of_epoch(states: list[Any], rank: int, world_size: int) -> dict[str, Any]:
@@ -653,29 +529,26 @@ def rest_of_epoch(states: list[Any], rank: int, world_size: int) -> dict[str, An
             "the loader that was saved had no DistributedSampler, so nothing tells which samples other ranks had",
             hint="write a function of your own, or make the loader with torch's DistributedSampler",
         )
-    if differing := [name for name in _ALIKE if any(state[name] != first[name] for state in reported)]:
-        raise LoadError(f"ranks were at different places in the data: {differing[0]} differs")
+    for name in ("number", "ended", "position", "set_epoch", "dealing"):
+        if any(state[name] != first[name] for state in reported):
+            raise LoadError(f"ranks were at different places in the data: {name} differs")
     if first["own"] is not None and not first["number"]:
         raise LoadError(
             "nobody has looped over fp.batches(loader), so nothing tells how many batches ranks had",
             hint="loop over fp.batches(loader) from the first step on",
         )
-    dealing = dict(first["dealing"])
+    dealing = first["dealing"]
     given = dealing["given"] + first["position"] * dealing["batch_size"] * dealing["replicas"]
-    dealing["given"] = min(given, dealing["samples"])
-    own = reported[rank] if rank < len(reported) else {}
-    return {
-        **{name: first[name] for name in _ALIKE},
-        "position": 0,
-        "dealing": dealing,
-        "own": None
-        if first["own"] is None
-        else {},  # which StatefulDataLoader takes for a loader that nobody has iterated over
-        "start": {},
-        "checksum": 0,
-        "generators": own.get("generators", []),
-        "workers": [],
-    }
+    return vars(
+        Epoch(
+            number=first["number"],
+            ended=first["ended"],
+            own=None if first["own"] is None else {},  # torchdata: as if nobody has iterated over the loader
+            generators=reported[rank]["generators"] if rank < len(reported) else [],
+            set_epoch=first["set_epoch"],
+            dealing={**dealing, "given": min(given, dealing["samples"])},
+        )
+    )
 
 
 class _Dealing(DistributedSampler[Any]):
@@ -686,7 +559,10 @@ class _Dealing(DistributedSampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         if not self.given:
             return super().__iter__()
-        order = self._order()
+        alone = copy.copy(self)  # one rank alone gets the order of the whole epoch
+        alone.given, alone.num_replicas, alone.rank = 0, 1, 0
+        alone.num_samples = alone.total_size = len(cast(Sized, self.dataset))
+        order = list(alone)
         rest, missing = order[self.given :], -(len(order) - self.given) % self.num_replicas
         if self.drop_last and missing:
             rest = rest[: missing - self.num_replicas]
@@ -697,19 +573,8 @@ class _Dealing(DistributedSampler[Any]):
     def __len__(self) -> int:
         if not self.given:
             return super().__len__()
-        left = len(self._data) - self.given
+        left = len(cast(Sized, self.dataset)) - self.given
         return left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
-
-    def _order(self) -> list[Any]:
-        """Return the order of the whole epoch, which one rank alone would get."""
-        alone = copy.copy(self)
-        alone.given, alone.num_replicas, alone.rank = 0, 1, 0
-        alone.num_samples = alone.total_size = len(self._data)
-        return list(alone)
-
-    @property
-    def _data(self) -> Sized:
-        return cast(Sized, self.dataset)
 
 
 def _dealing_of(loader: DataLoader[Any]) -> dict[str, int] | None:
@@ -726,36 +591,18 @@ def _dealing_of(loader: DataLoader[Any]) -> dict[str, int] | None:
 
 
 def _deal(loader: DataLoader[Any], dealing: Mapping[str, int] | None = None) -> None:
-    """Have a loader deal what an epoch has left, as `_dealing_of` gives it; a whole epoch by default.
-
-    Raises:
-        LoadError: its sampler cannot do that, or its samples are others.
-    """
+    """Have a loader deal what an epoch has left, as `_dealing_of` gives it; a whole epoch by default."""
     sampler: Any = loader.sampler
     given = dealing["given"] if dealing else 0
     if given and type(sampler) is DistributedSampler:
         sampler.__class__ = _Dealing  # which the loader's batch sampler need not know of
     if type(sampler) is _Dealing:
         sampler.given = given
-        now = _dealing_of(loader)
-        if dealing and now and now["samples"] != dealing["samples"]:
-            raise LoadError(f"the epoch that was begun has {dealing['samples']} samples, not {now['samples']}")
+        samples = len(cast(Sized, sampler.dataset))
+        if dealing and samples != dealing["samples"]:
+            raise LoadError(f"the epoch that was begun has {dealing['samples']} samples, not {samples}")
     elif given:
         raise LoadError(
             f"the rest of an epoch was to be dealt, and the sampler is a {type(sampler).__name__}",
             hint="make the loader with torch's DistributedSampler, on one rank too",
         )
-
-
-_AHEAD = (
-    "batches are taken ahead of training, and a restart leaves out those that were not trained on. Give whatever takes"
-    " them ahead as fp.batches(loader, through=...), and loop over that in the training thread; if the loader's own"
-    " __iter__ does, have its state_dict() leave them out"
-)
-_NOT_ONE_FOR_EACH = (
-    "through= has not given one batch for each that it took, in their order, so that a restart goes on with other data"
-)
-_TWO_ITERATORS = (
-    "an iterator gives batches that was begun before another one, or before resume(): only the newest one counts where"
-    " a restart goes on. Loop over one at a time, and over a new one after resume()"
-)

@@ -246,7 +246,7 @@ class Health:
         bytes: bytes of this rank's part of its newest version.
         degraded: True if something needs attention: the latest save failed, copies are missing, ranks cannot agree, or
             versions are not persisted although they should be.
-        persisted: step of the newest version that is persisted, as far as this rank has heard; None if there is none.
+        persisted: step of the newest version that is persisted; on other ranks than 0, of the newest persisted part.
         persist_error: reason why the latest version that was due is not persisted; None while nothing is amiss.
         persist_lag: steps from `persisted` to the newest verified version; None if either is not known.
     """

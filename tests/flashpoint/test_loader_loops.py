@@ -184,29 +184,6 @@ def test_a_crash_anywhere_changes_nothing(tmpfs: Path, program: str, caplog: pyt
 # ---- loops that a restart changes ------------------------------------------------------------------------------
 
 
-def outside(through: Callable[[Iterable[Any]], Iterable[Any]]) -> Callable[[Flashpoint, Loader], None]:
-    def loop(fp: Flashpoint, loader: Loader) -> None:
-        for _ in through(fp.batches(loader)):
-            fp.step()
-            fp.wait()
-
-    return loop
-
-
-def two_at_a_time(fp: Flashpoint, loader: Loader) -> None:
-    for _ in zip(fp.batches(loader), fp.batches(loader), strict=True):
-        fp.step()
-        fp.wait()
-
-
-def on_after_resume(fp: Flashpoint, loader: Loader) -> None:
-    for number, _ in enumerate(fp.batches(loader)):
-        fp.step()
-        fp.wait()
-        if number == 1:
-            fp.resume()
-
-
 def past_the_batches(fp: Flashpoint, loader: Loader) -> None:
     for _ in loader:
         fp.step()
@@ -219,22 +196,11 @@ def every_other(fp: Flashpoint, loader: Loader) -> None:
         fp.wait()
 
 
-def straight_on(fp: Flashpoint, loader: Loader) -> None:
-    for _ in fp.batches(loader):
-        fp.step()
-        fp.wait()
-
-
 @pytest.mark.parametrize(
     ("loop", "make", "message"),
     [
-        (outside(one_ahead), plain, "batches are taken ahead of training"),
-        (outside(thread_ahead), plain, "batches are taken ahead of training"),
-        (two_at_a_time, plain, "an iterator gives batches that was begun before another one"),
-        (on_after_resume, plain, "an iterator gives batches that was begun before .* resume"),
         (past_the_batches, plain, "nobody loops over fp.batches"),
         (every_other, plain, "through= has not given one batch for each"),
-        (straight_on, lambda: with_own_loop(one_ahead), "batches are taken ahead of training"),
     ],
 )
 def test_a_loop_that_a_restart_changes_is_told_so_once(

@@ -109,7 +109,7 @@ def test_a_session_is_closed_once_when_its_connection_is_gone(address: Address, 
     second.close()
     assert echo.wait_for(lambda: echo.closed_sessions == [0, 1])
     if address[0] == "unix":
-        assert {peer.pid for peer in echo.opened} == {os.getpid()}
+        assert {peer.text for peer in echo.opened} == {f"process {os.getpid()}"}
 
 
 def test_a_handler_can_tell_that_nobody_waits_any_more(address: Address, echo: Echo) -> None:
@@ -174,9 +174,9 @@ def test_what_cannot_be_sent_is_refused_and_nothing_is_lost(address: Address) ->
     with pytest.raises(InvalidArgumentError, match="cannot be sent"):
         connection.request("echo", {"x": object()}, timeout_s=DEADLINE_S)
     with pytest.raises(InvalidArgumentError, match="blobs"):
-        connection.request("echo", {}, [b""] * (REQUESTS.blobs + 1), timeout_s=DEADLINE_S)
+        connection.request("echo", {}, [b""] * (messages.BLOBS + 1), timeout_s=DEADLINE_S)
     with pytest.raises(InvalidArgumentError, match="fields"):
-        connection.request("echo", {"x": "a" * REQUESTS.json_bytes}, timeout_s=DEADLINE_S)
+        connection.request("echo", {"x": "a" * messages.JSON_BYTES}, timeout_s=DEADLINE_S)
     assert connection.request("echo", {}, [b"x"], timeout_s=DEADLINE_S).blobs == [b"x"]
 
 

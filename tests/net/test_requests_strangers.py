@@ -16,7 +16,7 @@ from ml_flashpoint.format.errors import (
     FlashpointError,
     InvalidArgumentError,
 )
-from ml_flashpoint.net import handshake
+from ml_flashpoint.net import handshake, messages
 from ml_flashpoint.net.channel import Channel, ConnectionLostError
 from ml_flashpoint.net.client import Address, Connection
 from ml_flashpoint.net.server import RequestServer
@@ -82,9 +82,9 @@ def _head(text: int, blobs: int, magic: bytes = b"MLFm", payload: int = 0) -> by
     "sent",
     [
         _head(10, 0, b"XXXX") + bytes(20),
-        _head(REQUESTS.json_bytes + 1, 0),
-        _head(2, REQUESTS.blobs + 1),
-        _head(2, 1) + struct.pack(">I", REQUESTS.blob_bytes + 1) + b"{}",
+        _head(messages.JSON_BYTES + 1, 0),
+        _head(2, messages.BLOBS + 1),
+        _head(2, 1) + struct.pack(">I", messages.BLOB_BYTES + 1) + b"{}",
         _head(2, 0) + b"{}",
         _head(5, 0) + b"[1,2]",
         _head(8, 0) + b'["a",[]]',

@@ -22,11 +22,9 @@ from ml_flashpoint.format.errors import (
 )
 from ml_flashpoint.format.manifest import ObjectRecord, encode, object_name
 from ml_flashpoint.format.save_id import SaveId
-from ml_flashpoint.net import blocks as blocks_module
-from ml_flashpoint.net.blocks import BlockChecker
+from ml_flashpoint.net import transfers
 from ml_flashpoint.net.channel import ConnectionLostError
-from ml_flashpoint.net.peer import PeerConnection
-from ml_flashpoint.net.transfers import PartName
+from ml_flashpoint.net.transfers import BlockChecker, PartName, PeerConnection
 from tests.net.transfer_support import (
     BLOCK,
     NAME,
@@ -202,7 +200,7 @@ def test_checking_ends_before_the_buffer_is_given_back() -> None:
 
 def test_checking_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that may not start one just now recovers nevertheless, and is not told that damage is sound."""
-    monkeypatch.setattr(blocks_module, "run_on_pool", lambda job: None)
+    monkeypatch.setattr(transfers, "run_on_pool", lambda job: None)
     data = pattern(3 * BLOCK + 1)
     damaged = bytearray(data)
     damaged[2 * BLOCK] ^= 1
@@ -338,7 +336,7 @@ EVIL_VERSIONS = [
 
 def test_names_that_leave_their_directory_never_reach_the_backend() -> None:
     store, part = MemoryStore(), {**PART.to_fields(), "offset": 0, "length": 1}
-    evil = [{"save": name} for name in EVIL_NAMES] + [{"version": name} for name in EVIL_VERSIONS] + [{"rank": -1}]
+    evil = [{"run": name} for name in EVIL_NAMES] + [{"step": name} for name in EVIL_VERSIONS] + [{"rank": -1}]
     with serving(store) as service:
         channel = channel_to(service)
         for changes in evil:

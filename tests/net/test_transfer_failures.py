@@ -23,11 +23,8 @@ from ml_flashpoint.format.errors import (
 )
 from ml_flashpoint.net import channel as channels
 from ml_flashpoint.net import handshake
-from ml_flashpoint.net.blocks import BlockChecker
 from ml_flashpoint.net.channel import Channel, ConnectionLostError, TransferCancelledError
-from ml_flashpoint.net.peer import PeerConnection
-from ml_flashpoint.net.transfer_service import TransferService
-from ml_flashpoint.net.transfers import TRANSFERS
+from ml_flashpoint.net.transfers import TRANSFERS, BlockChecker, PeerConnection, TransferService
 from tests.net.transfer_support import (
     BLOCK,
     LARGE,
@@ -139,17 +136,19 @@ def test_a_peer_may_work_on_a_push_for_longer_the_larger_the_part() -> None:
 
 
 def test_a_process_that_was_held_up_does_not_blame_its_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, 1.0, 100.0, 101.0, 102.0, 200.0, 300.0])
+    clock = iter([0.0, 1.0, 50.0, 150.0, 151.0, 152.0, 160.0, 161.0, 200.0, 300.0, 310.0, 400.0])
     monkeypatch.setattr(channels, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     channel: Any = SimpleNamespace(_slice_s=1.0, _stall_s=5.0, too_late=DeadlineError)
-    wait, silent_s = channels._Wait(channel, None, None), []
+    wait, silent_s = channels._Wait(channel, None), []
     for count in (0, 0, 5, 0):
+        assert wait.slice_s() == 1.0
         wait.note(count)
         silent_s.append(wait._silent_s)
-    assert silent_s == [1.0, 3.0, 0.0, 1.0]
-    wait.note(0)
-    with pytest.raises(DeadlineError):
-        wait.note(0)
+    assert silent_s == [1.0, 3.0, 0.0, 1.0], "the time between two waits counts for nothing, and a long one for little"
+    for _ in range(2):
+        wait.slice_s()
+        with pytest.raises(DeadlineError) if wait._silent_s == 3.0 else contextlib.nullcontext():
+            wait.note(0)
 
 
 def test_a_transfer_is_broken_off_when_cancelled() -> None:

@@ -20,9 +20,8 @@ from ml_flashpoint.format.errors import (
 from ml_flashpoint.net import handshake
 from ml_flashpoint.net.channel import Channel, ConnectionLostError
 from ml_flashpoint.net.messages import HEAD_BYTES
-from ml_flashpoint.net.peer import PeerConnection
 from ml_flashpoint.net.server import MAX_HANDSHAKES
-from ml_flashpoint.net.transfer_service import TransferService
+from ml_flashpoint.net.transfers import PeerConnection, TransferService
 from tests.net.transfer_support import (
     PART,
     SECRET,

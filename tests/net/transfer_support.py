@@ -24,13 +24,10 @@ from ml_flashpoint.format.errors import FlashpointError, ObjectNotFoundError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, encode, object_name
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.net import handshake
-from ml_flashpoint.net.blocks import BlockChecker
 from ml_flashpoint.net.channel import Channel
 from ml_flashpoint.net.client import connect
 from ml_flashpoint.net.messages import Fields, Message
-from ml_flashpoint.net.peer import PeerConnection
-from ml_flashpoint.net.transfer_service import TransferService
-from ml_flashpoint.net.transfers import TRANSFERS, PartName
+from ml_flashpoint.net.transfers import TRANSFERS, BlockChecker, PartName, PeerConnection, TransferService
 from tests.support.processes import suspend
 
 SECRET = b"the secret of the job that tests"

@@ -20,7 +20,7 @@ from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.container import BaseContainer, Owner
 from ml_flashpoint.memory.pool import Pool, SlotRequest
 from ml_flashpoint.net.channel import Channel
-from ml_flashpoint.net.peer import PeerConnection
+from ml_flashpoint.net.transfers import PeerConnection
 from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.ranks.strategies import NoReplicationStrategy, RingReplicationStrategy
 from tests.memory.support import fill, layout_of, value_in

@@ -16,7 +16,6 @@ from ml_flashpoint import Flashpoint, events
 from ml_flashpoint.engine import inventory
 from ml_flashpoint.format.errors import FlashpointError, UnaskedVersionsError
 from ml_flashpoint.net import client as net_client
-from ml_flashpoint.net import peer
 from ml_flashpoint.ranks.strategies import NoReplicationStrategy, ReplicationStrategy, RingReplicationStrategy
 from tests.support.descriptors import NoDescriptors
 from tests.support.forked import Report
@@ -88,12 +87,12 @@ def never_answered(report: Report, rank: int) -> list[Any]:
     """Rank 1 is connected to somebody who says nothing; then to the right one, in the same process."""
     engine = Rank(base_here(), replicate=True)
     silent = socket.create_server(("127.0.0.1", 0))
-    real_connection, real_connect = socket.create_connection, peer.connect
+    real_connection, real_connect = socket.create_connection, net_client.connect
     if rank == 1:
         net_client.socket.create_connection = (  # type: ignore[assignment]
             lambda address, *args, **kwargs: real_connection(silent.getsockname(), *args, **kwargs)
         )
-        peer.connect = lambda *args, **kwargs: real_connect(*args, **{**kwargs, "within_s": 0.3})
+        net_client.connect = lambda *args, **kwargs: real_connect(*args, **{**kwargs, "within_s": 0.3})
     first = said(engine)
     kept = sorted(path.name for path in Path(base_here()).glob("step-*_ckpt"))
     net_client.socket.create_connection = real_connection

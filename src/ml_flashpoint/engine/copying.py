@@ -32,12 +32,9 @@ from ml_flashpoint.memory.capacity import most_bytes
 from ml_flashpoint.memory.container import BaseContainer
 from ml_flashpoint.memory.pool import Pool, SlotRequest
 from ml_flashpoint.memory.slot import PAGE, Slot, State
-from ml_flashpoint.net.blocks import BlockChecker
 from ml_flashpoint.net.messages import Fields, integer
-from ml_flashpoint.net.peer import PeerConnection, push_to_all
 from ml_flashpoint.net.reachable import reachable_host
-from ml_flashpoint.net.transfer_service import TransferService
-from ml_flashpoint.net.transfers import Address, PartName
+from ml_flashpoint.net.transfers import Address, BlockChecker, PartName, PeerConnection, TransferService, push_to_all
 from ml_flashpoint.ranks.rank_group import RankGroup, boot_id
 from ml_flashpoint.ranks.strategies import ReplicationStrategy
 

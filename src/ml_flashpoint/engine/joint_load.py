@@ -32,9 +32,7 @@ class LoadFailure:
     """The reason why a version could not be loaded, the same on every rank.
 
     Attributes:
-        version: its name.
         rank: the lowest rank that failed for this reason.
-        text: that rank's reason.
         blame: where ranks differ, what leaves least to try.
         touched: True if tensors may have been written to, on some rank.
     """
@@ -61,9 +59,6 @@ class FailedStepError(Exception):
 
 class JointLoad:
     """One load. All methods are collective.
-
-    Args:
-        checkpointer: finds versions; its ranks vote.
 
     Attributes:
         failures: of the versions that could not be loaded, newest first.
@@ -119,15 +114,10 @@ class JointLoad:
     def step(
         self, version: CheckpointContainerId, action: Callable[[], _T], *, touched: Callable[[], bool] = lambda: False
     ) -> _T:
-        """Return what ``action`` returns, once it has succeeded on every rank.
+        """Return what ``action`` returns, once it has succeeded on every rank. Raise a `FailedStepError` if it failed
+        on one.
 
-        Args:
-            version: what is being loaded.
-            action: a step that this rank can do, or not.
-            touched: returns True if tensors may have been written to. Asked where the action has failed.
-
-        Raises:
-            FailedStepError: it failed on some rank.
+        ``touched`` returns True if tensors may have been written to. It is called where the action has failed.
         """
         result: list[_T] = []
         error, report = None, b""

@@ -2,11 +2,10 @@
 
 The leader of the board chooses which (`rounds.Verdict.persist`). Each rank then writes its own part, from its slot,
 which is not reused meanwhile. Rank 0 waits for the manifests of the others in the store, writes the marker, and removes
-what is too old. How versions lie there is for `stores.durable`. At a planned end, and at SIGTERM, the newest verified
-version is persisted.
+what is too old. A rank that cannot write its part publishes that in the job's store, so that rank 0 waits no longer.
 
-A rank that cannot write its part publishes that in the job's store, so that rank 0 waits for that part no longer.
-Nothing here can fail a save: a durable store that hangs keeps this thread, and for a while one slot.
+At a planned end, and at SIGTERM, the newest verified version is persisted. Nothing here can fail a save: a durable
+store that hangs keeps this thread, and for a while one slot.
 """
 
 from __future__ import annotations
@@ -85,17 +84,8 @@ class _Task:
 class Persister:
     """The thread that persists this rank's parts, and on rank 0 completes versions. Thread-safe.
 
-    Args:
-        options: where to, and which.
-        ranks: this rank, and how many there are.
-        pool: the slots of this rank's parts. It is closed after this.
-        base: the base container, for events.
-        connect: returns a client of the job's store for this object alone.
-        open_store: opens the durable store behind a URL.
-        period_s: see `stores.ownership`.
-
-    Raises:
-        SaveError: no thread can be started.
+    ``pool`` has the slots of this rank's parts, and is closed after this. ``connect`` returns a client of the job's
+    store. Raises a `SaveError` if no thread can be started.
     """
 
     def __init__(
@@ -376,11 +366,8 @@ class Persister:
             self._give(newest)
 
     def finish(self, deadline_s: float) -> bool:
-        """`hurry`, and wait until the newest verified version is persisted. Call `close` then.
-
-        Returns:
-            True if it is; on other ranks than 0, if this rank's part is written.
-        """
+        """`hurry`, and wait until the newest verified version is persisted. Call `close` then. Return True if it is
+        persisted; on other ranks than 0, if this rank's part is written."""
         if os.getpid() != self._process:
             return False
         self.hurry()

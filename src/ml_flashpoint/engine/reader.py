@@ -8,6 +8,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -51,19 +52,9 @@ FetchBlocks = Callable[[int, memoryview], None]
 
 
 class ObjectReader:
-    """The bytes of one object, checked before use. Not thread-safe.
+    """The bytes of one object, checked before use: ``local`` ones, or those that ``fetch`` gives. Not thread-safe.
 
-    Args:
-        manifest: of the part.
-        local: the checked bytes, if they are on this node.
-        fetch: gives blocks of an object that is elsewhere.
-        path: for errors.
-
-    Attributes:
-        manifest, record: of the object. path: for errors.
-
-    Raises:
-        UnreadableError: the object is larger than the memory that this process can map.
+    Raises an `UnreadableError` if the object is larger than the memory that this process can map.
     """
 
     def __init__(
@@ -93,26 +84,19 @@ class ObjectReader:
             ) from error
 
     def ensure(self, begin: int, end: int) -> None:
-        """Have bytes ``begin:end`` here and checked.
-
-        Raises:
-            FlashpointError: no holder could give them.
-        """
+        """Have bytes ``begin:end`` here and checked."""
         if self._present is None or self._fetch is None or begin >= end:
             return
         size = self.record.block_size
         missing = [block for block in range(begin // size, -(-end // size)) if block not in self._present]
-        for first, last in _runs(missing):
-            self._fetch(first, self._buffer[first * size : min(last * size, self.record.size)])
-            self._present.update(range(first, last))
+        for _, consecutive in groupby(enumerate(missing), lambda pair: pair[1] - pair[0]):
+            run = [block for _, block in consecutive]
+            self._fetch(run[0], self._buffer[run[0] * size : min((run[-1] + 1) * size, self.record.size)])
+            self._present.update(run)
 
     @property
     def layout(self) -> Layout:
-        """What the header says.
-
-        Raises:
-            ObjectFormatError: it is no valid header, although its digest is right.
-        """
+        """The content of the header. Raises an `ObjectFormatError` if it is not valid, although its digest is right."""
         if self._layout is None:
             size = self.record.size
             self.ensure(0, min(8, size))
@@ -156,15 +140,10 @@ class ObjectReader:
 
 
 class MemoryParts:
-    """Parts in base containers: of this node where they are here, else of their holders.
+    """The parts of a version in base containers: of this node where they are here, else of their holders.
 
-    Args:
-        save: the save.
-        container: of this node.
-        pool: of this rank's own parts, which it has mapped.
-        copies: reach the holders.
-        nodes_of: returns the nodes that hold a rank's part.
-        checked: saves and ranks of the parts here that this process has checked; grows.
+    ``pool`` is of this rank's own parts, which it has mapped. ``checked`` are the saves and ranks of the parts here
+    that this process has checked; it grows.
     """
 
     def __init__(
@@ -216,18 +195,15 @@ class MemoryParts:
         """
         save, container = self._save, self._container
         with contextlib.ExitStack() as opened:
-            held = self._pool.slot_of(save) if rank == self._pool.owner.rank else None
-            manifest = container.read_manifest(save, rank) if held is not None else None
-            if held is not None and manifest is not None and manifest.world_size == self._pool.owner.world_size:
-                buffer = opened.enter_context(self._pool.reading(save)).buffer
-                if len(buffer) != manifest.objects[0].file_size:
-                    name = container.base / save.version / manifest.objects[0].name
-                    raise DamagedError("the object is not of the size in the manifest", path=name, rank=rank)
-            else:
-                part = opened.enter_context(container.open_part(save, rank))
-                manifest, buffer = part.manifest, part.buffer
+            manifest = container.read_manifest(save, rank)
             record = manifest.objects[0]
             path = os.fspath(container.base / save.version / record.name)
+            if rank == self._pool.owner.rank and self._pool.slot_of(save) is not None:
+                buffer = opened.enter_context(self._pool.reading(save)).buffer
+                if len(buffer) != record.file_size:
+                    raise DamagedError("the object is not of the size in the manifest", path=path, rank=rank)
+            else:
+                buffer = opened.enter_context(container.open_part(save, rank)).buffer
             if (save, rank) not in self._checked:
                 bytes_of = buffer[: record.size]
                 verify_blocks(bytes_of, record.digests, record.block_size, path=path)
@@ -237,12 +213,7 @@ class MemoryParts:
 
 
 class DurableParts:
-    """Parts in a durable store, read by checked ranges.
-
-    Args:
-        store: the store.
-        version: the version in it.
-    """
+    """The parts of a version in a durable store, read by checked ranges."""
 
     def __init__(self, store: DurableVersions, version: Version) -> None:
         self._store, self._version = store, version
@@ -267,11 +238,7 @@ class DurableParts:
 
 class VersionReader:
     """The parts of one version. One caller at a time; a context manager. While a part of this node is open its slot is
-    locked against reuse, so that its bytes stay as they are.
-
-    Attributes:
-        version: its path. save: the save. world_size: number of its parts. tier: where it is read from.
-    """
+    locked against reuse."""
 
     def __init__(
         self,
@@ -321,23 +288,8 @@ class VersionReader:
 
 
 def waited_for(call: Callable[[], _T], url: str, deadline_s: float | None = None) -> _T:
-    """Return the result of a call to a durable store, which may hang, and is tried again if it fails.
-
-    Raises:
-        DeadlineError: the store did not answer within ``FLASHPOINT_RECOVERY_DEADLINE_S``.
-        UnreadableError: it cannot be read just now.
-    """
+    """Return the result of a call to a durable store, which may hang, and is tried again if it fails. Raise a
+    `DeadlineError` after ``FLASHPOINT_RECOVERY_DEADLINE_S``, and an `UnreadableError` if it cannot be read just now."""
     deadline_s = recovery_deadline_s() if deadline_s is None else deadline_s
     until = time.monotonic() + deadline_s
     return Bounded(lambda: retrying(call, until, f"reading at {url}")).result(deadline_s + _LATE_S)
-
-
-def _runs(blocks: Sequence[int]) -> list[tuple[int, int]]:
-    """Return consecutive numbers as half-open ranges."""
-    runs: list[tuple[int, int]] = []
-    for block in blocks:
-        if runs and runs[-1][1] == block:
-            runs[-1] = (runs[-1][0], block + 1)
-        else:
-            runs.append((block, block + 1))
-    return runs

@@ -22,11 +22,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ml_flashpoint import events
 from ml_flashpoint.engine.copying import Copies, Failures
-from ml_flashpoint.engine.inventory import NodeReport, gather_reports
+from ml_flashpoint.engine.inventory import NodeReport, gather_reports, why_nothing
 from ml_flashpoint.engine.reader import DurableParts, MemoryParts, VersionReader, waited_for
 from ml_flashpoint.engine.rounds import Verdict
 from ml_flashpoint.engine.sidecars import carrier_of, sidecar_files
-from ml_flashpoint.engine.unloadable import why_nothing
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import CapacityError, FlashpointError, LoadError, ObjectNotFoundError, SaveError
 from ml_flashpoint.format.failure_kinds import as_ours, is_damage, is_transient, retrying, text_of
@@ -56,7 +55,6 @@ from ml_flashpoint.ranks.recovery import (
 )
 from ml_flashpoint.ranks.retention import Keep, kept
 from ml_flashpoint.ranks.strategies import ReplicationStrategy
-from ml_flashpoint.stores.bounded import Bounded
 from ml_flashpoint.stores.durable import DurableVersions, save_of, version_of
 from ml_flashpoint.stores.location import open_durable
 from ml_flashpoint.stores.version_store import Version
@@ -80,11 +78,9 @@ class KeptVersion:
     """A version that can be gone back to: every part of it is on some node of the job.
 
     Attributes:
-        step: its step.
         verified: True if it is complete on all ranks, with every copy that the replication strategy asks for.
         bytes: of the parts of all ranks, each counted once.
         world_size: number of ranks that saved it.
-        save: the save.
     """
 
     step: int
@@ -118,14 +114,8 @@ class RecoveryReport:
 
 
 class Listing(NamedTuple):
-    """The content of a durable store.
-
-    Attributes:
-        versions: those that count, newest first.
-        problems: of the others.
-        unknown: reason why the content is not known; "" if it is.
-        run: highest number of a run of which anything is there, be it whole or not.
-    """
+    """The content of a durable store: the versions that count, newest first, and the problems of others. ``unknown`` is
+    the reason why that is not known. ``run`` is the highest run of which anything is there, be it whole or not."""
 
     versions: tuple[Version, ...] = ()
     problems: tuple[str, ...] = ()
@@ -134,20 +124,11 @@ class Listing(NamedTuple):
 
 
 class DurableTier:
-    """The durable store of a job, which rank 0 lists for all ranks while they read memory.
-
-    Args:
-        url: of the store; None for none, which is one that is empty.
-        ranks: ranks of the job.
-        open_store: opens the store.
-    """
+    """The durable store of a job, which rank 0 lists for all ranks. Without a URL it is empty."""
 
     def __init__(self, url: str | None, ranks: RankGroup, open_store: Callable[[str], DurableVersions]) -> None:
         self.url, self._ranks, self._open_store = url, ranks, open_store
-        self._look: Bounded[Listing] | None = None
-        self._listing: Listing | None = None
-        self._waited_s = 0.0
-        self.start()
+        self.forget()
 
     @cached_property
     def store(self) -> DurableVersions:
@@ -155,32 +136,24 @@ class DurableTier:
         assert self.url is not None
         return self._open_store(self.url)
 
-    def start(self) -> None:
-        """Begin to list the store anew, on rank 0, unless it has not answered yet."""
+    def forget(self) -> None:
+        """List the store anew when that is needed next."""
         self._listing, self._waited_s = None if self.url else Listing(), 0.0
-        if self.url and self._ranks.rank == 0 and (self._look is None or self._look.wait(0.0)):
-            self._look = Bounded(self._read)
-
-    def _read(self) -> Listing:
-        until = time.monotonic() + recovery_deadline_s()
-        found = retrying(lambda: self.store.versions(), until, f"listing {self.url}")
-        problems = tuple(f"{each.folder} ({each.problem})" for each in found if each.problem)
-        run = max((each.save.run for each in found), default=0)
-        return Listing(tuple(each for each in found if each.counts), problems, run=run)
 
     def list(self, most_s: float = math.inf) -> Listing:
-        """Return the content of the store. Collective. A store that did not answer is not waited for as long again.
-
-        Args:
-            most_s: seconds to wait for the store, if ``FLASHPOINT_RECOVERY_DEADLINE_S`` is not shorter.
+        """Return the content of the store. Collective. A store that did not answer is not waited for as long again: for
+        ``FLASHPOINT_RECOVERY_DEADLINE_S``, or ``most_s`` if that is less.
         """
         deadline_s = min(recovery_deadline_s(), most_s)
         if self._listing is not None and (not self._listing.unknown or deadline_s <= self._waited_s):
             return self._listing
         self._waited_s, blob = deadline_s, b""
-        if self._look is not None:
+        if self._ranks.rank == 0:
             try:
-                listing = self._look.result(deadline_s)
+                found = waited_for(lambda: self.store.versions(), str(self.url), deadline_s)
+                problems = tuple(f"{each.folder} ({each.problem})" for each in found if each.problem)
+                run = max((each.save.run for each in found), default=0)
+                listing = Listing(tuple(each for each in found if each.counts), problems, run=run)
             except Exception as error:  # the other ranks wait
                 listing = Listing(unknown=f"what is persisted at {self.url} cannot be known: {text_of(error)}")
             blob = json.dumps([list(map(save_of, listing.versions)), *listing[1:]]).encode()
@@ -195,18 +168,8 @@ class DurableTier:
 
 class Recovery:
     """Finds versions, brings them to this node, and records runs. Made on all ranks; all methods but `reader` and
-    `heard` are collective.
-
-    Args:
-        ranks: ranks of the job.
-        container: base container of this node.
-        pool: of this rank's own parts.
-        copies: reach the other nodes.
-        strategy: who holds copies of whose parts.
-        keep: verified versions that stay in memory.
-        held: pools for the copies that this rank holds, by the rank whose parts they are.
-        durable: URL of the durable store; None for none.
-        open_store: opens the durable store.
+    `heard` are collective. ``pool`` is of this rank's own parts; ``held`` are those of the copies that this rank holds,
+    by rank; ``durable`` is the URL of the durable store.
 
     Attributes:
         found: the version that was found last; None if there was none.
@@ -239,11 +202,8 @@ class Recovery:
     # ---- finding -------------------------------------------------------------------------------------------
 
     def any_versions(self) -> bool:
-        """Return True if any node, or the durable store, may have a version. Collective.
-
-        Raises:
-            LoadError: the state of a node cannot be known. On all ranks.
-        """
+        """Return True if any node, or the durable store, may have a version. Raise a `LoadError` if that cannot be
+        known."""
         if any(report.inventory.parts or report.unread for report in self.gather()):
             return True
         listed = self.durable.list()
@@ -256,7 +216,7 @@ class Recovery:
     def find(
         self, wanted: int | None = None, *, excluded: Collection[SaveId] = (), retained: Collection[SaveId] = ()
     ) -> Found | None:
-        """Find the newest version that every rank can load, and bring here what this node lacks of it. Collective.
+        """Find the newest version that every rank can load, and bring here what this node lacks of it.
 
         Args:
             wanted: step of the version; None for any.
@@ -271,7 +231,7 @@ class Recovery:
             LoadError: there is no version of the step, or it cannot be loaded. On all ranks.
         """
         self.damaged.clear()
-        self.durable.start()
+        self.durable.forget()
         search = _Search(self, wanted, excluded, retained)
         self.found, self.report = None, search.report
         self.found = search.run()
@@ -280,17 +240,9 @@ class Recovery:
     # ---- runs ----------------------------------------------------------------------------------------------
 
     def record(self, chosen: Found | None) -> tuple[int, Verdict]:
-        """Choose the number of a new run, have all nodes record it, and begin it. Collective.
-
-        Args:
-            chosen: the version that the run goes on from; None for none.
-
-        Returns:
-            The run, and its first verdict.
-
-        Raises:
-            SaveError, CapacityError: a node cannot record the run. On all ranks.
-        """
+        """Choose the number of a run that goes on from a version, have all nodes record it, and begin it. Return the
+        run and its first verdict. Raise a `SaveError` or `CapacityError`, on all ranks, if a node cannot record the
+        run."""
         reports, listed = self.gather(), self.durable.list(_BESIDE_MEMORY_S)
         records = [record for report in reports for record in report.records]
         if listed.unknown and not records:
@@ -408,14 +360,8 @@ class Recovery:
         ]
 
     def reader(self, path: str | os.PathLike[str]) -> VersionReader:
-        """Return a reader of a version: the one that was found last, or a newer save of the step in memory.
-
-        Args:
-            path: of the version.
-
-        Raises:
-            ObjectNotFoundError: no part of it is on this node.
-        """
+        """Return a reader of a version: the one that was found last, or a newer save of the step in memory. Raise an
+        `ObjectNotFoundError` if this node has no part of it."""
         version = CheckpointContainerId(path)
         record = newest_begun(read_records(self.container))
         named = [save for save in self.container.list_versions() if save.version == version.name]

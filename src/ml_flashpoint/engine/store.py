@@ -30,13 +30,8 @@ _CLIENT_S = 5.0
 
 
 class SignedStore(Store):  # type: ignore[misc, unused-ignore]
-    """A client of a store whose values are signed. Not thread-safe: a call waits behind another thread's.
-
-    Args:
-        store: of torch; keys get ``prefix/`` before them.
-        prefix: part of the signatures, too.
-        secret: of the job.
-    """
+    """A client of a store of torch whose values are signed, under a prefix. Not thread-safe: a call waits behind
+    another thread's."""
 
     def __init__(self, store: Store, prefix: str, secret: bytes) -> None:
         super().__init__()
@@ -98,25 +93,16 @@ class SignedStore(Store):  # type: ignore[misc, unused-ignore]
 
 
 class JobStore:
-    """The store of a job, as one rank has it. Thread-safe. Made by `open_store`.
-
-    Args:
-        address: host and port of rank 0's ``TCPStore``; None for a job of one process.
-        server: what rank 0 hosts.
-        secret: of the job.
-    """
+    """The store of a job, as one rank has it. Thread-safe. Made by `open_store`. ``address`` is that of rank 0's
+    ``TCPStore``; None for a job of one process."""
 
     def __init__(self, address: tuple[str, int] | None, server: Store | None, secret: bytes) -> None:
         self.address = address
         self._server, self._secret = server, secret
 
     def connect(self, prefix: str) -> SignedStore:
-        """Return a new client, whose keys are apart from those of other prefixes.
-
-        Raises:
-            RuntimeError: rank 0 cannot be reached within a few seconds, or the store is closed. The client's calls
-                raise the same.
-        """
+        """Return a new client, whose keys are apart from those of other prefixes. It raises a `RuntimeError`, as its
+        calls do, if rank 0 cannot be reached within a few seconds, or the store is closed."""
         if self.address is not None:
             client: Store | None = TCPStore(*self.address, None, False, timedelta(seconds=_CLIENT_S))
         else:
@@ -131,11 +117,8 @@ class JobStore:
 
 
 def open_store(ranks: RankGroup) -> JobStore:
-    """Open the store of a job. Collective.
-
-    Raises:
-        FlashpointError: rank 0 cannot host it, or a rank cannot reach it. Raised on all ranks.
-    """
+    """Open the store of a job. Collective. Raise a `FlashpointError`, on all ranks, if a rank cannot host or reach
+    it."""
     if ranks.world_size == 1:
         return JobStore(None, HashStore(), ranks.secret)
 

@@ -1,6 +1,6 @@
 """`AsyncRequest`: the rest of an asynchronous save. `AsyncCallsQueue`: finalizes requests in order, on all ranks alike.
 
-A local save ends with its engine's future. The function of a foreign request runs in a process, whose answer ends one.
+A local save ends with its engine's future. The function of a foreign request runs in a thread, which ends one.
 """
 
 from __future__ import annotations
@@ -8,26 +8,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import pickle
-import signal
+import threading
 import time
-import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent import futures
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from functools import partial
-from multiprocessing.connection import Connection, wait
-from multiprocessing.reduction import ForkingPickler
+from multiprocessing.connection import wait
 from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
-import torch.multiprocessing as multiprocessing
-
 from ml_flashpoint.format.arguments import ignored
 from ml_flashpoint.format.errors import InvalidArgumentError
-from ml_flashpoint.format.knobs import call_deadline_s, exit_deadline_s, seal_deadline_s
+from ml_flashpoint.format.knobs import call_deadline_s, seal_deadline_s
 from ml_flashpoint.local.errors import BackgroundWorkerError, CallOrderError, CheckpointingException
 from ml_flashpoint.ranks.rank_group import rank_group
 
@@ -40,10 +35,8 @@ class AsyncRequest(NamedTuple):
     """An asynchronous call and what follows it. The fields are those of megatron-core's own request.
 
     Attributes:
-        async_fn: runs in the background; None for nothing.
-        async_fn_args, async_fn_kwargs: its arguments.
-        finalize_fns: called without arguments, in order and in the caller's thread, once ``async_fn`` is done on all
-            ranks.
+        async_fn: runs in the background, with its arguments; None for nothing.
+        finalize_fns: called in order, in the caller's thread, once ``async_fn`` is done on all ranks.
         preload_fn: if given, called first, before the caller goes on; what it returns replaces the second argument.
         is_frozen: no finalization may be added any more.
         call_idx: number that the queue gave it.
@@ -58,11 +51,7 @@ class AsyncRequest(NamedTuple):
     call_idx: int = 0
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
-        """Have one more function called at the end, after those there.
-
-        Raises:
-            CallOrderError: the request is frozen: it was scheduled.
-        """
+        """Have one more function called at the end. Raises a `CallOrderError` once the request is scheduled."""
         if self.is_frozen:
             raise CallOrderError(
                 "nothing can be added to a frozen AsyncRequest", hint="add finalizations before scheduling it"
@@ -74,11 +63,7 @@ class AsyncRequest(NamedTuple):
         return self._replace(is_frozen=True)
 
     def bound(self) -> Callable[[], Any]:
-        """Preload, and return a call of ``async_fn`` with its arguments, which programs may leave None.
-
-        Raises:
-            CallOrderError: there is something to preload, and no second argument to take it.
-        """
+        """Preload, and return a call of ``async_fn`` with its arguments, which programs may leave None."""
         arguments = list(self.async_fn_args or ())
         if self.preload_fn is not None:
             if len(arguments) < 2:
@@ -126,10 +111,7 @@ class AsyncRequest(NamedTuple):
 class BackgroundSave:
     """The ``async_fn`` of a local save, which the trainer's own engine commits.
 
-    Called, it waits until the save has ended: here, in a process that a queue forked, or in one that it was pickled to.
-
-    Args:
-        ended: ends when the save does, by its deadline.
+    Called, it waits until the save has ended: here, or in a process that another queue forked or pickled it to.
     """
 
     def __init__(self, ended: Future[Any]) -> None:
@@ -172,140 +154,16 @@ def _await_end(trainer: int, pipe: int) -> None:
         wait([alive, ended], timeout=seal_deadline_s())
 
 
-class _Worker:
-    """A process that runs calls, one after the other: all that it is sent, or the one that it inherits by a fork.
-
-    Args:
-        inherited: None for a process that stays.
-        daemon: end it with this process, whatever it is doing.
-    """
-
-    def __init__(self, inherited: Callable[[], Any] | None = None, *, daemon: bool = False) -> None:
-        context: Any = multiprocessing.get_context("spawn" if inherited is None else "fork")
-        self._pipe, remote = context.Pipe()
-        self._process = context.Process(target=_work, args=(remote, inherited), daemon=daemon)
-        self._process.start()
-        remote.close()
-        self.inherited: Future[None] = Future()
-        self._awaited = deque([] if inherited is None else [self.inherited])  # the next answers end these
-        self.ended = False
-
-    def send(self, request: AsyncRequest) -> Future[None]:
-        """Have the process run a request, which travels by pickle. Return its future once it has preloaded."""
-        preloaded: Future[None] = Future()
-        done: Future[None] = Future()
-        pickled = ForkingPickler.dumps(tuple(request._replace(finalize_fns=[])))
-        self._awaited += preloaded, done
-        try:
-            self._pipe.send_bytes(pickled)
-        except OSError:
-            self._note_end()
-        deadline_s = call_deadline_s()
-        if request.preload_fn is not None and not self.wait(preloaded, deadline_s):
-            self.kill(f"it did not preload within {deadline_s:.0f} s")
-        return done
-
-    def wait(self, future: Future[None], timeout_s: float) -> bool:
-        """Take answers until a future has ended, or for so many seconds. Return True if it has ended."""
-        give_up = time.monotonic() + timeout_s
-        while not future.done() and wait([self._pipe, self._process.sentinel], max(0.0, give_up - time.monotonic())):
-            try:  # a process that has just ended may have answered before
-                failure: Any = self._pipe.recv() if self._pipe.poll() else _ENDED
-            except (EOFError, OSError):
-                failure = _ENDED
-            if failure == _ENDED:
-                self._note_end()
-            elif failure is None:
-                self._awaited.popleft().set_result(None)
-            else:
-                self._awaited.popleft().set_exception(BackgroundWorkerError(failure))
-        return future.done()
-
-    def _note_end(self, why: str | None = None) -> None:
-        self._join()
-        code = self._process.exitcode
-        ended = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with exit code {code}"
-        while self._awaited:
-            self._awaited.popleft().set_exception(BackgroundWorkerError(why or f"its process {ended}"))
-
-    def _join(self) -> None:
-        self._process.join(exit_deadline_s())
-        if self._process.exitcode is None:
-            self._process.kill()
-            self._process.join(exit_deadline_s())
-        self._pipe.close()
-        self.ended = True
-
-    def kill(self, why: str) -> None:
-        """End the process now. The calls that have not ended fail for this reason."""
-        if not self.ended:
-            self._process.kill()
-            self._note_end(why)
-
-    def close(self) -> None:
-        """End the process after what it was sent."""
-        if not self.ended:
-            with contextlib.suppress(OSError):
-                self._pipe.send_bytes(_ENDED)
-            self._join()
-
-
-_ENDED = b""
-
-
-def _work(pipe: Connection, inherited: Callable[[], Any] | None) -> None:
-    """Answer a call by None or the text of its failure; a request that was sent twice, at first once it has
-    preloaded."""
-    with contextlib.suppress(EOFError, OSError):  # the trainer closes the pipe with its end
-        if inherited is not None:
-            pipe.send(_tried(inherited)[1])
-            return
-        for pickled in iter(pipe.recv_bytes, _ENDED):
-            call, failure = _tried(lambda: AsyncRequest(*pickle.loads(pickled)).bound())  # noqa: B023 - called here
-            pipe.send(failure)
-            pipe.send(failure or _tried(call)[1])
-
-
-def _tried(call: Callable[[], Any]) -> tuple[Any, str | None]:
-    try:
-        return call(), None
-    except BaseException as error:  # of whatever kind: the process goes on
-        return None, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-
-
-class _Active(NamedTuple):
-    """A request under way: the future that ends with it, and the process that runs it, None if it is this one."""
-
-    request: AsyncRequest
-    future: Future[Any]
-    worker: _Worker | None
-
-    def wait(self, timeout_s: float) -> bool:
-        """Return True once it has ended, or False after so many seconds."""
-        if self.worker is not None:
-            return self.worker.wait(self.future, timeout_s)
-        futures.wait([self.future], timeout_s)
-        return self.future.done()
-
-    def give_up(self, why: str) -> None:
-        """End it now."""
-        if self.worker is not None:
-            self.worker.kill(why)
-
-
 class AsyncCallsQueue:
     """Requests under way, in order. Not thread-safe: it belongs to the training thread.
 
-    Scheduling, finalizing and closing are collective.
+    Scheduling, finalizing and closing are collective. Functions of foreign requests run in threads of this process.
 
     Args:
-        persistent: run foreign requests in one process that stays, to which they travel by pickle; else each in a
-            process forked for it.
-        is_daemon: end that process with this one, whatever it is doing. Else a process that ends without `close` lets
-            requests end, within ``FLASHPOINT_CALL_DEADLINE_S`` each. Either way an error is logged for each of them,
-            since nobody finalizes it.
-        cpu_priority, io_priority, sigterm_timeout, cpu_shm_mode: accepted, and ignored: the trainer's own threads copy
-            local saves.
+        is_daemon: if this process ends without `close`, do not wait for requests. Else they may end, within
+            ``FLASHPOINT_CALL_DEADLINE_S`` each. Either way an error is logged for each, since nobody finalizes it.
+        persistent, cpu_priority, io_priority, sigterm_timeout, cpu_shm_mode: accepted, and ignored: there is no worker
+            process.
     """
 
     def __init__(
@@ -320,13 +178,10 @@ class AsyncCallsQueue:
     ) -> None:
         unused = {"cpu_priority": cpu_priority, "io_priority": io_priority}
         ignored("AsyncCallsQueue", **unused, sigterm_timeout=sigterm_timeout, cpu_shm_mode=cpu_shm_mode)
-        self.persistent = persistent
-        self.is_daemon = is_daemon
-        self._calls: deque[_Active] = deque()
+        self._is_daemon = is_daemon
+        self._calls: deque[tuple[AsyncRequest, Future[Any]]] = deque()
         self._next_index = 0
-        self._worker: _Worker | None = None
         self._closed = False
-        # Before multiprocessing joins its processes, and removes what tensors travel by.
         self._at_exit = Finalize(None, self._end_with_process, exitpriority=20)
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
@@ -336,7 +191,7 @@ class AsyncCallsQueue:
             async_request: ours, or another named tuple with the same fields.
 
         Raises:
-            CallOrderError: the queue is closed.
+            CallOrderError: the queue is closed, or there is something to preload and no second argument to take it.
             InvalidArgumentError: it is no request.
         """
         if self._closed:
@@ -349,23 +204,8 @@ class AsyncCallsQueue:
             ) from error
         request = request.freeze()._replace(call_idx=self._next_index)
         self._next_index += 1
-        self._calls.append(self._started(request))
+        self._calls.append((request, _started(request)))
         return request.call_idx
-
-    def _started(self, request: AsyncRequest) -> _Active:
-        function = request.async_fn
-        if isinstance(function, BackgroundSave) and function.future is not None:
-            return _Active(request, function.future, None)
-        if function is None:
-            ended: Future[None] = Future()
-            ended.set_result(None)
-            return _Active(request, ended, None)
-        if not self.persistent:
-            forked = _Worker(request.bound())
-            return _Active(request, forked.inherited, forked)
-        if self._worker is None or self._worker.ended:
-            self._worker = _Worker(daemon=self.is_daemon)
-        return _Active(request, self._worker.send(request), self._worker)
 
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
         """Finalize the requests that have ended on all ranks, oldest first.
@@ -378,46 +218,46 @@ class AsyncCallsQueue:
             Their numbers.
 
         Raises:
-            BackgroundWorkerError: a request failed, its process died, or it did not end in time, on some rank. It is
-                given up; younger ones stay in the queue.
+            BackgroundWorkerError: a request failed, or did not end in time, on some rank. It is given up; younger ones
+                stay in the queue.
             Exception: a finalization failed. Its request is given up, likewise.
         """
         finalized: list[int] = []
         while self._calls:
-            active, deadline_s = self._calls[0], call_deadline_s()
+            (request, future), deadline_s = self._calls[0], call_deadline_s()
             give_up = time.monotonic() + deadline_s
-            while not self._has_ended(active, _VOTE_S if blocking else 0.0, no_dist):
+            while not self._has_ended(future, _VOTE_S if blocking else 0.0, no_dist):
                 if not blocking:
                     return finalized
-                if time.monotonic() > give_up:
-                    active.give_up(f"it has not ended within {deadline_s:.0f} s (FLASHPOINT_CALL_DEADLINE_S)")
+                if time.monotonic() > give_up and not _is_local(request):
+                    _fail(future, f"it has not ended within {deadline_s:.0f} s (FLASHPOINT_CALL_DEADLINE_S)")
             self._calls.popleft()
-            self._check(active, no_dist)
-            finalized.append(active.request.execute_finalize_fns(validate_matching_call_idx=not no_dist))
+            self._check(request, future, no_dist)
+            finalized.append(request.execute_finalize_fns(validate_matching_call_idx=not no_dist))
         return finalized
 
-    def _has_ended(self, active: _Active, timeout_s: float, no_dist: bool) -> bool:
+    def _has_ended(self, future: Future[Any], timeout_s: float, no_dist: bool) -> bool:
         """Return True if a call has ended here within so many seconds, and on all ranks."""
-        ended = active.wait(timeout_s)
-        return ended if no_dist else rank_group().all_ok(ended)
+        futures.wait([future], timeout_s)
+        return future.done() if no_dist else rank_group().all_ok(future.done())
 
-    def _check(self, active: _Active, no_dist: bool) -> None:
+    def _check(self, request: AsyncRequest, future: Future[Any], no_dist: bool) -> None:
         """Raise if a call has failed on some rank. Finalizing a local save tells its failure."""
-        ranks, error = rank_group(), None if active.worker is None else active.future.exception()
+        ranks, error = rank_group(), None if _is_local(request) else future.exception()
         failures = {ranks.rank: "" if error is None else str(error)}
         if not no_dist:
             blobs = ranks.gather(failures[ranks.rank].encode(errors="replace"))
             failures = {rank: blob.decode(errors="replace") for rank, blob in enumerate(blobs)}
         for rank, why in failures.items():
             if why:
-                raise BackgroundWorkerError(f"asynchronous call {active.request.call_idx} failed: {why}", rank=rank)
+                raise BackgroundWorkerError(f"asynchronous call {request.call_idx} failed: {why}", rank=rank)
 
     def get_num_unfinalized_calls(self) -> int:
         """Return the number of requests that are scheduled and not finalized."""
         return len(self._calls)
 
     def close(self, abort: bool = False) -> None:
-        """Finalize everything and end the processes. Safe to call twice.
+        """Finalize everything. Safe to call twice.
 
         Args:
             abort: give up what is under way instead. Not collective.
@@ -431,22 +271,47 @@ class AsyncCallsQueue:
             if not abort:
                 self.maybe_finalize_async_calls(blocking=True)
         finally:
-            for active in self._calls:
-                active.give_up("the queue was closed")
             if self._calls:
                 _log.warning("process %d gave up %d asynchronous calls", os.getpid(), len(self._calls))
-            if self._worker is not None:
-                self._worker.kill("the queue was closed") if abort or self._calls else self._worker.close()
             self._calls.clear()
-            self._worker = None
 
     def _end_with_process(self) -> None:
         """Let requests end that nobody waits for, and log what became of them: nobody finalizes them."""
-        for active in self._calls:
-            ended = active.wait(0 if self.is_daemon else call_deadline_s())
-            error = active.future.exception() if ended else "it had not ended when the process did"
-            if error is not None or active.worker is not None:
+        for request, future in self._calls:
+            futures.wait([future], 0 if self._is_daemon else call_deadline_s())
+            error = future.exception() if future.done() else "it had not ended when the process did"
+            if error is not None or not _is_local(request):
                 outcome = "was not finalized" if error is None else f"failed: {error}"
-                _log.error("the queue was not closed: asynchronous call %d %s", active.request.call_idx, outcome)
-        if self._worker is not None and not self.is_daemon:
-            self._worker.close()
+                _log.error("the queue was not closed: asynchronous call %d %s", request.call_idx, outcome)
+
+
+def _is_local(request: AsyncRequest) -> bool:
+    return isinstance(request.async_fn, BackgroundSave)
+
+
+def _started(request: AsyncRequest) -> Future[Any]:
+    """Start what a request has to run. Return a future that ends with it."""
+    if isinstance(request.async_fn, BackgroundSave) and request.async_fn.future is not None:
+        return request.async_fn.future
+    future: Future[Any] = Future()
+    if request.async_fn is None:
+        future.set_result(None)
+    else:
+        call = request.bound()
+        threading.Thread(target=_run, args=(call, future), name="flashpoint-call", daemon=True).start()
+    return future
+
+
+def _run(call: Callable[[], Any], future: Future[Any]) -> None:
+    try:
+        call()
+    except BaseException as error:  # of whatever kind: finalizing the request tells it
+        _fail(future, f"{type(error).__name__}: {error}")
+    else:
+        with contextlib.suppress(InvalidStateError):  # it was given up
+            future.set_result(None)
+
+
+def _fail(future: Future[Any], why: str) -> None:
+    with contextlib.suppress(InvalidStateError):  # it has ended before
+        future.set_exception(BackgroundWorkerError(why))

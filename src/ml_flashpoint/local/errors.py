@@ -30,7 +30,7 @@ class WorldSizeChangedError(CheckpointingException, TopologyError):
 
 
 class BackgroundWorkerError(CheckpointingException):
-    """A background call failed, or its process died."""
+    """A background call failed, or did not end in time."""
 
 
 class CompatibilityError(FlashpointError):

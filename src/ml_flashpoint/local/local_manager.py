@@ -32,7 +32,7 @@ from ml_flashpoint.format.errors import (
 from ml_flashpoint.format.knobs import seal_deadline_s
 from ml_flashpoint.format.manifest import Manifest
 from ml_flashpoint.local.async_queue import AsyncRequest, BackgroundSave
-from ml_flashpoint.local.base_state_dict import TensorAwareStateDict
+from ml_flashpoint.local.basic_state_dict import TensorAwareStateDict
 from ml_flashpoint.local.errors import (
     CallOrderError,
     CheckpointingException,
@@ -66,10 +66,8 @@ class LocalCheckpointManager(OverlappingDoor):
 
     Construct it on all ranks, after ``init_process_group`` if there is one. Constructing it and calling
     `find_latest`, `load`, `save` and `close` is collective, in the training thread. A failure of one rank is an error
-    on all of them, within ``FLASHPOINT_COLLECTIVE_DEADLINE_S`` if a rank does not answer at all.
-
-    The newest verified iteration stays until all ranks have a newer one, with all its copies. A second manager for the
-    same folder takes over from the first, which is closed.
+    on all of them, within ``FLASHPOINT_COLLECTIVE_DEADLINE_S`` if a rank does not answer at all. A second manager for
+    the same folder takes over from the first, which is closed.
 
     Args:
         root_local_ckpt_dir: absolute path of a folder on a tmpfs of this node, with room for two parts of each of its
@@ -154,15 +152,14 @@ class LocalCheckpointManager(OverlappingDoor):
     # ---- finding and loading ------------------------------------------------------------------------------
 
     def find_latest(self) -> int:
-        """Find the newest iteration that all ranks can load, in memory or persisted; -1 if there is none. Parts that
-        this node lacks are brought here. The answer stays until the next save.
+        """Find the newest iteration that all ranks can load, in memory or persisted. Parts that this node lacks are
+        brought here. The answer stays until the next save.
 
-        Also -1 where checkpoints are left of which some rank's part is on no node any more; the log says which. Later
-        saves replace them.
+        Returns:
+            The iteration; -1 if there is none, or only those of which some rank's part is on no node any more.
 
         Raises:
-            NoReplicasAvailableError: there are checkpoints whose parts are damaged or cannot be read, and none can be
-                loaded. To save as if there were none would overwrite them.
+            NoReplicasAvailableError: there are checkpoints whose parts are damaged or cannot be read.
             WorldSizeChangedError: another number of ranks saved it.
             FlashpointError: ranks cannot agree.
         """
@@ -208,8 +205,8 @@ class LocalCheckpointManager(OverlappingDoor):
     def load(self, iteration: int | None = None) -> tuple[TensorAwareStateDict, CheckpointId]:
         """Load the state of the newest iteration. Its tensors come back on the devices that they were on.
 
-        Find it first, if `find_latest` was not called. If some rank cannot read it, all step back to an older one; the
-        id that is returned says to which. Saving goes on from there.
+        If some rank cannot read it, all step back to an older one; the id that is returned says to which. Saving goes
+        on from there.
 
         Args:
             iteration: load this one, which is kept in memory (``keep``), or raise. Newer ones are left behind then.
@@ -218,11 +215,11 @@ class LocalCheckpointManager(OverlappingDoor):
             The state, and its id.
 
         Raises:
-            LoadError: there is no such iteration in memory; names those that there are. Nothing has changed.
+            LoadError: there is no such iteration in memory. Nothing has changed.
             NoReplicasAvailableError: there are parts, but of no iteration those of all ranks can be read.
             CallOrderError: there is nothing to load.
             UnsafeContentError: the state needs a type that is not allowed here.
-            WorldSizeChangedError: see `find_latest`.
+            WorldSizeChangedError: another number of ranks saved it.
             CheckpointingException: another rank could not load it.
         """
         self._check_open()
@@ -291,20 +288,19 @@ class LocalCheckpointManager(OverlappingDoor):
         """Save a state as an iteration. The state is only looked at, never changed.
 
         Synchronously, the parts of all ranks are committed when this returns, and copies follow. Asynchronously, the
-        state is copied before this returns; the request that is returned ends the save when it is finalized, by an
-        `AsyncCallsQueue` or by ``execute_sync()``: not before it has its copies, or a newer save has.
+        state is copied when this returns; an `AsyncCallsQueue` or ``execute_sync()`` ends the request that is returned,
+        not before the save has its copies, or a newer save has.
 
         Args:
             state_dict: not hollow.
-            iteration: above that of the newest checkpoint. The iteration that was saved last is not saved again: it is
-                the same state.
+            iteration: above that of the newest checkpoint. The one that was saved last is not saved again.
 
         Raises:
             InvalidIterationError, StaleIterationError, InvalidArgumentError: an argument is unusable.
             CallOrderError: the state is hollow, or the manager closed.
             UnaskedVersionsError: there are checkpoints of an earlier run, and `find_latest` was not called.
-            CheckpointingException: the save failed on some rank; the newest complete iteration before is as it was.
-                Asynchronously, finalizing the request raises this instead.
+            CheckpointingException: the save failed on some rank, and can be repeated. Asynchronously, finalizing the
+                request raises this.
         """
         self._check_open()
         began = time.perf_counter()
@@ -405,11 +401,8 @@ class LocalCheckpointManager(OverlappingDoor):
         ) from error
 
     def close(self) -> None:
-        """Let saves in flight end, within ``FLASHPOINT_EXIT_DEADLINE_S``, have the newest one persisted, if any are to
-        be, within ``FLASHPOINT_SEAL_DEADLINE_S``, and close the folder. Checkpoints stay.
-
-        Safe to call twice. A process that just ends need not call it.
-        """
+        """Let saves in flight end, have the newest one persisted, if any are to be, and close the folder. Checkpoints
+        stay. Safe to call twice."""
         if not self._engine.is_closed:
             self.stop_watching()
             self._engine.close(seal_deadline_s())

@@ -1,8 +1,8 @@
 """One connection between two sides: its socket, the handshake, messages and payloads, and every wait for them.
 
-Sockets are blocking, with timeouts in the kernel (`SO_RCVTIMEO`, `SO_SNDTIMEO`), rather than with Python's own: those
-make the socket non-blocking, which turns one 8 MiB `MSG_WAITALL` receive into hundreds of small ones, each of which has
-to win the GIL back from training.
+Sockets are blocking, with timeouts in the kernel (`SO_RCVTIMEO`, `SO_SNDTIMEO`). Python's own timeouts make a socket
+non-blocking, which turns one 8 MiB `MSG_WAITALL` receive into hundreds of small ones, each of which has to win the GIL
+back from training.
 """
 
 from __future__ import annotations
@@ -61,23 +61,13 @@ class TransferCancelledError(ReplicationError):
 class Channel:
     """Messages and payloads over one connected socket, which it owns.
 
-    One thread receives. Messages may be sent by several threads, and `interrupt` called by any; everything else is for
-    the thread that owns the channel. After an error only `close` is of use. Everything that waits raises
+    One thread receives. Any thread may send messages or call `interrupt`. After an error only `close` is of use. A wait
+    ends at ``until`` (of ``time.monotonic``) or, without one, after ``stall_s`` seconds of silence. It raises
 
     * `ConnectionLostError`: the connection broke or was closed;
     * `Dialect.timeout`, a `DeadlineError`: the other side took too long;
     * `AuthenticationError`, `ProtocolError`: what came is no proof, or no valid message;
     * `TransferCancelledError`: ``cancelled`` returned true. It is called about every second and 16 MiB.
-
-    Args:
-        sock: connected, TCP or Unix.
-        dialect: what is spoken.
-        peer: how errors name the other side.
-        stall_s: seconds without progress after which a wait is given up that has no ``until``, which is a time of
-            ``time.monotonic``.
-
-    Attributes:
-        local: True if the other side is a process of this machine, by a Unix socket.
     """
 
     def __init__(self, sock: socket.socket, dialect: Dialect, *, peer: str, stall_s: float = STALL_S) -> None:
@@ -92,6 +82,7 @@ class Channel:
         self._send_lock = threading.Lock()
         self._authenticated = False
         self._payload = b""  # came along with the message before
+        self.payloads = 0  # begun: sent, or awaited within a request
         sock.settimeout(None)
         if not self.local:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -104,14 +95,8 @@ class Channel:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_s)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
-    # ---- handshake -----------------------------------------------------------------------------------------
-
     def handshake_as_client(self, secret: bytes, until: float) -> None:
-        """Prove the secret, and have the server prove it.
-
-        Raises:
-            AuthenticationError: the server has another secret, or did not prove that it knows this one.
-        """
+        """Prove the secret, and have the server prove it. Raise an `AuthenticationError` if it does not."""
         secret = handshake.proved_secret(secret, self._dialect.purpose)
         nonce = secrets.token_bytes(handshake.NONCE_BYTES)
         self._send_parts([handshake.greeting(nonce)], until)
@@ -125,14 +110,8 @@ class Channel:
         self._authenticated = True
 
     def handshake_as_server(self, secret: bytes, until: float) -> None:
-        """Have the client prove the secret, and prove it.
-
-        Args:
-            secret: see `handshake.proved_secret`.
-
-        Raises:
-            AuthenticationError: the client has another secret, or runs for another purpose.
-        """
+        """Have the client prove the secret (of `handshake.proved_secret`), and prove it. Raise an
+        `AuthenticationError` if the client has another one."""
         client_nonce = handshake.parse_greeting(self._exactly(handshake.GREETING_BYTES, until))
         nonce = secrets.token_bytes(handshake.NONCE_BYTES)
         self._send_parts([handshake.greeting(nonce)], until)
@@ -144,8 +123,6 @@ class Channel:
             raise AuthenticationError(f"{self.peer} does not know the secret")
         self._authenticated = True
 
-    # ---- messages ------------------------------------------------------------------------------------------
-
     def send(
         self,
         subject: str | dict[str, Any] | None,
@@ -155,16 +132,14 @@ class Channel:
         payload_bytes: int = 0,
         until: float | None = None,
     ) -> None:
-        """Send one message; its payload, if it has one, is the caller's next `send_payload`. Thread-safe.
-
-        Raises:
-            InvalidArgumentError: it cannot be sent; nothing was.
-        """
+        """Send one message; its payload, if it has one, is the caller's next `send_payload`. Raise an
+        `InvalidArgumentError` if the message cannot be sent; nothing was."""
         parts: list[Any] = [
             blob if type(blob) is bytes else memoryview(blob).cast("B")
             for blob in blobs  # bytes are common, and views take time
         ]
         parts.insert(0, self._dialect.begin_message(subject, fields, [len(part) for part in parts], payload_bytes))
+        self.payloads += payload_bytes > 0
         with self._send_lock:
             self._send_parts(parts, until)
 
@@ -177,21 +152,16 @@ class Channel:
         stall_s: float | None = None,
         cancelled: Cancelled | None = None,
     ) -> Message:
-        """Return the next message, a request or a reply.
+        """Return the next message, a request or a reply. Its first byte may take ``idle_s`` seconds if that is given.
 
-        Args:
-            request: True for a request.
-            until: see the class.
-            idle_s: seconds that its first byte may take instead.
-            stall_s: seconds without progress, for an other side that has work to do.
-            cancelled: see the class.
+        ``stall_s`` is the time without progress, for another side that has work to do.
         """
         if not self._authenticated:
             raise ProtocolError("messages need a handshake first")
+        self.payloads += 1
         wait = _Wait(self, until if idle_s is None else time.monotonic() + idle_s, cancelled, stall_s)
         data = self._some(_FIRST_READ, 0, wait)
-        if idle_s is not None:
-            wait.go_on(until)
+        wait.until = until
         data = self._filled(data, HEAD_BYTES, wait)
         text_bytes, count, payload_bytes = self._dialect.parse_head(data)
         begin = HEAD_BYTES + 4 * count
@@ -209,8 +179,6 @@ class Channel:
         if len(self._payload) > payload_bytes:
             raise ProtocolError(f"{self.peer} sent more than one message at once")
         return Message(subject, fields, blobs, payload_bytes)
-
-    # ---- payloads ------------------------------------------------------------------------------------------
 
     def send_payload(self, view: memoryview, *, cancelled: Cancelled | None = None) -> None:
         """Send all bytes of a view, straight from its memory."""
@@ -250,8 +218,8 @@ class Channel:
             except OSError as error:
                 raise self._lost(error) from error
             parts = [memoryview(data)[sent:]] if sent < len(data) else []
-        wait = _Wait(self, until, None) if parts else None
-        while wait is not None and parts:
+        wait = _Wait(self, until)
+        while parts:
             some = parts[:_IOVECS]
             sent = self._try(socket.SO_SNDTIMEO, wait, self._sock.sendmsg, some, (), socket.MSG_NOSIGNAL)
             done = 0
@@ -263,7 +231,7 @@ class Channel:
                 parts[0] = memoryview(parts[0])[sent:]
 
     def _exactly(self, count: int, until: float | None) -> bytes:
-        return self._filled(b"", count, _Wait(self, until, None))
+        return self._filled(b"", count, _Wait(self, until))
 
     def _filled(self, data: bytes, count: int, wait: _Wait) -> bytes:
         """Return data with as much behind it as makes it ``count`` bytes long, if it is shorter."""
@@ -277,7 +245,6 @@ class Channel:
         return b"".join(pieces)
 
     def _some(self, most: int, flags: int, wait: _Wait) -> bytes:
-        """Return what there is, at least one byte."""
         while not (data := self._try(socket.SO_RCVTIMEO, wait, self._sock.recv, most, flags)):
             pass
         return data  # type: ignore[no-any-return]
@@ -294,8 +261,7 @@ class Channel:
         else:
             if not moved and option == socket.SO_RCVTIMEO:
                 raise ConnectionLostError(f"{self.peer} closed the connection")
-        if not wait.is_plain:
-            wait.note(bool(moved))
+        wait.note(bool(moved))
         return moved
 
     def _limit(self, option: int, seconds: float) -> None:
@@ -313,52 +279,45 @@ class Channel:
         return ConnectionLostError(f"connection to {self.peer} broke: {error.strerror or error}")
 
     def too_late(self, text: str) -> FlashpointError:
-        """Return the error for an other side that takes too long."""
+        """Return the error for another side that takes too long."""
         return self._dialect.timeout(f"{self.peer} {text}")
 
 
 class _Wait:
     """One wait for the other side: until a time, or else for as long as something moves. Silence counts only while
-    this process waited: one that was held up itself would otherwise blame a peer whose bytes have been there for long.
+    this process waits: one that was held up itself would otherwise blame a peer whose bytes have been there for long.
     """
 
-    __slots__ = ("_cancelled", "_channel", "_looked_at", "_silent_s", "_stall_s", "_until", "is_plain")
+    __slots__ = ("_began", "_cancelled", "_channel", "_silent_s", "_stall_s", "until")
 
     def __init__(
-        self, channel: Channel, until: float | None, cancelled: Cancelled | None, stall_s: float | None = None
+        self, channel: Channel, until: float | None, cancelled: Cancelled | None = None, stall_s: float | None = None
     ) -> None:
-        self._channel = channel
+        self.until = until
+        self._channel, self._cancelled = channel, cancelled
         self._stall_s = channel._stall_s if stall_s is None else stall_s
-        self._cancelled = cancelled
-        self._silent_s = 0.0
-        self.go_on(until)
-
-    def go_on(self, until: float | None) -> None:
-        """Wait until then for the rest, now that what was waited for has begun."""
-        self._until, self._looked_at = until, 0.0 if until is not None else time.monotonic()
-        self.is_plain = until is not None and self._cancelled is None  # `note` has nothing to do
+        self._silent_s = self._began = 0.0
 
     def slice_s(self) -> float:
         """Return how long the kernel may wait now."""
-        if self._until is None:
-            return self._channel._slice_s
-        left = self._until - time.monotonic()
+        self._began, most = time.monotonic(), self._channel._slice_s
+        if self.until is None:
+            return most
+        left = self.until - self._began
         if left <= 0:
-            known = self._channel._authenticated
-            raise self._channel.too_late(
-                "did not answer in time" if known else "did not complete the handshake in time"
-            )
-        return min(left, _IDLE_SLICE_S if self._cancelled is None else self._channel._slice_s)
+            what = "answer in time" if self._channel._authenticated else "complete the handshake in time"
+            raise self._channel.too_late(f"did not {what}")
+        return min(left, _IDLE_SLICE_S if self._cancelled is None else most)
 
     def note(self, moved: bool) -> None:
         """Take note that a call has moved something, or nothing for a while."""
-        if self._until is None:
-            now, slice_s, stall_s = time.monotonic(), self._channel._slice_s, self._stall_s
-            self._silent_s = 0.0 if moved else self._silent_s + min(now - self._looked_at, 2 * slice_s)
-            self._looked_at = now
+        if self.until is None:
+            slice_s = self._channel._slice_s
+            waited_s = min(time.monotonic() - self._began, 2 * slice_s)
+            self._silent_s = 0.0 if moved else self._silent_s + waited_s
             # One slice early, because bytes that came early in a slice were only counted at its end.
-            if self._silent_s >= stall_s - slice_s:
-                raise self._channel.too_late(f"was silent for {stall_s:g} s")
+            if self._silent_s >= self._stall_s - slice_s:
+                raise self._channel.too_late(f"was silent for {self._stall_s:g} s")
         if self._cancelled is not None and self._cancelled():
             raise TransferCancelledError("the transfer was cancelled")
 

@@ -10,13 +10,13 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ml_flashpoint.format.errors import AuthenticationError, FlashpointError, InvalidArgumentError, ProtocolError
-from ml_flashpoint.net.channel import NO_ANSWER, STALL_S, Channel, ConnectionLostError, timeval
+from ml_flashpoint.net.channel import NO_ANSWER, STALL_S, Cancelled, Channel, ConnectionLostError, timeval
 from ml_flashpoint.net.handshake import check_secret
-from ml_flashpoint.net.messages import Dialect, Fields
+from ml_flashpoint.net.messages import Dialect, Fields, Message
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -34,14 +34,11 @@ _CREDENTIALS: Final = struct.Struct("3i")
 
 
 class RequestLostError(ConnectionLostError):
-    """The connection broke after the request was sent: it may have been carried out, or not.
-
-    A plain `ConnectionLostError` from `Connection.request` means that it was not.
-    """
+    """The connection broke after the request was sent: it may have been carried out, or not."""
 
 
 class Reply(NamedTuple):
-    """Answer of a server."""
+    """The answer of a server."""
 
     fields: Fields
     blobs: list[bytes]
@@ -70,18 +67,11 @@ def check_credentials(sock: socket.socket, peer: str) -> int:
 def connect(
     address: Sequence[Any], secret: bytes, dialect: Dialect, *, within_s: float, stall_s: float = STALL_S
 ) -> Channel:
-    """Connect and authenticate. A server that hangs up in the handshake, as one does that too many connect to, is asked
-    some times more.
-
-    Args:
-        address: see `Address`; a list will do. A numeric host is best: resolving a name has no deadline.
-        secret: 16 bytes or more.
-        dialect: what is spoken.
-        within_s: seconds for all of it.
-        stall_s: see `Channel`.
+    """Connect and authenticate, within so many seconds. Ask a server that hangs up in the handshake, because too many
+    connect to it, some times more. A numeric host is best: resolving a name has no deadline.
 
     Raises:
-        ConnectionLostError: there is nobody at this address, or the connection broke.
+        ConnectionLostError: nobody is at this address, or the connection broke.
         DeadlineError: no answer in time; it is `Dialect.timeout`.
         AuthenticationError: the two sides do not share the secret, or the other is another user's.
         ProtocolError: something else listens there, or another version of this protocol.
@@ -131,12 +121,7 @@ def _open(address: Address, dialect: Dialect, until: float) -> tuple[socket.sock
 
 
 class Connection:
-    """A connection of a client. Thread-safe: one request at a time. In a forked child it is closed; the parent's stays
-    as it is. Raises as `connect` does, of which it has the arguments.
-
-    Attributes:
-        local: True if it is a Unix socket, and the other side so on this machine.
-    """
+    """A connection of a client, by `connect`. Thread-safe: one request at a time. In a forked child it is closed."""
 
     def __init__(
         self,
@@ -162,52 +147,65 @@ class Connection:
 
     @property
     def closed(self) -> bool:
-        """True if it is of no more use: it broke, a call timed out, `close` was called, or this is a forked child."""
+        """True once it broke, a call timed out or `close` was called, and in a forked child."""
         return self._closed or self._process != os.getpid()
 
     def request(self, op: str, fields: Fields, blobs: Sequence[Buffer] = (), *, timeout_s: float) -> Reply:
-        """Send one request and wait for the answer to it.
+        """Send one request and return the answer, within so many seconds. Raises what `exchange` does."""
+        with self.exchange(op, fields, blobs, until=time.monotonic() + min(timeout_s, _LONGEST_S)) as (_, reply):
+            return Reply(reply.fields, reply.blobs)
 
-        Args:
-            op: name of the operation.
-            fields: anything that JSON can hold.
-            blobs: sent as they are; do not change them meanwhile.
-            timeout_s: for all of it, waiting for other threads' requests included.
+    @contextlib.contextmanager
+    def exchange(
+        self,
+        op: str,
+        fields: Fields,
+        blobs: Sequence[Buffer] = (),
+        *,
+        until: float | None = None,
+        payload_bytes: int = 0,
+        work_s: float | None = None,
+        cancelled: Cancelled | None = None,
+    ) -> Iterator[tuple[Channel, Message]]:
+        """Send one request, once other threads' have ended, and yield the channel with the answer, for payloads.
+
+        ``until``, ``cancelled`` and ``work_s``, the longest silence while the server works, are as in `Channel`. Errors
+        close this connection, those within the context too; a busy one, and the server's answers, do not.
 
         Raises:
-            ConnectionLostError: it was not carried out; this connection is closed.
-            RequestLostError: nobody knows whether it was carried out; this connection is closed.
-            DeadlineError: no answer in time, as `Dialect.timeout`; nobody knows; this connection is closed, unless it
-                was in use by others for all of that time.
-            FlashpointError: what the server answered.
+            ConnectionLostError: the request was not carried out.
+            RequestLostError: nobody knows whether the request was carried out.
+            DeadlineError: no answer in time, as `Dialect.timeout`.
+            FlashpointError: the server's answer.
         """
-        timeout_s = min(timeout_s, _LONGEST_S)
-        until = time.monotonic() + timeout_s
         if self.closed:  # before the lock: a thread that does not exist in a forked child may have it
             raise ConnectionLostError(f"the connection to {self._channel.peer} is closed")
-        if not self._lock.acquire(timeout=max(0.0, timeout_s)):
+        if not self._lock.acquire(timeout=-1 if until is None else max(0.0, until - time.monotonic())):
             raise self._channel.too_late("was busy with other requests of this process")
-        sent = False
+        sent = answered = in_step = False
         try:
             if self._closed:
                 raise ConnectionLostError(f"the connection to {self._channel.peer} is closed")
             self._channel.send(op, fields, blobs, until=until)
             sent = True
-            reply = self._channel.receive(request=False, until=until)
-            if reply.payload_bytes:
-                raise ProtocolError(f"{self._channel.peer} sends a payload that nobody asked for")
+            reply = self._channel.receive(request=False, until=until, stall_s=work_s, cancelled=cancelled)
+            answered = True
+            if isinstance(reply.subject, dict):
+                in_step = True
+                raise self._dialect.rebuild(reply.subject)
+            if reply.payload_bytes != payload_bytes:
+                text = f"{self._channel.peer} sends {reply.payload_bytes:,} bytes instead of {payload_bytes:,}"
+                raise ProtocolError(text)
+            yield self._channel, reply
         except BaseException as error:
-            if sent or not isinstance(error, InvalidArgumentError):
+            if not in_step and (sent or not isinstance(error, InvalidArgumentError)):
                 self._closed = True
                 self._channel.close()
-            if sent and type(error) is ConnectionLostError:
+            if sent and not answered and type(error) is ConnectionLostError:
                 raise RequestLostError(error.message) from error
             raise
         finally:
             self._lock.release()
-        if isinstance(reply.subject, dict):
-            raise self._dialect.rebuild(reply.subject)
-        return Reply(reply.fields, reply.blobs)
 
     def close(self) -> None:
         """Close it; a request under way in another thread fails. Safe to call twice."""

@@ -5,9 +5,8 @@
     client -> server   proof      HMAC-SHA256(secret, "client proof" + both nonces)
     server -> client   proof      HMAC-SHA256(secret, "server proof" + both nonces), or `REFUSED`
 
-The client proves first, so an unauthenticated one learns nothing from a server. The role is part of what is signed, so
-a proof cannot be reflected, and both nonces are, so a recorded session cannot be replayed. The purpose of a connection
-is part of the secret (`proved_secret`), so no server can be taken for one of another kind.
+The client proves first: an unauthenticated one learns nothing. Role, nonces and purpose are part of what is signed: no
+proof can be reflected, replayed, or used at a server of another kind.
 """
 
 from __future__ import annotations
@@ -53,11 +52,7 @@ def greeting(nonce: bytes) -> bytes:
 
 
 def parse_greeting(data: bytes) -> bytes:
-    """Return the nonce in a hello or challenge.
-
-    Raises:
-        ProtocolError: the sender speaks something else, or another version of this protocol.
-    """
+    """Return the nonce in a hello or challenge. Raise a `ProtocolError` for another protocol or version."""
     if len(data) != GREETING_BYTES or not data.startswith(_MAGIC):
         if data[:7] != _MAGIC[:7]:
             raise ProtocolError("the peer speaks another protocol")

@@ -1,4 +1,4 @@
-"""The bytes of requests and replies, and of errors in them, without sockets, deadlines or threads.
+"""The bytes of requests and replies, and of errors in them. What is no message is a `ProtocolError`.
 
 Nothing in a message is pickled. It is::
 
@@ -8,9 +8,8 @@ Nothing in a message is pickled. It is::
     blobs    : raw bytes, one after the other
     payload  : raw bytes
 
-The subject of a request is the name of an operation. That of a reply is null, or an object that describes an error. The
-bytes of objects are checked against the block digests of a manifest. Nothing is encrypted or signed after the
-handshake: whoever can alter packets between nodes is out of scope.
+The subject of a request is the name of an operation. That of a reply is null, or an object that describes an error.
+Nothing is encrypted or signed after the handshake: whoever can alter packets between nodes is out of scope.
 """
 
 from __future__ import annotations
@@ -27,7 +26,10 @@ from ml_flashpoint.format.errors import DeadlineError, FlashpointError, InvalidA
 _MAGIC: Final = b"MLFm"
 _HEAD: Final = struct.Struct(">4sIIQ")
 HEAD_BYTES: Final = _HEAD.size
-_LENGTHS: Final = tuple(struct.Struct(f">{count}I") for count in range(5))
+JSON_BYTES: Final = 64 << 20
+BLOBS: Final = 65_536
+BLOB_BYTES: Final = 1 << 31
+"""A receiver takes no more JSON and blobs in a message, and no longer blob."""
 _MOST_PAYLOAD: Final = (1 << 63) - 1
 _MOST_TEXT: Final = 64 << 10
 _encode_json = json.JSONEncoder(separators=(",", ":")).encode
@@ -50,98 +52,65 @@ class Message(NamedTuple):
 class Dialect:
     """The agreement of the two sides of a connection, beside the layout.
 
-    Attributes:
-        purpose: what the connection is for; see `handshake.proved_secret`.
-        errors: types that travel, by name. A subclass of one arrives as that.
-        failure: what all other errors arrive as.
-        timeout: what is raised when the other side takes too long.
-        json_bytes: longest JSON of a message.
-        blobs: most blobs in a message.
-        blob_bytes: longest blob.
+    ``purpose`` is that of `handshake.proved_secret`. ``errors`` travel with their types, or the nearest base type;
+    others arrive as ``failure``. Another side that takes too long is a ``timeout``.
     """
 
     purpose: bytes
     errors: Mapping[str, type[FlashpointError]]
     failure: type[FlashpointError]
     timeout: type[DeadlineError] = DeadlineError
-    json_bytes: int = 16 << 20
-    blobs: int = 65_536
-    blob_bytes: int = 1 << 31
-
-    # ---- messages -----------------------------------------------------------------------------------------
 
     def begin_message(
         self, subject: str | dict[str, Any] | None, fields: Fields, sizes: Sequence[int] = (), payload_bytes: int = 0
     ) -> bytes:
-        """Return all of a message that comes before its blobs, which have these sizes in bytes.
-
-        Raises:
-            InvalidArgumentError: the fields are not JSON, or it would be more than a receiver takes.
-        """
+        """Return all of a message that comes before its blobs, which have these sizes in bytes. Raise an
+        `InvalidArgumentError` if the fields are not JSON, or if it would be more than a receiver takes."""
         try:
             text = _encode_json((subject, fields)).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidArgumentError(f"cannot be sent: {error}", argument="fields", value=fields) from error
-        if len(text) > self.json_bytes:
+        if len(text) > JSON_BYTES:
             raise InvalidArgumentError(f"fields of {len(text)} bytes are too many to send", argument="fields")
-        if len(sizes) > self.blobs or (sizes and max(sizes) > self.blob_bytes):
+        if len(sizes) > BLOBS or (sizes and max(sizes) > BLOB_BYTES):
             raise InvalidArgumentError(
-                f"a message takes at most {self.blobs} blobs of at most {self.blob_bytes} bytes each", argument="blobs"
+                f"a message takes at most {BLOBS} blobs of at most {BLOB_BYTES} bytes each", argument="blobs"
             )
-        return _HEAD.pack(_MAGIC, len(text), len(sizes), payload_bytes) + _lengths(len(sizes)).pack(*sizes) + text
+        return _HEAD.pack(_MAGIC, len(text), len(sizes), payload_bytes) + struct.pack(f">{len(sizes)}I", *sizes) + text
 
     def parse_head(self, data: bytes) -> tuple[int, int, int]:
-        """Return length of the JSON, number of blobs and length of the payload, from the start of a message.
-
-        Raises:
-            ProtocolError: no message starts like this.
-        """
+        """Return length of the JSON, number of blobs and length of the payload, from the start of a message."""
         magic, length, count, payload_bytes = _HEAD.unpack_from(data)
-        if magic != _MAGIC:
+        if magic != _MAGIC or length > JSON_BYTES or count > BLOBS or payload_bytes > _MOST_PAYLOAD:
             raise ProtocolError("not the start of a message")
-        if length > self.json_bytes:
-            raise ProtocolError(f"JSON of {length:,} bytes, over the {self.json_bytes:,} allowed")
-        if count > self.blobs:
-            raise ProtocolError(f"{count:,} blobs, over the {self.blobs:,} allowed")
-        if payload_bytes > _MOST_PAYLOAD:
-            raise ProtocolError(f"a payload of {payload_bytes:,} bytes")
         return length, count, payload_bytes
 
     def parse_lengths(self, data: bytes, count: int) -> tuple[int, ...]:
-        """Return the lengths of so many blobs, from the start of a message.
-
-        Raises:
-            ProtocolError: one is longer than allowed.
-        """
-        lengths: tuple[int, ...] = _lengths(count).unpack_from(data, HEAD_BYTES)
-        if lengths and max(lengths) > self.blob_bytes:
-            raise ProtocolError(f"a blob of {max(lengths):,} bytes, over the {self.blob_bytes:,} allowed")
+        """Return the lengths of so many blobs, from the start of a message."""
+        lengths: tuple[int, ...] = struct.unpack_from(f">{count}I", data, HEAD_BYTES)
+        if lengths and max(lengths) > BLOB_BYTES:
+            raise ProtocolError(f"a blob of {max(lengths):,} bytes, over the {BLOB_BYTES:,} allowed")
         return lengths
-
-    # ---- errors -------------------------------------------------------------------------------------------
 
     def describe(self, error: BaseException) -> dict[str, Any]:
         """Return an error as the subject of a reply."""
-        most = min(_MOST_TEXT, self.json_bytes // 64)  # the JSON of a character may take 12 bytes
-        if not isinstance(error, FlashpointError):
-            return {"error": self.failure.__name__, "message": f"{type(error).__name__}: {error}"[:most]}
-        kind = next((each.__name__ for each in type(error).__mro__ if self.errors.get(each.__name__) is each), None)
-        message = str(error.message) if kind else f"{type(error).__name__}: {error.message}"
-        found = {name: getattr(error, name, None) for name in _ATTRIBUTES}
-        kept = {
-            name: value[:most] if isinstance(value, str) else value
-            for name, value in found.items()
-            if isinstance(value, (str, int))
-        }
-        return {"error": kind or self.failure.__name__, "message": message[:most], **kept}
+        kinds = (each.__name__ for each in type(error).__mro__ if self.errors.get(each.__name__) is each)
+        kind = next(kinds, None)
+        message = str(getattr(error, "message", error))
+        if kind is None:
+            kind, message = self.failure.__name__, f"{type(error).__name__}: {message}"
+        described: dict[str, Any] = {"error": kind, "message": message[:_MOST_TEXT]}
+        for name in _ATTRIBUTES:
+            value = getattr(error, name, None)
+            if isinstance(value, (str, int)):
+                described[name] = value[:_MOST_TEXT] if isinstance(value, str) else value
+        return described
 
     def rebuild(self, described: dict[str, Any]) -> FlashpointError:
         """Return the error that a reply describes; `failure` if its type is not known here."""
         name, message = described.get("error"), described.get("message")
         kind = self.errors.get(name) if isinstance(name, str) else None
-        error = (kind or self.failure)(
-            message if isinstance(message, str) and message else "the other side gave no reason"
-        )
+        error = (kind or self.failure)((isinstance(message, str) and message) or "the other side gave no reason")
         for attribute in _ATTRIBUTES:
             value = described.get(attribute)
             if isinstance(value, (str, int)) and hasattr(error, attribute):
@@ -165,16 +134,8 @@ def errors_of(*modules: ModuleType) -> dict[str, type[FlashpointError]]:
     }
 
 
-def _lengths(count: int) -> struct.Struct:
-    return _LENGTHS[count] if count < len(_LENGTHS) else struct.Struct(f">{count}I")
-
-
 def parse_text(text: bytes, *, request: bool) -> tuple[Any, Fields]:
-    """Return subject and fields from the JSON of a message.
-
-    Raises:
-        ProtocolError: it is something else.
-    """
+    """Return subject and fields from the JSON of a message."""
     try:
         content = _decode_json(text.decode())
     except (ValueError, RecursionError) as error:
@@ -186,11 +147,8 @@ def parse_text(text: bytes, *, request: bool) -> tuple[Any, Fields]:
     raise ProtocolError("JSON that is not of the form of this protocol")
 
 
-# ---- fields: a peer that knows the secret may still be wrong ----------------------------------------------------
-
-
 def integer(fields: Fields, name: str, least: int = 0) -> int:
-    """Return a field that is an integer from ``least``; raise `ProtocolError`, as all of these do, if it is not."""
+    """Return a field that is an integer from ``least``. Raise a `ProtocolError`, as the next ones do, if it is not."""
     value = fields.get(name)
     if type(value) is not int or not least <= value < 1 << 63:
         raise ProtocolError(f"field {name!r} must be an integer from {least}")

@@ -1,4 +1,4 @@
-"""Where this host is reached by the others of a job. Owns the choice of the address, and no socket."""
+"""The address at which the other hosts of a job reach this one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ _log = logging.getLogger(__name__)
 
 
 def reachable_host() -> str:
-    """The address of this host that the job's other hosts reach it at.
-
-    ``FLASHPOINT_HOST`` if set, else the source address of the route to ``MASTER_ADDR``.
-    """
+    """Return ``FLASHPOINT_HOST`` if that is set, else the source address of the route to ``MASTER_ADDR``."""
     given = os.environ.get("FLASHPOINT_HOST")
     if given:
         return given

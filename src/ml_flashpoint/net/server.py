@@ -42,20 +42,15 @@ _PAUSE_S: Final = 0.1
 
 
 class Peer(NamedTuple):
-    """The other side of a connection: how logs name it, and its process if that is on this machine.
+    """The other side of a connection, by the name that logs have for it.
 
-    ``is_gone()`` tells, while a request is worked on, whether nobody waits for the answer any more. ``channel`` is for
-    handlers that answer by themselves; None where there is none, as for who asks within the process.
+    ``is_gone()`` returns True once nobody waits for the answer any more. ``channel`` is for handlers that answer by
+    themselves; None where there is none.
     """
 
     text: str
-    pid: int | None
     is_gone: Callable[[], bool] = lambda: False
     channel: Channel | None = None
-
-
-class HangUp(Exception):
-    """Raised by a handler when the two sides are out of step: the cause is sent, and the connection ends."""
 
 
 class RequestHandler(Protocol):
@@ -69,7 +64,7 @@ class RequestHandler(Protocol):
     ) -> tuple[Fields, Sequence[Buffer]] | None:
         """Carry out a request, which was well formed as JSON and nothing else. Return fields and blobs of the reply;
         None if the handler has replied itself, or will, by the channel. An error is raised at the client, see
-        `Dialect.describe`."""
+        `Dialect.describe`. It ends the connection if the handler has begun with a payload."""
 
     def closed(self, session: Any) -> None:
         """Take note that the connection is gone, for whatever reason. The last call of a session; one for each."""
@@ -78,18 +73,9 @@ class RequestHandler(Protocol):
 class RequestServer:
     """A server that listens from construction until `close`. In a forked child it is closed.
 
-    Args:
-        secret: 16 bytes or more.
-        handler: see `RequestHandler`.
-        dialect: what is spoken.
-        unix_path: where to make a Unix socket; one that is there is replaced, so that this path must be the caller's.
-            With a null byte first it is an abstract name, which leaves no file.
-        tcp_host: address of this machine to listen on as well.
-        tcp_port: 0 takes a free one.
-        max_connections: more are refused, with an error.
-        handshake_deadline_s: a stranger is dropped after so long.
-        idle_s: a connection without requests is closed after so long.
-        stall_s: see `Channel`.
+    Listens on a Unix socket (whose path must be the caller's; an abstract name has a null byte first), on a TCP address
+    (port 0 takes a free one), or on both. Connections without requests are closed after ``idle_s``, those over
+    ``max_connections`` are refused.
 
     Attributes:
         addresses: where clients reach it, the Unix socket first.
@@ -177,10 +163,8 @@ class RequestServer:
         self.close()
 
     def close(self) -> None:
-        """Stop listening, break connections off, and wait for their threads for at most about 2 s. Safe to call twice.
-
-        A thread that hangs in the handler is left behind; it cannot keep the process alive.
-        """
+        """Stop listening, break connections off, and wait for their threads for at most about 2 s. Safe to call
+        twice."""
         if self._process != os.getpid():  # threads do not exist in a forked child, and the lock may be held
             return
         with self._changed:
@@ -257,7 +241,7 @@ class RequestServer:
                 text = f"serves as many connections as it may, {self._max_connections}: try again later"
                 channel.send(self._dialect.describe(self._dialect.failure(text)), {})
                 return
-            session = self._handler.open(Peer(peer, pid, partial(_is_hung_up, sock), channel))
+            session = self._handler.open(Peer(peer, partial(_is_hung_up, sock), channel))
             try:
                 self._serve(channel, session)
             finally:
@@ -286,18 +270,16 @@ class RequestServer:
                 return
             if payload_bytes:
                 raise ProtocolError(f"{op} comes with a payload out of turn")
+            payloads = channel.payloads
             try:
                 answer = handle(session, op, fields, blobs)  # type: ignore[arg-type]
-            except HangUp as hang_up:
-                cause = hang_up.__cause__
-                assert cause is not None
-                if not isinstance(cause, ConnectionLostError):
-                    with contextlib.suppress(FlashpointError):
-                        self._refuse(channel, cause)
-                raise cause from None
             except Exception as error:
-                self._refuse(channel, error)
-                continue
+                if channel.payloads == payloads:
+                    self._refuse(channel, error)
+                    continue
+                with contextlib.suppress(FlashpointError):  # the two sides do not agree any more on what comes next
+                    self._refuse(channel, error)
+                raise
             if answer is not None:
                 try:
                     channel.send(None, *answer)

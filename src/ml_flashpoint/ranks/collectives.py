@@ -12,7 +12,6 @@ import logging
 import secrets
 import time
 import traceback
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -35,11 +34,8 @@ _HINT = "one that is missing died, hangs, or did not make this call: its own log
 
 
 class Collectives:
-    """See the module. Collective to construct. Used by one thread.
-
-    Args:
-        deadline_s: seconds that a collective may take, or the ranks' meeting before it.
-    """
+    """See the module. Collective to construct. Used by one thread. ``deadline_s`` is for a collective, and for the
+    ranks' meeting before it."""
 
     def __init__(self, deadline_s: float) -> None:
         self._rank, self._size, self._deadline_s = dist.get_rank(), dist.get_world_size(), deadline_s
@@ -49,37 +45,23 @@ class Collectives:
         self._last: dict[str, torch.Tensor] = {}
         self._store: Any = c10d._get_default_store()
         # The store may be that of an earlier process group, too.
-        name = torch.frombuffer(bytearray(secrets.token_hex(16).encode()), dtype=torch.uint8)
-        self.broadcast("numbering", name, 0)
-        self._store = PrefixStore(f"flashpoint/{name.numpy().tobytes().decode()}", self._store)
+        name = torch.tensor([secrets.randbits(62) if self._rank == 0 else 0], dtype=torch.int64, device="cpu")
+        self.reduce("numbering", name, dist.ReduceOp.SUM)
+        self._store = PrefixStore(f"flashpoint/{name.item()}", self._store)
 
     def reduce(self, what: str, data: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        """Reduce ``data`` over all ranks, in place.
-
-        Args:
-            what: names the collective in errors.
-
-        Raises:
-            RanksLostError: a rank did not come, or left. Names the ranks that are missing.
+        """Reduce ``data`` over all ranks, in place. ``what`` names the collective in errors. Raise a `RanksLostError`,
+        which names the ranks that are missing, if a rank did not come, or left.
         """
         options = dist.AllreduceOptions()
         options.reduceOp = op  # type: ignore[assignment]
-        self._run(what, data, lambda group: group.allreduce([data], options).wait())
-
-    def broadcast(self, what: str, data: torch.Tensor, source: int) -> None:
-        """Send ``data`` of one rank to all others, in place. See `reduce`."""
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = source, 0
-        self._run(what, data, lambda group: group.broadcast([data], options).wait())
-
-    def _run(self, what: str, data: torch.Tensor, collective: Callable[[Any], object]) -> None:
         # Gloo's threads let go of a tensor some time after the collective has ended. Were that the last reference,
         # they would need the interpreter to free it, and abort the process if that happens to be exiting.
         self._last[what] = data
         if self._group is None:
             self._group = self._connected()
         try:
-            collective(self._group)
+            self._group.allreduce([data], options).wait()
         except BaseException as error:  # of whatever kind: the others may wait in it
             self._drop(error)
             if not isinstance(error, Exception):

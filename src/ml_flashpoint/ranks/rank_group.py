@@ -1,7 +1,6 @@
 """The ranks of a job: who they are, on which nodes, and the few things they agree on.
 
-Owns collectives that cannot interleave with the user's, the map of ranks to nodes, and the job's secret. Everything
-sent is bytes or integers: nothing is pickled. Without a process group it is a group of one.
+The collectives cannot interleave with the user's. Everything sent is bytes or integers: nothing is pickled.
 """
 
 from __future__ import annotations
@@ -30,16 +29,15 @@ from ml_flashpoint.ranks.strategies import Topology
 _T = TypeVar("_T")
 
 SECRET_BYTES = 32
-_MAX_BLOB = 1 << 32
 _GLOO_S = 0.3
 _SHARED_MEMORY = "/dev/shm"
 
 
 def local_node_id() -> str:
-    """This process's failure domain: ``FLASHPOINT_NODE_ID``, or the host, its boot and its shared memory.
+    """Return this process's failure domain: ``FLASHPOINT_NODE_ID``, or the host, its boot and its shared memory.
 
-    Containers of one host that share its network, and so its name, have a ``/dev/shm`` each: what one of them keeps
-    there is out of the others' reach, and they are nodes of their own.
+    Containers of one host that share its network, and so its name, have a ``/dev/shm`` each: they are nodes of their
+    own.
     """
     given = os.environ.get(NODE_ID_VARIABLE)
     if given is not None:
@@ -52,10 +50,7 @@ def local_node_id() -> str:
 
 
 def boot_id() -> str:
-    """Return what tells this machine, since it was started, from all others; empty where that is not known.
-
-    It is the same in all containers of a machine.
-    """
+    """Return the id of this machine's boot, the same in all its containers; empty where it is not known."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]
     except OSError:
@@ -63,13 +58,10 @@ def boot_id() -> str:
 
 
 class RankGroup:
-    """The ranks of the default process group. Construct through :func:`rank_group`. All methods but the
-    attributes are collective, and must be called in the same order on all ranks.
+    """The ranks of the default process group. Made by `rank_group`. Without a process group it is a group of one. All
+    methods are collective, and must be called in the same order on all ranks.
 
     Attributes:
-        rank, world_size: of this process in the job.
-        node: this process's node id.
-        topology: nodes of all ranks.
         job: common to all ranks, and to all groups whose rank 0 is the same process.
         secret: 32 bytes known to this job's ranks only.
     """
@@ -79,9 +71,8 @@ class RankGroup:
         self.rank, self.world_size = 0, 1
         if default_group() is not None:
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.distributed = self.world_size > 1
         self._collectives: Collectives | None = None
-        if self.distributed:
+        if self.world_size > 1:
             atexit.unregister(_let_gloo_finish)  # once is enough for all groups
             atexit.register(_let_gloo_finish)
             self._collectives = Collectives(collective_deadline_s())
@@ -92,17 +83,18 @@ class RankGroup:
 
     @property
     def is_node_leader(self) -> bool:
-        """Whether this rank is the lowest of its node."""
+        """True if this rank is the lowest of its node."""
         return self.topology.ranks_of(self.node)[0] == self.rank
 
     def gather(self, blob: bytes) -> list[bytes]:
-        """Every rank's bytes, in rank order, by two collectives. Ranks that have nothing (``b""``) cost nothing."""
+        """Return every rank's bytes, in rank order, by two collectives. Ranks that have nothing (``b""``) cost
+        nothing."""
         if self._collectives is None:
             return [blob]
         sizes = torch.zeros(self.world_size, dtype=torch.int64, device="cpu")
         sizes[self.rank] = len(blob)
         self._collectives.reduce("gather", sizes, dist.ReduceOp.SUM)
-        ends = list(itertools.accumulate(self._checked(size, rank) for rank, size in enumerate(sizes.tolist())))
+        ends = list(itertools.accumulate(sizes.tolist()))
         begins = [0, *ends[:-1]]
         # Each rank fills its own range of one buffer. Other than by an all-gather, no range is padded to the longest.
         data = torch.zeros(ends[-1], dtype=torch.uint8, device="cpu")
@@ -113,40 +105,24 @@ class RankGroup:
         together = data.numpy().tobytes()
         return [together[begin:end] for begin, end in zip(begins, ends, strict=True)]
 
-    def broadcast(self, blob: bytes, source: int = 0) -> bytes:
-        """The bytes of rank ``source``, on every rank; what other ranks pass does not matter."""
-        if self._collectives is None:
-            return blob
-        size = torch.tensor([len(blob)], dtype=torch.int64, device="cpu")
-        self._collectives.broadcast("broadcast", size, source)
-        if self._checked(int(size.item()), source) == 0:
-            return b""
-        data = torch.frombuffer(bytearray(blob if source == self.rank else int(size.item())), dtype=torch.uint8)
-        self._collectives.broadcast("broadcast", data, source)
-        return data.numpy().tobytes()
-
-    @staticmethod
-    def _checked(size: int, source: int) -> int:
-        if not 0 <= size < _MAX_BLOB:
-            raise FlashpointError(f"a rank announced {size} bytes", rank=source)
-        return size
+    def broadcast(self, blob: bytes) -> bytes:
+        """Return the bytes of rank 0, on every rank; what other ranks pass does not matter."""
+        return self.gather(blob if self.rank == 0 else b"")[0]
 
     def all_ok(self, ok: bool) -> bool:
-        """Whether ``ok`` is true on every rank: the vote that keeps ranks from loading a mix."""
-        if not self.distributed:
+        """Return True if ``ok`` is true on every rank: the vote that keeps ranks from loading a mix."""
+        if self._collectives is None:
             return ok
-        return bool(self.minimum((int(ok),), "vote")[0])
+        vote = torch.tensor([ok], dtype=torch.int64, device="cpu")
+        self._collectives.reduce("vote", vote, dist.ReduceOp.MIN)
+        return bool(vote.item())
 
     def together(self, action: Callable[[], _T], otherwise: FlashpointError) -> _T:
-        """What ``action`` returns, once it has succeeded on every rank. Collective.
+        """Return what ``action`` returns, once it has succeeded on every rank: one rank's trouble is no hang of the
+        others.
 
-        One rank's trouble is an error everywhere, and no hang of the others.
-
-        Args:
-            otherwise: raised where it succeeded, if it failed on another rank, whose own error says why.
-
-        Raises:
-            Exception: what ``action`` raised.
+        Raise what ``action`` raised, or ``otherwise`` where the action failed on another rank, whose own error says
+        why.
         """
         result: list[_T] = []
         failure: Exception | None = None
@@ -159,11 +135,8 @@ class RankGroup:
         return result[0]
 
     def agree_on(self, **arguments: object) -> None:
-        """Check that arguments, of plain values, are the same on all ranks. Collective.
-
-        Raises:
-            InvalidArgumentError: one is not. Raised on all ranks.
-        """
+        """Raise an `InvalidArgumentError`, on all ranks, unless arguments, of plain values, are the same on all of
+        them."""
         gathered = [json.loads(blob) for blob in self.gather(json.dumps(arguments).encode())]
         for argument, value in arguments.items():
             if len(values := sorted({each[argument] for each in gathered}, key=repr)) > 1:
@@ -172,15 +145,8 @@ class RankGroup:
                 )
 
     def check_nodes(self, place: str, what: str) -> None:
-        """Check that ranks of one node are in one place. Collective.
-
-        Args:
-            place: the same for ranks that can be on one node; empty if it is not known.
-            what: ranks share where it is the same, for the error.
-
-        Raises:
-            TopologyError: two ranks are not. Names both hosts. Raised on all ranks.
-        """
+        """Raise a `TopologyError`, on all ranks, unless ranks of one node are in one place. ``place`` is empty where it
+        is not known; ``what`` is what ranks of one place share."""
         nodes = self.topology.node_order
         if len(nodes) == self.world_size:
             return
@@ -199,21 +165,12 @@ class RankGroup:
                         " use one base container",
                     )
 
-    def minimum(self, values: tuple[int, ...], what: str = "agreement") -> tuple[int, ...]:
-        """Return the elementwise minimum over all ranks."""
-        if self._collectives is None:
-            return values
-        data = torch.tensor(values, dtype=torch.int64, device="cpu")
-        self._collectives.reduce(what, data, dist.ReduceOp.MIN)
-        return tuple(data.tolist())
-
 
 def _let_gloo_finish() -> None:
-    """Called at exit, while other threads can still have the interpreter.
+    """Wait, at exit, while other threads can still have the interpreter.
 
-    Gloo's threads free the tensors of the last collectives, the training's included, some time after these have ended.
-    One that still needs the interpreter for that when it is being finalized makes torch abort the process, and nothing
-    shows that there is one.
+    Gloo's threads free the tensors of the last collectives some time after these have ended. One that still needs the
+    interpreter for that when it is being finalized makes torch abort the process.
     """
     time.sleep(_GLOO_S)
 
@@ -239,11 +196,8 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 def default_group() -> dist.ProcessGroup | None:
-    """The default process group, None if there is none.
-
-    Raises:
-        JobInUseError: this is a forked child, and it is the one of its parent.
-    """
+    """Return the default process group, None if there is none. Raise a `JobInUseError` if it is that of a forked
+    parent."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     world = dist.group.WORLD
@@ -256,11 +210,7 @@ def default_group() -> dist.ProcessGroup | None:
 
 
 def rank_group() -> RankGroup:
-    """The group of the current default process group. Collective when first called for it.
-
-    Raises:
-        JobInUseError: see :func:`default_group`.
-    """
+    """Return the group of the current default process group. Collective when first called for it."""
     global _current
     key = default_group()
     with _lock:

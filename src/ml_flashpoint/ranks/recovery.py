@@ -1,9 +1,7 @@
 """Versions that can be recovered from the parts that nodes hold, and the transfers that recovery takes.
 
-Pure functions: inventories in, plan out, the same for 2 ranks in a test and for 16,384 in a simulation. Nothing here
-imports torch. Results depend on the content of the inventories alone and not on their order, so all ranks that have the
-same inventories compute the same plan. Versions are ordered by their `SaveId`; parts of different saves are never
-mixed.
+Pure functions: inventories in, plan out, the same for 2 ranks in a test and for 16,384 in a simulation. All ranks that
+have the same inventories, in whatever order, compute the same plan. Parts of different saves are never mixed.
 """
 
 from __future__ import annotations
@@ -19,13 +17,8 @@ from ml_flashpoint.ranks.strategies import ReplicationStrategy, Topology
 class PartRecord(NamedTuple):
     """One rank's committed part of a version, as a node holds it: the rank's own node, or one that has a copy.
 
-    Attributes:
-        save: the save.
-        rank: the rank that saved the part.
-        world_size: number of ranks, and so of parts, of the save.
-        size: bytes of the part, for balancing transfers.
-        table: name of what the ranks had agreed on about who writes what; "" for nothing. All parts of a version have
-            the same one.
+    ``world_size`` is the number of parts of the save. All of them have the same ``table``, the name of what the ranks
+    had agreed on about who writes what.
     """
 
     save: SaveId
@@ -44,14 +37,8 @@ class NodeInventory(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CompleteVersion:
-    """A version of which every part is on some node.
-
-    Attributes:
-        save: the save.
-        world_size: number of its parts.
-        holders: for each rank, the nodes that hold its part, ascending, at least one.
-        sizes: bytes of each rank's part.
-    """
+    """A version of which every part is on some node. ``holders`` are the nodes that hold each rank's part, ascending;
+    ``sizes`` are the bytes of each rank's part."""
 
     save: SaveId
     world_size: int
@@ -61,14 +48,8 @@ class CompleteVersion:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """A part that is to be copied to a node.
-
-    Attributes:
-        target: rank that fetches: the part's own rank, or one that holds copies of it.
-        rank: rank whose part it is.
-        source: node to fetch from; it has the part before any fetch of the plan is done.
-        size: bytes to transfer.
-    """
+    """A part that is to be copied to the node of the rank ``target``: the part's own rank, or one that holds copies of
+    it. The node ``source`` has the part before any fetch of the plan is done."""
 
     target: int
     rank: int
@@ -83,12 +64,8 @@ Damage = tuple[str, SaveId, int]
 def complete_versions(
     inventories: Iterable[NodeInventory], *, damaged: Collection[Damage] = ()
 ) -> list[CompleteVersion]:
-    """Return the versions of which the parts of all ranks exist, with the same table, newest first.
-
-    Args:
-        inventories: of the reachable nodes. Several of one node count as one.
-        damaged: parts that are not to be used, although they are listed.
-    """
+    """Return the versions of which the parts of all ranks exist, with the same table, newest first. Damaged parts are
+    not used, although they are listed."""
     damaged = frozenset(damaged)
     # The number of ranks is in the key so that a stray part that claims another one cannot spoil a save.
     saves: dict[tuple[SaveId, int, str], dict[int, dict[str, int]]] = {}
@@ -115,15 +92,11 @@ def complete_versions(
 def plan_fetches(
     version: CompleteVersion, topology: Topology, strategy: ReplicationStrategy | None = None
 ) -> tuple[Fetch, ...]:
-    """Return the fetches after which every rank's part is on the rank's own node, and then those of missing copies.
+    """Return the fetches after which every rank's part is on the rank's own node, and then those of the copies that a
+    strategy asks for.
 
     All may run at the same time. Sources are chosen among the holders so that the bytes that each sends are balanced.
     There are none where another number of ranks saved the version: then each rank reads the byte ranges that it needs.
-
-    Args:
-        version: the version.
-        topology: where the ranks run now.
-        strategy: if given, the copies that it asks for are fetched too, so that the next loss is survived.
     """
     if version.world_size != topology.world_size:
         return ()

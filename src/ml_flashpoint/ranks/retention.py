@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ml_flashpoint.format.arguments import checked_integer
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.format.save_id import SaveId
 
@@ -29,51 +30,32 @@ class Keep:
     milestones: int = 1
 
     def __post_init__(self) -> None:
-        _check("newest", self.newest, _MOST)
+        checked_integer("newest", self.newest, 1, _MOST)
         if self.every_n_steps is not None:
-            _check("every_n_steps", self.every_n_steps, 2**53)
-        _check("milestones", self.milestones, _MOST)
+            checked_integer("every_n_steps", self.every_n_steps, 1)
+        checked_integer("milestones", self.milestones, 1, _MOST)
 
     @property
     def versions(self) -> int:
         """The most verified versions that stay at once. A pool has one slot more: for the round's save."""
         return self.newest + (self.milestones if self.every_n_steps is not None else 0)
 
-    @property
-    def beside_newest(self) -> int:
-        """The most versions that stay beside the newest verified one."""
-        return self.versions - 1
 
-
-def checked_keep(value: int | Keep, argument: str = "keep") -> Keep:
-    """Return the rule that a user passes: a `Keep`, or a number of the newest verified versions.
-
-    Raises:
-        InvalidArgumentError: the value is neither.
-    """
+def checked_keep(value: int | Keep) -> Keep:
+    """Return the rule that a user passes: a `Keep`, or a number of the newest verified versions."""
     if isinstance(value, Keep):
         return value
     if type(value) is not int or not 1 <= value <= _MOST:
-        raise InvalidArgumentError(
-            "must be a number of versions, the newest included, or a Keep(...)", argument=argument, value=value
-        )
+        text = "must be a number of versions, the newest included, or a Keep(...)"
+        raise InvalidArgumentError(text, argument="keep", value=value)
     return Keep(newest=value)
 
 
 def kept(line: Sequence[SaveId], keep: Keep) -> list[SaveId]:
-    """Return those of some verified saves that stay, oldest first.
-
-    Args:
-        line: oldest first. The last one, which a crash goes back to, always stays.
-        keep: the rule.
-    """
+    """Return those of some verified saves, oldest first, that stay. The last one, which a crash goes back to, always
+    stays."""
     older, newest = line[: -keep.newest], line[-keep.newest :]
     milestones: list[SaveId] = []
     if keep.every_n_steps is not None:
         milestones = [each for each in older if each.step % keep.every_n_steps == 0][-keep.milestones :]
     return [*milestones, *newest]
-
-
-def _check(argument: str, value: object, most: int) -> None:
-    if type(value) is not int or not 1 <= value <= most:
-        raise InvalidArgumentError(f"must be an integer from 1 to {most}", argument=argument, value=value)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
+from ml_flashpoint.format.arguments import checked_integer
 from ml_flashpoint.format.errors import InvalidArgumentError, TopologyError
 
 
@@ -63,11 +64,7 @@ class Topology:
 
     def _check_rank(self, rank: int) -> int:
         # A negative rank would silently index from the end.
-        if type(rank) is not int or not 0 <= rank < len(self.nodes):
-            raise InvalidArgumentError(
-                f"a rank must be an integer from 0 to {len(self.nodes) - 1}", argument="rank", value=rank
-            )
-        return rank
+        return checked_integer("rank", rank, 0, len(self.nodes) - 1)
 
     def node_of(self, rank: int) -> str:
         """Return the node that ``rank`` runs on."""
@@ -184,7 +181,7 @@ class RingReplicationStrategy(ReplicationStrategy):
     copies: int = 1
 
     def __post_init__(self) -> None:
-        _check_at_least("copies", self.copies, 1)
+        checked_integer("copies", self.copies, 1)
 
     def copies_of(self, rank: int, topology: Topology) -> tuple[int, ...]:
         """Return a rank on each of the next nodes, nearest first."""
@@ -228,8 +225,8 @@ class CliqueStrategy(ReplicationStrategy):
     jump: int
 
     def __post_init__(self) -> None:
-        _check_at_least("factor", self.factor, 2)
-        _check_at_least("jump", self.jump, 1)
+        checked_integer("factor", self.factor, 2)
+        checked_integer("jump", self.jump, 1)
 
     def members_of(self, rank: int, topology: Topology) -> tuple[int, ...]:
         """Return the ranks of the clique of ``rank``, ascending, itself included."""
@@ -258,11 +255,8 @@ STRATEGIES: Mapping[str, type[ReplicationStrategy]] = {
 def checked_strategy(
     value: ReplicationStrategy | str | None, argument: str = "replication"
 ) -> ReplicationStrategy | None:
-    """A strategy, the one of a name, or None for the default of whoever asks.
-
-    Raises:
-        InvalidArgumentError: it is none of these, or a strategy that ranks cannot compare.
-    """
+    """Return a strategy, the one of a name, or None for the default. Raise an `InvalidArgumentError` for anything
+    else."""
     if isinstance(value, str) and value in STRATEGIES:
         return STRATEGIES[value]()
     if value is not None and not isinstance(value, ReplicationStrategy):
@@ -279,12 +273,8 @@ def checked_strategy(
 
 
 def copies_within(members: Sequence[int], rank: int, topology: Topology) -> tuple[int, ...]:
-    """Return who holds copies of ``rank`` if the ranks ``members``, ascending and itself included, form a clique:
-    one of them on each other node, dealt out in turn.
-
-    Raises:
-        InvalidArgumentError: there is no such rank.
-    """
+    """Return who holds copies of ``rank`` if the ranks ``members``, ascending and itself included, form a clique: one
+    of them on each other node, dealt out in turn."""
     own_node = topology.node_of(rank)
     by_node: dict[str, list[int]] = {}
     for member in members:
@@ -299,8 +289,3 @@ def copies_within(members: Sequence[int], rank: int, topology: Topology) -> tupl
 
 def _deal(place: int, holders: Sequence[int]) -> int:
     return holders[place % len(holders)]
-
-
-def _check_at_least(argument: str, value: int, minimum: int) -> None:
-    if type(value) is not int or value < minimum:
-        raise InvalidArgumentError(f"must be an integer of at least {minimum}", argument=argument, value=value)

@@ -19,11 +19,10 @@ import torch
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from ml_flashpoint.adapter.pytorch.metadata_format import decode_metadata
-from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE, ItemPlace
+from ml_flashpoint.adapter.pytorch.metadata_format import METADATA_KEY, ItemPlace, decode_metadata
 from ml_flashpoint.copy.cpu import typed_view
 from ml_flashpoint.copy.dtypes import torch_dtype
-from ml_flashpoint.format.errors import DamagedError, InvalidArgumentError, LoadError, ObjectNotFoundError
+from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, ObjectNotFoundError
 from ml_flashpoint.format.manifest import Manifest
 from ml_flashpoint.state.archive import load_archive
 from ml_flashpoint.stores.part import StoredObject
@@ -319,16 +318,10 @@ class VersionItems:
 
 def _metadata(version: OpenVersion) -> Metadata:
     first = version.object(0)
-    scope = version.manifests[0].labels.get(METADATA_SCOPE)
-    if scope != "global":
-        what = "was not saved through DCP" if scope is None else "has metadata by rank only"
-        raise LoadError(f"this version {what}: names of its state are not known", step=version.step, path=first.path)
+    if METADATA_KEY not in first.layout.by_key:
+        text = "this version was not saved through DCP: names of its state are not known"
+        raise LoadError(text, step=version.step, path=first.path)
     metadata = decode_metadata(bytes(first.bytes_of(METADATA_KEY)), path=first.path)
-    places = metadata.storage_data
-    if not isinstance(places, dict) or not all(
-        isinstance(p, ItemPlace) and type(p.rank) is int and isinstance(p.key, (str, int)) for p in places.values()
-    ):
-        raise DamagedError("the checkpoint's metadata does not say where its items are", path=first.path)
     return metadata
 
 

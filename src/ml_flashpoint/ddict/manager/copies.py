@@ -30,8 +30,7 @@ from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.net.channel import ConnectionLostError, TransferCancelledError
 from ml_flashpoint.net.handshake import check_secret
 from ml_flashpoint.net.messages import Fields
-from ml_flashpoint.net.peer import PeerConnection, push_to_all
-from ml_flashpoint.net.transfers import Address, PartName
+from ml_flashpoint.net.transfers import Address, PartName, PeerConnection, push_to_all
 
 _log = logging.getLogger(__name__)
 

@@ -34,9 +34,8 @@ from ml_flashpoint.ddict.manager.slots import ValueSlots, value_id_of
 from ml_flashpoint.ddict.manager.store import HeldPart, PartStore
 from ml_flashpoint.format.digest import verify_blocks
 from ml_flashpoint.format.errors import DamagedError, FlashpointError, ManifestError, ObjectNotFoundError
-from ml_flashpoint.net.blocks import BlockChecker
 from ml_flashpoint.net.channel import TransferCancelledError
-from ml_flashpoint.net.transfers import PartName
+from ml_flashpoint.net.transfers import BlockChecker, PartName
 
 _log = logging.getLogger(__name__)
 _Key = TypeVar("_Key")

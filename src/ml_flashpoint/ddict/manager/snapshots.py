@@ -56,8 +56,7 @@ from ml_flashpoint.format.knobs import block_bytes, transfer_deadline_s
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.slot import Slot
-from ml_flashpoint.net.transfer_service import TransferService
-from ml_flashpoint.net.transfers import Address
+from ml_flashpoint.net.transfers import Address, TransferService
 
 _log = logging.getLogger(__name__)
 

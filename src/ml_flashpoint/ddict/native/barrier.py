@@ -30,7 +30,7 @@ from ml_flashpoint.net.server import Peer, RequestServer
 
 _log = logging.getLogger(__name__)
 
-BARRIERS: Final = dataclasses.replace(REQUESTS, purpose=b"ml_flashpoint.ddict barrier", json_bytes=64 << 10, blobs=0)
+BARRIERS: Final = dataclasses.replace(REQUESTS, purpose=b"ml_flashpoint.ddict barrier")
 """A client says ``wait``, which is answered when all are there; ``state``, ``abort``, ``reset``; and ``bye`` before it
 leaves in order."""
 

@@ -1,4 +1,4 @@
-"""The Lightning door: what a trainer saves, and its CheckpointIO, as a trainer's strategy calls it."""
+"""The Lightning door: what a trainer saves, and what its strategy is given to load."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 
 pytest.importorskip("lightning")
 
-from ml_flashpoint.adapter.lightning import FlashpointCheckpointIO
 from ml_flashpoint.adapter.lightning.engine import TrainerFlashpoint
 from ml_flashpoint.config import Config
 from tests.conformance.suite import Conformance, Door, State
@@ -26,7 +25,6 @@ class LightningDoor(Door):
     def __init__(self, base: Path) -> None:
         super().__init__(base)
         self._flashpoint = TrainerFlashpoint(str(base), sharded=False, config=Config(sigterm_grace_s=None), strict=True)
-        self._io = FlashpointCheckpointIO(self._flashpoint)
         self._state: State = {}
         # What is asked of a trainer while it saves.
         self._trainer: Any = SimpleNamespace(
@@ -36,12 +34,12 @@ class LightningDoor(Door):
             lightning_module=torch.nn.Module(),
             optimizers=[],
         )
+        self._flashpoint.attach(self._trainer)
 
     def save(self, step: int, state: State) -> None:
         if self._flashpoint.last_saved is None:
             self._flashpoint.find(None)  # as one must, where there may be something
         self._state = state
-        self._flashpoint.attach(self._trainer)
         self._flashpoint.save(step)
         assert self._flashpoint.wait(60)
 
@@ -50,7 +48,7 @@ class LightningDoor(Door):
         if path is None:
             return None
         assert path.step is not None
-        return path.step, self._io.load_checkpoint(str(path))
+        return path.step, self._flashpoint.load(str(path))
 
     def close(self) -> None:
         self._flashpoint.close()

@@ -62,10 +62,6 @@ class Finding:
     text: str
     mend: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return dataclasses.asdict(self)
-
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> Finding:
         """Return the finding of another node."""
@@ -78,10 +74,6 @@ class Examined:
 
     name: str
     findings: tuple[Finding, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return {"name": self.name, "findings": [each.to_json() for each in self.findings]}
 
 
 def examine(base: Path) -> tuple[Finding, ...]:

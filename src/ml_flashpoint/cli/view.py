@@ -199,7 +199,7 @@ class VersionView:
 
     @property
     def name(self) -> str:
-        """Name of the folder: ``step-<n>_ckpt``."""
+        """Name of the folder."""
         return self.version.folder.rpartition("/")[2]
 
     @property

@@ -132,7 +132,7 @@ class History:
         return DurableVersions(self._persister.open_store())
 
     def begin(self) -> None:
-        """Be the one who writes here, and remove what others have not completed. Wait for a dying owner for
+        """Take the right to write here, and remove what others have not completed. Wait for a dying owner for
         `FLASHPOINT_LOCK_DEADLINE_S`. Raises `JobInUseError`: another live dictionary writes here."""
         if not self._is_ours:
             return

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from ml_flashpoint.copy.pinned import PageLock
 from ml_flashpoint.format import knobs
-from ml_flashpoint.format.digest import BlockDigester
+from ml_flashpoint.format.digest import digest_blocks
 from ml_flashpoint.format.errors import CapacityError, DamagedError, SaveError
 from ml_flashpoint.format.manifest import ObjectRecord
 from ml_flashpoint.format.object_format import Layout, encode_header
@@ -251,10 +251,8 @@ class Slot:
             self.buffer[entry.begin : entry.end] = data
         self.buffer[: layout.data_start] = header
         block_size = knobs.block_bytes()
-        with BlockDigester(self.buffer, layout.size, block_size=block_size) as digester:
-            if layout.size:
-                digester.advance(0, layout.size)
-            digests = digester.finish()
+        with self.buffer[: layout.size] as view:
+            digests = digest_blocks(view, block_size=block_size)
         return ObjectRecord(name, layout.size, self.size, digests, block_size)
 
     # ---- readers, and the end ------------------------------------------------------------------------------

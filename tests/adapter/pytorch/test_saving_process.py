@@ -299,17 +299,17 @@ def test_nobody_without_the_secret_gets_in(door: Door) -> None:
     key = next(iter(door.saver.saves.server._staged))
     with Connection(("unix", address), secret, WIRE, connect_timeout_s=RESULT_TIMEOUT_S) as connection:
         for op, fields in [
-            ("fill", {}),
+            ("commit", {}),
             ("begin", {"version": version, "key": "of no save"}),
             ("begin", {"version": "/etc/passwd", "key": None}),
             ("begin", {"key": key}),
             ("begin", {"version": version, "key": key}),
             ("no such thing", {}),
-            ("fill", {"tensors": [["w", "float32", [1 << 40], 0, 0]], "byte_items": []}),
-            ("fill", {"tensors": [["w", "float32", [4], None, 1]], "byte_items": []}),
-            ("fill", {"tensors": [["w", "float32", [4], None, 0]], "byte_items": []}),
-            ("fill", {"tensors": [], "byte_items": [["b", -1]]}),
-            ("commit", {"extra": ["a"]}),
+            ("commit", {"tensors": [["w", "float32", [1 << 40], 0, 0]], "byte_items": [], "extra": []}),
+            ("commit", {"tensors": [["w", "float32", [4], None, 1]], "byte_items": [], "extra": []}),
+            ("commit", {"tensors": [["w", "float32", [4], None, 0]], "byte_items": [], "extra": []}),
+            ("commit", {"tensors": [], "byte_items": [["b", -1]], "extra": []}),
+            ("commit", {"tensors": [], "byte_items": [], "extra": ["a"]}),
         ]:
             if op == "begin" and fields.keys() == {"version", "key"} and fields["key"] == key:
                 connection.request(op, fields, timeout_s=RESULT_TIMEOUT_S)

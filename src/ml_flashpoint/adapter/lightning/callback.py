@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from ml_flashpoint.adapter.lightning.engine import FlashpointCheckpointIO, TrainerFlashpoint
+from ml_flashpoint.adapter.lightning.engine import TrainerFlashpoint
 from ml_flashpoint.adapter.lightning.strategies import check_callbacks, is_sharded, join_processes
 from ml_flashpoint.adapter.trainer_loops import Schedule, ends_something, go_last, updates_by_step
 from ml_flashpoint.checkpointer import checked_wanted
@@ -108,25 +108,15 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         strategy, sharded = trainer.strategy, is_sharded(trainer.strategy)
         check_callbacks(trainer)
         self.flashpoint = self._open = flashpoint = TrainerFlashpoint(str(self.base), sharded=sharded, **self._options)
-        if sharded:
-            # These strategies go around the CheckpointIO.
-            given = getattr(strategy.load_checkpoint, "func_before", strategy.load_checkpoint)
-            strategy.load_checkpoint = _loading(flashpoint, trainer, given)
-        else:
-            given = strategy.checkpoint_io
-            if isinstance(given, FlashpointCheckpointIO):
-                given = given.checkpoint_io
-            strategy.checkpoint_io = FlashpointCheckpointIO(flashpoint, given)
+        given = getattr(strategy.load_checkpoint, "func_before", strategy.load_checkpoint)
+        strategy.load_checkpoint = _loading(flashpoint, trainer, given)
         return flashpoint
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Open the `Flashpoint`. The processes are set up and the model is not."""
-        if not self.enabled or stage != "fit":
-            return
-        go_last(trainer, self)
-        flashpoint = self.open(trainer)
-        if not is_sharded(trainer.strategy):
-            flashpoint.attach(trainer)
+        if self.enabled and stage == "fit":
+            go_last(trainer, self)
+            self.open(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin a run of saves. Everything is set up and restored."""

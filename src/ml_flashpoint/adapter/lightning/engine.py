@@ -1,7 +1,4 @@
-"""`TrainerFlashpoint`: a `Flashpoint` that tracks the state of a trainer instead of objects one by one.
-
-With strategies that are not sharded, `FlashpointCheckpointIO` is Lightning's way to it. The others load by themselves.
-"""
+"""`TrainerFlashpoint`: a `Flashpoint` that tracks the state of a trainer instead of objects one by one."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ import time
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 
@@ -21,7 +17,7 @@ from ml_flashpoint.config import Config
 from ml_flashpoint.copy.tensors import check_copies
 from ml_flashpoint.flashpoint import Flashpoint
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.errors import InvalidArgumentError, LoadError
+from ml_flashpoint.format.errors import LoadError
 from ml_flashpoint.state.archive import save_archive
 from ml_flashpoint.state.modules import freeze_parameters, frozen_parameters
 from ml_flashpoint.state.optimizers import OptimizerState
@@ -201,42 +197,3 @@ def _tensors_of(trainer: Trainer) -> list[torch.Tensor]:
     for optimizer in trainer.optimizers:
         tensors += OptimizerState("optimizer", optimizer, {}).expected_tensors()
     return tensors
-
-
-class FlashpointCheckpointIO(CheckpointIO):  # type: ignore[misc]
-    """Saves to and loads from memory what lies in a base container, and passes everything else on to another
-    `CheckpointIO`, by default Lightning's own. `FlashpointCallback` puts one around the trainer's."""
-
-    def __init__(self, flashpoint: TrainerFlashpoint, checkpoint_io: CheckpointIO | None = None) -> None:
-        super().__init__()
-        self.flashpoint = flashpoint
-        self.checkpoint_io = TorchCheckpointIO() if checkpoint_io is None else checkpoint_io
-
-    def save_checkpoint(
-        self, checkpoint: Checkpoint, path: str | os.PathLike[str], storage_options: Any | None = None
-    ) -> None:
-        """Save a dictionary elsewhere. Raises `InvalidArgumentError` for a path in the base container."""
-        if self.flashpoint.holds(path):
-            raise InvalidArgumentError(
-                "lies in the base container, where all ranks save together, and Lightning saves on one",
-                argument="path",
-                value=path,
-                hint="call FlashpointCallback.save(trainer) on all ranks, or choose another folder",
-            )
-        self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
-
-    def load_checkpoint(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Checkpoint:
-        """Load a dictionary. Collective in the base container, where tensors are loaded into memory of the CPU."""
-        if self.flashpoint.holds(path):
-            return self.flashpoint.load(path)
-        loaded: Checkpoint = self.checkpoint_io.load_checkpoint(path, *args, **kwargs)
-        return loaded
-
-    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint, unless it lies in the base container: those go when newer ones are verified."""
-        if not self.flashpoint.holds(path):
-            self.checkpoint_io.remove_checkpoint(path)
-
-    def teardown(self) -> None:
-        """Tear down what paths elsewhere are for."""
-        self.checkpoint_io.teardown()

@@ -168,8 +168,8 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         byte_items: list[BytesItem] = []
         for item, key in zip(plan.items, keys, strict=True):
             if item.type is WriteItemType.BYTE_IO:
-                trusted = self._trust_bytes
-                byte_items.append((key, _bytes_of(item, planner) if trusted else _loadable(item, planner, allowed)))
+                content = _bytes_of(item, planner) if self._trust_bytes else _loadable(item, planner, allowed)
+                byte_items.append((key, content))
                 continue
             data = planner.resolve_data(item)
             assert isinstance(data, torch.Tensor)

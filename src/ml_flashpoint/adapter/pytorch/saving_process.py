@@ -123,12 +123,10 @@ class SaveServer:
             raise ProtocolError(f"{op} comes before a save was begun")
         elif op == "receive":
             session.received += blobs
-        elif op == "fill":
-            received, session.received = session.received, []
+        elif op == "commit":
             others = fields.get("others")
             save.others = None if others is None else frozenset(others)
-            save.fill(*_items(save, received, fields))
-        elif op == "commit":
+            save.fill(*_items(save, session.received, fields))
             save.commit(list(zip(list_of(fields, "extra"), blobs, strict=True)))
         elif op == "fail":
             save.fail(WIRE.rebuild(fields["error"]))
@@ -282,9 +280,10 @@ class RemoteSave:
     def __init__(self, connection: Connection, file: _PrivateFile | None) -> None:
         self.others: frozenset[str] | None = None
         self._connection, self._file = connection, file
+        self._described: Fields = {}
 
     def fill(self, tensors: Sequence[TensorItem], byte_items: Sequence[BytesItem]) -> None:
-        """Have all items brought into one object."""
+        """Send what the trainer does not have of the items."""
         file = None if self._file is None or self._file.changed else self._file
         described: list[tuple[Any, ...]] = []
         sent: list[memoryview] = []
@@ -307,12 +306,13 @@ class RemoteSave:
             blobs.append(piece)
             size += piece.nbytes
         self.request("receive", {}, blobs)
-        others = None if self.others is None else sorted(self.others)
-        self.request("fill", {"tensors": described, "byte_items": counts, "others": others})
+        self._described = {"tensors": described, "byte_items": counts}
 
     def commit(self, extra: Sequence[BytesItem] = ()) -> None:
-        """Have the object committed; return when the trainer's part is."""
-        self.request("commit", {"extra": [key for key, _ in extra]}, [data for _, data in extra])
+        """Have the object made and committed; return when the trainer's part is."""
+        others = None if self.others is None else sorted(self.others)
+        fields = {**self._described, "others": others, "extra": [key for key, _ in extra]}
+        self.request("commit", fields, [data for _, data in extra])
         self._connection.close()
 
     def fail(self, error: BaseException) -> None:

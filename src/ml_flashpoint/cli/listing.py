@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -113,10 +114,11 @@ def verify_versions(source: str, *, as_json: bool, threads: int) -> int:
                 done += count
                 progress(done, total)
 
-        results = [
-            VersionView(version, "", tuple(check_part(store, part, threads=threads, advance=advance) for part in parts))
-            for version, parts in looked
-        ]
+        with ThreadPoolExecutor(threads) as pool:
+            results = [
+                VersionView(version, "", tuple(pool.map(lambda part: check_part(store, part, advance), parts)))
+                for version, parts in looked
+            ]
     results = [dataclasses.replace(each, state=durable_state(each.version, each.parts)) for each in results]
     checked = [part for result in results for part in result.parts if not part.removed]
     objects = sum(len(part.manifest.objects) for part in checked if part.manifest is not None)

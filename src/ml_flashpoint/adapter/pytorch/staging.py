@@ -250,7 +250,8 @@ class Staged:
             return cpu_clones([tensor for _, tensor in tensors])
         self.save, self._late = self._checkpointer.begin(explicit=True), late
         copies = self._checkpointer.stage(self.save, tensors, late=late)
-        self._copies = [(copied, copied._version) for copied in copies]
+        if late is None:  # else nothing is digested before it is committed
+            self._copies = [(copied, copied._version) for copied in copies]
         return copies
 
     @property

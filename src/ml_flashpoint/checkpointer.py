@@ -185,20 +185,18 @@ class Checkpointer(engine.Checkpointer):
         if may_be_there and (last := self._already(step)) is not None:
             return last
         self._attempted = max(step, self._attempted)
-        name, tree, error = SaveId(self.run, step), None, None
+        name = SaveId(self.run, step)
+        tree: Tree | Exception
         try:
             tree = self._flatten(name, tracked)
         except Exception as caught:  # of whatever kind: the other ranks learn that this rank has no part
-            error = caught
+            tree = caught
             self.replicas.pass_over(name)
+        table = "" if self._written is None else self._written.table.name
+        self._last = save = self.begin(step, explicit=explicit, table=table)
         try:
-            save = self.begin(step, explicit=explicit, table="" if self._written is None else self._written.table.name)
-        except Exception as caught:
-            raise (error or caught) from None
-        self._last = save
-        try:
-            if error is not None or tree is None:
-                raise error or SaveError("nothing was saved")
+            if isinstance(tree, Exception):
+                raise tree
             self._stage(save, tree)
         except Exception as caught:
             self.fail(save, caught)

@@ -113,7 +113,7 @@ def test_a_variable_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, tmpfs: 
     monkeypatch.setenv("FLASHPOINT_SEAL_DEADLINE_S", "soon")
     found = _found(tmpfs)["variables"]
     assert found.level == BAD
-    assert "FLASHPOINT_SEAL_DEADLINE_S='soon'" in found.text
+    assert "FLASHPOINT_SEAL_DEADLINE_S must be a positive number, got 'soon'" in found.text
 
 
 def test_what_cannot_be_looked_at_hides_nothing_else(monkeypatch: pytest.MonkeyPatch, tmpfs: Path) -> None:

@@ -29,10 +29,10 @@ def test_refuses_what_the_facade_refuses_in_its_words(tmpfs: Path, argument: str
 
 
 def test_refuses_to_keep_nothing(tmpfs: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="keep="):
+    with pytest.raises(InvalidArgumentError, match="keep must be"):
         wrap(tmpfs, keep=0)
 
 
 def test_refuses_a_grace_of_no_time(tmpfs: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="grace_s="):
+    with pytest.raises(InvalidArgumentError, match="grace_s must be"):
         wrap(tmpfs, grace_s=0)

@@ -32,7 +32,7 @@ _LAZY = {
     "open_version": "ml_flashpoint.tools.items",
     "rest_of_epoch": "ml_flashpoint.data",
 }
-__all__ = [*_LAZY, "__version__"]
+__all__ = ["Checkpointer", "Config", "Flashpoint", "Keep", "Persist", "__version__", "open_version", "rest_of_epoch"]
 
 
 def __getattr__(name: str) -> Any:

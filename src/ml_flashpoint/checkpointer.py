@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from functools import partial
 from typing import NamedTuple
 
@@ -209,6 +210,8 @@ class Checkpointer(engine.Checkpointer):
         """Return the save of a step, if it has not failed on any rank. Else a new run begins. Collective."""
         last = self._last
         is_there = last is not None and last.id == SaveId(self.run, step)
+        if last is not None and is_there:
+            futures.wait([last.committed], self._deadline_s)  # it may have no slot in the end
         has_failed = last is not None and last.committed.done() and last.committed.exception() is not None
         if self.ranks.all_ok(is_there and not has_failed):
             return last

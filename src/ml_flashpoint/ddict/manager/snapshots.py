@@ -50,7 +50,7 @@ from ml_flashpoint.ddict.manager.slots import ValueSlots, value_id_of
 from ml_flashpoint.ddict.manager.store import HeldPart, PartRef, PartStore, is_part
 from ml_flashpoint.ddict.options import check_checkpoint_id, next_number
 from ml_flashpoint.ddict.wire.requests import DropCopies, Hello, Request
-from ml_flashpoint.format.digest import BlockDigester, verify_blocks
+from ml_flashpoint.format.digest import digest_blocks, verify_blocks
 from ml_flashpoint.format.errors import (
     DamagedError,
     DeadlineError,
@@ -524,7 +524,7 @@ class Snapshots:
 
     def _seal_value(self, checkpoint_id: int, value: StoredValue) -> None:
         ref, block = self._next_ref(checkpoint_id), block_bytes()
-        digests = BlockDigester(value.slot.buffer, value.size, block_size=block).finish()
+        digests = digest_blocks(value.slot.buffer[: value.size], block_size=block)
         name = object_name(self._manager, ref.name)
         self._commit(ref, value.slot, ObjectRecord(name, value.size, value.slot.size, digests, block))
         value.part = ref  # its slot is the store's to free

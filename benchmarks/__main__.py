@@ -24,6 +24,7 @@ from benchmarks import (
     board,
     ddict,
     engine,
+    hugging_face,
     lightning,
     local,
     loop,
@@ -83,6 +84,8 @@ def all_results(folder: Path, scale: float, only: str) -> Iterator[Result]:
         yield from rivals.results(scale)
     if not only or only in "persist":
         yield from persist.results(folder / "persist", scale)
+    if not only or only in "trainer":
+        yield from hugging_face.results(folder / "trainer", scale)
     if not only or only in "lightning":
         yield from lightning.results(folder / "lightning", scale)
     if not only or only in "board":
@@ -118,7 +121,7 @@ def main(
         typer.Option(
             help="Only states whose name contains this"
             " ('128', '20,000', 'tiny', 'replication', 'transfer', 'loop', 'rivals', 'persist',"
-            " 'lightning', 'board', 'ddict')."
+            " 'lightning', 'trainer', 'board', 'ddict')."
         ),
     ] = "",
 ) -> None:

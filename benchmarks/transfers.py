@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.connection import Connection
 
 from benchmarks.timing import Result, measure
-from ml_flashpoint.format.digest import BLOCK_SIZE, BlockDigester
+from ml_flashpoint.format.digest import BLOCK_SIZE, digest_blocks
 from ml_flashpoint.format.errors import ObjectNotFoundError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
 from ml_flashpoint.format.save_id import SaveId
@@ -49,7 +49,7 @@ def _serve(pipe: Connection) -> None:
     view = memoryview(data)
     plain = socket.create_server(("127.0.0.1", 0))
     with TransferService(SECRET, _OneObject(view), host="127.0.0.1") as service:
-        digests = BlockDigester(view, SIZE).finish()
+        digests = digest_blocks(view)
         pipe.send((service.address, plain.getsockname(), digests))
         while True:
             connection, _ = plain.accept()

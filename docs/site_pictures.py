@@ -35,6 +35,7 @@ _LAYERS = {
     "core": "the user guide's import paths, of classes that adapter.pytorch has",
     "tools": "copy, verify, open, export, persist, remove: from store to store",
     "adapter.lightning": "adapters on adapters",
+    "adapter.accelerate": "Accelerate, of which the Trainer of Transformers consists",
     "flashpoint": "the loop's five lines",
     "checkpointer": "the public face: states in and out; the place in the data",
     "adapter.megatron": "adapters; the dictionary",

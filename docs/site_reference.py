@@ -41,12 +41,14 @@ PAGES: dict[str, tuple[str, list[str]]] = {
         ],
     ),
     "reference-frameworks.md": (
-        "Reference: Megatron-LM, Lightning, NeMo",
+        "Reference: Megatron-LM, Lightning, Hugging Face, NeMo",
         [
             "ml_flashpoint.adapter.megatron.save_strategies:MLFlashpointMegatronAsyncSaveStrategy",
             "ml_flashpoint.adapter.megatron.save_utils:save_local_aware_megatron_checkpoint",
             "ml_flashpoint.adapter.megatron.load_strategies:MLFlashpointMegatronLoadStrategy",
             "ml_flashpoint.adapter.lightning:*",
+            "ml_flashpoint.adapter.transformers:*",
+            "ml_flashpoint.adapter.accelerate:*",
             "ml_flashpoint.adapter.nemo.checkpoint_callback:MLFlashpointCheckpointCallback",
             "ml_flashpoint.adapter.nemo.wrapper_util:wrap_trainer_and_auto_resume_with_mlflashpoint",
         ],

@@ -56,6 +56,9 @@ _RUN_HERE: list[tuple[str, str]] = [
     ("pytorch-dcp.md", "staging_completion"),
     ("lightning.md", "ModelCheckpoint()"),
     ("lightning.md", "persist="),
+    ("hugging-face.md", 'attach(trainer, "'),
+    ("hugging-face.md", "cfg.run_name"),
+    ("hugging-face.md", "accelerator.prepare("),
     ("megatron-lm.md", "torch.cuda.current_device"),
     ("megatron-lm.md", "import save_local_aware_megatron_checkpoint"),
     ("megatron-lm.md", "queue.schedule_async_request("),
@@ -307,6 +310,51 @@ def test_lightnings_callback(tmpfs: Path, tmp_path: Path, monkeypatch: pytest.Mo
     exec(on_one_cpu("persist=", 75), names)
     assert names["trainer"].global_step == 75, "it goes on from step 60"
     assert list((tmp_path / "job-145").rglob("complete.json")), "the last version is persisted"
+
+
+class Regression(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.layer(x).square().mean()}
+
+
+def test_a_trainer_is_attached(tmpfs: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def args(epochs: int) -> Any:
+        options = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+        return transformers.TrainingArguments(str(tmp_path), num_train_epochs=epochs, **options)
+
+    data = [{"x": torch.ones(1)}] * 16
+    exec(block("hugging-face.md", 'attach(trainer, "', tmpfs), {"model": Regression(), "args": args(1), "data": data})
+    names: dict[str, Any] = {"model": Regression(), "args": args(3), "data": data}
+    exec(block("hugging-face.md", 'attach(trainer, "', tmpfs), names)
+    assert names["trainer"].state.global_step == 6
+    assert names["trainer"]._initial_global_step == 0, "the loss is that of both runs"
+    exec(block("hugging-face.md", "cfg.run_name", tmpfs), names)
+    another = transformers.Trainer(Regression(), args(1), train_dataset=data)
+    cfg = type("Cfg", (), {"run_name": "axolotl"})
+    assert names["InMemory"]().add_callbacks_post_trainer(cfg, another) == []
+    another.train()
+    assert (tmpfs / "axolotl" / "step-2_ckpt").is_dir()
+
+
+def test_an_accelerators_loop(tmpfs: Path) -> None:
+    pytest.importorskip("accelerate")
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    names = {
+        "model": model,
+        "optimizer": optimizer,
+        "loader": DataLoader(torch.ones(6, 4), batch_size=2),  # type: ignore[arg-type]
+        "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
+    }
+    found = block("hugging-face.md", "accelerator.prepare(", tmpfs).replace("Accelerator()", "Accelerator(cpu=True)")
+    exec(found, names)
+    assert names["fp"].steps_done == 9  # type: ignore[attr-defined]
 
 
 def test_every_block_is_run() -> None:

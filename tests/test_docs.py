@@ -48,10 +48,14 @@ def test_the_site_has_all_pages() -> None:
     )
 
 
+_ADAPTERS = (".adapter.accelerate", ".adapter.lightning", ".adapter.transformers")
+_PACKAGES = (*_ADAPTERS, ".local", ".events", ".ddict", ".ddict.native")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "package",
-    [f"ml_flashpoint{each}" for each in ("", ".adapter.lightning", ".local", ".events", ".ddict", ".ddict.native")],
+    [f"ml_flashpoint{each}" for each in ("", *_PACKAGES)],
 )
 def test_the_reference_has_all_public_names(package: str) -> None:
     reference = _of_docs("site_reference")
@@ -80,6 +84,7 @@ def test_the_matrix_by_door_has_what_tests_run_with() -> None:
     assert rows["[NeMo](nemo.md)"] == ", ".join(nemo)
     for name, door in (
         ("lightning", "[Lightning](lightning.md)"),
+        ("torch", "[Trainer, Accelerate](hugging-face.md)"),
         ("ray", "[Dictionaries](ddict.md) on many machines"),
     ):
         try:

@@ -15,6 +15,8 @@ CASES = [
     ("import ml_flashpoint.adapter.pytorch.memory_storage_writer", "torch", "pytorch"),
     ("import ml_flashpoint.adapter.megatron.save_strategies", "megatron", "megatron"),
     ("import ml_flashpoint.adapter.lightning", "lightning", "lightning"),
+    ("import ml_flashpoint.adapter.accelerate", "accelerate", "accelerate"),
+    ("import ml_flashpoint.adapter.transformers", "transformers", "transformers"),
     ("import ml_flashpoint.ddict", "cloudpickle", "ddict"),
     ("import ml_flashpoint.ddict", "torch", "ddict"),
 ]

@@ -1,7 +1,7 @@
 """Memory-first checkpointing for PyTorch: the package's front door.
 
-Owns only what `import ml_flashpoint` gives: the version, and what is imported on first use so that tools without torch
-(manifests, recovery planning, the command line's help) stay quick to start.
+The names below are imported on first use, so that tools without torch (manifests, recovery planning, the command line's
+help) stay quick to start.
 """
 
 from __future__ import annotations
@@ -13,26 +13,15 @@ from ml_flashpoint.extras import DISTRIBUTION as DISTRIBUTION
 from ml_flashpoint.extras import require
 
 if TYPE_CHECKING:
-    from ml_flashpoint.checkpointer import Checkpointer
-    from ml_flashpoint.config import Config, Persist
-    from ml_flashpoint.data import rest_of_epoch
-    from ml_flashpoint.flashpoint import Flashpoint
-    from ml_flashpoint.ranks.retention import Keep
-    from ml_flashpoint.tools.items import open_version
+    from ml_flashpoint.checkpointer import Checkpointer as Checkpointer
+    from ml_flashpoint.config import Config as Config
+    from ml_flashpoint.config import Persist as Persist
+    from ml_flashpoint.data import rest_of_epoch as rest_of_epoch
+    from ml_flashpoint.flashpoint import Flashpoint as Flashpoint
+    from ml_flashpoint.ranks.retention import Keep as Keep
+    from ml_flashpoint.tools.items import open_version as open_version
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "Checkpointer",
-    "Config",
-    "Flashpoint",
-    "Keep",
-    "Persist",
-    "__version__",
-    "open_version",
-    "rest_of_epoch",
-]
-
 
 _LAZY = {
     "Checkpointer": "ml_flashpoint.checkpointer",
@@ -43,6 +32,7 @@ _LAZY = {
     "open_version": "ml_flashpoint.tools.items",
     "rest_of_epoch": "ml_flashpoint.data",
 }
+__all__ = ["Checkpointer", "Config", "Flashpoint", "Keep", "Persist", "__version__", "open_version", "rest_of_epoch"]
 
 
 def __getattr__(name: str) -> Any:

@@ -12,8 +12,9 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent import futures
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -22,8 +23,11 @@ from ml_flashpoint import events
 from ml_flashpoint.adapter.pytorch.memory_stager import MemoryStager
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
-from ml_flashpoint.adapter.pytorch.merged_metadata import merged_metadata, metadata_of_share
-from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE
+from ml_flashpoint.adapter.pytorch.metadata_format import (
+    METADATA_KEY,
+    merged_metadata,
+    metadata_of_share,
+)
 from ml_flashpoint.config import Config
 from ml_flashpoint.copy import cuda
 from ml_flashpoint.copy.collection import collection_paused
@@ -32,6 +36,7 @@ from ml_flashpoint.engine import checkpointer as engine
 from ml_flashpoint.engine.committing import BytesItem, TensorItem
 from ml_flashpoint.engine.joint_load import JointLoad
 from ml_flashpoint.engine.launcher import warn_of_shared_store
+from ml_flashpoint.engine.recovery import RecoveryReport
 from ml_flashpoint.engine.replicas import Table
 from ml_flashpoint.engine.save import Save
 from ml_flashpoint.engine.signals import answer_sigterm, interrupts_held
@@ -67,13 +72,9 @@ State = Mapping[str, torch.nn.Module | Optimizer | Stateful]
 Fallback = Callable[[], "int | None"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """The part of the state that this rank writes, for states of one structure.
-
-    Attributes:
-        offer: everything that this rank has. table: the ranks' agreement on who writes what. share: what follows.
-    """
+class _Written(NamedTuple):
+    """What this rank has, the ranks' agreement on who writes what, and what this rank writes, for states of one
+    structure."""
 
     offer: Offer
     table: Table
@@ -185,20 +186,18 @@ class Checkpointer(engine.Checkpointer):
         if may_be_there and (last := self._already(step)) is not None:
             return last
         self._attempted = max(step, self._attempted)
-        name, tree, error = SaveId(self.run, step), None, None
+        name = SaveId(self.run, step)
+        tree: Tree | Exception
         try:
             tree = self._flatten(name, tracked)
         except Exception as caught:  # of whatever kind: the other ranks learn that this rank has no part
-            error = caught
+            tree = caught
             self.replicas.pass_over(name)
+        table = "" if self._written is None else self._written.table.name
+        self._last = save = self.begin(step, explicit=explicit, table=table)
         try:
-            save = self.begin(step, explicit=explicit, table="" if self._written is None else self._written.table.name)
-        except Exception as caught:
-            raise (error or caught) from None
-        self._last = save
-        try:
-            if error is not None or tree is None:
-                raise error or SaveError("nothing was saved")
+            if isinstance(tree, Exception):
+                raise tree
             self._stage(save, tree)
         except Exception as caught:
             self.fail(save, caught)
@@ -211,6 +210,8 @@ class Checkpointer(engine.Checkpointer):
         """Return the save of a step, if it has not failed on any rank. Else a new run begins. Collective."""
         last = self._last
         is_there = last is not None and last.id == SaveId(self.run, step)
+        if last is not None and is_there:
+            futures.wait([last.committed], self._deadline_s)  # it may have no slot in the end
         has_failed = last is not None and last.committed.done() and last.committed.exception() is not None
         if self.ranks.all_ok(is_there and not has_failed):
             return last
@@ -245,8 +246,7 @@ class Checkpointer(engine.Checkpointer):
             late=self.overlap.begin(tensor for _, tensor in captured.tensors),
         )
         captured.tensors = ()
-        labels = {"door": "dcp", **({METADATA_SCOPE: "global"} if self.ranks.rank == 0 else {})}
-        self.commit(save, items=partial(self._items, written, captured, copies), labels=labels)
+        self.commit(save, items=partial(self._items, written, captured, copies))
 
     def _items(
         self, written: _Written, captured: Captured, copies: Sequence[torch.Tensor]
@@ -307,7 +307,7 @@ class Checkpointer(engine.Checkpointer):
         if not ranks.all_ok(self.await_commits(self._deadline_s)):
             raise DeadlineError("a save is still under way, on this rank or another one", rank=ranks.rank)
         load = _Load(self, tracked, wanted)
-        load.run()
+        load.run(may_fall_back=fallback is not None)
         done, source = 0, load.source
         if load.version is not None:
             done = load.version.step or 0
@@ -316,7 +316,6 @@ class Checkpointer(engine.Checkpointer):
                 _log.error("falling back, and what is in memory will be overwritten: %s", why)
             done, source = self._fall_back(fallback), "fallback"
         else:
-            load.refuse_to_start_anew()
             source = "nothing"
         self.go_on_from(load.version)
         self.check_room(tracked.expected_bytes())
@@ -391,11 +390,11 @@ class _Load:
         self._unloadable: NothingLoadableError | None = None
         self.version: CheckpointContainerId | None = None
         self.source: Source = "memory"
-        self.detect_s = self.plan_s = self.fetch_s = self.load_s = 0.0
-        self.fetched_bytes = 0
+        self._reports: list[RecoveryReport] = []
+        self._load_s = 0.0
 
-    def run(self) -> None:
-        """Load. Raises where all ranks must stop: see `Checkpointer.load`."""
+    def run(self, *, may_fall_back: bool) -> None:
+        """Load. Raise where all ranks must stop: see `Checkpointer.load`."""
         fresh, generators = self._tracked.fresh(), capture_rng_state()
         try:
             loaded = self._joint.newest(self._next_version, self._load_timed)
@@ -406,17 +405,17 @@ class _Load:
                     each.forget()
                 restore_rng_state(generators)
         if self.version is None:
-            self._refuse()
+            self._refuse(may_fall_back)
 
-    def _refuse(self) -> None:
-        """Raise if going on from elsewhere would bury a sound version, or the user has to decide first."""
+    def _refuse(self, may_fall_back: bool) -> None:
+        """Raise if going on from elsewhere would bury a version, or the user has to decide first."""
         failures = self._joint.failures
+        in_part = " (one was loaded in part)" if any(failure.touched for failure in failures) else ""
+        rank = failures[0].rank if failures else self._ranks.rank
         for failure in failures:
             if failure.blame is Blame.CHOICE:
                 raise ReshardError(f"version {failure.version} cannot be loaded yet: {failure.text}", rank=failure.rank)
         if self._wanted is not None:
-            in_part = " (and was loaded in part)" if any(failure.touched for failure in failures) else ""
-            rank = failures[0].rank if failures else self._ranks.rank
             raise LoadError(f"the version cannot be loaded{in_part}: {self.why()}", rank=rank)
         for failure in failures:
             if failure.is_misfit:
@@ -425,18 +424,13 @@ class _Load:
                     rank=failure.rank,
                     hint=f"{_ANEW}, or pass discard_existing=True to the constructor",
                 )
-
-    def refuse_to_start_anew(self) -> None:
-        """Raise if to start from nothing would bury versions, or leave objects half loaded."""
-        failures, hint = self._joint.failures, f"{_ANEW}, pass fallback=, or discard_existing=True to the constructor"
-        touched = next((failure for failure in failures if failure.touched), None)
-        if touched is not None:
-            text = f"no version could be loaded, and {touched.version} was loaded in part: {touched.text}"
-            raise LoadError(text, rank=touched.rank, hint=hint)
-        if failures:
-            text = f"there are versions and none can be loaded: {self.why()}"
-            raise NothingLoadableError(text, rank=failures[0].rank, hint=hint) from self._unloadable
-        if self._unloadable is not None:
+        if failures and not may_fall_back:
+            raise NothingLoadableError(
+                f"there are versions and none can be loaded{in_part}: {self.why()}",
+                rank=rank,
+                hint=f"{_ANEW}, pass fallback=, or discard_existing=True to the constructor",
+            ) from self._unloadable
+        if self._unloadable is not None and not may_fall_back:
             raise self._unloadable
 
     def why(self) -> str | None:
@@ -449,12 +443,12 @@ class _Load:
             step=step,
             source=source,
             version=None if self.version is None else self.version.name,
-            detect_s=self.detect_s,
-            plan_s=self.plan_s,
-            fetch_s=self.fetch_s,
-            load_s=self.load_s,
+            detect_s=sum(each.detect_s for each in self._reports),
+            plan_s=sum(each.plan_s for each in self._reports),
+            fetch_s=sum(each.fetch_s for each in self._reports),
+            load_s=self._load_s,
             total_s=total_s,
-            fetched_bytes=self.fetched_bytes,
+            fetched_bytes=sum(each.fetched_bytes for each in self._reports),
             discarded=tuple(failure.version for failure in self._joint.failures),
         )
 
@@ -469,10 +463,7 @@ class _Load:
             self._unloadable = error
         if (report := self._checkpointer.last_recovery) is not None:
             self.source = report.tier
-            self.detect_s += report.detect_s
-            self.plan_s += report.plan_s
-            self.fetch_s += report.fetch_s
-            self.fetched_bytes += report.fetched_bytes
+            self._reports.append(report)
         return version
 
     def _load_timed(self, version: CheckpointContainerId) -> None:
@@ -480,7 +471,7 @@ class _Load:
         try:
             self._load(version)
         finally:
-            self.load_s += time.perf_counter() - began
+            self._load_s += time.perf_counter() - began
 
     def _load(self, version: CheckpointContainerId) -> None:
         """Load one version, in steps that all ranks vote on."""
@@ -489,21 +480,22 @@ class _Load:
         ranks, tracked, step = self._ranks, self._tracked, partial(self._joint.step, version)
         metadata = step(reader.read_metadata)
         reader.set_up_storage_reader(metadata, ranks.rank == 0)
-        read = tracked.reads(reader, path=str(version), allowed=self._safe_globals)
-        target = step(lambda: tracked.target(metadata, read))
+        target = step(lambda: tracked.target(metadata))
         change = None
         if target.saved_by != ranks.world_size:
             keep = self._checkpointer.config.on_world_size_change == "keep"
             change = Resharding(tracked, target, version, safe_globals=self._safe_globals, keep=keep)
             reports = ranks.gather(step(lambda: change.read(reader, metadata)))
             step(lambda: change.decide(reports))
-        planner = TrackedLoadPlanner(target.structured, path=str(version), safe_globals=self._safe_globals)
+        planner = TrackedLoadPlanner(
+            target.structured, path=str(version), safe_globals=self._safe_globals, device_of=tracked.device_of()
+        )
         left = step(lambda: planner.plan(target.state, metadata))
         left_on_all = set.intersection(*(set(json.loads(blob)) for blob in ranks.gather(json.dumps(left).encode())))
         step(lambda: planner.check_left(left_on_all))
 
         def load_and_apply() -> None:
-            states = read(rank_key(target.source_rank), target.packed)
+            states = tracked.unpacked(target, reader, path=str(version), allowed=self._safe_globals)
             planner.load(reader)
             tracked.apply(target, states | ({} if change is None else change.states))
 

@@ -22,7 +22,7 @@ from ml_flashpoint.stores.location import checked_url, is_url
 
 @dataclass(frozen=True, slots=True)
 class Persist:
-    """Durable versions: where they are written to, and which.
+    """Options of durable versions.
 
     Attributes:
         url: URL, or absolute path, of a folder that belongs to this job alone and that all nodes see.
@@ -79,13 +79,12 @@ class Config:
     """Settings of a job's checkpoints, the same on all ranks.
 
     Attributes:
-        replication: who holds copies of whose parts; None: pairs of nodes, or nobody on a single node.
+        replication: strategy of copies; None: pairs of nodes, or no copies on a single node.
         keep: verified versions that stay in memory: a `Keep`, or the number of the newest ones.
         persist: durable versions; None for none.
-        sigterm_grace_s: with ``persist``, have the next save or close after SIGTERM wait until the newest version is
-            persisted, for so many seconds at most, before the handler that was there before, or the default action, has
-            its turn. Opened in the main thread only; undone by `close`. None, or without ``persist``: SIGTERM is left
-            alone.
+        sigterm_grace_s: with ``persist``, seconds for which the next save or close after SIGTERM waits until the newest
+            version is persisted, before the earlier handler, or the default action, has its turn. In the main thread
+            only; undone by `close`. None, or without ``persist``: SIGTERM is left alone.
         safe_globals: further types that a state may have in it, as for ``torch.serialization.safe_globals``. Tensors,
             plain values, containers and NumPy arrays need none.
         overlap: copy what optimizers update on CUDA devices while the next forward and backward run. What is on the

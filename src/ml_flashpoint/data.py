@@ -90,7 +90,7 @@ class Loaders:
 
 
 class LoaderBatches:
-    """The batches of a tracked loader. Each ``for`` loop over this is one pass; ``len()`` is the loader's."""
+    """The batches of a tracked loader. Each ``for`` loop over this is one pass."""
 
     def __init__(self, place: LoaderState, through: Through | None) -> None:
         self._place = place
@@ -109,14 +109,12 @@ class Epoch:
 
     Attributes:
         number: from 1 on, over all lives of the job; 0 while there was none.
-        position: batches given to the loop.
-        ended: True once the loop was told that there are no more.
+        position: batches given to the loop. ended: True once the loop was told that there are no more.
         start: generators and samplers when it began. Empty if other ranks began it.
         checksum: of the indices of the batches given.
-        workers: generators of each worker after its latest of these batches; empty without workers.
-        own, generators: states of the loader, if it has one, and of its generators after these batches; None while the
-            loader itself is to be asked.
-        set_epoch: the epoch that the program has set at the sampler. dealing: see `_dealing_of`. When saved.
+        workers: generators of each worker after its latest of these batches.
+        own, generators: states of the loader and of its generators after these batches; None while these can be asked.
+        set_epoch: the epoch that the program has set at the sampler. dealing: see `_dealing_of`.
     """
 
     number: int = 0
@@ -132,7 +130,7 @@ class Epoch:
 
     @property
     def under_way(self) -> bool:
-        """True if it has begun and not ended."""
+        """True if the pass has begun and not ended."""
         return self.number > 0 and not self.ended
 
     def again(self) -> Epoch:
@@ -304,15 +302,13 @@ class LoaderState(PlaceInData):
                 object.__setattr__(loader, each, value)
 
     def _begin_stateful(self, before: Epoch, *, goes_on: bool, resumed: bool) -> tuple[Epoch, Iterator[Any]]:
+        epoch = before.again() if goes_on else Epoch(before.number + 1)
         if not goes_on and not (resumed and _is_finished(before.own)):
-            return Epoch(before.number + 1), iter(self.loader)
+            return epoch, iter(self.loader)
         self.loader.load_state_dict(before.own)  # somebody may have iterated over it since
-        now = self._capture()
         with self._made_quietly():
-            inner = iter(self.loader)
-        if goes_on:
-            self._restore(now)
-        return before.again() if goes_on else Epoch(before.number + 1), self._first_quietly(inner)
+            batches = iter(self.loader)
+        return epoch, self._first_quietly(batches)
 
     def _first_quietly(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Give the same batches. An ``__iter__`` that is a generator makes torch's iterator at the first one."""
@@ -403,7 +399,7 @@ def _has_state(value: object) -> bool:
 
 
 def _is_finished(own: dict[str, Any] | None) -> bool:
-    """Return True if a loader of torchdata has told its loop that there are no more batches, by its state."""
+    """Return True if a loader of torchdata has given its last batch, by its state."""
     return bool(own and own.get("_iterator_finished"))
 
 
@@ -456,10 +452,8 @@ class _Indices:
 
 
 class _Tagged(NamedTuple):
-    """A batch, and its worker's generators after it, empty if they are as they were after the one before.
-
-    A named tuple, since torch's pinning of memory passes through it.
-    """
+    """A batch, and its worker's generators after it, empty if they have not changed. Torch's pinning passes through
+    named tuples."""
 
     batch: Any
     generators: bytes
@@ -480,13 +474,11 @@ class _Reporting:
 
 
 class _GoingOn:
-    """The stand-in for a ``worker_init_fn``: the same, in workers that take others' places.
-
-    The next batch is always that of torch's worker 0, in the midst of an epoch too.
+    """The stand-in for a ``worker_init_fn``: the same, in workers that take others' places, since the next batch is
+    always that of torch's worker 0.
 
     Args:
-        init: the function in whose place it is, if any.
-        generators: of each worker so far; a worker whose own are unknown or empty has given nothing yet.
+        generators: of each worker so far; empty for one that has given nothing yet.
         given: batches given in this epoch.
     """
 

@@ -50,10 +50,11 @@ _WORD = re.compile(r"(?<!^)(?=[A-Z])")
 class Event:
     """A fact about checkpoints, as one rank saw it.
 
+    Kinds add attributes: ``bytes`` is the size of the rank's part, ``error`` a reason as text, ``seconds`` a duration.
+
     Attributes:
         time_s: time of the event in seconds since the epoch, by the clock of its node.
-        rank: the rank that emitted it.
-        node: node of that rank.
+        rank, node: the rank that emitted it, and its node.
         base: base container of the job, on that node.
         step: training step of the checkpoint; None if no step applies.
     """
@@ -67,23 +68,14 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopHeld(Event):
-    """A save has let go of the training loop for good: its copy is made, perhaps some time after the call.
-
-    Attributes:
-        seconds: time for which it held the loop, all in all.
-    """
+    """A save has let go of the training loop for good: its copy is made. ``seconds``: time that it held the loop."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartCommitted(Event):
-    """This rank's part of a version is on its node, whole.
-
-    Attributes:
-        bytes: its size.
-        seconds: time since the save began.
-    """
+    """This rank's part of a version is on its node, whole. ``seconds``: since the save began."""
 
     bytes: int
     seconds: float
@@ -96,24 +88,14 @@ class SaveSkipped(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveFailed(Event):
-    """This rank has no part of a version, or another rank has none.
-
-    Attributes:
-        error: the reason.
-    """
+    """This rank has no part of a version, or another rank has none."""
 
     error: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartReplicated(Event):
-    """All copies of this rank's part that the strategy asks for are acknowledged.
-
-    Attributes:
-        bytes: size of the part.
-        holders: ranks that hold copies now.
-        seconds: time that the copies took.
-    """
+    """All copies of this rank's part are acknowledged, after ``seconds``. ``holders``: ranks that have them."""
 
     bytes: int
     holders: tuple[int, ...]
@@ -122,44 +104,30 @@ class PartReplicated(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicationFailed(Event):
-    """Copies of this rank's part are missing; older versions are kept.
-
-    Attributes:
-        error: the reason.
-    """
+    """Copies of this rank's part are missing; older versions are kept."""
 
     error: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionVerified(Event):
-    """All ranks have committed their parts, and have all copies: older versions may go.
-
-    Attributes:
-        seconds: time since the save began on this rank.
-    """
+    """All ranks have committed their parts, and have all copies. ``seconds``: since the save began on this rank."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgreementFailed(Event):
-    """This rank cannot use the board: nothing new is verified until it can, and older versions stay.
-
-    Attributes:
-        error: the reason.
-    """
+    """This rank cannot use the board: nothing new is verified until it can, and older versions stay."""
 
     error: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksMissing(Event):
-    """Rank 0 has heard nothing of some ranks about a save, which is not verified therefore. Nothing has failed yet.
+    """Rank 0 has heard nothing of ``ranks`` about a save, which is not verified therefore. Nothing has failed yet.
 
-    Attributes:
-        ranks: these ranks.
-        seconds: time since rank 0 has its part and the copies of it.
+    ``seconds``: since rank 0 has its part and the copies of it.
     """
 
     ranks: tuple[int, ...]
@@ -176,12 +144,7 @@ class RanksMissing(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartPersisted(Event):
-    """This rank's part of a verified version is in the durable store.
-
-    Attributes:
-        bytes: its size.
-        seconds: time that writing it took.
-    """
+    """This rank's part of a verified version is in the durable store. ``seconds``: time of writing."""
 
     bytes: int
     seconds: float
@@ -189,35 +152,21 @@ class PartPersisted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionPersisted(Event):
-    """All parts are in the durable store, and the marker that makes them a version. Rank 0 emits it.
-
-    Attributes:
-        url: of the store.
-    """
+    """All parts are in the durable store at ``url``, and the marker that makes them a version. Rank 0 emits it."""
 
     url: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PersistFailed(Event):
-    """A version that was due is not persisted, or none can be; the next one is tried.
-
-    Attributes:
-        error: the reason.
-    """
+    """A version that was due is not persisted, or none can be; the next one is tried."""
 
     error: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartFetched(Event):
-    """A part that this node did not have was fetched from a peer.
-
-    Attributes:
-        part_rank: rank whose part it is.
-        bytes: its size.
-        seconds: time that it took.
-    """
+    """The part of rank ``part_rank``, which this node did not have, was fetched from a peer, in ``seconds``."""
 
     part_rank: int
     bytes: int
@@ -226,25 +175,19 @@ class PartFetched(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SteppedBack(Event):
-    """A version could not be recovered or loaded, and an older one is looked for.
-
-    Attributes:
-        error: the reason.
-    """
+    """A version could not be recovered or loaded, and an older one is looked for."""
 
     error: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionRecovered(Event):
-    """A version is on its nodes, whole and verified.
+    """A version is on its nodes, whole and verified, after ``tries`` plans.
 
     Attributes:
-        detect_s: seconds for reading and gathering inventories.
-        plan_s: seconds for planning.
-        fetch_s: seconds for fetching from peers, checking, voting.
+        detect_s, plan_s, fetch_s: seconds for reading and gathering what there is; for planning; for fetching from
+            peers, checking, voting.
         fetched_bytes: bytes that this rank received from peers.
-        tries: plans that were carried out.
     """
 
     detect_s: float
@@ -256,37 +199,16 @@ class VersionRecovered(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed(Event):
-    """Training goes on, from :attr:`step`.
-
-    Attributes:
-        source: source of its state; see `Recovery`.
-        seconds: time that it took, all in all.
-    """
+    """Training goes on from ``step``, after ``seconds``. ``source``: of its state; see `Recovery`."""
 
     source: str
     seconds: float
 
 
 KINDS: dict[str, type[Event]] = {
-    _WORD.sub("_", kind.__name__).lower(): kind
-    for kind in (
-        LoopHeld,
-        PartCommitted,
-        SaveSkipped,
-        SaveFailed,
-        PartReplicated,
-        ReplicationFailed,
-        VersionVerified,
-        AgreementFailed,
-        RanksMissing,
-        PartPersisted,
-        VersionPersisted,
-        PersistFailed,
-        PartFetched,
-        SteppedBack,
-        VersionRecovered,
-        Resumed,
-    )
+    _WORD.sub("_", name).lower(): kind
+    for name, kind in list(globals().items())
+    if isinstance(kind, type) and issubclass(kind, Event) and kind is not Event
 }
 """All kinds of events, by their names in lines."""
 
@@ -388,11 +310,11 @@ class _Bus:
 
         return remove
 
-    def put(self, event: Event) -> None:
-        """Have the present subscribers called. Returns at once."""
+    def put(self, event: Event, pattern: str) -> None:
+        """Have the present subscribers called, and the file written whose name has this pattern. Returns at once."""
         try:
             self._ensure_thread()
-            self._waiting.put_nowait(functools.partial(_call, event, self.subscriptions))
+            self._waiting.put_nowait(functools.partial(_call, event, self.subscriptions, pattern))
         except (queue.Full, RuntimeError):  # or no thread can be started
             self._missed += 1
             if self._missed.bit_count() == 1:
@@ -422,7 +344,10 @@ class _Bus:
             self._waiting.get()()
 
 
-def _call(event: Event, subscriptions: Iterable[_Subscription]) -> None:
+def _call(event: Event, subscriptions: Iterable[_Subscription], pattern: str) -> None:
+    if pattern:
+        path = pattern.replace("{rank}", str(event.rank)).replace("{node}", event.node.replace(os.sep, "_"))
+        _file(path).write(event)
     for subscriber, base in subscriptions:
         if base is None or base == event.base:
             try:
@@ -483,19 +408,14 @@ def flush(deadline_s: float | None = None) -> bool:
     return _bus.flush(exit_deadline_s() if deadline_s is None else deadline_s)
 
 
-class Emitter(Protocol):
-    """A rank and its node."""
-
+class _Emitter(Protocol):
     @property
-    def rank(self) -> int:
-        """Number of the rank."""
-
+    def rank(self) -> int: ...
     @property
-    def node(self) -> str:
-        """Its node."""
+    def node(self) -> str: ...
 
 
-def emit(kind: type[Event], by: Emitter, base: object, step: int | None, **fields: Any) -> None:
+def emit(kind: type[Event], by: _Emitter, base: object, step: int | None, **fields: Any) -> None:
     """Emit an event. Never raises, and waits for nobody.
 
     Args:
@@ -504,29 +424,23 @@ def emit(kind: type[Event], by: Emitter, base: object, step: int | None, **field
         base, step: see `Event`.
         fields: the other attributes of its class.
     """
-    _ensure_file(by)
-    if _bus.subscriptions:
+    pattern = events_file()
+    if _bus.subscriptions or pattern:
         where = "" if base is None else _resolved(str(base))
-        _bus.put(kind(time_s=time.time(), rank=by.rank, node=by.node, base=where, step=step, **fields))
-
-
-# ---- the file -------------------------------------------------------------------------------------------------------
-
-_to_file: tuple[str, Callable[[], None]] | None = None
-_file_lock = threading.Lock()
+        _bus.put(kind(time_s=time.time(), rank=by.rank, node=by.node, base=where, step=step, **fields), pattern)
 
 
 class _EventFile:
-    """A subscriber that appends lines to a file, which several ranks may share: each line is one write."""
+    """A file that lines are appended to, which several ranks may share: each line is one write."""
 
     def __init__(self, path: str) -> None:
         self._path, self._failed = path, False
         self._file: io.RawIOBase | None = None
 
-    def __call__(self, event: Event) -> None:
+    def write(self, event: Event) -> None:
         line = b"\n" * self._failed + encode_event(event).encode()  # half a line is ended before the next one
         try:
-            if self._file is None:  # opened on this thread: emit() must not wait for a filesystem
+            if self._file is None:
                 self._file = open(self._path, "ab", buffering=0, opener=_open_at_once)  # noqa: SIM115
             error = None if self._file.write(line) == len(line) else "no room for a whole line"
         except OSError as caught:
@@ -540,25 +454,14 @@ def _open_at_once(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)  # does not wait for the reader of a pipe
 
 
-def _ensure_file(by: Emitter) -> None:
-    """Write to the file that the environment names, from the first event after it was named."""
-    global _to_file
-    pattern = events_file()
-    if pattern == ("" if _to_file is None else _to_file[0]):
-        return
-    with _file_lock:
-        if _to_file is not None:
-            _to_file[1]()
-            _to_file = None
-        if pattern:
-            path = pattern.replace("{rank}", str(by.rank)).replace("{node}", by.node.replace(os.sep, "_"))
-            _to_file = pattern, _bus.add(_EventFile(path))
+_file = functools.lru_cache(16)(_EventFile)
 
 
 def _begin_anew() -> None:
     """Forget the parent's subscribers and thread, in a forked child."""
-    global _bus, _to_file, _file_lock
-    _bus, _to_file, _file_lock = _Bus(), None, threading.Lock()
+    global _bus
+    _bus = _Bus()
+    _file.cache_clear()
 
 
 os.register_at_fork(after_in_child=_begin_anew)

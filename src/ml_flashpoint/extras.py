@@ -1,7 +1,4 @@
-"""What is not installed by itself: packages that some doors need, and the extras that bring them.
-
-Owns the error that names the extra. Packages call :func:`require` before they import what may be missing.
-"""
+"""Packages that only some adapters need, and the extras of this distribution that bring them."""
 
 from __future__ import annotations
 
@@ -9,17 +6,14 @@ import importlib.util
 from typing import Final
 
 DISTRIBUTION: Final = "torch-flashpoint"
-"""What this package is installed as."""
+"""The name under which this package is installed."""
 
 
 def require(extra: str, *packages: str) -> None:
     """Check that packages are installed, without importing them.
 
-    Args:
-        extra: of this distribution, that brings them.
-
     Raises:
-        ModuleNotFoundError: one is not; says what to install.
+        ModuleNotFoundError: one is not; names the extra, which brings them.
     """
     for package in packages:
         if importlib.util.find_spec(package) is None:

@@ -249,8 +249,7 @@ class Flashpoint:
         """Save now, whatever the schedule says. Without free memory, wait until copies of earlier saves are made.
 
         Args:
-            step: number of steps to save under; by default those done. Above those saved before; the one that was saved
-                last is only saved again if its save was skipped, or failed, on some rank.
+            step: number of steps to save under; by default those done. See `Checkpointer.save`.
 
         Raises:
             InvalidArgumentError: ``step`` is no step.
@@ -268,11 +267,8 @@ class Flashpoint:
         self._checkpointer.check_asked("resume()", hint=_IF_UNASKED)
 
     def before_update(self) -> None:
-        """Have what this thread gives to its devices from now on wait for the copy of the latest save.
-
-        With ``overlap``, to be called before anything but its ``step()`` changes what a tracked optimizer updates on a
-        CUDA device. Otherwise the save fails, and later saves return when all is copied.
-        """
+        """Have what this thread gives to its devices from now on wait for the copy of the latest save. With
+        ``overlap``, to be called before anything but its ``step()`` changes what a tracked optimizer updates."""
         self._checkpointer.overlap.before_update()
 
     # ---- what becomes of saves ----------------------------------------------------------------------------
@@ -321,17 +317,8 @@ class Flashpoint:
             raise failure
 
     def wait(self, deadline_s: float | None = None) -> bool:
-        """Wait until every save begun is verified, has failed, or is passed over for a newer one.
-
-        Args:
-            deadline_s: seconds at most; by default that of the constructor.
-
-        Returns:
-            True if that was so in time.
-
-        Raises:
-            FlashpointError: see `step`.
-        """
+        """Wait until every save begun is verified, has failed, or is passed over for a newer one. Return True if that
+        was so in time: ``deadline_s``, by default that of the constructor. Raises as `step` does."""
         deadline_s = self._deadline_s if deadline_s is None else checked_seconds("deadline_s", deadline_s)
         ended = self._checkpointer.wait(deadline_s)
         self._raise_failure()

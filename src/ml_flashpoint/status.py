@@ -152,18 +152,8 @@ def read_status(path: Path) -> Status | None:
         return None
 
 
-_WRITTEN_AFTER = (
-    events.VersionVerified,
-    events.SaveFailed,
-    events.ReplicationFailed,
-    events.AgreementFailed,
-    events.RanksMissing,
-    events.PartPersisted,
-    events.PersistFailed,
-    events.SteppedBack,
-    events.Resumed,
-)
-"""Events after which the file is written. Others are in the file by the next one of these."""
+_NOT_WRITTEN_AFTER = (events.LoopHeld, events.PartCommitted, events.SaveSkipped, events.PartReplicated)
+"""Events that the next event is soon to follow: the file has them then."""
 
 
 class StatusFile:
@@ -206,7 +196,7 @@ class StatusFile:
     def _note(self, event: events.Event) -> None:
         if event.rank == self.status.rank:
             self.status = self.status.after(event)
-            if isinstance(event, _WRITTEN_AFTER):
+            if not isinstance(event, _NOT_WRITTEN_AFTER):
                 self._write()
 
     def _write(self) -> None:

@@ -16,6 +16,7 @@ import pytest
 from ml_flashpoint.cli import listing
 from ml_flashpoint.format.digest import digest_block
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
+from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.stores.durable import MARKER, DurableVersions
 from ml_flashpoint.stores.location import open_durable
 from tests.support.commands import flashpoint
@@ -31,12 +32,12 @@ def write_parts(store: DurableVersions, step: int, world_size: int = 2, *, only:
         digests = tuple(digest_block(CONTENT[at : at + BLOCK]) for at in range(0, len(CONTENT), BLOCK))
         record = ObjectRecord(object_name(rank, RUN), len(CONTENT), len(CONTENT) + 8, digests, BLOCK)
         manifest = Manifest(f"step-{step}_ckpt", rank, world_size, RUN, "node", (record,))
-        store.write_part(manifest, lambda record: [CONTENT, bytes(8)])
+        store.write_part(manifest, lambda: [CONTENT, bytes(8)])
 
 
 def persist(store: DurableVersions, step: int) -> None:
     write_parts(store, step)
-    store.complete(f"step-{step}_ckpt", RUN, 2)
+    store.complete(SaveId(int(RUN), step), 2)
 
 
 def path_of(root: Path, step: int, rank: int, suffix: str = "safetensors") -> Path:
@@ -104,8 +105,7 @@ def test_verify_names_the_file_and_block_of_a_flipped_bit(
     assert flashpoint("verify", root) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines[1:3]] == [["damaged", "step-7_ckpt"], ["ok", "step-3_ckpt"]]
-    assert lines[3].startswith(f"damaged {path}: 1 of 6 blocks")
-    assert f"block {offset // BLOCK} " in lines[3]
+    assert lines[3].startswith(f"damaged {path}: block {offset // BLOCK}, bytes ")
     assert lines[4].endswith("1 of 4 parts are damaged")
 
 
@@ -139,7 +139,7 @@ def test_what_retention_removes_meanwhile_is_no_damage(
     check = listing.check_part
 
     def removed_first(*args: Any, **options: Any) -> Any:
-        store.keep_newest(1, "step-7_ckpt", RUN)
+        store.keep_newest(1, SaveId(int(RUN), 7))
         return check(*args, **options)
 
     monkeypatch.setattr(listing, "check_part", removed_first)

@@ -47,7 +47,7 @@ def slots(base: Path) -> int:
 
 
 def test_nothing_is_left_of_a_base_container(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    used = sum(path.lstat().st_blocks * 512 for path in (base / ".flashpoint").rglob("*") if path.is_file())
+    used = sum(path.lstat().st_blocks * 512 for path in (base / ".flashpoint/slots").rglob("*") if path.is_file())
     assert flashpoint("rm", base, "--yes", "--json") == 0
     told = json.loads(capsys.readouterr().out)
     assert told["versions"] == ["step-1_ckpt", "step-2_ckpt", "step-3_ckpt"]

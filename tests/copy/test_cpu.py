@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
 import pytest
@@ -139,29 +138,6 @@ def test_parameters_and_graphs_are_no_obstacle() -> None:
     copy_all([target.detach()[:4], target.detach()[4:]], [weight, weight * 2])
     assert target.tolist() == [1.0] * 4 + [2.0] * 4
     assert target.grad_fn is None
-
-
-@pytest.mark.parametrize("threads", ["1", "4"])
-def test_progress_is_told_of_all_that_is_there(threads: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASHPOINT_COPY_THREADS", threads)
-    sources = [torch.ones(size << 20, dtype=torch.uint8) for size in (9, 9, 9, 9, 9, 40, 150, 1)] + [torch.ones(3)]
-    arena = torch.zeros(sum(source.nbytes for source in sources), dtype=torch.uint8)
-    ends = list(itertools.accumulate(source.nbytes for source in sources))
-    targets = [typed_view(arena, e - s.nbytes, e, s.dtype, s.shape) for e, s in zip(ends, sources, strict=True)]
-    told: list[tuple[int, int]] = []
-    missing: list[tuple[int, int]] = []
-
-    def on_copied(begin: int, end: int) -> None:
-        told.append((begin, end))
-        if not bool(arena[begin : min(end, ends[-2])].all()):
-            missing.append((begin, end))
-
-    copy_all(targets, sources, on_copied)
-    assert not missing
-    assert len(told) > 20, "large tensors are told of in pieces"
-    told.sort()
-    assert [begin for begin, _ in told] == [0, *(end for _, end in told[:-1])]
-    assert told[-1][1] == arena.nbytes
 
 
 @given(st.lists(st.integers(0, 80 << 20), max_size=30))

@@ -43,8 +43,6 @@ _KILLED_AT_ONCE = (Fault(1, 0, "loading", "kill"),)
 KEPT: list[Scenario] = [
     # Buffers that only rank 0 saves come after the others have learned what they need not stage.
     Scenario("facade", _GROWING, (Life(tuple(Save(nth, nth in (4, 6), "thread", True) for nth in range(1, 8))),)),
-    # torch cannot begin `dcp.async_save` on one rank, which is then a save ahead of the others.
-    Scenario("dcp", _SMALL, (Life(_saves(5), (_NO_THREAD,)),)),
     # A background save has no thread; the manager could not be closed after it.
     Scenario("local", _SMALL, (Life(_saves(2, awaited=(1, 2)), (replace(_NO_THREAD, step=2),), placement=(0,)),)),
     # A node is lost while another one, lost before, has not got its copies yet: nothing was promised.

@@ -361,6 +361,37 @@ def test_who_is_killed_loses_what_it_had_open_and_who_ends_does_not(
     assert ("open" in d) == (how == "orderly")
 
 
+def _write_late(dictionary: DDict, pipe: Any) -> None:
+    dictionary.sync_to_newest_checkpoint()
+    dictionary["late"] = 1
+    pipe.send(dictionary.checkpoint_id)
+    signal.pause()
+
+
+def test_what_a_killed_process_wrote_at_a_committed_checkpoint_is_there_or_its_loss_is_told(
+    make: Callable[..., DDict],
+) -> None:
+    d = make(working_set_size=2)
+    d["key"] = 0
+    d.checkpoint()
+    assert d.wait_for_commit() == 0
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_write_late, args=(copy.copy(d), theirs))
+    child.start()
+    assert ours.poll(DEADLINE_S)
+    assert ours.recv() == 0
+    child.kill()
+    child.join(DEADLINE_S)
+    await_that(lambda: d._access.state()["writers"] == 1)
+    kill_manager(d, d.which_manager("late"))
+    await_that(lambda: d._access.state()["epoch"] > 0)
+
+    with contextlib.suppress(DDictWritesLostError):
+        d.sync_to_newest_checkpoint()
+        assert d["late"] == 1
+
+
 def test_a_first_step_that_was_not_finished_is_not_committed(make: Callable[..., DDict]) -> None:
     d = make(working_set_size=2)
     child = multiprocessing.get_context("fork").Process(target=_write_once, args=(d,))

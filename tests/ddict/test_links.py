@@ -186,15 +186,15 @@ def test_without_its_coordinator_a_dictionary_is_gone(who: int) -> None:
     links.close()
 
 
-@pytest.mark.parametrize("said", [{"manager": 2}, {"manager": -1}, {"port": None}, {"unix": 1}])
-def test_nobody_is_told_of_a_manager_that_says_nonsense(said: dict[str, Any]) -> None:
+@pytest.mark.parametrize("said", [(2, "there", "/m"), (-1, "there", "/m"), (1, "there", 1), (1, None, "/m"), (1,)])
+def test_nobody_is_told_of_a_manager_that_says_nonsense(said: tuple[Any, ...]) -> None:
     server = CoordinatorServer(configuration_of(("tcp", "127.0.0.1", 1)), "127.0.0.1")
     good = Here(1, "there", "/m", "127.0.0.1", 1)
     operation, fields = encode(good, TIMEOUT_S)
     try:
         with Connection(server.address, SECRET, REQUESTS, connect_timeout_s=TIMEOUT_S) as line:
             with pytest.raises(ProtocolError):
-                line.request(operation, {**fields, **said}, timeout_s=TIMEOUT_S)
+                line.request(operation, {**fields, "a": [*said, "127.0.0.1", 1]}, timeout_s=TIMEOUT_S)
             line.request(operation, fields, timeout_s=TIMEOUT_S)
             told = line.request(*encode(Places(), TIMEOUT_S), timeout_s=TIMEOUT_S).fields["places"]
             assert told == [[1, ["there", "/m", "127.0.0.1", 1]]]

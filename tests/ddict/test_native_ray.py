@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictTimeoutError
+from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictError, DDictTimeoutError
 from ml_flashpoint.ddict.native import (
     BarrierBrokenError,
     CollectiveGroup,
@@ -21,7 +21,6 @@ from ml_flashpoint.ddict.native import (
     ProcessTemplate,
     System,
 )
-from ml_flashpoint.ddict.native import ray as native_ray
 from ml_flashpoint.format.errors import InvalidArgumentError
 from tests.ddict.native_support import barrier_of, group_of, notes, puids_of
 from tests.support.forked import wait_until
@@ -168,15 +167,10 @@ def test_a_node_that_is_not_there_is_named(node: int, tmp_path: Path) -> None:
         assert (caught.value.argument, caught.value.value) == ("node", str(node))
 
 
-def test_the_barrier_of_a_client_lives_in_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As over ``ray://``, where no process of the cluster reaches the one that makes the barrier."""
-    monkeypatch.setattr(native_ray, "is_client", lambda: True)
-    with barrier_of(2) as barrier:
-        other = ray.remote(ddict_members.wait_once).options(num_cpus=0).remote(barrier)
-        assert {barrier.wait(timeout=DEADLINE_S), ray.get(other, timeout=DEADLINE_S)} == {0, 1}
-        barrier.close()
-        with pytest.raises(DDictDestroyedError):
-            barrier.wait(timeout=DEADLINE_S)
+def test_a_client_of_a_cluster_is_told_that_nobody_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray.util.client.ray, "is_connected", lambda: True)
+    with pytest.raises(DDictError, match="in a task or an actor"):
+        barrier_of(2).__enter__()
 
 
 def test_a_killed_task_that_waits_breaks_the_barrier() -> None:

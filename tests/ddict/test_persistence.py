@@ -26,8 +26,7 @@ from ml_flashpoint.ddict.errors import DDictPersistError
 from ml_flashpoint.ddict.options import Configuration, Options
 from ml_flashpoint.ddict.persistence import History, open_part, write_part
 from ml_flashpoint.format.errors import DamagedError, FlashpointError, InvalidArgumentError, JobInUseError
-from ml_flashpoint.stores.directory import Directory
-from ml_flashpoint.stores.files import Files
+from ml_flashpoint.stores.files import Directory, Files
 
 MANAGERS = 2
 

@@ -472,7 +472,7 @@ def test_a_manager_that_comes_back_respects_readers_from_before(tmpfs: Path, wri
 
 
 def test_arguments_are_checked(store: PartStore, tmpfs: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="incarnation="):
+    with pytest.raises(InvalidArgumentError, match="incarnation must be"):
         ValueSlots(store, "../../x")
     for path in (tmpfs / "none", tmpfs / "empty"):
         (tmpfs / "empty").touch()

@@ -30,7 +30,6 @@ EVERYWHERE = [
     "all_ranks_change_their_structure",
     "memory_stays_at_four_versions",
     "a_planner_fails_on_one_rank",
-    "without_collectives",
     "each_rank_for_itself",
     "a_step_saved_twice",
     "everything_in_turn",

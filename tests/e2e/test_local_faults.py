@@ -35,7 +35,7 @@ def test_a_failing_rank_fails_the_save_on_all(tmpfs: Path) -> None:
         assert (kind, "ranks saved different iterations" in text) == ("CheckpointingException", True)
     assert errors[1]["argument"][0] == "InvalidIterationError"
     assert errors[0]["argument"][0] == "CheckpointingException"
-    assert "iteration=-1" in errors[0]["argument"][1]
+    assert "iteration must be an integer of at least 0, got -1" in errors[0]["argument"][1]
     assert errors[1]["load"][0] == "UnsafeContentError"
     assert errors[0]["load"][0] == "CheckpointingException"
     assert "rank 1 cannot load" in errors[0]["load"][1]

@@ -263,21 +263,6 @@ def test_the_ranks_that_nothing_is_heard_of_are_named(
     assert job.boards[0].error is None
 
 
-def test_the_thread_calls_what_else_is_to_be_done_also_without_a_store(begin: Callable[..., _Job]) -> None:
-    reachable, store = threading.Event(), HashStore()
-    calls: list[bool] = []
-
-    def connect() -> SignedStore:
-        if not reachable.is_set():
-            raise ConnectionRefusedError("nobody listens")
-        return _signed(store)
-
-    begin(1, connect, also=calls.append)
-    wait_until(lambda: False in calls, "a call without a store")
-    reachable.set()
-    wait_until(lambda: True in calls, "a call with a store")
-
-
 def test_the_recovered_version_is_verified_before_anything_else(
     begin: Callable[..., _Job], in_process: Callable[[], SignedStore]
 ) -> None:

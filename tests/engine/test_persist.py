@@ -23,8 +23,7 @@ from ml_flashpoint.memory.container import BaseContainer, Owner
 from ml_flashpoint.memory.pool import Pool, SlotRequest
 from ml_flashpoint.stores.durable import DurableVersions
 from ml_flashpoint.stores.location import open_durable
-from ml_flashpoint.stores.part import stored_object
-from ml_flashpoint.stores.version_store import Content
+from ml_flashpoint.stores.version_store import stored_object
 from tests.memory.support import commit, layout_of, value_of
 from tests.support.faulty_files import Faults, faulty_files
 from tests.support.forked import wait_until
@@ -213,7 +212,7 @@ def test_a_rank_that_cannot_write_is_named_and_the_next_version_is_tried(tmpfs: 
     refusing, told = threading.Event(), list[events.Event]()
 
     class Refusing(DurableVersions):
-        def write_part(self, manifest: Manifest, content: Content) -> bool:
+        def write_part(self, manifest: Manifest, content: Any) -> bool:
             if manifest.rank == 1 and refusing.is_set():
                 raise CapacityError("the quota is used up")
             return super().write_part(manifest, content)

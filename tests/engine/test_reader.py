@@ -23,8 +23,8 @@ from ml_flashpoint.format.manifest import MAX_BLOCK_SIZE, Manifest, ObjectRecord
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.container import BaseContainer, Owner
 from ml_flashpoint.memory.pool import Pool, SlotRequest
-from ml_flashpoint.stores.directory import Directory
 from ml_flashpoint.stores.durable import DurableVersions
+from ml_flashpoint.stores.files import Directory
 from tests.memory.support import NUMBERS, commit, layout_of, value_of
 
 SAVE = SaveId(3, 10)
@@ -68,7 +68,8 @@ class Peer:
 
     def read_blocks(self, save: SaveId, manifest: Manifest, first: int, buffer: memoryview, nodes: object) -> None:
         self.blocks.append((first, len(buffer)))
-        self.container.read_into(save, manifest.rank, first * BLOCK, buffer)
+        with self.container.open_part(save, manifest.rank) as part:
+            buffer[:] = part.buffer[first * BLOCK : first * BLOCK + len(buffer)]
 
 
 @pytest.fixture
@@ -180,8 +181,8 @@ def test_durable_parts_are_read_by_checked_ranges(node: Node, tmpfs: Path) -> No
         with node.container.open_part(SAVE, rank) as part:
             record = part.manifest.objects[0]
             rest = bytes(record.file_size - record.size)
-            store.write_part(part.manifest, lambda _, part=part, rest=rest: [part.buffer, rest])  # type: ignore[misc]
-    version = store.complete(SAVE.version, SAVE.text, 2)
+            store.write_part(part.manifest, lambda part=part, rest=rest: [part.buffer, rest])  # type: ignore[misc]
+    version = store.complete(SAVE, 2)
     with reader_of(DurableParts(store, version)) as reader:
         assert torch.equal(reader.open(1).rows("w", [10], [20]), torch.full((20,), value_of(SAVE, 1)))
     [path] = (tmpfs / "durable").rglob(object_name(1, SAVE.text))

@@ -58,14 +58,6 @@ def test_what_is_no_verdict_and_no_answer_is_refused(value: object) -> None:
             parse(value)
 
 
-@pytest.mark.parametrize("field", ["number", "verified", "first", "total", "lost"])
-def test_a_verdict_without_a_field_is_refused(field: str) -> None:
-    fields = Verdict(3, (SaveId(1, 2),), SaveId(1, 5)).to_fields()
-    del fields[field]
-    with pytest.raises(ProtocolError, match=field):
-        Verdict.from_fields(fields)
-
-
 def test_a_step_is_saved_once_a_run() -> None:
     member = Member(Verdict(0, (), SaveId(1, 0)), keep=Keep(1))
     member.call(SaveId(1, 10))

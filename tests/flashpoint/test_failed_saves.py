@@ -178,6 +178,19 @@ def test_object_that_raises_when_asked_for_its_state(base: Path) -> None:
         assert fp.last_saved == 2
 
 
+def test_a_step_that_is_skipped_only_in_the_end_can_be_saved_by_name(tmpfs: Path) -> None:
+    """A slot that is much too large is given up when the save is placed, and there may be no other one."""
+    model = torch.nn.Linear(1, 1)
+    for turn in range(12):
+        with Flashpoint(tmpfs / str(turn), strict=True) as fp:
+            fp.track(model=model)
+            fp.step()
+            fp.step()
+            fp.save()
+            assert fp.wait()
+            assert fp.last_saved == 2
+
+
 def test_a_step_that_was_skipped_can_be_saved_by_name(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     value, take = Stored(1), Pool.take
     with Flashpoint(tmpfs / "job", strict=True) as fp:

@@ -126,7 +126,7 @@ def test_bad_arguments_are_named_with_their_value(base: Path, argument: str, val
     with pytest.raises(InvalidArgumentError) as caught:
         Flashpoint(**arguments)
     assert caught.value.argument == argument
-    assert f"{argument}={caught.value.value}" in str(caught.value)
+    assert re.search(rf"^{argument} must be .*, got {re.escape(caught.value.value)}", str(caught.value))
     assert not base.exists()
 
 
@@ -141,19 +141,19 @@ def test_bad_arguments_are_named_with_their_value(base: Path, argument: str, val
     ],
 )
 def test_bad_reshard_functions(base: Path, reshard: Any, reason: str) -> None:
-    with Flashpoint(base) as fp, pytest.raises(InvalidArgumentError, match=f"{reason}.*reshard="):
+    with Flashpoint(base) as fp, pytest.raises(InvalidArgumentError, match=reason):
         fp.track(stored=Stored(), model=nn.Linear(2, 2), reshard=reshard)
 
 
 @pytest.mark.parametrize("step", [-1, 1.0, True, "1", 10**30])
 def test_bad_steps(base: Path, step: Any) -> None:
-    with Flashpoint(base) as fp, pytest.raises(InvalidArgumentError, match="step="):
+    with Flashpoint(base) as fp, pytest.raises(InvalidArgumentError, match="step must be"):
         fp.track(stored=Stored()).save(step)
 
 
 @pytest.mark.parametrize("deadline", [0, -1, math.nan, "1"])
 def test_bad_deadlines(base: Path, deadline: Any) -> None:
-    with Flashpoint(base) as fp, pytest.raises(InvalidArgumentError, match="deadline_s="):
+    with Flashpoint(base) as fp, pytest.raises(InvalidArgumentError, match="deadline_s must be"):
         fp.wait(deadline)
 
 

@@ -110,7 +110,7 @@ def test_hooks_go_with_the_flashpoint(base: Path) -> None:
 
 
 def test_bad_arguments(base: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="overlap=1"):
+    with pytest.raises(InvalidArgumentError, match="overlap must be True or False, got 1"):
         Flashpoint(base, overlap=1)  # type: ignore[arg-type]
 
 

@@ -138,7 +138,7 @@ def test_what_a_fallback_returns(base: Path, returned: int | None, step: int) ->
 
 @pytest.mark.parametrize("returned", [-1, True, "7", 1.0])
 def test_what_a_fallback_must_not_return(base: Path, returned: Any) -> None:
-    with Flashpoint(base) as fp, pytest.raises(InvalidArgumentError, match="fallback="):
+    with Flashpoint(base) as fp, pytest.raises(InvalidArgumentError, match="fallback must be"):
         fp.track(stored=Stored()).resume(lambda: returned)
 
 

@@ -182,7 +182,7 @@ def test_tracking_is_checked(base: Path) -> None:
         with pytest.raises(InvalidArgumentError, match="already, under another name"):
             fp.track(again=stored)
         for value in (3, object(), Stored):
-            with pytest.raises(InvalidArgumentError, match="loader="):
+            with pytest.raises(InvalidArgumentError, match="loader must have"):
                 fp.track(loader=value)
         fp.resume()
         with pytest.raises(FlashpointError, match="before resume"):

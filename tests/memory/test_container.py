@@ -75,11 +75,7 @@ def test_versions_manifests_and_byte_ranges_are_read(tmpfs: Path) -> None:
     assert container.list_versions() == {(7, 40): {0, 2}, (8, 40): {0}}
     manifest = container.read_manifest(SAVE, 2)
     assert (manifest.rank, manifest.step, SaveId.of(manifest)) == (2, 40, SAVE)
-    into = memoryview(bytearray(8))
-    container.read_into(SAVE, 2, layout_of().by_key["w"].begin, into)
-    assert set(into.cast("f")) == {value_of(SAVE, 2)}
-    with pytest.raises(DamagedError, match="ends before"):
-        container.read_into(SAVE, 2, SIZE - 4, into)
+    assert value_in(container, SAVE, 2) == value_of(SAVE, 2)
     with pytest.raises(ObjectNotFoundError):
         container.read_manifest(SAVE, 1)
     with pytest.raises(ObjectNotFoundError), container.open_part(SaveId(7, 41), 0):
@@ -94,22 +90,6 @@ def test_who_only_reads_makes_nothing(tmpfs: Path) -> None:
     container = BaseContainer(tmpfs / "job", make=False)
     assert (container.list_versions(), container.slot_paths(), read_records(container)) == ({}, [], [])
     assert os.listdir(tmpfs / "job/.flashpoint") == []
-
-
-def test_a_part_goes_from_one_base_container_to_another(tmpfs: Path) -> None:
-    one, other = with_part(tmpfs / "one"), BaseContainer(tmpfs / "other")
-    manifest = one.read_manifest(SAVE, 0)
-    with one.open_part(SAVE, 0):
-        content = (tmpfs / "one/step-40_ckpt" / manifest.objects[0].name).read_bytes()
-    with pytest.raises(SaveError, match="bytes, not"):
-        other.write_part(manifest, [content[:PAGE]])
-    with pytest.raises(SaveError, match="bytes, not"):
-        other.write_part(manifest, [content, b"x"])
-    assert slot_files(tmpfs / "other") == []
-    other.write_part(manifest, [content[:PAGE], memoryview(content)[PAGE:]])
-    assert other.read_manifest(SAVE, 0) == manifest
-    assert value_in(other, SAVE) == value_of(SAVE)
-    assert pool_of(other).slot_of(SAVE) is not None
 
 
 def test_sidecars_come_and_go_with_the_parts(tmpfs: Path) -> None:
@@ -212,9 +192,10 @@ def test_versions_and_all_are_removed(tmpfs: Path) -> None:
         assert container.list_versions() == {(7, 41): {1}}
         assert slot_files(tmpfs / "job") == ["00004-00001/1"]
         (tmpfs / "job" / "mine.txt").write_bytes(b"a user's")
-        assert container.remove_all() == ["mine.txt"]
+        container.remove_all()
+        assert os.listdir(tmpfs / "job") == ["mine.txt"]
         (tmpfs / "job" / "mine.txt").unlink()
-        assert BaseContainer(tmpfs / "job").remove_all() == []
+        BaseContainer(tmpfs / "job").remove_all()
     assert not (tmpfs / "job").exists()
 
 

@@ -47,7 +47,7 @@ def test_damaged_and_planted_records_are_refused(tmpfs: Path) -> None:
     write_record(container, RunRecord(3, {1: 5}))
     path = tmpfs / ".flashpoint/runs/00000003.written"
     good = path.read_bytes()
-    for bad in (b"", good[:-1], good.replace(b"5", b"6"), good.replace(b"-RUN 1", b"-RUN 2")):
+    for bad in (b"", good[:-1], good.replace(b"5", b"6"), good.replace(b"-run-1", b"-run-2")):
         path.write_bytes(bad)
         with pytest.raises(DamagedError):
             read_records(container)

@@ -179,7 +179,7 @@ def test_addresses_and_secrets_are_checked(tmpfs: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="secret"):
         RequestServer(b"short", Echo(), REQUESTS, unix_path=str(tmpfs / "s"))
     for address in (("unix",), ("tcp", "x"), ("udp", "x", 1), ("unix", "x" * 108)):
-        with pytest.raises(InvalidArgumentError, match="address="):
+        with pytest.raises(InvalidArgumentError, match="address"):
             Connection(address, SECRET, REQUESTS, connect_timeout_s=1)  # type: ignore[arg-type]
     with pytest.raises(ConnectionLostError):
         connect(("unix", str(tmpfs / "none")))

@@ -18,10 +18,10 @@ from ml_flashpoint.format.errors import (
     SaveError,
 )
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, encode, manifest_name, object_name
-from ml_flashpoint.stores.directory import Directory
-from ml_flashpoint.stores.durable import MARKER, MARKER_KIND, DurableVersions, folder_of, save_of
-from ml_flashpoint.stores.records import MAX_RECORD_BYTES, encode_record
-from ml_flashpoint.stores.url import UrlFiles
+from ml_flashpoint.format.records import MAX_RECORD_BYTES, encode_record
+from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.stores.durable import MARKER, DurableVersions, folder_of, save_of, version_of
+from ml_flashpoint.stores.files import Directory, UrlFiles
 from ml_flashpoint.stores.version_store import Version
 
 RUN, LATER = "00000007", "00000012"
@@ -33,7 +33,7 @@ def part(step: int, rank: int = 0, world_size: int = 2, run: str = RUN) -> Manif
     return Manifest(f"step-{step}_ckpt", rank, world_size, run, "node", (record,))
 
 
-def content(record: ObjectRecord) -> Iterator[bytes]:
+def content() -> Iterator[bytes]:
     yield b"hello"
     yield bytes(3)
 
@@ -41,7 +41,7 @@ def content(record: ObjectRecord) -> Iterator[bytes]:
 def persist(store: DurableVersions, step: int, run: str = RUN) -> Version:
     for rank in range(2):
         store.write_part(part(step, rank, run=run), content)
-    return store.complete(f"step-{step}_ckpt", run, 2)
+    return store.complete(SaveId(int(run), step), 2)
 
 
 def counting(store: DurableVersions) -> list[Version]:
@@ -62,9 +62,9 @@ def test_a_version_exists_once_its_marker_does(store: DurableVersions) -> None:
     first = part(3)
     store.write_part(first, content)
     assert counting(store) == []
-    assert store.ranks_there(first.version, first.save_id) == {0}
+    assert store.ranks_there(SaveId(7, 3)) == {0}
     with pytest.raises(ObjectNotFoundError):
-        store.complete(first.version, first.save_id, 2)
+        store.complete(SaveId(7, 3), 2)
     assert counting(store) == []
     found = persist(store, 3)
     assert counting(store) == [found]
@@ -75,13 +75,13 @@ def test_a_version_exists_once_its_marker_does(store: DurableVersions) -> None:
 
 
 def test_a_part_that_is_there_is_not_written_again(store: DurableVersions) -> None:
-    def never(record: ObjectRecord) -> Iterator[bytes]:
+    def never() -> Iterator[bytes]:
         raise AssertionError
 
     assert store.write_part(part(3), content)
     assert not store.write_part(part(3), never)
     for damaged in (b"short", b"hallo\0\0\0"):
-        store.files.write(f"{folder_of('step-3_ckpt', RUN)}/{object_name(0, RUN)}", [damaged])
+        store.files.write(f"{folder_of(SaveId(7, 3))}/{object_name(0, RUN)}", [damaged])
         with pytest.raises((AssertionError, SaveError)):
             store.write_part(part(3), never)
         assert store.write_part(part(3), content), "a part that differs is written anew"
@@ -90,8 +90,8 @@ def test_a_part_that_is_there_is_not_written_again(store: DurableVersions) -> No
 
 def test_content_of_another_length_makes_no_part(store: DurableVersions) -> None:
     with pytest.raises(SaveError, match="5 bytes"):
-        store.write_part(part(3), lambda record: [b"hello"])
-    assert store.ranks_there("step-3_ckpt", RUN) == set()
+        store.write_part(part(3), lambda: [b"hello"])
+    assert store.ranks_there(SaveId(7, 3)) == set()
 
 
 def test_the_newest_is_that_of_the_latest_save(store: DurableVersions) -> None:
@@ -109,9 +109,9 @@ def test_runs_and_steps_are_compared_as_numbers(store: DurableVersions) -> None:
 
 def test_only_the_newest_stay(store: DurableVersions) -> None:
     versions = [persist(store, number) for number in (1, 2, 3)] + [persist(store, 1, LATER)]
-    store.keep_newest(2, versions[3].name, versions[3].save_id)
+    store.keep_newest(2, versions[3].save)
     assert store.versions() == [versions[3], versions[2]]
-    store.keep_newest(1, versions[3].name, versions[3].save_id)
+    store.keep_newest(1, versions[3].save)
     assert store.files.list() == [f"run-{LATER}"]
 
 
@@ -124,7 +124,7 @@ def test_what_dead_writers_left_goes_and_what_is_being_written_stays(store: Dura
     store.files.write(f"run-{LATER}/step-7_ckpt/.0123456789abcdef.tmp", [b"half"])
     store.files.write("run-of-somebody-else/step-1_ckpt/file", [b"not ours"])
     store.files.write("notes.txt", [b"not ours"])
-    store.keep_newest(3, newest.name, newest.save_id)
+    store.keep_newest(3, newest.save)
     assert store.files.list() == ["notes.txt", f"run-{LATER}", "run-of-somebody-else"]
     assert store.files.list(f"run-{LATER}") == ["step-5_ckpt", "step-6_ckpt", "step-7_ckpt"]
     store.check_parts(newest)
@@ -135,17 +135,17 @@ def test_what_failed_goes_before_the_next_one_is_written(store: DurableVersions)
     for number in (4, 5, 6, 7):
         store.write_part(part(number), content)
     store.write_part(part(5, run=LATER), content)
-    store.keep_newest(1, "step-6_ckpt", RUN)
+    store.keep_newest(1, SaveId(7, 6))
     assert store.files.list(f"run-{RUN}") == ["step-3_ckpt", "step-6_ckpt", "step-7_ckpt"]
     assert store.files.list(f"run-{LATER}"), "a rank is ahead, in a later run"
     store.check_parts(newest)
 
 
-def test_dictionaries_in_the_same_folder_are_let_alone(store: DurableVersions) -> None:
-    marker = encode_record(MARKER_KIND, {"checkpoint_id": 1, "run": "18c0ffee00000000-0000000a", "parts": []})
+def test_what_is_no_run_of_ours_is_let_alone(store: DurableVersions) -> None:
+    marker = encode_record("another-1", {"run": "18c0ffee00000000-0000000a"})
     store.files.write(f"run-18c0ffee00000000-0000000a/step-1_ckpt/{MARKER}", [marker])
     newest = persist(store, 5)
-    store.keep_newest(1, newest.name, newest.save_id)
+    store.keep_newest(1, newest.save)
     assert len(store.files.list()) == 2
     assert store.versions() == [newest]
 
@@ -175,7 +175,7 @@ def test_markers_are_distrusted(store: DurableVersions, fields: dict[str, object
     damaged, found = store.versions()
     assert found == older
     assert (damaged.folder, damaged.counts, bool(damaged.problem)) == (newest.folder, False, True)
-    store.keep_newest(3, "step-9_ckpt", LATER)
+    store.keep_newest(3, SaveId(12, 9))
     assert store.files.list(newest.folder), "what may be of use is not removed as long as it is the newest"
 
 
@@ -184,17 +184,6 @@ def test_manifests_of_other_parts_are_refused(store: DurableVersions) -> None:
     store.files.write(f"{newest.folder}/{manifest_name(0, newest.save_id)}", [encode(other)])
     with pytest.raises(ManifestError):
         store.check_parts(newest)
-
-
-def test_versions_of_older_formats_are_refused_and_stay(store: DurableVersions) -> None:
-    old = "run-1700000000000-0000000a"
-    store.files.write(f"{old}/step-3_ckpt/{MARKER}", [b"{}"])
-    newest = persist(store, 3)
-    store.keep_newest(1, newest.name, newest.save_id)
-    found, refused = store.versions()
-    assert found == newest
-    assert (refused.folder, refused.counts) == (old, False)
-    assert "earlier release" in refused.problem
 
 
 def test_records_and_manifests_that_are_too_large_are_not_read(root: Path) -> None:
@@ -229,7 +218,7 @@ def test_links_are_not_followed(root: Path, what: str) -> None:
     else:
         assert counting(store) == []
     persist(store, 4, LATER)
-    store.keep_newest(1, "step-4_ckpt", LATER)
+    store.keep_newest(1, SaveId(12, 4))
     assert sorted(victim.rglob("*")) == before
     assert victim.exists()
     if victim.is_dir():
@@ -239,4 +228,4 @@ def test_links_are_not_followed(root: Path, what: str) -> None:
 def test_save_ids_of_no_training_job_are_refused(store: DurableVersions) -> None:
     for wrong in ("", "plain", "../..-0", f"{RUN}/x-1", "1700000000000-0000000a-1", "7", "000000007"):
         with pytest.raises(InvalidArgumentError):
-            folder_of("step-1_ckpt", wrong)
+            version_of({"step": 1, "save_id": wrong, "world_size": 1})

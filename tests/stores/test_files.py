@@ -22,9 +22,7 @@ from ml_flashpoint.format.errors import (
     SaveError,
     UnsafePathError,
 )
-from ml_flashpoint.stores.directory import Directory
-from ml_flashpoint.stores.files import Files
-from ml_flashpoint.stores.url import UrlFiles
+from ml_flashpoint.stores.files import Directory, Files, UrlFiles
 
 
 class Broken(Exception):
@@ -40,7 +38,7 @@ def store(request: pytest.FixtureRequest, tmpfs: Path, monkeypatch: pytest.Monke
     else:
         # An object store's way to write, on the one that is here.
         if request.param == "object store":
-            monkeypatch.setattr("ml_flashpoint.stores.url._PUBLISHED_WHEN_COMPLETE", {"memory"})
+            monkeypatch.setattr("ml_flashpoint.stores.files._PUBLISHED_WHEN_COMPLETE", {"memory"})
         name = f"memory://{secrets.token_hex(4)}"
         yield UrlFiles(name)
         import fsspec

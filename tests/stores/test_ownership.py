@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 
 from ml_flashpoint.format.errors import JobInUseError
-from ml_flashpoint.stores.directory import Directory
-from ml_flashpoint.stores.files import Files
+from ml_flashpoint.stores.files import Directory, Files, UrlFiles
 from ml_flashpoint.stores.ownership import Ownership
-from ml_flashpoint.stores.url import UrlFiles
 from tests.support.forked import wait_until
 
 PERIOD_S = 0.05

@@ -76,11 +76,11 @@ class Door:
             return
         self.async_save(state, step, **checkpointer(mode), **options).result(RESULT_TIMEOUT_S)
 
-    def put(self, step: int, tensors: Any, byte_items: Any = (), **labels: str) -> None:
+    def put(self, step: int, tensors: Any, byte_items: Any = ()) -> None:
         """Save a version by other means than DCP's."""
         save = self.saver.saves.begin(CheckpointContainerId(self.version(step)), None)
         save.fill(tensors, byte_items)
-        save.commit(labels=labels)
+        save.commit()
 
     def latest(self) -> int | None:
         """The step that a recovery would go on from."""

@@ -56,6 +56,12 @@ _PRELOADED = (
     "tests.support.worker",
 )
 LIGHTNING = ("lightning.pytorch", "lightning.pytorch.strategies", "ml_flashpoint.adapter.lightning")
+HUGGING_FACE = (
+    "transformers.trainer",
+    "transformers.models.gpt2.modeling_gpt2",
+    "ml_flashpoint.adapter.accelerate",
+    "ml_flashpoint.adapter.transformers",
+)
 MEGATRON = ("tests.support.megatron", "tests.support.megatron_gpt", "tests.support.megatron_save_cases")
 NEMO = ("nemo.lightning", "nemo.collections.llm", "tests.support.megatron", "ml_flashpoint.adapter.nemo")
 # Read when the interpreter starts, or a library is loaded: such processes have a template of their own.

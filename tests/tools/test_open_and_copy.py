@@ -72,7 +72,7 @@ def test_what_other_tools_map_shows_later_steps(job: _Job) -> None:
 def test_an_open_version_stays_what_it_was(job: _Job) -> None:
     with open_version(job.base) as version:
         tensor, array = version.tensor(0, _KEY), version.numpy(0, _KEY)
-        assert (version.step, version.missing_ranks) == (2, [])
+        assert (version.step, list(version.manifests)) == (2, [0])
         assert _KEY in list(version.keys(0))
         job.save(6)
         assert _is_all(tensor, 2)
@@ -95,7 +95,7 @@ def test_a_version_that_was_removed_is_told_of(job: _Job) -> None:
             path.unlink()
         assert _is_all(tensor, 2), "what was read is the reader's own"
         with pytest.raises(PrunedError, match="step 2"):
-            version.object(0).check()
+            list(version.object(0).pieces())
     job.flashpoint.close()
 
 
@@ -103,13 +103,13 @@ def test_a_version_that_was_removed_is_told_of(job: _Job) -> None:
 def test_a_version_that_is_not_whole_here_is_taken_only_if_asked_for(tmpfs: Path) -> None:
     base = tmpfs / "job"
     call(cli_bases.make, base, [0], [])
-    with pytest.raises(ObjectNotFoundError, match="there is no version"):
+    with pytest.raises(ObjectNotFoundError, match="there is no complete version"):
         open_version(base)
     call(cli_bases.make, base, [0], [Part(0, 1)])
     with pytest.raises(ObjectNotFoundError, match=r"ranks 1, 2, 3 of 4 are missing.*--partial"):
         open_version(base)
     with open_version(base, partial=True) as version:
-        assert version.missing_ranks == [1, 2, 3]
+        assert list(version.manifests) == [0]
 
 
 # ---- copies -------------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def test_nothing_is_copied_to_where_another_user_planted_a_link(job: _Job, tmpfs
 def test_a_version_that_goes_meanwhile_is_not_copied_and_the_newest_is(
     job: _Job, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ml_flashpoint.stores.part.PIECE_BYTES", 4096)
+    monkeypatch.setattr("ml_flashpoint.stores.version_store.PIECE_BYTES", 4096)
     saves = [1]
 
     def save_some(done: int, total: int) -> None:
@@ -239,9 +239,9 @@ def test_a_version_of_which_the_manifest_cannot_be_read_is_not_passed_over(job: 
 
 def test_what_is_no_base_container_is_an_error_of_ours(tmpfs: Path) -> None:
     (tmpfs / "file").write_text("no folder")
-    with pytest.raises(ObjectNotFoundError, match="no version here"):
+    with pytest.raises(ObjectNotFoundError, match="no complete version here"):
         open_version(tmpfs / "file")
-    with pytest.raises(ObjectNotFoundError, match="no version here"):
+    with pytest.raises(ObjectNotFoundError, match="no complete version here"):
         copy_version(tmpfs / "file", tmpfs / "copies")
 
 

@@ -30,15 +30,15 @@ from ml_flashpoint.format.errors import (
     UnsafePathError,
 )
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name, write_manifest
+from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.container import BaseContainer as JobContainer
 from ml_flashpoint.memory.lineage import RunRecord, mark_begun, write_record
 from ml_flashpoint.stores.base_container import BaseContainer
 from ml_flashpoint.stores.bounded import while_it_moves
-from ml_flashpoint.stores.directory import Directory
 from ml_flashpoint.stores.durable import MARKER, DurableVersions
+from ml_flashpoint.stores.files import Directory, UrlFiles
 from ml_flashpoint.stores.location import open_durable
 from ml_flashpoint.stores.ownership import Ownership
-from ml_flashpoint.stores.url import UrlFiles
 from ml_flashpoint.stores.version_store import Version
 from ml_flashpoint.tools import copy as module
 from ml_flashpoint.tools.copy import copy_version, persist_version
@@ -151,7 +151,7 @@ def test_missing_parts_are_named(
     assert flashpoint("persist", *bases, "--to", url, "--json") == 1
     assert "ranks 1, 3 of 4" in json.loads(capsys.readouterr().out)["error"]
     assert flashpoint("persist", f"{bases[0]}@8", "--to", url) == 2
-    with pytest.raises(ObjectNotFoundError, match="no version of step 8"):
+    with pytest.raises(ObjectNotFoundError, match="no complete version of step 8"):
         persist_version(bases, url, 8)
     with pytest.raises(InvalidArgumentError, match="absolute"):
         persist_version(bases, "file://here")
@@ -235,7 +235,7 @@ def test_it_goes_on_where_it_was_interrupted(
 def test_one_part_that_cannot_be_written_stops_the_others(
     bases: list[Path], url: str, store: DurableVersions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ml_flashpoint.stores.part.PIECE_BYTES", BLOCK)
+    monkeypatch.setattr("ml_flashpoint.stores.version_store.PIECE_BYTES", BLOCK)
     commit_all(bases, 7, {0: [0, 1, 2, 3]})
     calls = []
 
@@ -246,7 +246,7 @@ def test_one_part_that_cannot_be_written_stops_the_others(
     with pytest.raises(ZeroDivisionError):
         persist_version(bases[0], url, progress=interrupted)
     assert len(calls) == 1
-    assert store.ranks_there("step-7_ckpt", RUN) == set()
+    assert store.ranks_there(SaveId(7, 7)) == set()
 
 
 def test_not_while_somebody_else_persists_there(
@@ -288,7 +288,7 @@ def test_a_store_that_hangs_is_given_up(
 ) -> None:
     commit_all(bases, 7, {0: [0, 1, 2, 3]})
     with monkeypatch.context() as patched:
-        patched.setattr("ml_flashpoint.stores.part.PIECE_BYTES", BLOCK)
+        patched.setattr("ml_flashpoint.stores.version_store.PIECE_BYTES", BLOCK)
         patched.setattr(module, "open_durable", lambda url: DurableVersions(HangingFiles(url[len("file://") :])))
         with pytest.raises(DeadlineError, match=r"nothing has happened for 0.5 s"):
             persist_version(bases[0], url, deadline_s=0.5)
@@ -316,7 +316,7 @@ def test_no_process_waits_for_a_store_that_hangs(bases: list[Path], url: str) ->
     commit_all(bases, 7, {0: [0, 1, 2, 3]})
     script = (
         "import sys, threading\n"
-        "from ml_flashpoint.stores.directory import Directory\n"
+        "from ml_flashpoint.stores.files import Directory\n"
         "Directory.write = lambda *_: threading.Event().wait()\n"
         "from ml_flashpoint.cli.main import app\n"
         "app(sys.argv[1:])\n"
@@ -409,7 +409,7 @@ def test_a_persisted_version_that_goes_while_it_is_read_is_no_damage(
     with open_version(url, 6) as version:
         store.remove(6)
         with pytest.raises(PrunedError):
-            version.object(3).check()
+            list(version.object(3).pieces())
 
 
 def test_a_persisted_version_that_goes_before_its_parts_are_read_is_no_damage(

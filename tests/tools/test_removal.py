@@ -12,8 +12,8 @@ import pytest
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.format.errors import DeadlineError, InvalidArgumentError, JobInUseError, ObjectNotFoundError
 from ml_flashpoint.format.manifest import object_name
-from ml_flashpoint.stores.directory import Directory
 from ml_flashpoint.stores.durable import MARKER, DurableVersions
+from ml_flashpoint.stores.files import Directory
 from ml_flashpoint.stores.location import open_durable
 from ml_flashpoint.stores.ownership import Ownership
 from ml_flashpoint.tools import removal as module
@@ -51,7 +51,7 @@ def steps(store: DurableVersions) -> list[int]:
 
 
 def test_a_step_goes_and_no_other(url: str, store: DurableVersions) -> None:
-    assert remove_versions(url, 2).versions == [f"run-{part(2).save_id[:22]}/step-2_ckpt"]
+    assert remove_versions(url, 2) == [f"run-{part(2).save_id[:22]}/step-2_ckpt"]
     assert steps(store) == [1, 1]
     with pytest.raises(ObjectNotFoundError, match="no version of step 2"):
         remove_versions(url, 2)
@@ -62,7 +62,7 @@ def test_the_newest_goes_only_if_that_is_said(url: str, store: DurableVersions) 
         with pytest.raises(InvalidArgumentError, match=r"--newest"):
             remove_versions(url, step)
     assert steps(store) == [1, 2, 1]
-    assert len(remove_versions(url, 1, newest=True).versions) == 2  # both saves of it
+    assert len(remove_versions(url, 1, newest=True)) == 2  # both saves of it
     assert steps(store) == [2]
     assert [name for name in store.files.list() if name.startswith("run-")] == [f"run-{part(2).save_id[:22]}"]
 
@@ -72,7 +72,7 @@ def test_what_is_not_whole_is_not_what_a_job_goes_on_from(url: str, store: Durab
     store.files.remove(f"{newest.folder}/{object_name(0, newest.save_id)}")
     with pytest.raises(InvalidArgumentError, match=r"step-2_ckpt is the newest that is whole"):
         remove_versions(url, 2)
-    assert len(remove_versions(url, 1).versions) == 2
+    assert len(remove_versions(url, 1)) == 2
     assert steps(store) == [2]
 
 
@@ -82,7 +82,7 @@ def test_all_goes_but_what_is_of_no_training_job(url: str, root: Path, store: Du
     store.files.write(marker, [b"damaged"])
     (root / "dictionary" / "run-x").mkdir(parents=True)
     (root / "notes.txt").write_text("mine")
-    assert len(remove_versions(url, newest=True).versions) == 4
+    assert len(remove_versions(url, newest=True)) == 4
     assert store.files.list() == ["dictionary", "lock", "notes.txt"]
     with pytest.raises(ObjectNotFoundError):
         remove_versions(url, newest=True)
@@ -130,7 +130,7 @@ def test_behind_other_urls(tmpfs: Path) -> None:
     store = open_durable(f"local://{tmpfs}/store")
     for number in (1, 2):
         persist(store, number)
-    assert len(remove_versions(f"local://{tmpfs}/store", 1, period_s=0.05).versions) == 1
+    assert len(remove_versions(f"local://{tmpfs}/store", 1, period_s=0.05)) == 1
     assert steps(store) == [2]
     assert "lease.json" not in store.files.list()
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from ml_flashpoint.format.digest import digest_block
 from ml_flashpoint.format.errors import JobInUseError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
-from ml_flashpoint.memory.container import STATUS, BaseContainer
+from ml_flashpoint.memory.container import STATUS, BaseContainer, Owner
 from ml_flashpoint.memory.lock import JobLock
-from ml_flashpoint.memory.slot import PAGE, round_up
+from ml_flashpoint.memory.slot import PAGE, Slot, round_up
 from ml_flashpoint.status import Status, write_status
 from tests.workers.fault_engine import Rank
 
@@ -54,7 +54,12 @@ def commit(container: BaseContainer, part: Part) -> None:
     record = ObjectRecord(part.name, part.size, len(content), tuple(map(digest_block, blocks)), BLOCK)
     node = f"node-{part.rank // 2}"
     version = f"step-{part.step}_ckpt"
-    container.write_part(Manifest(version, part.rank, part.world_size, part.save_id, node, (record,)), [content])
+    owner = Owner(part.world_size, part.rank)
+    path = container.slot_folder(owner) / str(len(container.slot_paths(owner)))
+    slot = Slot.make(path, len(content))
+    slot.buffer[:] = content
+    container.commit(slot, Manifest(version, part.rank, part.world_size, part.save_id, node, (record,)))
+    slot.close()
 
 
 def make(report: Report, base: Path, ranks: Sequence[int], parts: Sequence[Part]) -> None:

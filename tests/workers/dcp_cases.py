@@ -290,16 +290,6 @@ def a_planner_fails_on_one_rank(door: Door, mode: str) -> None:
 
 
 @case
-def without_collectives(door: Door, mode: str) -> None:
-    for step in (1, 2, 3):
-        state = plain_state(step) | {"rank": rank(), f"own{rank()}": numbered(step, rank() + 1)}
-        door.save_by(mode, state, step, use_collectives=False)
-        dist.barrier()
-        loaded = door.load(blank(state), step)
-        assert_same(loaded, state)
-
-
-@case
 def each_rank_for_itself(door: Door, mode: str) -> None:
     for step in (1, 2, 3):
         state = plain_state(step) | {"rank": rank(), f"own{rank()}": numbered(step, rank() + 1)}

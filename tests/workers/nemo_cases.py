@@ -27,11 +27,11 @@ from nemo.lightning.io.pl import MegatronCheckpointIO
 from nemo.lightning.pytorch.strategies import MegatronStrategy
 from nemo.utils.callbacks.dist_ckpt_io import AsyncFinalizableCheckpointIO, AsyncFinalizerCallback
 
-from ml_flashpoint.adapter.nemo.auto_resume import MLFlashpointAutoResume
 from ml_flashpoint.adapter.nemo.checkpoint_callback import flashpoint_io_of
 from ml_flashpoint.adapter.nemo.checkpoint_io import (
     MLFlashpointCheckpointIO,
 )
+from ml_flashpoint.adapter.nemo.wrapper_util import MLFlashpointAutoResume
 from ml_flashpoint.adapter.nemo.wrapper_util import wrap_trainer_and_auto_resume_with_mlflashpoint as wrap
 from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, UnaskedVersionsError, UnsafePathError
 from tests.support.cases import go_through
@@ -314,6 +314,7 @@ def ending(base: Path) -> None:
         trainer = trainer_of(base, keep_mlf_checkpoint_on_train_end=keep)
         resume = wrap(trainer, str(base), async_save=True, use_optimized_save=True, use_cached_ckpt_structure=False)
         assert resume.get_trainer_ckpt_path() == (None if keep else version(base, 3))
+        trainer.callbacks[0].on_train_start(trainer, None)
         save(trainer, version(base, step), step)
         for each in [*trainer.callbacks[1:], trainer.callbacks[0]]:
             each.on_train_end(trainer, None)

@@ -142,10 +142,10 @@ class Job:
         with self.container.open_part(save, rank) as part:
             record = part.manifest.objects[0]
             rest = bytes(record.file_size - record.size)
-            store.write_part(part.manifest, lambda _: [part.buffer[: record.size], rest])
+            store.write_part(part.manifest, lambda: [part.buffer[: record.size], rest])
         self.ranks.all_ok(True)
         if rank == 0:
-            store.complete(save.version, save.text, self.ranks.world_size)
+            store.complete(save, self.ranks.world_size)
 
     def values(self, found: Found) -> list[float]:
         """What the parts of all ranks say that they are."""

@@ -1,10 +1,38 @@
-"""Positions of a Lightning trainer in its loops, for the adapters of Lightning and of NeMo."""
+"""Lightning's training loop, for the adapters of Lightning and of NeMo."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+
+from ml_flashpoint.engine.schedule import checked_every, checked_skip, passes_multiple
+
+
+class Schedule:
+    """The steps at which a trainer saves.
+
+    Args:
+        every: steps between two saves. skip: steps between two that another checkpoint saves; 0 or None for none.
+
+    Attributes:
+        step: the trainer's.
+    """
+
+    def __init__(self, every: int, skip: int | None) -> None:
+        self.every, self.skip = checked_every(every), checked_skip(skip)
+        self.step = 0
+
+    def is_due_at(self, step: int) -> bool:
+        """Go on to a step. Return True if a save is due there."""
+        before, self.step = self.step, step
+        return passes_multiple(self.every, before, step) and not passes_multiple(self.skip, before, step)
+
+
+def go_last(trainer: Any, callback: Any) -> None:
+    """Put a callback behind all others, so that what they do at a step is in the checkpoint of that step."""
+    # Another list: Lightning is going through this one.
+    trainer.callbacks = [*(each for each in trainer.callbacks if each is not callback), callback]
 
 
 def ends_something(trainer: Any) -> bool:

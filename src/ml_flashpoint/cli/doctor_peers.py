@@ -7,6 +7,7 @@ job's are: by the same addresses, authentication, connections and digests.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -104,7 +105,7 @@ def _process_group(deadline_s: float) -> Iterator[None]:
 
 def _encoded(findings: Sequence[Finding]) -> bytes:
     versions = {DISTRIBUTION: ml_flashpoint.__version__, "torch": torch.__version__}
-    return json.dumps({"findings": [each.to_json() for each in findings], "versions": versions}).encode()
+    return json.dumps({"findings": [dataclasses.asdict(each) for each in findings], "versions": versions}).encode()
 
 
 def _compare_versions(told: Sequence[dict[str, Any]]) -> Iterator[Finding]:

@@ -32,7 +32,6 @@ from ml_flashpoint.memory.capacity import (
     is_memory,
     memory_left,
     most_bytes,
-    mount_of,
 )
 from ml_flashpoint.net.reachable import reachable_host
 
@@ -62,10 +61,6 @@ class Finding:
     text: str
     mend: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return dataclasses.asdict(self)
-
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> Finding:
         """Return the finding of another node."""
@@ -78,10 +73,6 @@ class Examined:
 
     name: str
     findings: tuple[Finding, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return {"name": self.name, "findings": [each.to_json() for each in self.findings]}
 
 
 def examine(base: Path) -> tuple[Finding, ...]:
@@ -270,3 +261,15 @@ _CHECKS: tuple[Callable[[Path], Iterator[Finding]], ...] = (
     _versions,
     _variables,
 )
+
+
+def mount_of(path: Path) -> tuple[str, str, tuple[str, ...]]:
+    """Return the mount point, kind and options of the filesystem of a path; empty where they cannot be seen."""
+    best, kind, options = "", "an unknown filesystem", ""
+    text = str(path.resolve())
+    for mount in psutil.disk_partitions(all=True):
+        point = mount.mountpoint.rstrip("/") or "/"
+        inside = text == point or text.startswith(point if point == "/" else point + "/")
+        if inside and len(point) >= len(best):  # of several mounts on one point, the last one covers the others
+            best, kind, options = point, mount.fstype, mount.opts
+    return best, kind, tuple(options.split(","))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,36 +29,22 @@ def list_versions(source: str, *, as_json: bool) -> int:
         job = f"ranks {ranks_text(view.live)} are running here" if view.live else "no rank is running here"
         summary += f", {bytes_text(view.resident_bytes)} of memory, {job}"
     found["versions"] = [version.to_json() for version in view.versions]
-    rows = [_durable_row(each) if view.durable else _row(each) for each in view.versions]
+    rows = [_row(each, view.durable) for each in view.versions]
     drop = ("run", "whole", "of", "not yet")
     parts = [output.table(rows, tuple(name for name in drop if name in rows[0]))] if rows else []
     output.show(found, as_json, summary, *parts, *_damage(view.problems))
     return output.DAMAGE if view.problems else output.OK
 
 
-def _row(version: VersionView) -> dict[str, str]:
-    return {
-        "version": version.name,
-        "state": "gone back from" if version.abandoned else version.state,
-        "own ranks": ranks_text(version.own),
-        "copies of": ranks_text(version.copied),
-        "not yet": ranks_text(version.writing),
-        "of": str(version.version.world_size or "?"),
-        "whole": "yes" if version.complete else "no",
-        "size": bytes_text(version.bytes),
-        "run": version.version.save_id,
-    }
-
-
-def _durable_row(version: VersionView) -> dict[str, str]:
-    return {
-        "version": version.name,
-        "state": version.state,
-        "ranks": ranks_text(version.own),
-        "of": str(version.version.world_size or "?"),
-        "size": bytes_text(version.bytes),
-        "run": version.version.save_id or "-",
-    }
+def _row(version: VersionView, durable: bool) -> dict[str, str]:
+    row = {"version": version.name, "state": "gone back from" if version.abandoned else version.state}
+    if durable:
+        row["ranks"] = ranks_text(version.own)
+    else:
+        row |= {"own ranks": ranks_text(version.own), "copies of": ranks_text(version.copied)}
+        row |= {"not yet": ranks_text(version.writing), "whole": "yes" if version.complete else "no"}
+    row |= {"of": str(version.version.world_size or "?"), "size": bytes_text(version.bytes)}
+    return row | {"run": version.version.save_id or "-"}
 
 
 def _damage(problems: list[tuple[str, str]]) -> list[Text]:
@@ -127,10 +114,11 @@ def verify_versions(source: str, *, as_json: bool, threads: int) -> int:
                 done += count
                 progress(done, total)
 
-        results = [
-            VersionView(version, "", tuple(check_part(store, part, threads=threads, advance=advance) for part in parts))
-            for version, parts in looked
-        ]
+        with ThreadPoolExecutor(threads) as pool:
+            results = [
+                VersionView(version, "", tuple(pool.map(lambda part: check_part(store, part, advance), parts)))
+                for version, parts in looked
+            ]
     results = [dataclasses.replace(each, state=durable_state(each.version, each.parts)) for each in results]
     checked = [part for result in results for part in result.parts if not part.removed]
     objects = sum(len(part.manifest.objects) for part in checked if part.manifest is not None)

@@ -95,7 +95,7 @@ def verify(
         ),
     ],
     json: Json = False,
-    threads: Annotated[int, typer.Option(min=1, max=64, help="Blocks to read at the same time.")] = 2,
+    threads: Annotated[int, typer.Option(min=1, max=64, help="Parts to read at the same time.")] = 2,
 ) -> int:
     """Read every object in BASE, or of persisted versions, and compare it with its digests; name the files that differ.
 

@@ -156,10 +156,12 @@ def rm(
 
     Exit code: 0 if it is gone, 1 if it could not be removed or a process has it, 2 if there is no such thing.
     """
+    import os
     import sys
+    from pathlib import Path
 
     from ml_flashpoint.cli import output
-    from ml_flashpoint.cli.view import existing, split
+    from ml_flashpoint.cli.view import existing, memory_of, split
     from ml_flashpoint.format.errors import InvalidArgumentError
     from ml_flashpoint.tools.removal import remove_versions
 
@@ -174,13 +176,17 @@ def rm(
             raise InvalidArgumentError("nothing is removed unasked", argument="SOURCE", value=source, hint=hint)
         print("\n".join([store.path + ":", *lines]))
         typer.confirm("Remove that? It cannot be had back", abort=True, err=True)
-    removed = remove_versions(path, step, newest=newest, deadline_s=deadline_seconds)
-    told: dict[str, Any] = {"base": store.path, "versions": removed.versions}
-    freed = "" if store.durable else f", {output.bytes_text(removed.freed_bytes)}"
-    told |= {} if store.durable else {"freed_bytes": removed.freed_bytes, "left": removed.left}
-    output.show(told, json, f"removed {', '.join(removed.versions) or 'no versions'}{freed}: {store.path}")
-    if removed.left and step is None:
-        print(f"left, being nobody's of ours: {', '.join(removed.left)}", file=sys.stderr)
+    base, told = Path(store.path), dict[str, Any](base=store.path)
+    before = 0 if store.durable else memory_of(base)
+    told["versions"] = removed = remove_versions(path, step, newest=newest, deadline_s=deadline_seconds)
+    freed, left = "", list[str]()
+    if not store.durable:
+        left = sorted(os.listdir(base)) if step is None and base.exists() else []
+        told |= {"freed_bytes": before - memory_of(base), "left": left}
+        freed = f", {output.bytes_text(told['freed_bytes'])}"
+    output.show(told, json, f"removed {', '.join(removed) or 'no versions'}{freed}: {store.path}")
+    if left:
+        print(f"left, being nobody's of ours: {', '.join(left)}", file=sys.stderr)
 
 
 def _persisted(url: str, step: int | None, newest: bool, deadline_s: float) -> list[str]:

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final, TextIO, cast
 
 from rich.cells import cell_len
@@ -198,24 +195,6 @@ def progress(doing: str) -> Iterator[Callable[[int, int], object]]:
     with Progress(*columns, console=console(stderr=True), transient=True, disable=not shown) as bar:
         task = bar.add_task(doing, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def write_file(target: Path, text: str, argument: str) -> None:
-    """Write a file, whole or not at all. Raise an `InvalidArgumentError` that names the argument if it cannot."""
-    try:
-        descriptor, new = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-        try:
-            with open(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.chmod(new, 0o644)
-            os.replace(new, target)
-        except BaseException:
-            os.unlink(new)
-            raise
-    except OSError as error:
-        raise InvalidArgumentError(
-            f"cannot be written: {error.strerror}", argument=argument, value=str(target)
-        ) from error
 
 
 def fail(error: FlashpointError, *, as_json: bool) -> int:

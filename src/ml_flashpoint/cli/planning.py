@@ -88,6 +88,7 @@ def doctor(
 
     Exit code: 0, 1 if there is something that must be mended, 2 if BASE is no absolute path.
     """
+    import dataclasses
     import os
     from pathlib import Path
 
@@ -107,7 +108,7 @@ def doctor(
         shows = os.environ["RANK"] == "0" or len(examined) == 1  # rank 0 has the same to show
     bad = any(finding.level == BAD for each in examined for finding in each.findings)
     if shows:
-        document = {"base": str(path), "ok": not bad, "examined": [each.to_json() for each in examined]}
+        document = {"base": str(path), "ok": not bad, "examined": [dataclasses.asdict(each) for each in examined]}
         output.show(document, json, *_lines_of(examined))
     return output.DAMAGE if bad else output.OK
 

@@ -24,6 +24,7 @@ from ml_flashpoint.cli.output import ranks_text
 from ml_flashpoint.events import Event, decode_event, name_of
 from ml_flashpoint.extras import require
 from ml_flashpoint.format.errors import InvalidArgumentError, ObjectNotFoundError
+from ml_flashpoint.format.files import replace_file
 
 _MOST_OF_A_LINE, _REPORT_EVERY = 1 << 17, 4096
 _LATEST_S, _MOST_SECONDS, _MOST = 2.0**33, 1e9, 2**53
@@ -206,7 +207,10 @@ def make_report(paths: list[str], *, to: str, as_json: bool) -> None:
         hint = "give what FLASHPOINT_EVENTS names; see docs/operations.md"
         raise ObjectNotFoundError(text, path=", ".join(paths), hint=hint)
     if not as_json:
-        output.write_file(target, page_of(facts), "--output")
+        try:
+            replace_file(target, [page_of(facts).encode()], fsync=False, mode=0o644)
+        except OSError as error:
+            raise InvalidArgumentError(f"cannot be written: {error}", argument="--output", value=to) from error
         print(f"{to}: {facts.count} events of {output.plural(len(facts.ranks), 'rank')}", file=sys.stderr)
         return
     output.show({"files": paths, **_to_json(facts)}, as_json)
@@ -302,14 +306,11 @@ def _failures(facts: Facts) -> list[tuple[object, ...]]:
 def _ranks(facts: Facts) -> list[tuple[object, ...]]:
     """Return the ranks with most failures, then those that were held longest."""
     worst = sorted(facts.ranks.items(), key=lambda each: (-each[1].failures, -each[1].held.mean))[:_MOST_ROWS]
+    held = {rank: (f"{each.held.mean:.3g}", f"{each.held.most:.3g}") for rank, each in worst}
     return [
-        (rank, each.node, each.saves, each.failures, each.verified, each.part_bytes, *_held(each.held))
+        (rank, each.node, each.saves, each.failures, each.verified, each.part_bytes, *held[rank])
         for rank, each in worst
     ]
-
-
-def _held(held: Sum) -> tuple[str, str]:
-    return f"{held.mean:.3g}", f"{held.most:.3g}"
 
 
 def _table(names: Sequence[str], rows: Sequence[Sequence[object]]) -> Any:

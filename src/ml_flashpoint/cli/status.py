@@ -89,10 +89,8 @@ def _row(rank: RankView) -> dict[str, str]:
 
 
 def _errors_of(told: Status | None) -> list[str]:
-    if told is None:
-        return []
-    errors = (told.error, told.replication_error, told.agreement_error, told.persist_error)
-    return [error for error in errors if error is not None]
+    names = ("error", "replication_error", "agreement_error", "persist_error")
+    return [error for name in names if (error := getattr(told, name, None)) is not None]
 
 
 # ---- losses ---------------------------------------------------------------------------------------------------------

@@ -48,7 +48,11 @@ def existing(path: str | os.PathLike[str]) -> VersionStore:
         except OSError as error:
             raise ObjectNotFoundError(f"cannot be read: {error.strerror}", path=text, hint=_HINT) from error
     store = open_store(text)
-    if not store.exists():
+    if isinstance(store, BaseContainer):
+        is_there = bool(store.folders()) or (store.base / PRIVATE).is_dir()
+    else:
+        is_there = bool(store.files.list())
+    if not is_there:
         raise ObjectNotFoundError("there is nothing of a job here", path=text, hint=_HINT)
     return store
 
@@ -199,7 +203,7 @@ class VersionView:
 
     @property
     def name(self) -> str:
-        """Name of the folder: ``step-<n>_ckpt``."""
+        """Name of the folder."""
         return self.version.folder.rpartition("/")[2]
 
     @property
@@ -317,7 +321,7 @@ def _read_base(store: BaseContainer) -> View:
         looked = [(each, tuple(part for part in look_at(store, each) if not part.removed)) for each in listed]
         found = [(version, parts) for version, parts in looked if parts]
         # A job that saves every few milliseconds may have removed all that was listed, and have newer ones.
-        if found or not listed:
+        if found:
             break
     ranks = {each.rank: each for each in read_ranks(store.base)}
     record = newest_begun(store.records())

@@ -26,7 +26,6 @@ from ml_flashpoint.format.errors import InvalidArgumentError, LoadError
 PIECE = 8 << 20
 """Bytes that one thread copies at a time."""
 _MAX_THREADS = 8  # more do not help: memory bandwidth is used up
-OnCopied = Callable[[int, int], None]
 
 
 # ---- views ------------------------------------------------------------------------------------------------------
@@ -109,7 +108,6 @@ def _ranks_here() -> int:
 def copy_all(
     targets: Sequence[torch.Tensor],
     sources: Sequence[torch.Tensor],
-    on_copied: OnCopied | None = None,
     pieces: Sequence[Piece] | None = None,
 ) -> None:
     """Copy every source into its target: same shapes, any devices and strides; dtypes are converted as ``copy_`` does.
@@ -117,8 +115,6 @@ def copy_all(
     Returns when the bytes are there. Sources are read in the order of the current stream of their device.
 
     Args:
-        on_copied: called with the range of bytes that is complete, counted over all targets one after the other. By
-            several threads, in any order. With CUDA, called once, at the end.
         pieces: the result of :func:`cut` for the targets' sizes, if the caller has it.
 
     Raises:
@@ -129,10 +125,8 @@ def copy_all(
         pieces = None
     if cuda.are_on_devices(itertools.chain(sources, targets)):
         copy_through_streams(targets, sources, _copy_on_host)
-        if on_copied is not None and targets:
-            on_copied(0, sum(target.nbytes for target in targets))
-        return
-    _copy_on_host(targets, sources, on_copied, pieces)
+    else:
+        _copy_on_host(targets, sources, pieces)
 
 
 def cpu_clone(tensor: torch.Tensor) -> torch.Tensor:
@@ -148,42 +142,26 @@ def cpu_clones(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _copy_on_host(
-    targets: Sequence[torch.Tensor],
-    sources: Sequence[torch.Tensor],
-    on_copied: OnCopied | None = None,
-    pieces: Sequence[Piece] | None = None,
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], pieces: Sequence[Piece] | None = None
 ) -> None:
     if pieces is None:
         pieces = cut(target.nbytes for target in targets)
-    _do_all(_jobs(targets, sources, pieces, on_copied), threads_for(pieces[-1].done if pieces else 0))
+    _do_all(_jobs(targets, sources, pieces), threads_for(pieces[-1].done if pieces else 0))
 
 
 def _jobs(
-    targets: Sequence[torch.Tensor],
-    sources: Sequence[torch.Tensor],
-    pieces: Sequence[Piece],
-    on_copied: OnCopied | None,
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], pieces: Sequence[Piece]
 ) -> Iterator[Callable[[], None]]:
     """Yield a job for each piece, and for each part of a large tensor."""
-
-    def copy(to: Sequence[torch.Tensor], of: Sequence[torch.Tensor], begin: int, end: int) -> None:
-        _copy(to, of)
-        if on_copied is not None:
-            on_copied(begin, end)
-
-    begin = 0
     for piece in pieces:
         to, of = targets[piece.start : piece.stop], sources[piece.start : piece.stop]
         if len(to) > 1 or to[0].nbytes <= PIECE or not (to[0].is_contiguous() and of[0].is_contiguous()):
-            yield partial(copy, to, of, begin, piece.done)
+            yield partial(_copy, to, of)
         else:
             flat_to, flat_of = to[0].view(-1), of[0].detach().view(-1)
-            size = flat_to.element_size()
-            step = max(1, PIECE // size)
+            step = max(1, PIECE // flat_to.element_size())
             for at in range(0, flat_to.numel(), step):
-                end = min(at + step, flat_to.numel())
-                yield partial(copy, [flat_to[at:end]], [flat_of[at:end]], begin + at * size, begin + end * size)
-        begin = piece.done
+                yield partial(_copy, [flat_to[at : at + step]], [flat_of[at : at + step]])
 
 
 def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

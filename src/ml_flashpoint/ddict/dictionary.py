@@ -54,7 +54,7 @@ from ml_flashpoint.format.errors import InvalidArgumentError
 
 @dataclass(frozen=True, slots=True)
 class ManagerStats:
-    """One manager, as `DDict.stats` has it.
+    """Statistics of one manager, see `DDict.stats`.
 
     Attributes:
         manager: its number.
@@ -89,7 +89,7 @@ class ManagerStats:
 
 
 def stats_of(answers: Sequence[Mapping[str, Any]], state: Mapping[str, Any], options: Options) -> list[ManagerStats]:
-    """What all managers, by number, and the coordinator have told."""
+    """Return the statistics that all managers, by number, and the coordinator have told."""
     return [
         ManagerStats(
             manager=number,
@@ -194,7 +194,7 @@ class DDict(MutableMapping[Any, Any]):
         self.put(key, value)
 
     def put(self, key: Any, value: Any) -> None:
-        """As ``d[key] = value``."""
+        """Write a key, as ``d[key] = value`` does."""
         self._put(self._batch, key, value, self._access.deadline())
 
     def pput(self, key: Any, value: Any) -> None:
@@ -387,15 +387,15 @@ class DDict(MutableMapping[Any, Any]):
         return self._access.count(self._access.managers, self._access.deadline())
 
     def keys(self) -> list[Any]:  # type: ignore[override]
-        """All keys at the checkpoint of this handle; an `Unreadable` for one whose class cannot be imported here."""
+        """Return the keys at the checkpoint of this handle; see `items`."""
         return list(iter(self))  # or `list` would ask for the length, too
 
     def values(self) -> list[Any]:  # type: ignore[override]
-        """All values at the checkpoint of this handle; see `items`."""
+        """Return the values at the checkpoint of this handle; see `items`."""
         return [value for _, value in self.items()]
 
     def items(self) -> list[tuple[Any, Any]]:  # type: ignore[override]
-        """All keys with their values at the checkpoint of this handle; an `Unreadable` for each whose class cannot be
+        """Return the keys and values at the checkpoint of this handle; an `Unreadable` for each whose class cannot be
         imported here."""
         return self._access.items(self._access.managers, self._access.deadline())
 
@@ -556,7 +556,7 @@ class DDict(MutableMapping[Any, Any]):
         self._access.restored(checkpoint_id, state)
 
     def advance(self) -> int:
-        """For replaying: restore the persisted checkpoint after this one, for all handles; returns its id.
+        """Restore the persisted checkpoint after this one, for all handles: for replaying. Returns its id.
 
         Raises:
             DDictPersistError: this is the last.
@@ -595,7 +595,7 @@ class DDict(MutableMapping[Any, Any]):
         return self._access.located(key)[0]
 
     def stats(self) -> list[ManagerStats]:
-        """What each manager has."""
+        """Return what each manager has."""
         deadline = self._access.deadline()
         call = self._access.client.links.call
         answers = [call(each, Stats(), deadline=deadline).fields for each in range(self._configuration.managers)]
@@ -618,7 +618,7 @@ class DDict(MutableMapping[Any, Any]):
 
     @property
     def is_frozen(self) -> bool:
-        """Whether writes are refused."""
+        """True if writes are refused."""
         return bool(self._access.state()["frozen"])
 
     # ---- handles ------------------------------------------------------------------------------------------
@@ -633,7 +633,7 @@ class DDict(MutableMapping[Any, Any]):
         return _made, self._described()
 
     def _described(self) -> tuple[Any, ...]:
-        """What another handle like this one is made from, as plain JSON: see `_made`."""
+        """Return what another handle like this one is made from, as plain JSON: see `_made`."""
         return self._configuration.to_json(), self.checkpoint_id, self._access.standing.epoch, self._access.only
 
     def serialize(self) -> str:
@@ -698,7 +698,7 @@ class DDict(MutableMapping[Any, Any]):
 
     @property
     def _is_creator(self) -> bool:
-        """Whether this is the handle that made the dictionary, and not a copy of it in a forked child."""
+        """True if this is the handle that made the dictionary, and not a copy of it in a forked child."""
         return self._runtime is not None and self._creator == os.getpid()
 
     def _stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Every error that a dictionary, or what a program needs around one, raises on purpose.
+"""Errors that a dictionary, or what a program needs around one, raises on purpose.
 
 Owns the types, and how they travel. All are `FlashpointError`s and survive pickling; those that name a checkpoint or a
 manager keep it as an attribute.

@@ -1,4 +1,4 @@
-"""What a dictionary is made with: the arguments of `DDict`, what follows from them, and what was made of them.
+"""Arguments of `DDict`, what follows from them, and the configuration that is made of them.
 
 Owns their names, what they mean, their checks, and how they travel to managers and in handles.
 """
@@ -146,22 +146,22 @@ class Options:
 
     @property
     def persists(self) -> bool:
-        """Whether checkpoints can be persisted."""
+        """True if checkpoints can be persisted."""
         return self.persister_class not in (None, NullCheckpointPersister)
 
     @property
     def replicated(self) -> bool:
-        """Whether commits wait for verified copies."""
+        """True if commits wait for verified copies."""
         return self.replication is not None
 
     @property
     def snapshots(self) -> bool:
-        """Whether managers take snapshots at all: to replicate or to persist them."""
+        """True if managers take snapshots at all: to replicate or to persist them."""
         return self.replicated or self.persists
 
     @property
     def whole_steps(self) -> bool:
-        """Whether nobody is left behind: a commit that is more than a number is made of whole steps only."""
+        """True if nobody is left behind: a commit that is more than a number is made of whole steps only."""
         return self.wait_for_writers or self.snapshots
 
     def next_due(self, committed: int) -> int | None:
@@ -179,14 +179,14 @@ class Options:
         return persister
 
     def make_strategy(self) -> ReplicationStrategy:
-        """Who holds copies of whom."""
+        """Return the strategy, by which managers hold copies of others."""
         if isinstance(self.replication, str):
             strategy: ReplicationStrategy = _STRATEGIES[self.replication](self.managers_per_node)
             return strategy
         return self.replication or NoReplicationStrategy()
 
     def holders(self) -> tuple[tuple[int, ...], ...]:
-        """For each manager, those that hold copies of it."""
+        """Return, for each manager, those that hold copies of it."""
         topology = Topology(tuple(f"node-{node}" for node in self.nodes))
         strategy = self.make_strategy()
         return tuple(strategy.copies_of(manager, topology) for manager in range(self.managers))
@@ -218,7 +218,7 @@ class Options:
         return made
 
     def to_fields(self) -> dict[str, Any]:
-        """As plain JSON, if they are `named`. What a strategy of one's own says is in `Configuration.holders`."""
+        """Return them, `named`, as plain JSON. A strategy of one's own is in `Configuration.holders`."""
         replication = self.replication if isinstance(self.replication, (str, type(None))) else "ring"
         return dataclasses.asdict(dataclasses.replace(self, replication=replication))
 
@@ -275,13 +275,13 @@ class Configuration:
         return Path(self.base, f"node-{self.options.nodes[manager]}")
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON. Has the secret in it: not for logs, command lines or environments."""
+        """Return it as plain JSON. Has the secret in it: not for logs, command lines or environments."""
         its = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         return {**its, "options": self.options.to_fields(), "secret": self.secret.hex()}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Configuration:
-        """What `to_json` was called on. From the creator or an authenticated peer, so trusted as code is."""
+        """Return what `to_json` was called on. From the creator or an authenticated peer, so trusted as code is."""
         values = {each.name: fields[each.name] for each in dataclasses.fields(cls)}
         values["options"] = Options(**values["options"])
         values["secret"] = bytes.fromhex(values["secret"])

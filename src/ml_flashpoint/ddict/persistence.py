@@ -42,11 +42,10 @@ from ml_flashpoint.format.errors import (
 from ml_flashpoint.format.files import as_octets
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
 from ml_flashpoint.format.object_format import encode_header, plan_layout
+from ml_flashpoint.format.records import MAX_RECORD_BYTES, decode_record, encode_record
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.stores.durable import MARKER, DurableVersions, save_of, try_to_remove, version_of
-from ml_flashpoint.stores.part import StoredObject, stored_object
-from ml_flashpoint.stores.records import MAX_RECORD_BYTES, decode_record, encode_record
-from ml_flashpoint.stores.version_store import Version
+from ml_flashpoint.stores.version_store import StoredObject, Version, stored_object
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -81,7 +80,7 @@ def write_part(store: DurableVersions, version: Version, manager: int, items: Se
     name, node = object_name(manager, version.save_id), os.uname().nodename or "unknown"
     record = ObjectRecord(name, layout.size, layout.size, tuple(_digests(chunks)), _BLOCK_BYTES)
     manifest = Manifest(version.name, manager, version.world_size, version.save_id, node, (record,))
-    store.write_part(manifest, lambda _: chunks)
+    store.write_part(manifest, lambda: chunks)
 
 
 def open_part(store: DurableVersions, version: Version, manager: int) -> StoredObject:
@@ -132,7 +131,7 @@ class History:
         return DurableVersions(self._persister.open_store())
 
     def begin(self) -> None:
-        """Be the one who writes here, and remove what others have not completed. Wait for a dying owner for
+        """Take the right to write here, and remove what others have not completed. Wait for a dying owner for
         `FLASHPOINT_LOCK_DEADLINE_S`. Raises `JobInUseError`: another live dictionary writes here."""
         if not self._is_ours:
             return
@@ -239,7 +238,7 @@ class History:
         Raises:
             FlashpointError: a part is not there, or the store failed: nothing has changed.
         """
-        self.store.complete(version.name, version.save_id, version.world_size)
+        self.store.complete(version.save, version.world_size)
         with self._writing():
             if is_off():
                 self.remove(version)

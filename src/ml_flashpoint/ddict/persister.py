@@ -90,7 +90,7 @@ class PosixCheckpointPersister(CheckpointPersister):
 
     def open_store(self) -> Files:
         """Return the directory. Raise an `UnsafePathError` if somebody else has planted something on the way."""
-        from ml_flashpoint.stores.directory import Directory
+        from ml_flashpoint.stores.files import Directory
 
         path = Path(self.resolve_path(self.persist_path), self.home)
         check_unplanted(path)
@@ -117,7 +117,7 @@ class FsspecCheckpointPersister(CheckpointPersister):
 
     def open_store(self) -> Files:
         """Return the URL. Raise an `UnsafePathError` if it is a path, and somebody else has planted something there."""
-        from ml_flashpoint.stores.url import UrlFiles
+        from ml_flashpoint.stores.files import UrlFiles
 
         path = f"{self.resolve_path(self.persist_path).rstrip('/')}/{self.home}"
         if os.path.isabs(path):

@@ -48,7 +48,7 @@ class Board:
             `FlashpointError` if a holder has no copy: a `CapacityError` if it has no room for one.
         heard: takes note of the newest verdict. This rank answers no round before `heard` was called with its verdict,
             so no verdict that lists another save is missed.
-        also: called on each pass, twice a second at least; with False while the store cannot be used.
+        also: called on each pass while the store can be used, twice a second at least.
         emit: `events.emit`, bound to a rank and base.
         persist_every: see `Leader`. persister_is_busy: see `Leader.decide`. Both are for rank 0.
 
@@ -64,7 +64,7 @@ class Board:
         connect: Callable[[], SignedStore],
         push: Callable[[SaveId, Verdict], None],
         heard: Callable[[Verdict], None],
-        also: Callable[[bool], None] = lambda has_store: None,
+        also: Callable[[], None] = lambda: None,
         emit: Callable[..., None] = lambda kind, **fields: None,
         persist_every: int = 0,
         persister_is_busy: Callable[[], bool] = lambda: False,
@@ -170,7 +170,6 @@ class Board:
             except Exception as error:  # of whatever kind: a thread that ended would be silent for ever
                 self._report(error)
                 self._store, pause_s = None, _LONGEST_PAUSE_S
-                self._guard(lambda: self._also(False))
             with self._changed:
                 if self._changed.wait_for(lambda: self._closed or self._has_news, pause_s):
                     self._began = time.monotonic()
@@ -193,7 +192,7 @@ class Board:
                 if self._error is not None:  # answers that were counted are found when late
                     store.delete_key(f"count/{self._member.verdict.number}")
             self._store, self._published = store, None
-        self._also(True)
+        self._also()
         answered = self._answer(self._store)
         return (self._look(self._store) if self._leader is None else self._lead(self._store, self._leader)) or answered
 

@@ -12,7 +12,6 @@ import concurrent.futures
 import contextlib
 import logging
 import os
-import queue
 import threading
 import time
 import weakref
@@ -27,7 +26,7 @@ from ml_flashpoint import events
 from ml_flashpoint.config import Config
 from ml_flashpoint.engine import save as saves
 from ml_flashpoint.engine.board import Board
-from ml_flashpoint.engine.committing import BytesItem, Filled, PartWriter, Staged, TensorItem
+from ml_flashpoint.engine.committing import BytesItem, CommittingThread, Filled, PartWriter, Staged, TensorItem
 from ml_flashpoint.engine.copying import Copies, HeldCopies
 from ml_flashpoint.engine.persist import Persister, PersistHealth
 from ml_flashpoint.engine.reader import VersionReader
@@ -84,61 +83,8 @@ Items = Callable[[], tuple[Sequence[TensorItem], Sequence[BytesItem]]]
 
 _TABLE = "table"
 _POLL_S = 0.25
-"""Seconds after which the committing thread looks for saves past their deadlines, and a waiting save for a slot."""
+"""Seconds after which a waiting save looks for a slot."""
 _LINGER_S = 1.0
-
-
-class _CommittingThread:
-    """The committing executor: one thread that does what it is given, in turn.
-
-    Args:
-        idle: called when there is nothing to do. True if it is to be called again at once.
-
-    Raises:
-        SaveError: no thread can be started.
-    """
-
-    def __init__(self, idle: Callable[[], bool]) -> None:
-        self._given: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._idle = idle
-        self._thread = threading.Thread(target=self._run, name="flashpoint-commit", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError as error:
-            raise SaveError(f"cannot start the thread that commits: {error}", hint="look at ulimit -u") from error
-
-    @property
-    def is_current(self) -> bool:
-        return threading.current_thread() is self._thread
-
-    def submit(self, work: Callable[[], object]) -> None:
-        self._given.put(work)
-
-    def drain(self, deadline_s: float) -> None:
-        """Wait until everything that was given is done."""
-        done = threading.Event()
-        self.submit(done.set)
-        done.wait(deadline_s)
-
-    def close(self) -> None:
-        """End the thread after what it was given. Does not wait for that."""
-        self._given.put(None)
-
-    def _run(self) -> None:
-        has_more = False
-        while True:
-            try:
-                work = self._given.get(timeout=0 if has_more else _POLL_S)
-                if work is None:
-                    return
-            except queue.Empty:
-                work = self._idle
-            try:
-                has_more = work() is not False
-            except Exception:  # of whatever kind: a thread that ended would commit nothing any more
-                _log.exception("the committing thread goes on after an error")
-                has_more = False
-            del work  # it holds thousands of entries
 
 
 class Checkpointer:
@@ -173,7 +119,6 @@ class Checkpointer:
         self.ranks = rank_group()
         self.stats = SaveStats()
         self._pid = os.getpid()
-        self._lock = threading.Lock()
         self._changed = threading.Condition()  # a slot may be free
         self._saves: set[Save] = set()
         self._run = 0
@@ -237,7 +182,7 @@ class Checkpointer:
             connect = partial(self._store.connect, "persist")
             self._persister = self._together(lambda: Persister(persist, ranks, self._pool, self.base, connect=connect))
             stack.callback(self._persister.close)
-        self._executor = self._together(lambda: _CommittingThread(self._idle))
+        self._executor = self._together(lambda: CommittingThread(self._idle))
         stack.callback(self._executor.close)
         if discard_existing or not self._recovery.any_versions():
             self.go_on_from(None)
@@ -333,10 +278,8 @@ class Checkpointer:
         save = Save(Terms(self.base, explicit, table, now, now + seal_deadline_s()))
         if step is not None:
             save.id = self._call(step, save.terms)
-        with self._lock:
+        with self._changed:
             self._saves.add(save)
-        for future in (save.committed, save.verified):
-            future.add_done_callback(lambda _: self._forget(save))
         return save
 
     def _call(self, step: int, terms: Terms) -> SaveId:
@@ -350,11 +293,6 @@ class Checkpointer:
             self.check_asked("latest()")
             raise SaveError("no run has begun since the last one ended: call latest()", rank=self.ranks.rank)
         return board
-
-    def _forget(self, save: Save) -> None:
-        if save.committed.done() and save.verified.done():
-            with self._lock:
-                self._saves.discard(save)
 
     def name(self, save: Save, step: int) -> None:
         """Give a save that was begun without a step its step. Raises as `begin` does; the save has failed then.
@@ -464,7 +402,7 @@ class Checkpointer:
         saves.fail(save.staged, error)
         saves.fail(save.verified, error)
         is_skipped = isinstance(error, SkippedError)
-        with self._lock:
+        with self._changed:
             self.stats.skipped += is_skipped
             self.stats.failed += not is_skipped
             is_first, self._is_skipping = is_skipped and not self._is_skipping, is_skipped
@@ -494,11 +432,8 @@ class Checkpointer:
                     self._pool.free(slot)
             finally:
                 save.lock.release()
-            self._notify()
-
-    def _notify(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
+            with self._changed:
+                self._changed.notify_all()
 
     @contextlib.contextmanager
     def _working(self, save: Save) -> Iterator[None]:
@@ -523,15 +458,19 @@ class Checkpointer:
             (self._pool.remove if exact else self._pool.free)(old)
             save.slot = None
         self._check_process()
-        before = self._pool.saves
-        while (slot := self._pool.take(size, partial(self._request, save), exact=exact)) is None:
+        before, explicit = self._pool.saves, save.terms.explicit
+
+        def request() -> SlotRequest:
+            return self._asked_board.request(save.id, explicit=explicit)
+
+        while (slot := self._pool.take(size, request, exact=exact)) is None:
             if (shortage := self._pool.shortage(size, self._asked_board.retained)) is not None:
                 raise shortage
             if save.committed.done():
                 raise save.committed.exception() or SaveError("the save has ended")
             text = "no slot is free: earlier saves are still being copied, or their versions read"
             hint = "save less often, or raise the limit of memory, so that there is room for two more slots"
-            if not save.terms.explicit or self._executor.is_current:  # nothing becomes free while that one waits
+            if not explicit or self._executor.is_current:  # nothing becomes free while that one waits
                 raise SkippedError(f"the save is skipped: {text}", step=save.step, rank=self.ranks.rank, hint=hint)
             if not save.terms.left_s:
                 raise DeadlineError(text, step=save.step, rank=self.ranks.rank, hint=hint)
@@ -541,9 +480,6 @@ class Checkpointer:
         for lost in before - self._pool.saves:  # no round can be about these any more
             self._asked_board.fail(lost)
         return slot
-
-    def _request(self, save: Save) -> SlotRequest:
-        return self._asked_board.request(save.id, explicit=save.terms.explicit)
 
     # ---- the committing thread -------------------------------------------------------------------------------
 
@@ -555,7 +491,7 @@ class Checkpointer:
             return
         assert save.id is not None
         board, size, seconds = self._board, manifest.objects[0].size, time.monotonic() - save.terms.began
-        with self._lock:
+        with self._changed:
             self.stats.committed += 1
             self.stats.last_committed = save.id.step
             self.stats.bytes, self.stats.committed_s = size, seconds
@@ -596,7 +532,10 @@ class Checkpointer:
 
     def _idle(self) -> bool:
         """Have saves fail whose deadlines have passed, and make slots ahead. Return True if there may be more to do."""
-        with self._lock:
+        if self._persister is not None:
+            self._persister.look()
+        with self._changed:
+            self._saves = {save for save in self._saves if not (save.committed.done() and save.verified.done())}
             late = [save for save in self._saves if not save.terms.left_s]
         for save in late:
             text = "was not verified" if save.committed.done() else "was not committed"
@@ -611,12 +550,6 @@ class Checkpointer:
         return False
 
     # ---- the board's thread ----------------------------------------------------------------------------------
-
-    def _look(self, has_store: bool) -> None:
-        if has_store:
-            self.replicas.answer()
-        if self._persister is not None:
-            self._persister.look()
 
     def _push(self, save: SaveId, verdict: Verdict) -> None:
         if not self.holders:
@@ -640,11 +573,12 @@ class Checkpointer:
         self._recovery.heard(verdict)
         if self._persister is not None:  # before anybody learns that the save is verified
             self._persister.heard(verdict)
-        with self._lock:
+        with self._changed:
             mine = [save for save in self._saves if save.id is not None and save.id.run == self._run]
         for save in sorted(mine, key=lambda save: save.id or SaveId(0, 0)):
             self._judge(save, verdict)
-        self._notify()
+        with self._changed:
+            self._changed.notify_all()
         if verdict.total:
             self._pool.remove_left(verdict.retained, () if verdict.recovered is None else (verdict.recovered,))
 
@@ -674,13 +608,13 @@ class Checkpointer:
         return self._wait(seal_deadline_s() if deadline_s is None else deadline_s)
 
     def _wait(self, deadline_s: float) -> bool:
-        with self._lock:
+        with self._changed:
             futures: list[Future[Any]] = [each for save in self._saves for each in (save.committed, save.verified)]
         return not concurrent.futures.wait(futures, deadline_s).not_done
 
     def await_commits(self, deadline_s: float) -> bool:
         """Wait until this rank's parts of all saves are committed, or have failed. Return True if in time."""
-        with self._lock:
+        with self._changed:
             futures = [save.committed for save in self._saves]
         return not concurrent.futures.wait(futures, deadline_s).not_done
 
@@ -756,7 +690,7 @@ class Checkpointer:
             connect=lambda: self._store.connect(f"run-{run}"),
             push=self._push,
             heard=self._heard,
-            also=self._look,
+            also=self.replicas.answer,
             emit=self._emit,
             persist_every=0 if persist is None else persist.every,
             persister_is_busy=lambda: self._persister is not None and self._persister.is_busy,
@@ -776,7 +710,7 @@ class Checkpointer:
         board, self._board, self._run = self._board, None, 0
         if board is not None:
             board.close(max(give_up - time.monotonic(), 0.0), last)
-        with self._lock:
+        with self._changed:
             mine = [save for save in self._saves if save.id is not None]  # others get the new run's
         for save in mine:
             text = "the save was not verified before its run ended"
@@ -913,9 +847,8 @@ class Checkpointer:
             if not self.ranks.all_ok(self.finish(seal_deadline_s())):
                 _log.error("versions stay in memory: a rank has not ended its saves, or not persisted the newest one")
                 return
-            self._end_run(seal_deadline_s())
-            self.ranks.together(self._remove_all, SaveError("another rank cannot remove its versions"))
             self.go_on_from(None)
+            self.ranks.together(self._remove_all, SaveError("another rank cannot remove its versions"))
         except FlashpointError as error:
             _log.error("versions stay in memory: %s", error)
 
@@ -929,13 +862,13 @@ class Checkpointer:
         if os.getpid() != self._pid:
             return
         answer_sigterm()
-        with self._lock:
+        with self._changed:
             if self._closed:
                 return
             self._closed = True
         give_up = time.monotonic() + exit_deadline_s()
         self._executor.drain(exit_deadline_s())
-        with self._lock:
+        with self._changed:
             left = [save for save in self._saves if not save.committed.done()]
         for save in left:
             self.fail(save, SaveError("the checkpointer was closed before the save was committed"))

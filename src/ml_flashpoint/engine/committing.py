@@ -8,26 +8,25 @@ header. Where only content changes, no step of Python is made for each tensor.
 from __future__ import annotations
 
 import itertools
+import logging
+import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter, itemgetter
 from typing import Any, Protocol
 
 import torch
 
-from ml_flashpoint.copy.cpu import Piece, copy_all, cpu_clones, cut, threads_for, view_identity
+from ml_flashpoint.copy.cpu import Piece, copy_all, cpu_clones, cut, view_identity
 from ml_flashpoint.copy.dtypes import described, dtype_name, torch_dtype
 from ml_flashpoint.copy.late import LateCopy
-from ml_flashpoint.format import knobs
-from ml_flashpoint.format.digest import BlockDigester, block_count
-from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError
+from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, SaveError
 from ml_flashpoint.format.manifest import ObjectRecord
 from ml_flashpoint.format.object_format import (
     Entry,
     Layout,
-    encode_header,
     layout_from_entries,
     plan_layout,
     with_byte_items,
@@ -36,8 +35,18 @@ from ml_flashpoint.memory.pool import slot_size
 from ml_flashpoint.memory.slot import Slot, round_up
 from ml_flashpoint.state.tree import elements
 
+_log = logging.getLogger(__name__)
+
 TensorItem = tuple[str, torch.Tensor]
 BytesItem = tuple[str, bytes]
+
+_APPEND_ALIGNMENT = 64
+_IDLE_S = 0.25
+"""Seconds after which the committing thread looks for saves past their deadlines."""
+_first, _second = itemgetter(0), itemgetter(1)
+_dtype, _shape = attrgetter("dtype"), attrgetter("shape")
+_data_ptr, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
+_is_neg, _is_conj = torch.Tensor.is_neg, torch.Tensor.is_conj
 
 
 class Take(Protocol):
@@ -49,17 +58,9 @@ class Take(Protocol):
         ...
 
 
-_APPEND_ALIGNMENT = 64
-_CALLER_S = 1e-3
-"""Seconds in which the caller of `stage` returns to its loop. Digests wait so long: they would take its core."""
-
-_first, _second = itemgetter(0), itemgetter(1)
-_dtype, _shape = attrgetter("dtype"), attrgetter("shape")
-
-
 @dataclass(slots=True, eq=False)
 class Staged:
-    """Bytes ``begin:end`` of a slot that stay as they are until they are committed. They are digested meanwhile.
+    """Bytes ``begin:end`` of a slot that stay as they are until they are committed.
 
     Attributes:
         slot: the slot. begin, end: before is room for the header, and behind for what is added later.
@@ -72,24 +73,9 @@ class Staged:
     end: int
     views: Sequence[torch.Tensor] = field(default=(), repr=False)
     late: LateCopy | None = None
-    block_size: int = field(default_factory=knobs.block_bytes)
-    _digester: BlockDigester | None = None
-
-    @property
-    def digests_begin(self) -> int:
-        """Offset of the first block that lies wholly within, and is digested."""
-        return block_count(self.begin, self.block_size) * self.block_size
-
-    def digester(self) -> BlockDigester:
-        """Return what digests the blocks that lie wholly within."""
-        if self._digester is None:
-            begin = self.digests_begin
-            end = max(begin, self.end // self.block_size * self.block_size)
-            self._digester = BlockDigester(self.slot.buffer[begin:end], end - begin, block_size=self.block_size)
-        return self._digester
 
     def wait(self, deadline_s: float) -> None:
-        """Wait until all is copied, and begin to digest. Nothing happens where all is.
+        """Wait until all is copied.
 
         Raises:
             SaveError: a source has changed, or the copy was not over in time. The bytes are of no use.
@@ -97,33 +83,16 @@ class Staged:
         if self.late is not None:
             self.late.wait(deadline_s)
             self.late = None
-            self.digester().advance(0, self.digester().size)
-
-    def digests(self, size: int) -> tuple[str, ...]:
-        """Return the digests of all blocks of an object of ``size`` bytes, whose header and rest are written now."""
-        first, known = self.digests_begin // self.block_size, self.digester().finish()
-        self._digester = None
-        # What was staged and is not named may reach beyond the object, whose last block then ends earlier.
-        known = known[: max(0, size // self.block_size - first)]
-        begin, end = (min(block * self.block_size, size) for block in (first, first + len(known)))
-        around = []
-        for part in (self.slot.buffer[:begin], self.slot.buffer[end:size]):
-            with BlockDigester(part, part.nbytes, block_size=self.block_size) as digester:
-                around.append(digester.finish())
-        return (*around[0], *known, *around[1])
 
     def discard(self) -> None:
-        """Wait until nothing is copied or digested any more: the bytes are of no use. Safe to repeat."""
+        """Wait until nothing is copied any more: the bytes are of no use. Safe to repeat."""
         if self.late is not None:
             self.late.settle()
-        if self._digester is not None:
-            self._digester.abort()
-            self._digester = None
 
 
 @dataclass(slots=True, eq=False)
 class Filled:
-    """An object whose items are in place. Header and digests wait for the byte items that may still be added."""
+    """An object whose tensors are in place. Its byte items and its header are written by `PartWriter.seal`."""
 
     staged: Staged
     layout: Layout
@@ -198,9 +167,7 @@ class PartWriter:
             if late is not None:
                 self._start(staged, plan, views, sources, late)
             else:
-                copy_all(views, sources, pieces=plan.pieces)
-            if staged.late is None:
-                staged.digester().advance_soon(_CALLER_S)
+                copy_all(views, sources, plan.pieces)
         except BaseException:
             staged.discard()
             raise
@@ -265,7 +232,8 @@ class PartWriter:
         values = list(map(_second, tensors))
         offsets = [at if begin <= at < end else -1 for at in map((-slot.address).__add__, map(_data_ptr, values))]
         if not (all(map(_is_contiguous, values)) and not any(map(_is_neg, values)) and not any(map(_is_conj, values))):
-            offsets = [at if _is_its_memory(value) else -1 for at, value in zip(offsets, values, strict=True)]
+            lies = [value.is_contiguous() and not value.is_neg() and not value.is_conj() for value in values]
+            offsets = [at if is_there else -1 for at, is_there in zip(offsets, lies, strict=True)]
         names, dtypes, shapes = list(map(_first, tensors)), list(map(_dtype, values)), list(map(_shape, values))
         signature = begin, end, offsets, names, dtypes, shapes
         named = self._named
@@ -296,28 +264,12 @@ class PartWriter:
         if old is not None:  # some of them lie in the slot, which may be taken again
             old.wait(deadline_s)
             values = cpu_clones(values)
-            old.discard()
         plan = self._filled = _planned(self._filled, names, values, list(map(_first, byte_items)), aliases)
         layout = with_byte_items(plan.layout, _sizes(byte_items))
         size, exact = layout.size + self._extra, old is not None and _wastes(layout.size, old)
         slot = take(slot_size(size) if exact else size, None if old is None else old.slot, exact=exact)
-        staged = _body(slot, plan.layout)
-        digester, begin = staged.digester(), staged.begin - staged.digests_begin
-        helps = threads_for(staged.end - staged.begin) > 1
-
-        def on_copied(first: int, last: int) -> None:
-            first, last = max(begin + first, 0), min(begin + last, digester.size)
-            if first < last:
-                digester.advance(first, last)
-                if helps:
-                    digester.help()
-
-        try:
-            copy_all(self._views_of(slot, plan.layout), plan.to_file(values), on_copied, plan.pieces)
-        except BaseException:
-            staged.discard()
-            raise
-        return Filled(staged, layout, list(byte_items))
+        copy_all(self._views_of(slot, plan.layout), plan.to_file(values), plan.pieces)
+        return Filled(_body(slot, plan.layout), layout, list(byte_items))
 
     # ---- sealing -------------------------------------------------------------------------------------------
 
@@ -326,53 +278,27 @@ class PartWriter:
     ) -> tuple[Slot, ObjectRecord]:
         """Add further byte items, write the header and complete the digests of an object. Return its slot, which is
         another one if these items did not fit, and its entry for the manifest. For ``deadline_s`` see `fill`."""
-        size = filled.layout.size
-        header = self._header(filled, extra)
-        if header is None:
-            layout, slot = filled.layout, filled.staged.slot
-            lying = [(entry.key, _view(slot, entry)) for entry in layout.tensors]
-            lying += [(alias, _view(slot, layout.by_key[kept])) for alias, kept in layout.aliases.items()]
-            items = [*filled.byte_items, *extra]
-            filled = self._place(take, lying, items, filled.staged, deadline_s)
-            header = self._header(filled, ())
-            if header is None:
-                raise CapacityError("the header of the object has no room for its items", path=slot.path)
-        layout, slot, staged = filled.layout, filled.staged.slot, filled.staged
-        for entry, (_, data) in zip(layout.byte_items, filled.byte_items, strict=True):
-            slot.buffer[entry.begin : entry.end] = data
-        slot.buffer[: layout.data_start] = header
-        digests = staged.digests(layout.size)
+        size, items = filled.layout.size, [*filled.byte_items, *extra]
+        layout, staged, contents = filled.layout, filled.staged, list(map(_second, items))
+        if extra:
+            layout = with_byte_items(layout, _sizes(items), staged.end)
+        try:
+            record = staged.slot.seal(name, layout, contents)
+        except CapacityError:
+            lying = [(entry.key, _view(staged.slot, entry)) for entry in layout.tensors]
+            lying += [(alias, _view(staged.slot, layout.by_key[kept])) for alias, kept in layout.aliases.items()]
+            filled = self._place(take, lying, items, staged, deadline_s)
+            layout, staged = filled.layout, filled.staged
+            record = staged.slot.seal(name, layout, contents)
         # What is added is about as long the next time.
         self._behind, self._extra = max(0, layout.size - staged.end), max(0, layout.size - size)
-        return slot, ObjectRecord(name, layout.size, slot.size, digests, staged.block_size)
-
-    def _header(self, filled: Filled, extra: Sequence[BytesItem]) -> bytes | None:
-        """Return the header with further byte items; None, with nothing changed, if there is no room."""
-        items = [*filled.byte_items, *extra]
-        layout = with_byte_items(filled.layout, _sizes(items), filled.staged.end) if extra else filled.layout
-        size = filled.staged.slot.size
-        if layout.size > size:
-            return None
-        try:
-            header = encode_header(layout, size)
-        except CapacityError:
-            return None
-        filled.layout, filled.byte_items = layout, items
-        return header
-
-
-_data_ptr, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
-_is_neg, _is_conj = torch.Tensor.is_neg, torch.Tensor.is_conj
+        return staged.slot, record
 
 
 def _wastes(nbytes: int, staged: Staged) -> bool:
     """Return True if an object is much smaller than what was staged for it, as it is where DCP copies all of a
     replicated state before it divides the state: copies would be as large as the slot."""
     return nbytes * 3 < staged.end * 2
-
-
-def _is_its_memory(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
 def _sizes(byte_items: Iterable[BytesItem]) -> list[tuple[str, int]]:
@@ -402,7 +328,7 @@ def _planned(
     if known is not None and known.signature == signature:
         if known.kind is kind:
             return known
-        return _Plan(kind, signature, known.layout, known.pieces, known.to_file, known.to_caller)
+        return replace(known, kind=kind)
     tensors = list(zip(names, values, strict=True))
     layout = plan_layout(described(tensors), [(key, 0) for key in byte_keys], aliases)
     place = {name: number for number, name in enumerate(names)}
@@ -458,3 +384,58 @@ def _without_aliases(tensors: Sequence[TensorItem]) -> tuple[Sequence[TensorItem
         else:
             aliases[name] = first
     return unique, aliases
+
+
+class CommittingThread:
+    """The committing executor: one thread that does what it is given, in turn.
+
+    Args:
+        idle: called when there is nothing to do. True if it is to be called again at once.
+
+    Raises:
+        SaveError: no thread can be started.
+    """
+
+    def __init__(self, idle: Callable[[], bool]) -> None:
+        self._given: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._idle = idle
+        self._thread = threading.Thread(target=self._run, name="flashpoint-commit", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise SaveError(f"cannot start the thread that commits: {error}", hint="look at ulimit -u") from error
+
+    @property
+    def is_current(self) -> bool:
+        """True if the caller runs on this thread."""
+        return threading.current_thread() is self._thread
+
+    def submit(self, work: Callable[[], object]) -> None:
+        """Have something done, after everything that was given before."""
+        self._given.put(work)
+
+    def drain(self, deadline_s: float) -> None:
+        """Wait until everything that was given is done."""
+        done = threading.Event()
+        self.submit(done.set)
+        done.wait(deadline_s)
+
+    def close(self) -> None:
+        """End the thread after what it was given. Does not wait for that."""
+        self._given.put(None)
+
+    def _run(self) -> None:
+        has_more = False
+        while True:
+            try:
+                work = self._given.get(timeout=0 if has_more else _IDLE_S)
+                if work is None:
+                    return
+            except queue.Empty:
+                work = self._idle
+            try:
+                has_more = work() is not False
+            except Exception:  # of whatever kind: a thread that ended would commit nothing any more
+                _log.exception("the committing thread goes on after an error")
+                has_more = False
+            del work  # it holds thousands of entries

@@ -73,24 +73,28 @@ class Copies:
     ) -> None:
         ranks.check_nodes(boot_id(), "a machine")
         self._ranks, self._held = ranks, held
+        self._service: TransferService | None = None
+        self._holders: dict[int, PeerConnection] = {}
 
-        def start() -> TransferService | None:
-            if len(ranks.topology.node_order) == 1:
-                return None
-            try:
-                address = host or reachable_host()
-                return TransferService(ranks.secret, held, host=address, deadline_s=transfer_deadline_s())
-            except OSError as error:
-                raise ReplicationError(f"peers cannot reach this host: {error}", rank=ranks.rank) from error
+        def serve() -> None:
+            if len(ranks.topology.node_order) > 1:
+                try:
+                    address = host or reachable_host()
+                    self._service = TransferService(ranks.secret, held, host=address, deadline_s=transfer_deadline_s())
+                except OSError as error:
+                    raise ReplicationError(f"peers cannot reach this host: {error}", rank=ranks.rank) from error
 
-        text = "another rank cannot serve its peers; its log says why"
-        self._service = ranks.together(start, ReplicationError(text, rank=ranks.rank))
-        mine = None if self._service is None else self._service.address
-        found = [json.loads(blob) for blob in ranks.gather(json.dumps(mine).encode())]
-        self.addresses: tuple[Address | None, ...] = tuple(
-            None if each is None else (each[0], each[1]) for each in found
-        )
-        self._holders = {rank: self._connection(rank) for rank in strategy.copies_of(ranks.rank, ranks.topology)}
+        try:
+            text = "another rank cannot serve its peers; its log says why"
+            ranks.together(serve, ReplicationError(text, rank=ranks.rank))
+            mine = None if self._service is None else self._service.address
+            found = [json.loads(blob) for blob in ranks.gather(json.dumps(mine).encode())]
+        except BaseException:
+            self.close()
+            raise
+        self.addresses: tuple[Address | None, ...] = tuple(each and (each[0], each[1]) for each in found)
+        for rank in strategy.copies_of(ranks.rank, ranks.topology):
+            self._holders[rank] = self._connection(rank)
 
     def address_of(self, rank: int) -> Address:
         """Return the address of a rank's service. Raise a `ReplicationError` if the rank serves nothing."""
@@ -104,15 +108,8 @@ class Copies:
         return PeerConnection(self.address_of(rank), self._ranks.secret, node=node, deadline_s=deadline_s)
 
     def push(self, save: SaveId, verdict: Verdict, pool: Pool) -> int:
-        """Give all holders of this rank, at once, a copy of a committed part. Return its bytes when all have it.
-
-        Args:
-            save: of the part.
-            verdict: newest verdict that this rank knows.
-            pool: pool of this rank's parts.
-
-        Raises:
-            FlashpointError: a holder has no copy. Others may.
+        """Give all holders of this rank, at once, a copy of a committed part of its pool, with the newest verdict that
+        this rank knows. Return the part's bytes when all have it. Raise a `FlashpointError` if a holder has no copy.
         """
         manifest = pool.container.read_manifest(save, self._ranks.rank)
         rider = {"run": self._held.run, "verdict": verdict.to_fields()}
@@ -131,9 +128,8 @@ class Copies:
         until: float,
         failures: Failures | None = None,
     ) -> Manifest:
-        """Bring a part here: into a slot, checked, committed.
-
-        A node that breaks off is followed by the next one, from the last good block on.
+        """Bring a part here: into a slot, checked, committed. Where a node breaks off, the next one goes on after the
+        last good block.
 
         Args:
             save, rank: of the part.
@@ -176,17 +172,8 @@ class Copies:
     def read_blocks(
         self, save: SaveId, manifest: Manifest, first_block: int, buffer: memoryview, nodes: Sequence[str]
     ) -> None:
-        """Fill a buffer with whole blocks of a part's object, checked.
-
-        Args:
-            save: save of the part. manifest: its manifest.
-            first_block: number of the first block.
-            buffer: as many bytes as the blocks have.
-            nodes: nodes that have the part.
-
-        Raises:
-            FlashpointError: no node gives the blocks.
-        """
+        """Fill a buffer with whole blocks of a part's object, checked, from ``first_block`` on. Raise a
+        `FlashpointError` if none of the nodes gives the blocks."""
         part = PartName(save, manifest.rank)
         with BlockChecker(manifest.objects[0], buffer, str(part), first_block) as blocks:
             self._ask(nodes, part, lambda peer: peer.fetch(part, blocks), None, None)
@@ -256,13 +243,8 @@ class HeldCopies:
         self._receiving: set[int] = set()  # ranks whose copies are being received
 
     def serve(self, run: int, hear: Callable[[Verdict], None], retained: Callable[[], Collection[SaveId]]) -> None:
-        """Take in the copies that are pushed in a run.
-
-        Args:
-            run: number of the run.
-            hear: called with the verdict of each push.
-            retained: called after that; returns the saves whose copies are retained.
-        """
+        """Take in the copies that are pushed in a run. For each push, ``hear`` is called with its verdict, and then
+        ``retained``, which returns the saves whose copies are retained."""
         with self._changed:
             self.run, self._hear, self._retained, self._has_ended = run, hear, retained, False
             self._heard.clear()

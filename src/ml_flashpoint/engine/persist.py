@@ -35,7 +35,7 @@ from ml_flashpoint.ranks.rank_group import RankGroup
 from ml_flashpoint.stores.durable import DurableVersions
 from ml_flashpoint.stores.location import open_durable
 from ml_flashpoint.stores.ownership import PERIOD_S, Ownership
-from ml_flashpoint.stores.part import check_blocks
+from ml_flashpoint.stores.version_store import check_blocks
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -248,7 +248,7 @@ class Persister:
         if self._rank == 0:
             self._remove_old(save)
         self._pace = began = time.monotonic()
-        self._store.write_part(manifest, lambda record: self._content(task, slot, record))
+        self._store.write_part(manifest, lambda: self._content(task, slot, manifest.objects[0]))
         task.hold.close()
         seconds, size = time.monotonic() - began, manifest.total_size
         events.emit(events.PartPersisted, self._ranks, self._base, save.step, bytes=size, seconds=seconds)
@@ -295,7 +295,7 @@ class Persister:
         """Complete a version on rank 0, once the parts of all ranks are there."""
         store, save = self._store, task.save
         give_up, poll_s = time.monotonic() + collective_deadline_s(), _FIRST_POLL_S
-        while len(there := store.ranks_there(save.version, save.text)) < self._world_size:
+        while len(there := store.ranks_there(save)) < self._world_size:
             if time.monotonic() > give_up:
                 missing = sorted(set(range(self._world_size)) - there)[:8]
                 raise DeadlineError(f"the parts of ranks {missing} were not written in time", step=save.step)
@@ -313,14 +313,14 @@ class Persister:
                 path=store.path,
                 hint="give each job a URL of its own",
             )
-        store.complete(save.version, save.text, self._world_size)
+        store.complete(save, self._world_size)
         events.emit(events.VersionPersisted, self._ranks, self._base, save.step, url=self.options.url)
 
     def _remove_old(self, save: SaveId) -> None:
         assert self._ownership is not None
         try:
             self._ownership.check()
-            self._store.keep_newest(self.options.keep, save.version, save.text)
+            self._store.keep_newest(self.options.keep, save)
         except FlashpointError as error:
             _log.warning("older versions are not removed yet: %s", error)
 

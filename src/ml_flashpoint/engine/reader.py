@@ -31,10 +31,9 @@ from ml_flashpoint.format.object_format import Entry, Layout, header_length, par
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.container import BaseContainer
 from ml_flashpoint.memory.pool import Pool
-from ml_flashpoint.stores.bounded import Bounded
+from ml_flashpoint.stores.bounded import in_background, result_of
 from ml_flashpoint.stores.durable import DurableVersions
-from ml_flashpoint.stores.part import check_blocks
-from ml_flashpoint.stores.version_store import Version
+from ml_flashpoint.stores.version_store import Version, check_blocks
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -226,11 +225,11 @@ class DurableParts:
         """See `MemoryParts.open`."""
         manifest = self.manifest(rank)
         record = manifest.objects[0]
-        path = self._store.path_of(manifest, record)
+        path = self._store.path_of(manifest)
 
         def fetch(first: int, buffer: memoryview) -> None:
             begin = first * record.block_size
-            waited_for(lambda: self._store.read_into(manifest, record, begin, buffer), self._store.path)
+            waited_for(lambda: self._store.read_into(manifest, begin, buffer), self._store.path)
             check_blocks(record, begin, buffer, path)
 
         return ObjectReader(manifest, fetch=fetch, path=path)
@@ -292,4 +291,4 @@ def waited_for(call: Callable[[], _T], url: str, deadline_s: float | None = None
     `DeadlineError` after ``FLASHPOINT_RECOVERY_DEADLINE_S``, and an `UnreadableError` if it cannot be read just now."""
     deadline_s = recovery_deadline_s() if deadline_s is None else deadline_s
     until = time.monotonic() + deadline_s
-    return Bounded(lambda: retrying(call, until, f"reading at {url}")).result(deadline_s + _LATE_S)
+    return result_of(in_background(lambda: retrying(call, until, f"reading at {url}")), deadline_s + _LATE_S)

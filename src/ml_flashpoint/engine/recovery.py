@@ -623,4 +623,4 @@ class _Search:
 
 
 def _check_size(store: DurableVersions, version: Version, rank: int) -> None:
-    store.check_sizes(store.manifest(version, rank))
+    store.check_size(store.manifest(version, rank))

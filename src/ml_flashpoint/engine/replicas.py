@@ -164,10 +164,7 @@ class Replicas:
 
     def answer(self) -> None:
         """Publish this rank's entry, and adopt what others have published. On the board's thread. Does not wait.
-
-        Raises:
-            FlashpointError: the job's store failed.
-        """
+        Raise a `FlashpointError` if the job's store failed."""
         with self._lock:
             if self._own is None or self._ranks == 1:
                 return
@@ -188,12 +185,7 @@ class Replicas:
                 _log.debug("rank %d cannot say what it writes: %s", self._rank, error)
 
     def publish(self, table: str, share: Callable[[], bytes]) -> None:
-        """Publish, once, what this rank writes by a table.
-
-        Args:
-            table: name of the table.
-            share: returns the bytes for rank 0.
-        """
+        """Publish, once, what this rank writes by a table of this name: what ``share`` returns, for rank 0."""
         with self._lock:
             if table == self._shared:
                 return
@@ -203,11 +195,8 @@ class Replicas:
             self._shared = table
 
     def collect(self, table: str, deadline_s: float) -> list[bytes]:
-        """Return what all ranks have published of a table, in rank order. Waits for them.
-
-        Raises:
-            DeadlineError: a rank has not. Names it.
-        """
+        """Wait for what all ranks publish of a table, and return it in rank order. Raise a `DeadlineError`, which names
+        the rank, if one has not published in time."""
         until, pause_s = time.monotonic() + deadline_s, _FIRST_PAUSE_S
         found: list[bytes] = []
         while len(found) < self._ranks:

@@ -174,7 +174,7 @@ class _Handler:
                 if not numbers:
                     return
                 # A forked child writes to the same socket until it has let go of it.
-                sender = _CREDENTIALS.unpack(ancillary[0][2])[0] if ancillary else 0
+                sender = _CREDENTIALS.unpack(ancillary[0][2])[0] if ancillary else self._pid
                 if sender == self._pid and numbers[0] == signal.SIGTERM:
                     self._watch_over(time.monotonic())
 

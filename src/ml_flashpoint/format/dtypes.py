@@ -1,4 +1,4 @@
-"""How tensors of each dtype are stored in objects. Dtypes have torch's names, such as ``float32``.
+"""Dtypes of tensors, and their form in objects. They have torch's names, such as ``float32``.
 
 A dtype that every safetensors release since 0.4.2 reads is named in the file; any other is stored as plain bytes, with
 its true dtype and shape beside them.

@@ -20,6 +20,9 @@ class _Context(TypedDict, total=False):
     hint: str | None
 
 
+_VERBS = ("must ", "is ", "has ", "cannot ", "needs ")
+
+
 class FlashpointError(Exception):
     """Base of all errors of this package.
 
@@ -57,9 +60,12 @@ class FlashpointError(Exception):
         named = (("step", self.step), ("rank", self.rank), ("node", self.node), ("path", self.path))
         return [f"{name} {value}" for name, value in named if value is not None]
 
+    def _sentence(self) -> str:
+        return self.message
+
     def __str__(self) -> str:
-        context = self._context()
-        shown = f"{self.message} [{', '.join(context)}]" if context else self.message
+        context, sentence = self._context(), self._sentence()
+        shown = f"{sentence} [{', '.join(context)}]" if context else sentence
         return f"{shown}; {self.hint}" if self.hint else shown
 
 
@@ -71,7 +77,8 @@ class InvalidArgumentError(FlashpointError, ValueError):
     """An argument outside what the call accepts.
 
     Args:
-        message: see `FlashpointError`, as for what is in `context`.
+        message: see `FlashpointError`, as for ``context``. "must be at least 1" is shown as "every_n_steps must be at
+            least 1, got 0".
         argument: name of the argument.
         value: the value refused. Only its shortened `repr` is kept, in ``value``.
     """
@@ -83,9 +90,16 @@ class InvalidArgumentError(FlashpointError, ValueError):
         self.argument = argument
         self.value = reprlib.repr(value)
 
+    @property
+    def _is_about_argument(self) -> bool:
+        return self.argument is not None and self.message.startswith(_VERBS)
+
+    def _sentence(self) -> str:
+        return f"{self.argument} {self.message}, got {self.value}" if self._is_about_argument else self.message
+
     def _context(self) -> list[str]:
-        context = super()._context()
-        return context if self.argument is None else [f"{self.argument}={self.value}", *context]
+        named = self.argument is not None and not self._is_about_argument
+        return [*([f"{self.argument}={self.value}"] if named else []), *super()._context()]
 
 
 class DamagedError(FlashpointError):

@@ -8,8 +8,7 @@ from ml_flashpoint.extras import require
 require("pytorch", "torch")
 
 from ml_flashpoint.local.async_queue import AsyncCallsQueue, AsyncRequest
-from ml_flashpoint.local.base_state_dict import TensorAwareStateDict
-from ml_flashpoint.local.basic_state_dict import BasicTensorAwareStateDict
+from ml_flashpoint.local.basic_state_dict import BasicTensorAwareStateDict, TensorAwareStateDict
 from ml_flashpoint.local.errors import (
     BackgroundWorkerError,
     CallOrderError,

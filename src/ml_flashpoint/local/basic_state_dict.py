@@ -1,10 +1,11 @@
-"""`BasicTensorAwareStateDict`: any nesting of containers with tensors in it, as a `TensorAwareStateDict`."""
+"""`TensorAwareStateDict`: the interface of states whose tensors can be told from their structure.
+`BasicTensorAwareStateDict`: any nesting of containers with tensors in it, as such a state."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, ValuesView
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
 from functools import partial
 from typing import Any
 
@@ -13,25 +14,59 @@ from torch.distributed.tensor import DTensor
 
 from ml_flashpoint.copy.cpu import cpu_clone
 from ml_flashpoint.format.errors import InvalidArgumentError
-from ml_flashpoint.local.base_state_dict import TensorAwareStateDict
 from ml_flashpoint.local.errors import CallOrderError
-from ml_flashpoint.state.archive import attributes_of, is_plain, new_instance
+from ml_flashpoint.state.archive import PLAIN_BASES, attributes_of, is_plain, new_instance
 from ml_flashpoint.state.private import tree_map
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TensorPlaceholder:
-    """A stand-in for a tensor in a hollow state.
+class TensorAwareStateDict(ABC):
+    """A state to checkpoint, as `LocalCheckpointManager.save` takes it and `load` returns it.
 
-    Attributes:
-        like: a tensor without memory of the same dtype and shape; of a DTensor, of its local shard.
-        device: where the tensor was.
-        wrap: makes of a tensor what was there: a parameter or a DTensor, if it was one.
+    A *hollow* state has had its tensors taken out and not put back yet. A subclass must be able to move its tensors
+    to the CPU and back; taking them out is optional (`NotImplementedError`). Subclasses are stored by their attributes,
+    which may nest in any way that `BasicTensorAwareStateDict` describes, and are made again without their constructor.
     """
 
-    like: torch.Tensor
-    device: torch.device
-    wrap: Callable[[torch.Tensor], torch.Tensor]
+    def pop_tensors(self) -> Sequence[torch.Tensor]:
+        """Take the tensors out, and return them. The state is hollow afterwards."""
+        raise self._cannot("pop_tensors")
+
+    @property
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """Tensors, in the order in which `pop_tensors` returns them."""
+        raise self._cannot("tensors")
+
+    @property
+    def is_hollow(self) -> bool:
+        """True if the tensors were taken out and not put back."""
+        raise self._cannot("is_hollow")
+
+    def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:
+        """Put tensors in, as many and in the same order as they were taken out. Undoes `pop_tensors`."""
+        raise self._cannot("insert_tensors")
+
+    def init_tensors(self) -> None:
+        """Put new tensors in, of the shapes, dtypes and devices of those taken out, with undefined content."""
+        raise self._cannot("init_tensors")
+
+    @abstractmethod
+    def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
+        """Replace the tensors by copies on the CPU, and remember where they were. With ``non_blocking``, copies from a
+        device may still be under way on return."""
+
+    @abstractmethod
+    def restore_tensor_device(self, non_blocking: bool = True) -> None:
+        """Move the tensors back to where `copy_tensors_to_cpu` found them."""
+
+    def values(self) -> ValuesView[Any]:
+        """Return the values of the attributes."""
+        return vars(self).values()
+
+    def _cannot(self, what: str) -> NotImplementedError:
+        return NotImplementedError(f"{type(self).__name__} has no {what}: it is stored whole")
+
+
+PLAIN_BASES.append(TensorAwareStateDict)
 
 
 class BasicTensorAwareStateDict(TensorAwareStateDict):
@@ -68,7 +103,7 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
 
     @property
     def state_dict(self) -> Any:
-        """State, with placeholders for tensors while it is hollow."""
+        """State; while it is hollow, with tensors on the meta device, which have no memory."""
         return self._nest
 
     @property
@@ -85,24 +120,19 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
     def tensors(self) -> Iterator[torch.Tensor]:
         """Tensors, in the order of the nesting."""
         self._check_hollow(False, "tensors")
-        return iter([_local(tensor) for tensor in self._leaves(torch.Tensor)])
+        return iter(self._locals())
 
     def values(self) -> ValuesView[Any]:
         """Return the values of the state, if it is a mapping."""
         return self._nest.values() if isinstance(self._nest, Mapping) else super().values()
 
     def pop_tensors(self) -> list[torch.Tensor]:
-        """Take the tensors out, leaving placeholders, and return them."""
+        """Take the tensors out, and return them."""
         self._check_hollow(False, "pop_tensors")
-        popped: list[torch.Tensor] = []
-        origins = iter(self._origins or [tensor.device for tensor in self._leaves(torch.Tensor)])
-
-        def take(tensor: torch.Tensor) -> TensorPlaceholder:
-            popped.append(_local(tensor))
-            return TensorPlaceholder(torch.empty_like(popped[-1], device="meta"), next(origins), rewrap_like(tensor))
-
-        self._nest = _map_tensors(take, self._nest)
-        self._origins, self._is_hollow = [], True
+        popped = self._locals()
+        self._origins = self._origins or [tensor.device for tensor in popped]
+        self._replace([torch.empty_like(tensor, device="meta") for tensor in popped])
+        self._is_hollow = True
         return popped
 
     def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:
@@ -113,50 +143,51 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
                 it was.
         """
         self._check_hollow(True, "insert_tensors")
-        given, places = list(tensor_data), self._leaves(TensorPlaceholder)
+        given = list(tensor_data)
         forms = [(tensor.dtype, tuple(tensor.shape)) for tensor in given]
-        expected = [(place.like.dtype, tuple(place.like.shape)) for place in places]
+        expected = [(place.dtype, tuple(place.shape)) for place in self._locals()]
         if forms != expected:
             raise InvalidArgumentError(f"must be tensors of {expected}", argument="tensor_data", value=forms)
-        remaining = iter(given)
-        self._nest = _map_tensors(lambda place: place.wrap(next(remaining)), self._nest, TensorPlaceholder)
+        self._replace(given)
         self._is_hollow = False
-        if any(tensor.device.type != place.device.type for tensor, place in zip(given, places, strict=True)):
-            self._origins = [place.device for place in places]
+        if [tensor.device.type for tensor in given] == [origin.type for origin in self._origins]:
+            self._origins = []
 
     def init_tensors(self) -> None:
         """Put new, uninitialized tensors in the places of those popped, on the devices that these were on."""
         self._check_hollow(True, "init_tensors")
-        self.insert_tensors(
-            [torch.empty_like(place.like, device=place.device) for place in self._leaves(TensorPlaceholder)]
-        )
+        places = zip(self._locals(), self._origins, strict=True)
+        self.insert_tensors([torch.empty_like(place, device=device) for place, device in places])
 
     def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
         """Replace the tensors by copies on the CPU; those there already are copied as well, once."""
         self._check_hollow(False, "copy_tensors_to_cpu")
         if not self._origins:
-            self._origins = [tensor.device for tensor in self._leaves(torch.Tensor)]
+            tensors = self._locals()
+            self._origins = [tensor.device for tensor in tensors]
             self._replace(
-                lambda tensor, device: (
-                    cpu_clone(tensor) if device.type == "cpu" else tensor.to("cpu", non_blocking=non_blocking)
-                )
+                cpu_clone(tensor) if tensor.is_cpu else tensor.to("cpu", non_blocking=non_blocking)
+                for tensor in tensors
             )
 
     def restore_tensor_device(self, non_blocking: bool = True) -> None:
         """Move the tensors back to where `copy_tensors_to_cpu`, or `pop_tensors`, found them."""
         self._check_hollow(False, "restore_tensor_device")
         if self._origins:
-            self._replace(lambda tensor, device: tensor.to(device, non_blocking=non_blocking))
+            places = zip(self._locals(), self._origins, strict=True)
+            self._replace([tensor.to(device, non_blocking=non_blocking) for tensor, device in places])
             self._origins = []
 
-    def _replace(self, change: Callable[[torch.Tensor, torch.device], torch.Tensor]) -> None:
-        origins = iter(self._origins)
-        self._nest = _map_tensors(lambda tensor: rewrap_like(tensor)(change(_local(tensor), next(origins))), self._nest)
+    def _locals(self) -> list[torch.Tensor]:
+        """Return the tensors in order, of DTensors this rank's shards."""
+        found: list[torch.Tensor] = []
+        _map_tensors(found.append, self._nest)
+        return [each.to_local().detach() if isinstance(each, DTensor) else each.detach() for each in found]
 
-    def _leaves(self, kind: type) -> list[Any]:
-        found: list[Any] = []
-        _map_tensors(found.append, self._nest, kind)
-        return found
+    def _replace(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Put tensors in the places of those there, as parameters or DTensors where these are."""
+        remaining = iter(tensors)
+        self._nest = _map_tensors(lambda place: rewrap(next(remaining), flags_of(place), _layout_of(place)), self._nest)
 
     def _check_hollow(self, expected: bool, what: str) -> None:
         if self._is_hollow != expected:
@@ -164,16 +195,10 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
             raise CallOrderError(f"{what} cannot be used, the state is {state}")
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def rewrap_like(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that makes of a plain tensor the kind of tensor that this one is, without its memory."""
-    layout = None
-    if isinstance(tensor, DTensor):
-        layout = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
-    return partial(rewrap, flags=flags_of(tensor), layout=layout)
+def _layout_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    if not isinstance(tensor, DTensor):
+        return None
+    return tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
 
 
 def flags_of(tensor: torch.Tensor) -> int:
@@ -195,22 +220,19 @@ def rewrap(plain: torch.Tensor, flags: int, layout: tuple[Any, ...] | None = Non
     return plain.detach().requires_grad_() if flags & 1 else plain
 
 
-def _map_tensors(change: Callable[[Any], Any], nest: Any, leaf: type = torch.Tensor) -> Any:
-    """Return a copy of the containers of ``nest`` in which every leaf of type ``leaf`` is ``change(leaf)``.
-
-    Other leaves are the same objects.
-    """
-    return tree_map(partial(_mapped, change, leaf), nest, is_leaf=lambda each: type(each) in (OrderedDict, torch.Size))
+def _map_tensors(change: Callable[[torch.Tensor], Any], nest: Any) -> Any:
+    """Return a copy of the containers of ``nest`` in which every tensor is ``change(tensor)``."""
+    return tree_map(partial(_mapped, change), nest, is_leaf=lambda each: type(each) in (OrderedDict, torch.Size))
 
 
-def _mapped(change: Callable[[Any], Any], leaf: type, value: Any) -> Any:
-    if isinstance(value, leaf):
+def _mapped(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
         return change(value)
     if type(value) is OrderedDict:
-        made = OrderedDict((key, _map_tensors(change, each, leaf)) for key, each in value.items())
+        made = OrderedDict((key, _map_tensors(change, each)) for key, each in value.items())
         made.__dict__.update(vars(value))  # `_metadata` of a module's state
         return made
     if is_plain(type(value)):
-        changed = {name: _map_tensors(change, each, leaf) for name, each in attributes_of(value).items()}
+        changed = {name: _map_tensors(change, each) for name, each in attributes_of(value).items()}
         return new_instance(type(value), changed)
     return value

@@ -13,7 +13,7 @@ import sys
 import types
 from collections.abc import Mapping, Sequence
 
-from ml_flashpoint.local import async_queue, base_state_dict, basic_state_dict, errors, local_manager
+from ml_flashpoint.local import async_queue, basic_state_dict, errors, local_manager
 from ml_flashpoint.local import replication as cliques
 from ml_flashpoint.local.errors import CompatibilityError
 
@@ -22,7 +22,7 @@ PACKAGE = "nvidia_resiliency_ext"
 _LOCAL = f"{PACKAGE}.checkpointing.local"
 _REPLACED: dict[str, types.ModuleType | None] = {
     _LOCAL: None,
-    f"{_LOCAL}.base_state_dict": base_state_dict,
+    f"{_LOCAL}.base_state_dict": basic_state_dict,
     f"{_LOCAL}.basic_state_dict": basic_state_dict,
     f"{_LOCAL}.ckpt_managers": None,
     f"{_LOCAL}.ckpt_managers.base_manager": local_manager,

@@ -32,7 +32,7 @@ from ml_flashpoint.format.errors import (
 from ml_flashpoint.format.knobs import seal_deadline_s
 from ml_flashpoint.format.manifest import Manifest
 from ml_flashpoint.local.async_queue import AsyncRequest, BackgroundSave
-from ml_flashpoint.local.base_state_dict import TensorAwareStateDict
+from ml_flashpoint.local.basic_state_dict import TensorAwareStateDict
 from ml_flashpoint.local.errors import (
     CallOrderError,
     CheckpointingException,

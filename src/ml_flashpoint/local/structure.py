@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -32,8 +31,7 @@ from ml_flashpoint.copy.dtypes import STORABLE_DTYPES
 from ml_flashpoint.engine.committing import BytesItem, TensorItem
 from ml_flashpoint.engine.reader import ObjectReader
 from ml_flashpoint.format.errors import DamagedError, InvalidArgumentError
-from ml_flashpoint.local.base_state_dict import TensorAwareStateDict
-from ml_flashpoint.local.basic_state_dict import BasicTensorAwareStateDict, flags_of, rewrap
+from ml_flashpoint.local.basic_state_dict import BasicTensorAwareStateDict, TensorAwareStateDict, flags_of, rewrap
 from ml_flashpoint.local.errors import CheckpointingException
 from ml_flashpoint.ranks.rank_group import RankGroup
 from ml_flashpoint.state.archive import SafeGlobal, attributes_of, is_plain, load_archive, save_archive
@@ -41,7 +39,6 @@ from ml_flashpoint.state.archive import SafeGlobal, attributes_of, is_plain, loa
 HEADER_KEY = "local_structure.json"
 ARCHIVE_KEY = "local_state.pt"
 
-_log = logging.getLogger(__name__)
 _HINT = "list its types in safe_globals= of the manager, when saving and when loading: [{}]"
 
 MeshKey = str
@@ -88,11 +85,7 @@ def _speaks(rank: int, key: MeshKey) -> bool:
 def encode(
     state: TensorAwareStateDict, allowed: Sequence[SafeGlobal], meshes: Meshes
 ) -> tuple[list[TensorItem], list[BytesItem]]:
-    """Take a state apart. The state is only looked at.
-
-    Returns:
-        Names and tensors to store: plain strided ones on any device, mostly the caller's own memory. And the header
-        and the archive, as byte items.
+    """Take a state apart, into names and tensors to store, mostly the caller's own memory, and byte items.
 
     Raises:
         InvalidArgumentError: it contains itself.
@@ -215,13 +208,8 @@ def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class Header(NamedTuple):
-    """A header of a state.
-
-    Attributes:
-        wrapped: True if the state is one of containers, in a `BasicTensorAwareStateDict`.
-        tensors: the items that hold them, and their devices.
-        meshes: meshes of DTensors.
-    """
+    """A header: True if the state was in a `BasicTensorAwareStateDict`, the items that hold tensors and the devices of
+    these, the meshes of DTensors."""
 
     wrapped: bool
     tensors: dict[str, torch.device]
@@ -244,7 +232,7 @@ def read_header(reader: ObjectReader) -> Header:
         )
     with _readable(reader):
         described = json.loads(bytes(reader.bytes_of(HEADER_KEY)))
-        tensors = {str(name): _device(str(device)) for name, device in described["tensors"]}
+        tensors = {str(name): torch.device(str(device)) for name, device in described["tensors"]}
         return Header(bool(described["wrapped"]), tensors, [str(mesh) for mesh in described["meshes"]])
 
 
@@ -257,18 +245,11 @@ def _readable(reader: ObjectReader) -> Any:
         raise DamagedError(text, path=reader.path) from error
 
 
-def _device(name: str) -> torch.device:
-    device = torch.device(name)
-    if device.type == "cuda" and not cuda.device_count():
-        _log.warning("tensors saved from %s are loaded to the CPU: there is no such device here", name)
-        return torch.device("cpu")
-    return device
-
-
 def read_state(
     reader: ObjectReader, header: Header, allowed: Sequence[SafeGlobal], meshes: Meshes
 ) -> TensorAwareStateDict:
-    """Return the state, in memory of its own, with its tensors on the devices that they were on.
+    """Return the state, in memory of its own, with its tensors on the devices that they were on, or, where there is no
+    CUDA device, on the CPU.
 
     Args:
         meshes: has all meshes of the header.
@@ -280,7 +261,8 @@ def read_state(
     with _readable(reader):
         sources = [reader.tensor(name) for name in header.tensors]
         archive = reader.bytes_of(ARCHIVE_KEY)
-    devices = header.tensors.values()
+    lost = "cpu" if not cuda.device_count() else None
+    devices = [lost if lost and device.type == "cuda" else device for device in header.tensors.values()]
     copies = [torch.empty_like(source, device=device) for source, device in zip(sources, devices, strict=True)]
     copy_all(copies, sources)
     state = load_archive(

@@ -18,10 +18,9 @@ _libc = ctypes.CDLL(None)
 
 
 def available_bytes(path: Path, *, root: Path = Path("/")) -> int:
-    """Return the bytes that may still be taken on the filesystem of a path.
+    """Return the bytes that may still be taken on the filesystem of a path, which need not exist.
 
     Args:
-        path: need not exist; its nearest parent that does counts.
         root: folder that holds the ``proc`` and ``sys`` of the control groups.
     """
     path = existing_parent(path)
@@ -50,18 +49,6 @@ def most_bytes(path: Path) -> int:
         return size
     total = int(psutil.virtual_memory().total)
     return min(size or total, total)  # a tmpfs without a limit has no size
-
-
-def mount_of(path: Path) -> tuple[str, str, tuple[str, ...]]:
-    """Return the mount point, kind and options of the filesystem of a path; empty where they cannot be seen."""
-    best, kind, options = "", "an unknown filesystem", ""
-    text = str(path.resolve())
-    for mount in psutil.disk_partitions(all=True):
-        point = mount.mountpoint.rstrip("/") or "/"
-        inside = text == point or text.startswith(point if point == "/" else point + "/")
-        if inside and len(point) >= len(best):  # of several mounts on one point, the last one covers the others
-            best, kind, options = point, mount.fstype, mount.opts
-    return best, kind, tuple(options.split(","))
 
 
 def free_memory(root: Path = Path("/")) -> int:

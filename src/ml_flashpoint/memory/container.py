@@ -23,10 +23,9 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId, validate_segment
 from ml_flashpoint.format.errors import (
@@ -40,6 +39,7 @@ from ml_flashpoint.format.errors import (
     UnreadableError,
     UnsafePathError,
 )
+from ml_flashpoint.format.files import open_regular, replace_file, writing
 from ml_flashpoint.format.manifest import (
     Manifest,
     manifest_name,
@@ -54,9 +54,6 @@ from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.capacity import is_memory
 from ml_flashpoint.memory.lock import JOB, PRIVATE, JobLock
 from ml_flashpoint.memory.slot import PAGE, TEMPORARY, Slot
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 _log = logging.getLogger(__name__)
 
@@ -77,14 +74,8 @@ class Owner(NamedTuple):
     rank: int
 
 
-@dataclass(frozen=True)
-class Part:
-    """A committed part that is open for reading, and whose slot is not reused meanwhile.
-
-    Attributes:
-        manifest: its manifest.
-        buffer: the bytes of its object that count. Writing to them does not reach the file.
-    """
+class Part(NamedTuple):
+    """A committed part that is open for reading, and the bytes that count. Writes to them do not reach the file."""
 
     manifest: Manifest
     buffer: memoryview
@@ -96,10 +87,10 @@ class BaseContainer:
     Args:
         base: base container.
         lock: of the job, where one has the base container open. Every commit checks that it still has.
-        make: make what is missing. False for a process that only reads.
+        make: make what is missing. False for a process that only reads or removes; the folder may be of copies.
 
     Raises:
-        ObjectNotFoundError: there is no base container, and none is to be made.
+        ObjectNotFoundError: there is no such folder, and none is to be made.
         UnsafePathError: others could have planted the base container, or may write to it.
         FlashpointError: it cannot be made.
     """
@@ -111,8 +102,8 @@ class BaseContainer:
         if make:
             make_tree(base, self.private / SLOTS)
             make_tree(base, self.private / RUNS)
-        elif not self.private.is_dir():
-            raise ObjectNotFoundError("there is no base container", path=base)
+        elif not base.is_dir():
+            raise ObjectNotFoundError("there is no such folder", path=base)
         check_folder(check_way(base))
         if make and not is_memory(base):
             _log.warning("%s is not on tmpfs: checkpoints work, at the speed of that filesystem", base)
@@ -120,32 +111,8 @@ class BaseContainer:
     # ---- reading -------------------------------------------------------------------------------------------
 
     def list_versions(self) -> dict[SaveId, frozenset[int]]:
-        """Return the saves that have committed parts here, and the ranks of those parts.
-
-        Raises:
-            UnreadableError: that cannot be known just now.
-        """
-        return {save: frozenset(ranks) for save, ranks in self._listed(parse_manifest_name).items()}
-
-    def _listed(self, parse: Callable[[str], tuple[int, str] | None]) -> dict[SaveId, dict[int, os.DirEntry[str]]]:
-        """Return the files of parts that a function knows by name."""
-        found: dict[SaveId, dict[int, os.DirEntry[str]]] = {}
-        try:
-            for folder in self._version_folders():
-                with contextlib.suppress(FileNotFoundError):  # the last part in it was removed meanwhile
-                    for entry in os.scandir(folder):
-                        owner = parse(entry.name)
-                        save = None if owner is None else SaveId.parse(folder.name, owner[1])
-                        if owner is not None and save is not None:
-                            found.setdefault(save, {})[owner[0]] = entry
-        except OSError as error:
-            raise UnreadableError(f"cannot list the versions: {error.strerror}", path=self.base) from error
-        return found
-
-    def _version_folders(self) -> list[Path]:
-        is_version = CheckpointContainerId.parse_version_container
-        entries = [entry for entry in os.scandir(self.base) if is_version(entry.name) is not None]
-        return [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+        """Return the saves that have committed parts here, and the ranks of those parts; see `listed`."""
+        return {save: frozenset(ranks) for save, ranks in listed(self.base, parse_manifest_name).items()}
 
     def read_manifest(self, save: SaveId, rank: int) -> Manifest:
         """Return the manifest of a part.
@@ -173,34 +140,11 @@ class BaseContainer:
         manifest = self.read_manifest(save, rank)
         record = manifest.objects[0]
         path = self._folder(save) / record.name
-        try:
-            descriptor = open_own(path, os.O_RDONLY)
-        except FileNotFoundError as error:
-            raise self._gone(save, rank, path) from error
-        except OSError as error:
-            raise UnreadableError(f"cannot open the object: {error.strerror}", path=path) from error
-        try:
-            _lock_shared(descriptor, path)
-            # Only now: an owner that wants the slot removes the manifest while it keeps readers out.
-            if not os.path.lexists(self._folder(save) / manifest_name(rank, save.text)):
-                raise self._gone(save, rank, path)
+        with locked_part(self.base, save, rank) as descriptor:
             if os.fstat(descriptor).st_size != record.file_size:
                 raise DamagedError(f"the object does not have {record.file_size} bytes", path=path)
             with _mapped(descriptor, record.size, path) as buffer:
                 yield Part(manifest, buffer)
-        finally:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may share the descriptor
-            os.close(descriptor)
-
-    def read_into(self, save: SaveId, rank: int, begin: int, into: memoryview) -> None:
-        """Fill a buffer with the bytes of a part's object from offset ``begin`` on. Raises as `open_part` does."""
-        with self.open_part(save, rank) as part:
-            if begin + into.nbytes > len(part.buffer):
-                raise DamagedError(f"the object ends before byte {begin + into.nbytes}", step=save.step, rank=rank)
-            into[:] = part.buffer[begin : begin + into.nbytes]
-
-    def _gone(self, save: SaveId, rank: int, path: Path) -> PrunedError:
-        return PrunedError("the part was removed while it was being opened", step=save.step, rank=rank, path=path)
 
     def _folder(self, save: SaveId) -> Path:
         return self.base / save.version
@@ -242,35 +186,6 @@ class BaseContainer:
             kind = CapacityError if error.errno in (errno.ENOSPC, errno.EDQUOT) else SaveError
             raise kind(f"cannot commit: {error.strerror}", step=save.step, rank=rank, path=folder) from error
 
-    def write_part(self, manifest: Manifest, chunks: Iterable[Buffer]) -> None:
-        """Write a part that comes from another store. Nothing of it is left if this raises.
-
-        Args:
-            manifest: with one object.
-            chunks: all ``file_size`` bytes of the object, in order.
-
-        Raises:
-            CapacityError: there is no room.
-            SaveError: the part cannot be written, or the chunks have another size.
-        """
-        size = manifest.objects[0].file_size
-        folder = self.slot_folder(Owner(manifest.world_size, manifest.rank))
-        slot = Slot.make(self.free_path(folder), size)
-        try:
-            at = 0
-            for chunk in chunks:
-                with memoryview(chunk) as view, view.cast("B") as octets:
-                    if at + octets.nbytes <= size:
-                        slot.buffer[at : at + octets.nbytes] = octets
-                    at += octets.nbytes
-            if at != size or slot.size != size:
-                raise SaveError(f"the object has {at} bytes, not {size}", step=manifest.step, rank=manifest.rank)
-            self.commit(slot, manifest)
-        except BaseException:
-            slot.remove()
-            raise
-        slot.close()
-
     def remove_part(self, save: SaveId, rank: int) -> None:
         """Remove a part, its manifest first, and the folder of its version after the last part. The slot stays."""
         folder = self._folder(save)
@@ -282,25 +197,15 @@ class BaseContainer:
         """Put files into the folder of a version that a framework looks for there. They go with the last part.
 
         What they hold must be in a part as well: no copy is made of them, and they have no digests.
-
-        Raises:
-            InvalidNameError: a name is hidden, or one of a part's file.
-            SaveError, CapacityError: the filesystem refuses.
         """
+        folder = self._folder(save)
         for name in files:
             if validate_segment(name).startswith(".") or parse_manifest_name(name) or parse_object_name(name):
-                raise InvalidNameError("a file beside the parts must not be called so", path=self._folder(save) / name)
-        folder = self._folder(save)
-        try:
+                raise InvalidNameError("a file beside the parts must not be called so", path=folder / name)
+        with writing(folder):
             make_tree(self.base, folder)
             for name, content in {_INDEX: "\n".join(files).encode(), **files}.items():  # the index first
-                temporary = folder / f".{name}.{secrets.token_hex(4)}{TEMPORARY}"
-                with open(open_own(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
-                    file.write(content)
-                os.replace(temporary, folder / name)
-        except OSError as error:
-            kind = CapacityError if error.errno in (errno.ENOSPC, errno.EDQUOT) else SaveError
-            raise kind(f"cannot write files beside the parts: {error.strerror}", step=save.step, path=folder) from error
+                replace_file(folder / name, [content], fsync=False)
 
     def reclaim(self, slot: Slot, rank: int) -> bool:
         """Take back a slot of a rank's parts, with the part that it holds. Return False if somebody reads it."""
@@ -317,7 +222,7 @@ class BaseContainer:
 
     def remove(self, save: SaveId) -> None:
         """Remove all parts of a save, and their memory. For a base container that no job has open: see `locked_out`."""
-        gone = {entry.inode(): rank for rank, entry in self._listed(parse_object_name).get(save, {}).items()}
+        gone = {entry.inode(): rank for rank, entry in listed(self.base, parse_object_name).get(save, {}).items()}
         for rank in self.list_versions().get(save, frozenset()) | frozenset(gone.values()):
             self.remove_part(save, rank)
         for path in self.slot_paths():
@@ -346,29 +251,21 @@ class BaseContainer:
     def slot_paths(self, owner: Owner | None = None) -> list[Path]:
         """Return the slots of one owner, or of all, by number."""
         found: list[Path] = []
-        for each in self.slot_owners() if owner is None else [owner]:
-            folder = self._folder_of(each)
-            found += sorted((folder / name for name in names_in(folder) if _NUMBER.fullmatch(name)), key=_number)
+        for folder in self._slot_folders() if owner is None else [self._folder_of(owner)]:
+            found += [folder / name for name in sorted(filter(_NUMBER.fullmatch, names_in(folder)), key=int)]
         return found
 
     def passing(self) -> int:
         """Return the bytes of slots that are being made or removed just now."""
         found = 0
-        for folder in self._slot_folders():
-            for name in names_in(folder):
-                if name.endswith(TEMPORARY):
-                    with contextlib.suppress(FileNotFoundError):
-                        found += (folder / name).stat().st_blocks * 512
+        for path in _temporary_files(self._slot_folders()):
+            with contextlib.suppress(FileNotFoundError):
+                found += path.stat().st_blocks * 512
         return found
-
-    def free_path(self, folder: Path) -> Path:
-        """Return a path for one more slot in a folder."""
-        names = [name for name in names_in(folder) if _NUMBER.fullmatch(name)]
-        return folder / str(1 + max(map(int, names), default=-1))
 
     def committed(self) -> dict[int, tuple[SaveId, int]]:
         """Return the saves and ranks of the committed parts, by the inodes of the slots that they lie in."""
-        objects = self._listed(parse_object_name)
+        objects = listed(self.base, parse_object_name)
         return {
             objects[save][rank].inode(): (save, rank)
             for save, ranks in self.list_versions().items()
@@ -383,17 +280,15 @@ class BaseContainer:
 
         One process of a node calls this while no process of the job commits.
         """
-        objects, manifests = self._listed(parse_object_name), self._listed(parse_manifest_name)
+        objects, manifests = listed(self.base, parse_object_name), listed(self.base, parse_manifest_name)
         for save in objects.keys() | manifests.keys():
             for rank in objects.get(save, {}).keys() ^ manifests.get(save, {}).keys():
                 path = self._folder(save) / object_name(rank, save.text)
                 _log.warning("removing what is left of a part without its object or its manifest: %s", path)
                 self.remove_part(save, rank)
-        versions = self._version_folders()
-        for folder in [self.private / RUNS, *self._slot_folders(), *versions]:
-            for name in names_in(folder):
-                if name.endswith(TEMPORARY):
-                    (folder / name).unlink(missing_ok=True)
+        versions = version_folders(self.base)
+        for path in _temporary_files([self.private / RUNS, *self._slot_folders(), *versions]):
+            path.unlink(missing_ok=True)
         for folder in versions:
             _remove_folder(folder)
         for path in self.slot_paths():
@@ -401,12 +296,9 @@ class BaseContainer:
                 _log.warning("removing %s, which is no slot: it has %d bytes", path, size)
                 path.unlink(missing_ok=True)
 
-    def remove_all(self) -> list[str]:
-        """Remove all versions and slots, and the base container if nothing else is in it. Return what is left in it.
-
-        For a base container that no job has open; see `locked_out`.
-        """
-        for save in set(self.list_versions()) | set(self._listed(parse_object_name)):
+    def remove_all(self) -> None:
+        """Remove all versions and slots, and the base container if nothing else is in it. See `remove`."""
+        for save in self.list_versions():
             self.remove(save)
         self.clean()
         for path in self.slot_paths():
@@ -421,7 +313,33 @@ class BaseContainer:
         for folder in (self.private, self.base):
             with contextlib.suppress(OSError):
                 folder.rmdir()
-        return sorted(os.listdir(self.base)) if self.base.exists() else []
+
+
+def listed(base: Path, parse: Callable[[str], tuple[int, str] | None]) -> dict[SaveId, dict[int, os.DirEntry[str]]]:
+    """Return the files of parts that a function knows by name: `parse_manifest_name`, or `parse_object_name`.
+
+    Raises:
+        UnreadableError: that cannot be known just now.
+    """
+    found: dict[SaveId, dict[int, os.DirEntry[str]]] = {}
+    try:
+        for folder in version_folders(base):
+            with contextlib.suppress(FileNotFoundError):  # the last part in it was removed meanwhile
+                for entry in os.scandir(folder):
+                    owner = parse(entry.name)
+                    save = None if owner is None else SaveId.parse(folder.name, owner[1])
+                    if owner is not None and save is not None:
+                        found.setdefault(save, {})[owner[0]] = entry
+    except OSError as error:
+        raise UnreadableError(f"cannot list the versions: {error.strerror}", path=base) from error
+    return found
+
+
+def version_folders(base: Path) -> list[Path]:
+    """Return the folders of versions. Links do not count."""
+    is_version = CheckpointContainerId.parse_version_container
+    entries = [entry for entry in os.scandir(base) if is_version(entry.name) is not None]
+    return [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
 
 
 def names_in(folder: Path) -> list[str]:
@@ -432,30 +350,33 @@ def names_in(folder: Path) -> list[str]:
         return []
 
 
-def _number(path: Path) -> int:
-    return int(path.name)
+@contextlib.contextmanager
+def locked_part(base: Path, save: SaveId, rank: int) -> Iterator[int]:
+    """Lock the object of a part for reading. Yield its descriptor. The job does not reuse the slot meanwhile.
 
-
-def _remove_folder(folder: Path) -> None:
-    """Remove a version's folder with its sidecars, unless a part or somebody else's file is in it."""
-    with contextlib.suppress(OSError, UnsafePathError):
-        names = os.listdir(folder)
-        if _INDEX in names and not any(parse_manifest_name(name) or parse_object_name(name) for name in names):
-            with open(open_own(folder / _INDEX, os.O_RDONLY), errors="replace") as file:
-                ours = file.read().splitlines()
-            for name in [name for name in ours if name in names] + [_INDEX]:
-                os.unlink(folder / name)
-        folder.rmdir()
-
-
-def _link(path: Path, link: Path) -> None:
+    Raises:
+        PrunedError: the part is not there any more.
+        UnsafePathError: no regular file is at its place.
+        UnreadableError: it cannot be opened or locked just now.
+    """
+    folder = base / save.version
+    path = folder / object_name(rank, save.text)
+    gone = PrunedError("the part was removed while it was being opened", step=save.step, rank=rank, path=path)
     try:
-        os.link(path, link)
-    except FileExistsError:  # an object without a manifest, or that is being committed again
-        spare = link.with_name(f".{link.name}.{secrets.token_hex(4)}{TEMPORARY}")
-        os.link(path, spare)
-        os.replace(spare, link)
-        spare.unlink(missing_ok=True)  # still there if both were links to one file
+        descriptor = open_regular(path, os.O_RDONLY)
+    except FileNotFoundError as error:
+        raise gone from error
+    except OSError as error:
+        raise UnreadableError(f"cannot open the object: {error.strerror}", path=path) from error
+    try:
+        _lock_shared(descriptor, path)
+        # Only now: an owner that wants the slot removes the manifest while it keeps readers out.
+        if not os.path.lexists(folder / manifest_name(rank, save.text)):
+            raise gone
+        yield descriptor
+    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may share the descriptor
+        os.close(descriptor)
 
 
 def _lock_shared(descriptor: int, path: Path) -> None:
@@ -463,9 +384,9 @@ def _lock_shared(descriptor: int, path: Path) -> None:
     while True:
         try:
             return fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:  # the owner looks whether anybody reads it, for some microseconds
-            if time.monotonic() > give_up:
-                raise UnreadableError(f"its owner has had the slot locked for {_LOCK_S} s", path=path) from None
+        except OSError as error:  # mostly the owner looks whether anybody reads it, for some microseconds
+            if not isinstance(error, BlockingIOError) or time.monotonic() > give_up:
+                raise UnreadableError(f"the slot cannot be locked: {error.strerror}", path=path) from None
             time.sleep(_PAUSE_S)
 
 
@@ -485,3 +406,29 @@ def _mapped(descriptor: int, size: int, path: Path) -> Iterator[memoryview]:
         with contextlib.suppress(BufferError):  # views that the caller has kept keep the mapping
             view.release()
             mapping.close()
+
+
+def _link(path: Path, link: Path) -> None:
+    try:
+        os.link(path, link)
+    except FileExistsError:  # an object without a manifest, or that is being committed again
+        spare = link.with_name(f".{link.name}.{secrets.token_hex(4)}{TEMPORARY}")
+        os.link(path, spare)
+        os.replace(spare, link)
+        spare.unlink(missing_ok=True)  # still there if both were links to one file
+
+
+def _remove_folder(folder: Path) -> None:
+    """Remove a version's folder with its sidecars, unless a part or somebody else's file is in it."""
+    with contextlib.suppress(OSError, UnsafePathError):
+        names = os.listdir(folder)
+        if _INDEX in names and not any(parse_manifest_name(name) or parse_object_name(name) for name in names):
+            with open(open_own(folder / _INDEX, os.O_RDONLY), errors="replace") as file:
+                ours = file.read().splitlines()
+            for name in [name for name in ours if name in names] + [_INDEX]:
+                os.unlink(folder / name)
+        folder.rmdir()
+
+
+def _temporary_files(folders: list[Path]) -> list[Path]:
+    return [folder / name for folder in folders for name in names_in(folder) if name.endswith(TEMPORARY)]

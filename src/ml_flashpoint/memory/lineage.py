@@ -3,33 +3,29 @@
 A run number is chosen once, when the ranks open a base container or go back in one. Each node has the record of each
 run: its lineage, which are the runs that it goes on from and the last step of each that counts. All nodes write the
 record. After a barrier all mark the run as begun. A save that is not in the lineage of the newest begun run does not
-exist. A file is one line, ``MLFLASHPOINT-RUN 1 <xxh3_128 of the rest>``, then JSON. Its suffix is the mark. Once a
-version of the run was verified, the file has a second name: a job whose versions are all lost is not one that never
-had any.
+exist. The suffix of a record's file is the mark. Once a version of the run was verified, the file has a second name: a
+job whose versions are all lost is not one that never had any.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import json
 import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import xxhash
-
-from ml_flashpoint.format.errors import CapacityError, DamagedError, SaveError, UnreadableError
-from ml_flashpoint.format.private_folders import open_own
+from ml_flashpoint.format.errors import DamagedError, SaveError, UnreadableError
+from ml_flashpoint.format.files import read_file, replace_file, writing
+from ml_flashpoint.format.records import decode_record, encode_record
 from ml_flashpoint.format.save_id import MAX_RUN, RUN_PATTERN, SaveId
 from ml_flashpoint.memory.container import RUNS, BaseContainer, names_in
 
 _MARKS = ("written", "begun", "verified")
 _NAME = re.compile(rf"({RUN_PATTERN})\.({'|'.join(_MARKS)})")
-_MAGIC = b"MLFLASHPOINT-RUN 1 "
-_MOST = 1 << 20
+_KIND = "mlflashpoint-run-1"
+_MOST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -108,17 +104,10 @@ def write_record(container: BaseContainer, record: RunRecord) -> None:
         CapacityError: the filesystem is full.
         SaveError: it cannot be written for another reason.
     """
-    body = json.dumps({"run": record.run, "lineage": sorted(record.lineage.items())}).encode()
     path = container.private / RUNS / f"{record.run:08d}.written"
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(open_own(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
-            file.write(_MAGIC + xxhash.xxh3_128_hexdigest(body).encode() + b"\n" + body)
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        kind = CapacityError if error.errno in (errno.ENOSPC, errno.EDQUOT) else SaveError
-        raise kind(f"cannot write the record of run {record.run}: {error.strerror}", path=path) from error
+    content = {"run": record.run, "lineage": sorted(record.lineage.items())}
+    with writing(path):
+        replace_file(path, [encode_record(_KIND, content)], fsync=False)
 
 
 def mark_begun(container: BaseContainer, run: int) -> None:
@@ -155,20 +144,16 @@ def mark_verified(container: BaseContainer, run: int) -> None:
 
 def _read(path: Path, run: int, mark: str) -> RunRecord:
     try:
-        with open(open_own(path, os.O_RDONLY), "rb") as file:
-            first, _, body = file.read(_MOST).partition(b"\n")
+        content = decode_record(_KIND, read_file(path, _MOST_BYTES), path)
+        record = RunRecord(content["run"], {int(at): int(step) for at, step in content["lineage"]})
+        if record.run != run:
+            raise ValueError(f"it is of run {record.run}, unlike its name")
     except FileNotFoundError:
         raise
     except OSError as error:
         raise UnreadableError(f"cannot read the record of a run: {error.strerror}", path=path) from error
-    hint = "if another node has the record of this run, remove this one"
-    if first != _MAGIC + xxhash.xxh3_128_hexdigest(body).encode():
-        raise DamagedError("the record of a run is not as it was written", path=path, hint=hint)
-    try:
-        content = json.loads(body)
-        record = RunRecord(content["run"], {int(at): int(step) for at, step in content["lineage"]})
-    except (ValueError, TypeError, KeyError) as error:
-        raise DamagedError(f"the record of a run is not valid: {error}", path=path, hint=hint) from error
-    if record.run != run:
-        raise DamagedError(f"the record is of run {record.run}, unlike its name", path=path, hint=hint)
+    except (DamagedError, ValueError, TypeError, KeyError) as error:
+        text = f"the record of a run is not valid: {error}"
+        hint = "if another node has the record of this run, remove this one"
+        raise DamagedError(text, path=path, hint=hint) from error
     return replace(record, begun=mark != "written", verified=mark == "verified")

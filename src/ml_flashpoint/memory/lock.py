@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import logging
 import os
 import socket
@@ -21,6 +20,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import xxhash
 
 from ml_flashpoint.format.errors import JobInUseError
 from ml_flashpoint.format.private_folders import is_at, make_tree, open_own
@@ -63,7 +64,7 @@ os.register_at_fork(after_in_child=_forget)
 class JobLock:
     """This process's share in the lock of its job. All openings in one process share it.
 
-    A process that is ending (killed, while its memory is being freed) is waited for. Any other one is not.
+    A process that is ending (killed, while its memory is being freed) is waited for.
 
     Args:
         base: base container; made if it is missing.
@@ -78,7 +79,7 @@ class JobLock:
     def __init__(self, base: Path, job: str, deadline_s: float) -> None:
         self.base = base
         self._path = base / PRIVATE / JOB
-        self._byte = 1 + (int.from_bytes(hashlib.blake2b(job.encode(), digest_size=8).digest(), "big") >> 3)
+        self._byte = 1 + (xxhash.xxh3_64_intdigest(job.encode()) >> 3)
         self._held: _Held | None = None
         self._file = (0, 0)
         give_up, waited = time.monotonic() + deadline_s, 0
@@ -93,31 +94,28 @@ class JobLock:
     def _take(self) -> int | None:
         """Take the lock. Return None, or the process that has it: -1 for one that is only looking."""
         with _mutex:
-            tries_left = _TRIES
-            while True:
+            for tries_left in reversed(range(_TRIES)):
                 try:
                     make_tree(self.base, self._path.parent)
-                    held = _known(self._path)
-                    descriptor = open_own(self._path, os.O_RDWR | os.O_CREAT) if held is None else -1
-                except FileNotFoundError:  # a removal takes the folders in the midst of this
+                    if (held := _known(self._path)) is None:
+                        held = _Held(open_own(self._path, os.O_RDWR | os.O_CREAT))
+                        pid = _lock(held.descriptor, self._byte)
+                        if pid is not None or not is_at(held.descriptor, self._path):
+                            os.close(held.descriptor)
+                            if pid is not None:
+                                return pid
+                            raise FileNotFoundError(self._path)
+                except FileNotFoundError:  # a removal takes the file and the folders in the midst of this
                     if not tries_left:
                         raise
-                    tries_left -= 1
                     continue
-                if held is None:
-                    pid = _lock(descriptor, self._byte)
-                    if pid is not None or not is_at(descriptor, self._path):  # removed meanwhile: look again
-                        os.close(descriptor)
-                        if pid is not None:
-                            return pid
-                        continue
-                    held = _Held(descriptor)
                 status = os.fstat(held.descriptor)
                 self._file = status.st_dev, status.st_ino
                 _held[self._file] = held
                 held.users += 1
                 self._held = held
                 return None
+        raise AssertionError
 
     def check(self) -> None:
         """Raise if somebody has removed the base container meanwhile: a folder at its path is another job's.
@@ -125,15 +123,12 @@ class JobLock:
         Raises:
             JobInUseError: the lock's file is not the one that this process has locked.
         """
-        found = "another job has made it anew"
-        try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             status = os.stat(self._path, follow_symlinks=False)
             if (status.st_dev, status.st_ino) == self._file:
                 return
-        except (FileNotFoundError, NotADirectoryError):
-            found = "nothing is there now"
         raise JobInUseError(
-            f"this base container was removed while the job had it open, and {found}",
+            "this base container was removed while the job had it open",
             path=self.base,
             hint="the job can save nothing any more: end it, and give each job a base container of its own",
         )
@@ -218,11 +213,11 @@ def _holder(descriptor: int, start: int, length: int) -> int | None:
 def _in_use(path: Path, pid: int) -> JobInUseError:
     text = ""
     with contextlib.suppress(OSError):
-        text = path.read_text(errors="replace")
+        text = "".join(filter(str.isprintable, path.read_text(errors="replace")))
     first, _, host = text.partition(" ")
-    host = "".join(each for each in host if each.isprintable()) or "an unknown host"
+    process = pid if pid > 0 else first or "unknown"
     return JobInUseError(
-        f"another job has this base container open (process {pid if pid > 0 else first or 'unknown'} on {host})",
+        f"another job has this base container open (process {process} on {host or 'an unknown host'})",
         path=path.parent.parent,
         hint="stop that process, or give each job a base container of its own",
     )

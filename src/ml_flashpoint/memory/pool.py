@@ -6,7 +6,7 @@ holds anything else, and is neither written nor read, is free. `choose` decides 
 
 All slots of a pool have one size: the largest that a save of the rank has needed, with a little headroom so that a
 growing header does not need a larger one. So the copies fit into slots of one size, too. Slots that nobody on this node
-has a pool for (another number of ranks left them, or a rank that is elsewhere now) are taken over before one is made.
+has a pool for (another number of ranks left them, or a rank that is elsewhere now) are removed where room is needed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Protocol, TypeVar
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 from ml_flashpoint.format.errors import CapacityError, FlashpointError, PrunedError
 from ml_flashpoint.format.failure_kinds import is_shortage
@@ -27,7 +27,7 @@ from ml_flashpoint.format.manifest import Manifest
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.capacity import available_bytes
 from ml_flashpoint.memory.container import BaseContainer, Owner
-from ml_flashpoint.memory.slot import PAGE, TEMPORARY, Slot, State, round_up
+from ml_flashpoint.memory.slot import PAGE, Slot, State, no_room, round_up
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class SlotRequest:
     """Terms on which a save may take a slot.
 
     Attributes:
-        save: the save; None for one that `Pool.name` gives its step later.
+        save: None for one that `Pool.name` gives its step later.
         retained: saves whose slots must not be taken.
         of_round: True for the round's save, a copy, and a part that recovery fetches. Any other save must not take the
             newest committed part.
@@ -63,27 +63,16 @@ class SlotRequest:
 
     @property
     def left_alone(self) -> frozenset[SaveId]:
-        """The saves whose slots are not taken over from ranks that are gone."""
+        """The saves whose slots are not removed, whoever left them."""
         return frozenset(self.retained) | ({self.save} if self.save is not None else set())
 
 
 class SlotView(Protocol):
-    """The side of a slot that `choose` looks at."""
+    """The side of a slot that `choose` looks at; see `Slot`."""
 
-    @property
-    def state(self) -> State:
-        """Its state."""
-        ...
-
-    @property
-    def save(self) -> SaveId | None:
-        """The save that it holds a part of; None if it is empty."""
-        ...
-
-    @property
-    def used(self) -> int:
-        """When it was last taken."""
-        ...
+    state: State
+    save: SaveId | None
+    used: int
 
 
 _V = TypeVar("_V", bound=SlotView)
@@ -100,7 +89,7 @@ def choose(slots: Sequence[_V], request: SlotRequest, locked: Collection[_V], *,
     Args:
         slots: all slots of the pool.
         request: the terms.
-        locked: slots that somebody reads, or that cannot be had for another reason.
+        locked: slots that cannot be had, for somebody reads them, say.
         may_make: True if the pool may have one slot more, and there is room for it.
     """
     committed = [slot.save for slot in slots if slot.state is State.COMMITTED and slot.save is not None]
@@ -127,8 +116,7 @@ def slot_limit(keep: int, *, may_grow: bool, extra: int) -> int:
     return keep + 1 + (extra if may_grow else 0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Left:
+class _Left(NamedTuple):
     """A slot that nobody on this node has a pool for."""
 
     path: Path
@@ -144,8 +132,7 @@ class Pool:
         container: base container.
         owner: the rank, and the number of ranks.
         keep: verified saves that are retained.
-        owners: all whose parts or copies the processes of this node keep. Slots for others are left over: they are
-            taken over or removed.
+        owners: all whose parts or copies the processes of this node keep. Slots for others are left over.
         extra: slots that the pool may have beyond ``keep + 1``: 0 for copies, 2 for the rank's own parts, 3 if they are
             persisted.
 
@@ -180,7 +167,7 @@ class Pool:
                 _log.warning("removing a slot that cannot be used: %s", error)
                 path.unlink(missing_ok=True)
                 continue
-            slot.save, _ = committed.get(os.stat(path).st_ino, (None, 0))
+            slot.save, _ = committed.get(slot.inode, (None, 0))
             slot.state = State.EMPTY if slot.save is None else State.COMMITTED
             slots.append(slot)
         return sorted(slots, key=lambda slot: slot.save or SaveId(0, 0))  # none was used: the oldest save goes first
@@ -193,20 +180,16 @@ class Pool:
 
     def slot_of(self, save: SaveId) -> Slot | None:
         """Return the slot that holds the part of a save, or is being filled with it."""
-        with self._lock:
-            return next((slot for slot in self._slots if slot.save == save), None)
+        return next((slot for slot in self.slots if slot.save == save), None)
 
     @property
     def saves(self) -> frozenset[SaveId]:
         """The saves that have a part in a slot, or are being written. Others have lost their slots."""
-        with self._lock:
-            return frozenset(slot.save for slot in self._slots if slot.save is not None)
+        return frozenset(slot.save for slot in self.slots if slot.save is not None)
 
     @contextlib.contextmanager
     def reading(self, save: SaveId) -> Iterator[Slot]:
         """Yield the slot of a committed part, which is not reused before the block is left.
-
-        For reading through this process's mapping: to push the part, to persist it or to load it.
 
         Raises:
             PrunedError: the pool has no such part, or not any more.
@@ -227,8 +210,6 @@ class Pool:
     def take(self, size: int, terms: SlotRequest | Callable[[], SlotRequest], *, exact: bool = False) -> Slot | None:
         """Return a slot to write, in `State.WRITING`, or None if there is none now. End it by `commit` or `free`.
 
-        Slow only where a slot is made: the first times, unless `prepare` was faster, and where saves have grown.
-
         Args:
             size: bytes of the object.
             terms: the terms; or returns them. Then it is called at each choice, under this pool's lock: a part that was
@@ -243,8 +224,8 @@ class Pool:
         while True:
             with self._lock:
                 request = terms() if callable(terms) else terms
-                wanted = self._wanted(size, exact=exact)
-                least = wanted if exact else round_up(size, PAGE)  # is enough where there is no room for more
+                least = round_up(size, PAGE)  # is enough where there is no room for more
+                wanted = least if exact else self._wanted(size)
                 chosen = self._choose(request, wanted, least, unfit, can_make=can_make)
                 if chosen is None and self._making:  # another thread makes one, which takes as long as to make one here
                     self._made.wait()
@@ -270,9 +251,7 @@ class Pool:
             if made is not None:
                 return made
 
-    def _wanted(self, size: int, *, exact: bool) -> int:
-        if exact:
-            return round_up(size, PAGE)
+    def _wanted(self, size: int) -> int:
         largest = max((slot.size for slot in self._slots), default=0)
         return slot_size(size) if size > largest else largest
 
@@ -298,11 +277,7 @@ class Pool:
         return None
 
     def commit(self, slot: Slot, manifest: Manifest) -> None:
-        """Commit the part in a slot that was taken. Where that fails, the slot is free.
-
-        Raises:
-            JobInUseError, SaveError, CapacityError: see `BaseContainer.commit`.
-        """
+        """Commit the part in a slot that was taken; see `BaseContainer.commit`. Where that fails, the slot is free."""
         try:
             self.container.commit(slot, manifest)
         except BaseException:
@@ -320,15 +295,14 @@ class Pool:
             slot.save = save
 
     def shortage(self, size: int, retained: Collection[SaveId]) -> CapacityError | None:
-        """Return the error of a save for which no slot can be made, now or once others are free; None if one can.
+        """Return the error of a save for which no slot can be made, now or later; None if one can.
 
         Args:
             size: bytes of the object.
             retained: the saves that are retained now. Later, all but ``keep`` of them are not.
         """
         size = round_up(size, PAGE)
-        with self._lock:
-            slots = tuple(self._slots)
+        slots = self.slots
         # Slots that are too small are replaced once they are free, and those of ranks that are elsewhere removed.
         # Before what is free now: threads and other ranks may be removing some.
         available = sum(left.size for left in self._left()) + self.container.passing()
@@ -339,14 +313,9 @@ class Pool:
             available -= self._missing_elsewhere(size, len(slots))
         if sum(slot.size >= size for slot in slots) > self.keep or available >= size:
             return None
-        return CapacityError(
-            "no room for one more version",
-            needed_bytes=size,
-            available_bytes=max(available, 0),
-            rank=self.owner.rank,
-            path=self.container.base,
-            hint="enlarge the tmpfs (mount -o remount,size=...) or the container, free memory, or lower keep",
-        )
+        error = no_room("one more version", size, self.container.base, available)
+        error.rank = self.owner.rank
+        return error
 
     def free(self, slot: Slot) -> None:
         """Return a slot that was taken and will not be committed. Nothing happens if it was."""
@@ -363,29 +332,28 @@ class Pool:
     # ---- making --------------------------------------------------------------------------------------------
 
     def prepare(self, size: int, request: SlotRequest) -> bool:
-        """Fault in one slot that an earlier process left, or make one ahead of the save that needs it.
-
-        For one thread beside the training thread, again and again once the size of the rank's saves is known.
+        """Fault in one slot that an earlier process left, or make one ahead of the save that needs it: for one thread
+        beside the training thread. Return True if there was something to do, and may be more.
 
         Args:
             size: bytes of the rank's objects.
-            request: terms of a save to come: slots of retained saves are not taken over, and the pool may grow or not.
-
-        Returns:
-            True if there was something to do, and may be more.
+            request: terms of a save to come.
         """
         for slot in self.slots:
             if slot.is_due:
                 slot.prepare()
                 return True
         with self._lock:
-            wanted = self._wanted(size, exact=False)
+            wanted = self._wanted(size)
             count = len(self._slots) + self._making
             most = slot_limit(self.keep, may_grow=request.may_grow, extra=self.extra)
             if count >= most or not self._may_make(wanted, request.left_alone, count):
                 return False
             self._making += 1
-        return self._make(wanted, replace(request, save=None), State.EMPTY, least=wanted) is not None
+        made = self._make(wanted, replace(request, save=None), least=wanted)
+        if made is not None:
+            self.free(made)
+        return made is not None
 
     def _may_make(self, size: int, retained: Collection[SaveId], count: int) -> bool:
         """Return True if there is room for one slot more than ``count``, once each other pool of this node has as many,
@@ -408,28 +376,19 @@ class Pool:
     def _available(self) -> int:
         return available_bytes(self._folder) - ROOM
 
-    def _make(
-        self, size: int, request: SlotRequest, state: State = State.WRITING, *, least: int, old: Slot | None = None
-    ) -> Slot | None:
-        """Make a slot, or take one over, in a state; None if there is no room after all.
-
-        Args:
-            size: of the slot. least: its size where there is no room for more.
-            old: is removed first: the other one may need its memory.
+    def _make(self, size: int, request: SlotRequest, *, least: int, old: Slot | None = None) -> Slot | None:
+        """Make a slot, in `State.WRITING`, of the least size where there is no room for more; None if there is none at
+        all. ``old`` is removed first, for the other one may need its memory.
         """
-        slot, retained = None, request.left_alone
+        slot = None
         try:
             if old is not None:
                 old.remove()
-            slot = self._taken_over(size, retained)
-            if slot is None:
-                for left in self._left():
-                    if self._available() >= size:
-                        break
-                    self._remove_left(left, retained)
-                size = size if self._available() >= size else least
-                path = self._folder / str(next(self._numbers))
-                slot = Slot.make(path, size, go_on=lambda still: self._available() >= still)
+            if self._available() < size:
+                self.remove_left(request.left_alone, request.left_alone)
+            size = size if self._available() >= size else least
+            path = self._folder / str(next(self._numbers))
+            slot = Slot.make(path, size, go_on=lambda still: self._available() >= still)
         except CapacityError as error:
             _log.warning("no slot was made: %s", error)
         finally:
@@ -437,26 +396,25 @@ class Pool:
                 self._making -= 1
                 self._made.notify_all()
                 if slot is not None:
-                    slot.state, slot.save, slot.used = state, request.save, next(self._used)
+                    slot.state, slot.save, slot.used = State.WRITING, request.save, next(self._used)
                     self._slots.append(slot)
         return slot
 
     def _fitting(self, slot: Slot, wanted: int, request: SlotRequest, least: int) -> Slot | None:
-        """Return a slot of the wanted size in place of one that was taken; None, with that free, if there is no room.
+        """Return a slot of the wanted size, or of the least one where there is no room, in place of one that was taken.
+        None if there is no room for either: the slot is free again.
 
         One beyond ``keep + 1`` that is too small is removed: other pools need its room, whose parts grow as well.
-
-        Args:
-            least: bytes that are enough where there is no room for more.
         """
         if slot.size == wanted:
             return slot
         with self._lock:
             is_extra = slot.size < least and len(self._slots) > self.keep + 1
-        if not is_extra and self._available() + slot.size < wanted:
-            if slot.size >= least and least < wanted:
+        room = self._available() + slot.size
+        if not is_extra and room < wanted:
+            if least <= slot.size and least < wanted:
                 return slot
-            if self._available() + slot.size < least:
+            if room < least:
                 self.free(slot)
                 return None
         with self._lock:
@@ -481,61 +439,25 @@ class Pool:
                 found.append(_Left(path, owner, status.st_size, save))
         return found
 
-    def _taken_over(self, size: int, retained: Collection[SaveId]) -> Slot | None:
-        for left in self._left():
-            # The first slot of a pool may be somewhat larger: all others are made as large then.
-            most = size if self._slots else size * 5 // 4
-            if left.save not in retained and size <= left.size <= most:
-                slot = self._claimed(left, self._folder / str(next(self._numbers)))
-                if slot is not None:
-                    slot.prepare()
-                    return slot
-        return None
-
-    def _claimed(self, left: _Left, path: Path) -> Slot | None:
-        """Move a slot that is left over to a path of this pool; None if it is read, or another rank was faster."""
-        try:
-            slot = Slot.open(left.path)
-        except (FlashpointError, OSError):
-            return None
-        slot.save = left.save
-        try:
-            if self.container.reclaim(slot, left.owner.rank):
-                os.rename(left.path, path)
-                slot.path, slot.save = path, None
-                return slot
-        except FileNotFoundError:
-            pass
-        slot.close()
-        return None
-
-    def _remove_left(self, left: _Left, retained: Collection[SaveId]) -> int:
-        if left.save in retained:
-            return 0
-        # Under another name first: what is removed must not be what another rank takes over.
-        slot = self._claimed(left, self._folder / f"{next(self._numbers)}{TEMPORARY}")
-        if slot is None:
-            return 0
-        slot.remove()
-        with contextlib.suppress(OSError):
-            left.path.parent.rmdir()
-        return left.size
-
-    def remove_left(self, retained: Collection[SaveId], lacking: Collection[SaveId] | None = None) -> int:
-        """Remove the slots on this node that nobody has a pool for, but those with retained saves. Return their bytes.
-
-        Slow: it frees memory. For the board's thread, after a verdict.
+    def remove_left(self, retained: Collection[SaveId], lacking: Collection[SaveId] = ()) -> None:
+        """Remove the slots on this node that nobody has a pool for, but those with retained saves. Slow.
 
         Args:
             retained: the saves.
             lacking: those of which some node may lack what it should have. Of others, a slot for one of as many ranks
-                is not needed here: the rank's own node and its holders have the part. None: all that are retained.
+                is not needed here: the rank's own node and its holders have the part.
         """
-        kept = retained if lacking is None else lacking
-        alike = self.owner.world_size
-        return sum(
-            self._remove_left(left, kept if left.owner.world_size == alike else retained) for left in self._left()
-        )
+        for left in self._left():
+            if left.save in (lacking if left.owner.world_size == self.owner.world_size else retained):
+                continue
+            with contextlib.suppress(FlashpointError, OSError):  # another rank was faster
+                slot = Slot.open(left.path)
+                slot.save = left.save
+                if not self.container.reclaim(slot, left.owner.rank):  # somebody reads it
+                    slot.close()
+                    continue
+                slot.remove()
+                left.path.parent.rmdir()
 
     def clear(self) -> None:
         """Remove all parts and slots that are neither written nor read. Slow: it frees memory."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from ml_flashpoint.copy.pinned import PageLock
 from ml_flashpoint.format import knobs
-from ml_flashpoint.format.digest import BlockDigester
+from ml_flashpoint.format.digest import digest_blocks
 from ml_flashpoint.format.errors import CapacityError, DamagedError, SaveError
 from ml_flashpoint.format.manifest import ObjectRecord
 from ml_flashpoint.format.object_format import Layout, encode_header
@@ -39,9 +39,7 @@ TEMPORARY = ".tmp"
 """Suffix of files that are not what their names will say yet."""
 
 _MADV_POPULATE_WRITE = 23
-_STEP = (
-    64 << 20
-)  # bytes that are reserved or faulted in at once: the kernel locks the mappings of the process meanwhile
+_STEP = 64 << 20  # bytes that are reserved or faulted in at once: the kernel locks the process's mappings meanwhile
 _PUNCH_HOLE, _KEEP_SIZE = 0x02, 0x01
 _libc = ctypes.CDLL(None, use_errno=True)  # its calls release the GIL; those of `mmap` do not
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -56,12 +54,9 @@ def round_up(size: int, unit: int) -> int:
 class State(enum.Enum):
     """State of a slot in the process that owns it."""
 
-    EMPTY = "empty"
-    """It holds nothing, or bytes that nobody needs."""
-    WRITING = "writing"
-    """It is being filled, or waits for its commit."""
+    EMPTY = "empty"  # also: bytes that nobody needs
+    WRITING = "writing"  # being filled, or waiting for the commit
     COMMITTED = "committed"
-    """The manifest of its part is there."""
 
 
 class _Mapping(mmap.mmap):
@@ -79,7 +74,6 @@ class Slot:
 
     Attributes:
         path: its own name. It has the name of an object besides while it holds one.
-        inode: of the file.
         buffer: all bytes, writable. Assigning to a slice holds the GIL; ``copy_`` of `tensor` does not.
         is_prepared: True once all pages are faulted in. Until then the first copy pays for that.
         state, save: what it holds: a part of ``save`` unless it is `State.EMPTY`. Set by the pool.
@@ -112,13 +106,12 @@ class Slot:
         Args:
             path: in a folder that exists; nothing is there.
             size: at least 1.
-            go_on: called with the bytes that are still to be reserved, before each step of reserving them; False ends
-                it. Other processes take memory at the same time.
-            prepare: False where another process writes to the slot: this one then has no use for faulted pages yet.
+            go_on: called with the bytes that are still to be reserved, before each step; False ends it. Other processes
+                take memory at the same time.
+            prepare: False where another process writes to the slot.
 
         Raises:
-            CapacityError: there is no room. Nothing is left behind.
-            SaveError: the system refuses for another reason. Nothing is left behind.
+            SaveError, CapacityError: the system refuses, or there is no room. Nothing is left behind.
         """
         size = round_up(size, PAGE)
         temporary = path.with_name(f"{path.name}{TEMPORARY}")
@@ -127,7 +120,7 @@ class Slot:
             try:
                 for begin in range(0, size, _STEP):
                     if not go_on(size - begin):
-                        raise _no_room(size, path)
+                        raise no_room("a slot", size, path)
                     # Before any store: one to a page that a full tmpfs has not reserved is a SIGBUS.
                     os.posix_fallocate(descriptor, begin, min(_STEP, size - begin))
                 os.rename(temporary, path)
@@ -139,7 +132,7 @@ class Slot:
                 raise
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
-                raise _no_room(size, path) from error
+                raise no_room("a slot", size, path) from error
             hint = "look at the limits of this process (ulimit -n, ulimit -v)"
             raise SaveError(f"cannot make a slot: {error.strerror}", path=path, hint=hint) from error
         if prepare:
@@ -148,7 +141,7 @@ class Slot:
 
     @classmethod
     def open(cls, path: Path) -> Slot:
-        """Map a slot that an earlier process, or another one, has made.
+        """Map a slot that another process has made.
 
         Raises:
             DamagedError: the file is no whole number of pages.
@@ -204,12 +197,9 @@ class Slot:
         return self._tensor
 
     def view(self, begin: int, end: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """Return bytes ``begin:end`` as a contiguous tensor, without a copy.
+        """Return bytes ``begin:end`` of the file as a contiguous tensor, without a copy.
 
         Its storage begins at ``begin``: torch takes a tensor with a storage offset for one with memory of its own.
-
-        Args:
-            begin, end: offsets in the file. ``begin`` is aligned to the size of ``dtype``.
         """
         import torch
 
@@ -229,16 +219,13 @@ class Slot:
         *,
         metadata: Mapping[str, str] | None = None,
     ) -> ObjectRecord:
-        """Write the byte items and the header of an object whose tensors are in place, and digest its blocks.
+        """Write the byte items and the header of an object whose tensors are in place. Return its record.
 
         Args:
             name: of the object.
             layout: where everything lies.
             byte_items: content of ``layout.byte_items``, in their order.
             metadata: goes into the header.
-
-        Returns:
-            The record of the object for its manifest.
 
         Raises:
             CapacityError: the header does not fit before the data, or the items behind the tensors.
@@ -251,10 +238,8 @@ class Slot:
             self.buffer[entry.begin : entry.end] = data
         self.buffer[: layout.data_start] = header
         block_size = knobs.block_bytes()
-        with BlockDigester(self.buffer, layout.size, block_size=block_size) as digester:
-            if layout.size:
-                digester.advance(0, layout.size)
-            digests = digester.finish()
+        with self.buffer[: layout.size] as view:
+            digests = digest_blocks(view, block_size=block_size)
         return ObjectRecord(name, layout.size, self.size, digests, block_size)
 
     # ---- readers, and the end ------------------------------------------------------------------------------
@@ -272,10 +257,8 @@ class Slot:
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def remove(self) -> None:
-        """Delete the file of a slot that nobody reads, and free its memory. Slow: 0.16 s a GiB.
-
-        Also where a forked child still maps the file, as the workers of a data loader do.
-        """
+        """Delete the file of a slot that nobody reads, and free its memory, also where a forked child still maps it.
+        Slow: 0.16 s a GiB."""
         self._pages.release()
         going = self.path.with_name(f"{self.path.name}{TEMPORARY}")
         with contextlib.suppress(FileNotFoundError):
@@ -298,12 +281,12 @@ class Slot:
         return f"Slot({str(self.path)!r}, {self.size}, {self.state.value}, {self.save})"
 
 
-def _no_room(size: int, path: Path) -> CapacityError:
-    available = available_bytes(path.parent)
+def no_room(what: str, size: int, path: Path, available: int | None = None) -> CapacityError:
+    """Return the error of memory that cannot be had."""
     return CapacityError(
-        "no room for a slot",
+        f"no room for {what}",
         needed_bytes=size,
-        available_bytes=available,
+        available_bytes=available_bytes(path) if available is None else max(available, 0),
         path=path,
         hint="enlarge the tmpfs (mount -o remount,size=...) or the container, free memory, or lower keep",
     )

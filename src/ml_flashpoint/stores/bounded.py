@@ -1,63 +1,56 @@
-"""Calls to what may hang, such as a durable store: waited for with a deadline, and then left to themselves.
-
-Owns the thread of such a call, which no process waits for when it ends, and when a call that takes long counts as hung.
-"""
+"""Calls to what may hang, such as a durable store: waited for with a deadline, and then left to themselves."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from typing import Final, Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from ml_flashpoint.format.errors import DeadlineError
+from ml_flashpoint.stores.files import Files
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 _T = TypeVar("_T")
 
 _TO_CLEAN_UP_S: Final = 10.0
 
 
-class Bounded(Generic[_T]):
-    """A call on a daemon thread of its own, whose result is waited for with a deadline."""
+def in_background(call: Callable[[], _T], name: str = "flashpoint-persisted") -> Future[_T]:
+    """Begin a call on a daemon thread of its own, which no process waits for when it ends. Return its future."""
+    future: Future[_T] = Future()
 
-    def __init__(self, call: Callable[[], _T], name: str = "flashpoint-persisted") -> None:
-        self._call = call
-        self._ended = threading.Event()
-        self._results: list[_T] = []
-        self._error: BaseException | None = None
+    def run() -> None:
         try:
-            threading.Thread(target=self._run, name=name, daemon=True).start()
-        except RuntimeError:  # no thread can be had
-            self._run()
-
-    def _run(self) -> None:
-        try:
-            self._results.append(self._call())
+            future.set_result(call())
         except BaseException as error:
-            self._error = error
-        self._ended.set()
+            future.set_exception(error)
 
-    def wait(self, deadline_s: float | None) -> bool:
-        """Whether it has ended, within so many seconds."""
-        return self._ended.wait(deadline_s)
+    try:
+        threading.Thread(target=run, name=name, daemon=True).start()
+    except RuntimeError:  # no thread can be had
+        run()
+    return future
 
-    def result(self, deadline_s: float | None) -> _T:
-        """What it returned. Raises what it raised, or a `DeadlineError`."""
-        if not self._ended.wait(deadline_s):
-            raise DeadlineError(f"no answer within {deadline_s:.0f} s")
-        if self._error is not None:
-            raise self._error
-        return self._results[0]
+
+def result_of(future: Future[_T], deadline_s: float) -> _T:
+    """Return the result of a call, or raise its error. Raise a `DeadlineError` if it takes longer."""
+    if not wait([future], deadline_s).done:
+        raise DeadlineError(f"no answer within {deadline_s:.0f} s")
+    return future.result()
 
 
 def while_it_moves(call: Callable[[Callable[[], None]], _T], deadline_s: float, path: str) -> _T:
-    """What a call returns, however long it takes, unless nothing happens in it for too long.
+    """Return the result of a call, however long it takes, unless nothing happens in it for too long.
 
     Args:
-        call: is given what it has to call whenever something has happened, which raises a `DeadlineError` once nobody
-            waits any more: so it ends then, if it ever goes on.
+        call: is given a function to call whenever something has happened. That raises a `DeadlineError` once nobody
+            waits any more: so what hung ends then, if it ever goes on.
         deadline_s: for how long nothing may happen.
-        path: what it is about, for the error.
+        path: for the error.
 
     Raises:
         DeadlineError: nothing happened.
@@ -70,18 +63,45 @@ def while_it_moves(call: Callable[[Callable[[], None]], _T], deadline_s: float, 
         if left_alone.is_set():
             raise DeadlineError("nobody waits for this any more", path=path)
 
-    bounded = Bounded(lambda: call(moved))
+    future = in_background(lambda: call(moved))
     try:
-        while not bounded.wait(max(0.0, moved_at[0] + deadline_s - time.monotonic())):
+        while not wait([future], max(0.0, moved_at[0] + deadline_s - time.monotonic())).done:
             if time.monotonic() - moved_at[0] >= deadline_s:
                 left_alone.set()
-                raise DeadlineError(
-                    f"nothing has happened for {deadline_s:g} s",
-                    path=path,
-                    hint="try again once the store answers",
-                )
+                text = f"nothing has happened for {deadline_s:g} s"
+                raise DeadlineError(text, path=path, hint="try again once the store answers")
     finally:
-        if not left_alone.is_set() and not bounded.wait(0.0):  # interrupted: it may still clean up
+        if not left_alone.is_set() and not future.done():  # interrupted: it may still clean up
             left_alone.set()
-            bounded.wait(_TO_CLEAN_UP_S)
-    return bounded.result(0.0)
+            wait([future], _TO_CLEAN_UP_S)
+    return future.result()
+
+
+def watched_files(files: Files, moved: Callable[[], None]) -> Files:
+    """Return the same files, with ``moved`` called after each call and for each piece that is written. It may raise."""
+    return cast("Files", _Watched(files, moved))
+
+
+class _Watched:
+    def __init__(self, files: Files, moved: Callable[[], None]) -> None:
+        self._files, self._moved = files, moved
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._files, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            result = method(*args, **options)
+            self._moved()
+            return result
+
+        return call
+
+    def write(self, name: str, chunks: Iterable[Buffer]) -> int:
+        def told() -> Iterator[Buffer]:
+            for chunk in chunks:
+                yield chunk
+                self._moved()
+
+        written = self._files.write(name, told())
+        self._moved()
+        return written

@@ -1,15 +1,13 @@
 """Versions of a training job in a directory or behind a URL. They outlive memory.
 
-Owns the folders below, the marker that makes a version complete, and which versions go. A part is an object as it is in
-memory, with the very manifest that it has there, written after it. No collective is needed: whoever finds the manifests
-of all ranks may write the marker::
+A part is an object as it is in memory, with the very manifest that it has there, written after it. No collective is
+needed: whoever finds the manifests of all ranks may write the marker, which makes the version complete::
 
     run-00000007/step-40_ckpt/rank-00003-00000007.safetensors     the object of rank 3 of step 40 of run 7
     run-00000007/step-40_ckpt/rank-00003-00000007.manifest        written after it
     run-00000007/step-40_ckpt/complete.json                       step, save id and number of ranks; written last
 
-The newest version is that of the greatest `SaveId`. Only what a marker names counts. This is format 3. Run folders of
-older formats are refused.
+The newest version is that of the greatest `SaveId`. Only what a marker names counts.
 """
 
 from __future__ import annotations
@@ -29,70 +27,51 @@ from ml_flashpoint.format.errors import (
     ManifestError,
     ObjectNotFoundError,
 )
-from ml_flashpoint.format.manifest import (
-    Manifest,
-    ObjectRecord,
-    manifest_name,
-    object_name,
-    parse_manifest_name,
-)
+from ml_flashpoint.format.manifest import Manifest, manifest_name, parse_manifest_name
+from ml_flashpoint.format.records import MAX_RECORD_BYTES, decode_record, encode_record
 from ml_flashpoint.format.save_id import RUN_PATTERN, SaveId
-from ml_flashpoint.stores.files import Files, watched_files
+from ml_flashpoint.stores.bounded import watched_files
+from ml_flashpoint.stores.files import Files
 from ml_flashpoint.stores.ownership import PERIOD_S, owned_files
-from ml_flashpoint.stores.records import MAX_RECORD_BYTES, decode_record, encode_record
-from ml_flashpoint.stores.version_store import Removed, Version, VersionStore
+from ml_flashpoint.stores.version_store import UNKNOWN, Version, VersionStore
 
 _log = logging.getLogger(__name__)
 
 MARKER: Final = "complete.json"
-MARKER_KIND: Final = "mlflashpoint-checkpoint-1"
-"""Of markers of dictionaries."""
 RUN_PREFIX: Final = "run-"
-# Of a training job. Dictionaries have other ones, and are let alone where both are in one folder.
 _RUN: Final = re.compile(rf"{RUN_PREFIX}{RUN_PATTERN}")
-_OLD_RUN: Final = re.compile(rf"{RUN_PREFIX}[0-9]{{13}}-[0-9a-f]{{8}}")
-_OLD: Final = "written by an earlier release in format 2 or older, which this one does not read; export it by that one"
 _KIND: Final = "mlflashpoint-version-3"
-_SAVE: Final = ("step", "save_id", "world_size")
-
-
-def only_object(manifest: Manifest, path: str | None = None) -> ObjectRecord:
-    """Return the one object of a durable part. Raise a `ManifestError` if it has others."""
-    if [record.name for record in manifest.objects] != [object_name(manifest.rank, manifest.save_id)]:
-        raise ManifestError("the part has not one object of its own name", rank=manifest.rank, path=path)
-    return manifest.objects[0]
+_FIELDS: Final = ("step", "save_id", "world_size")
 
 
 def is_run_folder(name: str) -> bool:
-    """Return True if a folder of this name holds the versions of a run of a training job, in whatever format."""
-    return bool(_RUN.fullmatch(name) or _OLD_RUN.fullmatch(name))
+    """Return True if a folder of this name holds the versions of a run."""
+    return bool(_RUN.fullmatch(name))
 
 
-def folder_of(version: str, save_id: str) -> str:
-    """Return the folder of a save. Raise an `InvalidArgumentError` if there is no such save."""
-    save = SaveId.parse(version, save_id) if isinstance(save_id, str) else None
-    if save is None:
-        raise InvalidArgumentError("not the save id of a training job", argument="save_id", value=save_id)
+def folder_of(save: SaveId) -> str:
+    """Return the folder of a save."""
     return f"{RUN_PREFIX}{save.text}/{save.version}"
 
 
-def version_of(save: Mapping[str, Any]) -> Version:
+def version_of(fields: Mapping[str, Any]) -> Version:
     """Return the complete version that a marker names: its step, save id and number of ranks. Trusts nothing.
 
     Raises:
         InvalidArgumentError: there is no such version.
     """
-    step, save_id, size = (save.get(each) for each in _SAVE)
-    if type(step) is not int or not isinstance(save_id, str) or type(size) is not int:
-        raise InvalidArgumentError("these name no version", argument="save", value=dict(save))
-    folder = folder_of(CheckpointContainerId.format_version_container(step), save_id)
-    manifest_name(size - 1, save_id)  # checks both
-    return Version(step, save_id, folder, range(size), size, True)
+    step, save_id, size = (fields.get(each) for each in _FIELDS)
+    if type(step) is int and isinstance(save_id, str) and type(size) is int:
+        save = SaveId.parse(CheckpointContainerId.format_version_container(step), save_id)
+        if save is not None:
+            manifest_name(size - 1, save_id)  # checks the size
+            return Version(save, folder_of(save), range(size), size, True)
+    raise InvalidArgumentError("these name no version", argument="fields", value=dict(fields))
 
 
 def save_of(version: Version) -> dict[str, Any]:
     """Return the fields of a version's marker, plain JSON."""
-    return {name: getattr(version, name) for name in _SAVE}
+    return {name: getattr(version, name) for name in _FIELDS}
 
 
 class DurableVersions(VersionStore):
@@ -108,18 +87,17 @@ class DurableVersions(VersionStore):
     def __init__(self, files: Files, url: str = "") -> None:
         super().__init__(files, url or files.path_of(""))
 
-    def folder_of(self, version: str, save_id: str) -> str:
+    def folder_of(self, save: SaveId) -> str:
         """See `VersionStore.folder_of`."""
-        return folder_of(version, save_id)
+        return folder_of(save)
 
     # ---- writing ------------------------------------------------------------------------------------------
 
-    def ranks_there(self, version: str, save_id: str) -> set[int]:
+    def ranks_there(self, save: SaveId) -> set[int]:
         """Return the ranks whose parts of a save are there."""
-        found = map(parse_manifest_name, self.files.list(folder_of(version, save_id)))
-        return {each[0] for each in found if each is not None and each[1] == save_id}
+        return _ranks_in(self.files.list(folder_of(save)), save.text)
 
-    def complete(self, version: str, save_id: str, world_size: int) -> Version:
+    def complete(self, save: SaveId, world_size: int) -> Version:
         """Make a version exist, after checking that the parts of all ranks are there.
 
         Raises:
@@ -127,8 +105,7 @@ class DurableVersions(VersionStore):
             DamagedError: one is not what its manifest says.
             FlashpointError: the store failed; then the version may exist all the same.
         """
-        step = CheckpointContainerId.parse_version_container(version)
-        found = version_of({"step": step, "save_id": save_id, "world_size": world_size})
+        found = Version(save, folder_of(save), range(world_size), world_size, True)
         self.check_parts(found)
         self.files.write(f"{found.folder}/{MARKER}", [encode_record(_KIND, save_of(found))])
         return found
@@ -139,33 +116,27 @@ class DurableVersions(VersionStore):
         """Return all versions of training jobs, newest first. Parts are not looked at; see `VersionStore.versions`."""
         found: list[Version] = []
         for run in filter(is_run_folder, self.files.list()):
-            if not _RUN.fullmatch(run):
-                found.append(Version(-1, "", run, problem=_OLD))
-                continue
             try:
                 names = self.files.list(run)
             except DamagedError as error:
-                found.append(Version(-1, "", run, problem=str(error)))
+                found.append(Version(UNKNOWN, run, problem=str(error)))
                 continue
             for name in names:
-                step = CheckpointContainerId.parse_version_container(name)
-                if step is not None:
+                save = SaveId.parse(name, run.removeprefix(RUN_PREFIX))
+                if save is not None:
                     with contextlib.suppress(ObjectNotFoundError):  # removed meanwhile
-                        found.append(self._version(f"{run}/{name}", step))
+                        found.append(self._version(save))
         return sorted(found, key=lambda version: version.save, reverse=True)
 
-    def _version(self, folder: str, step: int) -> Version:
-        names: list[str] = []
-        problem = ""
+    def _version(self, save: SaveId) -> Version:
+        folder, names, problem = folder_of(save), list[str](), ""
         try:
             names = self.files.list(folder)
             if MARKER in names:
                 return self._read_marker(folder)
         except DamagedError as error:
             problem = str(error)
-        save_id = folder.partition("/")[0].removeprefix(RUN_PREFIX)
-        ranks = {rank for rank, of in map(_committed, names) if of == save_id}
-        return Version(step, save_id, folder, tuple(sorted(ranks)), problem=problem)
+        return Version(save, folder, tuple(sorted(_ranks_in(names, save.text))), problem=problem)
 
     def _read_marker(self, folder: str) -> Version:
         name = f"{folder}/{MARKER}"
@@ -181,9 +152,8 @@ class DurableVersions(VersionStore):
     def manifest(self, version: Version, rank: int) -> Manifest:
         """See `VersionStore.manifest`."""
         manifest = super().manifest(version, rank)
-        path = self.files.path_of(version.folder)
-        only_object(manifest, path)
         if manifest.world_size != version.world_size:
+            path = self.files.path_of(version.folder)
             raise ManifestError(f"this is a part of {manifest.world_size} ranks", rank=rank, path=path)
         return manifest
 
@@ -194,38 +164,35 @@ class DurableVersions(VersionStore):
             FlashpointError: see `VersionStore.manifest`.
         """
         for rank in version.ranks:
-            self.check_sizes(self.manifest(version, rank))
+            self.check_size(self.manifest(version, rank))
 
-    def has(self, version: str, rank: int, save_id: str) -> bool:
+    def has(self, save: SaveId, rank: int) -> bool:
         """See `VersionStore.has`. The marker goes first."""
         try:
-            self.files.size(f"{folder_of(version, save_id)}/{MARKER}")
+            self.files.size(f"{folder_of(save)}/{MARKER}")
         except FlashpointError as error:
             return not isinstance(error, ObjectNotFoundError)
         return True
 
-    def exists(self) -> bool:
-        """See `VersionStore.exists`."""
-        return bool(self.files.list())
-
     # ---- removing -----------------------------------------------------------------------------------------
 
-    def remove(self, step: int | None, check: Callable[[], None] = lambda: None) -> Removed:
+    def remove(self, step: int | None, check: Callable[[], None] = lambda: None) -> list[str]:
         """Remove versions, of each the marker first; see `VersionStore.remove`."""
-        wanted = [each for each in self.versions() if each.step >= 0 and step in (None, each.step)]
+        wanted = [each.folder for each in reversed(self.versions()) if each.step >= 0 and step in (None, each.step)]
         if not wanted:
-            raise ObjectNotFoundError(f"there is no version{_of(step)} here", path=self.path)
-        for version in reversed(wanted):
+            of = "" if step is None else f" of step {step}"
+            raise ObjectNotFoundError(f"there is no version{of} here", path=self.path)
+        for folder in wanted:
             check()
             with contextlib.suppress(DamagedError):  # of a folder that is a link
-                self.files.remove(f"{version.folder}/{MARKER}")
-            self.files.remove_folder(version.folder)
-        for run in {version.folder.partition("/")[0] for version in wanted}:
+                self.files.remove(f"{folder}/{MARKER}")
+            self.files.remove_folder(folder)
+        for run in {folder.partition("/")[0] for folder in wanted}:
             if not self.files.list(run):
                 self.files.remove_folder(run)
-        return Removed([version.folder for version in reversed(wanted)])
+        return wanted
 
-    def keep_newest(self, count: int, version: str, save_id: str) -> None:
+    def keep_newest(self, count: int, save: SaveId) -> None:
         """Remove all complete versions but the newest ones, and what was begun before a save and not completed: it must
         not take the room of that one. To be called by the owner.
 
@@ -233,9 +200,9 @@ class DurableVersions(VersionStore):
 
         Args:
             count: how many complete versions stay, at least 1.
-            version, save_id: about to be written, or written. Ranks may be writing to its folder already.
+            save: about to be written, or written. Ranks may be writing to its folder already.
         """
-        there, own = self.versions(), folder_of(version, save_id)
+        there = self.versions()
         kept = [version for version in there if version.counts][:count]
         for each in there:
             if each.counts:
@@ -243,13 +210,13 @@ class DurableVersions(VersionStore):
             elif each.problem:
                 goes = bool(kept) and each.step >= 0 and each.save < kept[-1].save
             else:
-                goes = each.save < SaveId(int(save_id), CheckpointContainerId.parse_version_container(version) or 0)
+                goes = each.save < save
             marker = f"{each.folder}/{MARKER}"
             if goes and (not each.counts or try_to_remove(self.files.remove, marker)):
                 try_to_remove(self.files.remove_folder, each.folder)
         for folder in filter(is_run_folder, self.files.list()):
             with contextlib.suppress(DamagedError):
-                if folder != own.partition("/")[0] and not self.files.list(folder):
+                if folder != f"{RUN_PREFIX}{save.text}" and not self.files.list(folder):
                     try_to_remove(self.files.remove_folder, folder)
 
     # ---- who writes ---------------------------------------------------------------------------------------
@@ -265,12 +232,9 @@ class DurableVersions(VersionStore):
         return owned_files(self.files, period_s, moved)
 
 
-def _committed(name: str) -> tuple[int, str]:
-    return parse_manifest_name(name) or (-1, "-")
-
-
-def _of(step: int | None) -> str:
-    return "" if step is None else f" of step {step}"
+def _ranks_in(names: list[str], save_id: str) -> set[int]:
+    """Return the ranks whose manifests of a save are among the names of files."""
+    return {found[0] for found in map(parse_manifest_name, names) if found is not None and found[1] == save_id}
 
 
 def try_to_remove(remove: Callable[[str], None], name: str) -> bool:

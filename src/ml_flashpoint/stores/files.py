@@ -1,52 +1,71 @@
-"""Files under one root, written whole or not at all: the interface of what durable versions lie in.
+"""Files under one root, written whole or not at all: what durable versions lie in.
 
-Owns what a name may be, and the package's errors for those of a filesystem. Implementations are `directory` and `url`.
+`Directory` is a directory of a filesystem: local, NFS, parallel. `UrlFiles` is whatever else fsspec knows: object
+stores, HDFS, SFTP. fsspec's local filesystem has neither fsync, nor locks, nor reads into memory that is there already;
+and it follows links. Calls block, and may hang: see `bounded`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Final, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 from ml_flashpoint.format.checkpoint_id_types import validate_segment
 from ml_flashpoint.format.errors import (
     DamagedError,
     FlashpointError,
+    InvalidArgumentError,
     InvalidNameError,
+    JobInUseError,
     ObjectNotFoundError,
+    SaveError,
     UnreadableError,
     UnsafePathError,
 )
-from ml_flashpoint.format.files import text_of_system
+from ml_flashpoint.format.files import (
+    as_octets,
+    close_in_children,
+    open_regular,
+    replace_file,
+    sync_directory,
+    text_of_system,
+    writing,
+)
+from ml_flashpoint.format.private_folders import check_unplanted
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+_log = logging.getLogger(__name__)
+
 PIECE_BYTES: Final = 16 * 2**20
 """Most bytes that are asked for at once where a read returns new bytes."""
-
-
-def split_name(name: str, *, allow_root: bool = False) -> tuple[str, ...]:
-    """Return the segments of a name, which cannot lead out of the root. With ``allow_root``, "" names the root.
-
-    Raises:
-        InvalidNameError: the name is empty, absolute, or has a segment that `validate_segment` refuses.
-    """
-    if not isinstance(name, str):
-        raise InvalidNameError(f"a name must be a string, not {type(name).__name__}")
-    if name == "" and allow_root:
-        return ()
-    return tuple(map(validate_segment, name.split("/")))
+_POLL_S: Final = 0.05
+_NO_LOCKS: Final = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+_PUBLISHED_WHEN_COMPLETE: Final = frozenset(
+    ("abfs", "abfss", "adl", "az", "gcs", "gs", "hf", "oci", "ocilake", "oss", "s3", "s3a", "tos")
+)
+"""Protocols of object stores: a name appears there when its upload is complete, and renaming would be a copy."""
 
 
 class Files(ABC):
     """Files under one root. Names are relative, with slashes; a folder comes with the first file in it.
 
-    Calls block. Several threads may read, and write files of different names. Writing and removing raise a `SaveError`
-    (`CapacityError` if there is no room), reading an `UnreadableError` for what may pass.
+    Several threads may read, and write files of different names. Writing and removing raise a `SaveError`
+    (`CapacityError` if there is no room), reading an `UnreadableError` for what may pass. A name that is empty or
+    absolute, or has a segment that `validate_segment` refuses, is an `InvalidNameError`: no name leads out of the root.
     """
 
     @abstractmethod
@@ -58,7 +77,8 @@ class Files(ABC):
         """Write or replace a file from contiguous buffers; it is durable on return. Return the number of bytes.
 
         Readers see all of the new content or none. A writer that is killed leaves the file as it was, and may leave a
-        hidden file beside it, which goes with the folder.
+        hidden file beside it, which goes with the folder. On an object store, a list of buffers is one request, which
+        replaces at once; other chunks are uploaded under the file's own name: choose one that nothing refers to yet.
         """
 
     @abstractmethod
@@ -84,7 +104,7 @@ class Files(ABC):
 
     @abstractmethod
     def remove_folder(self, folder: str) -> None:
-        """Remove a folder and all in it, if it is there. Not atomic."""
+        """Remove a folder and all in it, if it is there. Not atomic. A symbolic link is not followed."""
 
     def read(self, name: str, *, limit: int) -> bytes:
         """Return a small file. Raise a `DamagedError` if it has more than ``limit`` bytes."""
@@ -107,6 +127,234 @@ class Files(ABC):
         return None
 
 
+class Directory(Files):
+    """Files below a directory, which is made with the first one. Thread-safe."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._root = Path(path).absolute()
+
+    def path_of(self, name: str) -> str:
+        """Return the absolute path."""
+        return str(self._root.joinpath(*_split(name, allow_root=True)))
+
+    def write(self, name: str, chunks: Iterable[Buffer]) -> int:
+        """Write a temporary file, fsync, rename, and fsync the folder; see `Files.write`."""
+        target = self._path(name)
+        with writing(target):
+            _make_directory(target.parent)
+            return replace_file(target, chunks, fsync=True, mode=0o644)
+
+    def size(self, name: str) -> int:
+        """See `Files.size`."""
+        with self._opened(name) as descriptor:
+            return os.fstat(descriptor).st_size
+
+    def read_into(self, name: str, begin: int, into: memoryview) -> None:
+        """See `Files.read_into`."""
+        octets, done = as_octets(into), 0
+        with self._opened(name) as descriptor:
+            while done < len(octets):
+                count = os.preadv(descriptor, [octets[done:]], begin + done)
+                if not count:
+                    text = f"the file ends at byte {begin + done}, before byte {begin + len(octets)}"
+                    raise DamagedError(text, path=self.path_of(name))
+                done += count
+
+    def list(self, folder: str = "") -> list[str]:
+        """See `Files.list`."""
+        path = self._path(folder, allow_root=True)
+        if path != self._root and path.is_symlink():
+            raise DamagedError("this is a symbolic link", path=path)
+        try:
+            with reading(path):
+                return sorted(os.listdir(path))
+        except ObjectNotFoundError:
+            return []
+
+    def remove(self, name: str) -> None:
+        """See `Files.remove`."""
+        self._remove(self._path(name), os.unlink)
+
+    def remove_folder(self, folder: str) -> None:
+        """See `Files.remove_folder`."""
+        path = self._path(folder)
+        self._remove(path, os.unlink if path.is_symlink() else shutil.rmtree)
+
+    def _remove(self, path: Path, remove: Any) -> None:
+        with writing(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            remove(path)
+            sync_directory(path.parent)
+
+    def lock(self, name: str, timeout_s: float) -> AbstractContextManager[object] | None:
+        """Take a file lock, which works between nodes where the filesystem has such; see `Files.lock`. In a forked
+        child, the lock stays the parent's."""
+        path = self._root.joinpath(*_split(name))
+        give_up = time.monotonic() + timeout_s
+        with contextlib.ExitStack() as undo:
+            with writing(path):
+                check_unplanted(path)
+                _make_directory(path.parent)
+                check_unplanted(path)  # nobody else can be there first any more
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+                # Whoever can read a file can lock it: nobody else can.
+                file = undo.enter_context(open(os.open(path, flags, 0o600), "rb"))
+            close_in_children(file)
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    undo.pop_all()
+                    return file
+                except BlockingIOError:
+                    if time.monotonic() > give_up:
+                        raise JobInUseError("another process has locked this", path=path) from None
+                except OSError as error:
+                    if error.errno not in _NO_LOCKS:
+                        raise SaveError(f"the lock cannot be taken: {error.strerror}", path=path) from error
+                    _log.warning("this filesystem has no locks, so two users at a time go unnoticed: %s", path)
+                    return None
+                time.sleep(_POLL_S)
+
+    def _path(self, name: str, *, allow_root: bool = False) -> Path:
+        """Return the path of a name. Raise a `DamagedError` on a symbolic link: it leads out of here."""
+        path = self._root
+        for segment in _split(name, allow_root=allow_root):
+            if path != self._root and path.is_symlink():
+                raise DamagedError("this is a symbolic link", path=path)
+            path = path / segment
+        return path
+
+    @contextlib.contextmanager
+    def _opened(self, name: str) -> Iterator[int]:
+        path = self._path(name)
+        with reading(path):
+            descriptor = open_regular(path, os.O_RDONLY)
+            try:
+                yield descriptor
+            finally:
+                os.close(descriptor)
+
+
+class UrlFiles(Files):
+    """Files below a URL. Thread-safe if the filesystem is. Deadlines, retries and credentials are those of fsspec.
+
+    Args:
+        url: such as ``s3://bucket/folder`` or ``memory://folder``.
+
+    Raises:
+        InvalidArgumentError: `url` is empty; or, on first use, fsspec does not know this kind of URL or lacks a package
+            for it.
+    """
+
+    def __init__(self, url: str) -> None:
+        if not url:
+            raise InvalidArgumentError("a URL is needed", argument="url", value=url)
+        self._url = url
+        self._filesystem: Any = None
+        self._root = ""
+        self._renames = True
+        self._opening = threading.Lock()
+
+    def _open(self) -> Any:
+        with self._opening:
+            if self._filesystem is None:
+                try:
+                    from fsspec.core import url_to_fs
+
+                    filesystem, root = url_to_fs(self._url)
+                except (ValueError, ImportError) as error:
+                    raise InvalidArgumentError(f"fsspec: {error}", argument="url", value=self._url) from error
+                protocols = {filesystem.protocol} if isinstance(filesystem.protocol, str) else set(filesystem.protocol)
+                self._renames = protocols.isdisjoint(_PUBLISHED_WHEN_COMPLETE)
+                self._root = root.rstrip("/")
+                self._filesystem = filesystem
+        return self._filesystem
+
+    def path_of(self, name: str) -> str:
+        """Return the URL."""
+        return "/".join([self._url.rstrip("/"), *_split(name, allow_root=True)])
+
+    def _inner(self, name: str, *, allow_root: bool = False) -> str:
+        return "/".join([self._root, *_split(name, allow_root=allow_root)])
+
+    def write(self, name: str, chunks: Iterable[Buffer]) -> int:
+        """See `Files.write`."""
+        filesystem, target = self._open(), self._inner(name)
+        folder = target.rpartition("/")[0]
+        with writing(self.path_of(name), Exception):
+            path = target
+            if self._renames:
+                path = f"{folder}/.{secrets.token_hex(8)}.tmp"
+                filesystem.makedirs(folder, exist_ok=True)
+            elif isinstance(chunks, list):
+                content = b"".join(chunks)
+                filesystem.pipe_file(target, content)
+                return len(content)
+            try:
+                written = _write_stream(filesystem, path, chunks)
+                if path != target:
+                    filesystem.mv(path, target)
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    filesystem.rm_file(path)
+                raise
+            return written
+
+    def size(self, name: str) -> int:
+        """See `Files.size`."""
+        filesystem = self._open()
+        with reading(self.path_of(name), Exception):
+            filesystem.invalidate_cache()
+            found = filesystem.info(self._inner(name))
+            if found.get("type") != "file":
+                raise DamagedError("this is not a file", path=self.path_of(name))
+            return int(found["size"])
+
+    def read_into(self, name: str, begin: int, into: memoryview) -> None:
+        """See `Files.read_into`."""
+        filesystem = self._open()
+        with reading(self.path_of(name), Exception):
+            for done in range(0, len(into), PIECE_BYTES):
+                piece = into[done : done + PIECE_BYTES]
+                end = begin + done + len(piece)
+                data = filesystem.cat_file(self._inner(name), begin + done, end)
+                if len(data) != len(piece):
+                    raise DamagedError(f"the file ends before byte {end}", path=self.path_of(name))
+                piece[:] = data
+
+    def list(self, folder: str = "") -> list[str]:
+        """See `Files.list`."""
+        filesystem = self._open()
+        try:
+            with reading(self.path_of(folder), Exception):
+                filesystem.invalidate_cache()
+                inner = self._inner(folder, allow_root=True)
+                paths = {path.rstrip("/") for path in filesystem.ls(inner, detail=False)}
+                # Some object stores list a folder in itself.
+                return sorted(path.rpartition("/")[2] for path in paths - {inner})
+        except ObjectNotFoundError:
+            return []
+
+    def remove(self, name: str) -> None:
+        """See `Files.remove`."""
+        filesystem = self._open()
+        with writing(self.path_of(name), Exception), contextlib.suppress(FileNotFoundError):
+            filesystem.rm_file(self._inner(name))
+
+    def remove_folder(self, folder: str) -> None:
+        """See `Files.remove_folder`."""
+        filesystem = self._open()
+        with writing(self.path_of(folder), Exception), contextlib.suppress(FileNotFoundError):
+            filesystem.invalidate_cache()
+            filesystem.rm(self._inner(folder), recursive=True)
+
+
+def _split(name: str, *, allow_root: bool = False) -> tuple[str, ...]:
+    """Return the segments of a name. With ``allow_root``, "" names the root."""
+    if not isinstance(name, str):
+        raise InvalidNameError(f"a name must be a string, not {type(name).__name__}")
+    return () if name == "" and allow_root else tuple(map(validate_segment, name.split("/")))
+
+
 @contextlib.contextmanager
 def reading(path: object, errors: type[Exception] = OSError) -> Iterator[None]:
     """Raise an `ObjectNotFoundError`, `DamagedError` or `UnreadableError` for these errors of a filesystem."""
@@ -122,31 +370,26 @@ def reading(path: object, errors: type[Exception] = OSError) -> Iterator[None]:
         raise UnreadableError(f"cannot be read: {text_of_system(error)}", path=str(path)) from error
 
 
-def watched_files(files: Files, moved: Callable[[], None]) -> Files:
-    """Return the same files, with ``moved`` called after each call and for each piece that is written. It may raise."""
-    return cast("Files", _Watched(files, moved))
+def _make_directory(directory: Path) -> None:
+    """Make a directory and those above it, durably."""
+    if directory.is_dir():
+        return
+    _make_directory(directory.parent)
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir()
+    sync_directory(directory.parent)
 
 
-class _Watched:
-    def __init__(self, files: Files, moved: Callable[[], None]) -> None:
-        self._files, self._moved = files, moved
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._files, name)
-
-        def call(*args: Any, **options: Any) -> Any:
-            result = method(*args, **options)
-            self._moved()
-            return result
-
-        return call
-
-    def write(self, name: str, chunks: Iterable[Buffer]) -> int:
-        def told() -> Iterator[Buffer]:
-            for chunk in chunks:
-                yield chunk
-                self._moved()
-
-        written = self._files.write(name, told())
-        self._moved()
-        return written
+def _write_stream(filesystem: Any, path: str, chunks: Iterable[Buffer]) -> int:
+    written = 0
+    # Leaving it on an error completes the upload, of half a file: the caller removes that.
+    with filesystem.open(path, "wb") as file:
+        for chunk in chunks:
+            view = as_octets(chunk)
+            if len(view):
+                file.write(view)
+            written += len(view)
+        file.flush()
+        with contextlib.suppress(AttributeError, OSError):
+            os.fsync(file.fileno())
+    return written

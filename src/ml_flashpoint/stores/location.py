@@ -1,4 +1,4 @@
-"""The stores that paths and URLs lead to. Owns what they mean here."""
+"""The stores that paths and URLs lead to."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from typing import Final
 
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.format.private_folders import check_unplanted
-from ml_flashpoint.memory.lock import PRIVATE
 from ml_flashpoint.stores.base_container import BaseContainer
-from ml_flashpoint.stores.directory import Directory
 from ml_flashpoint.stores.durable import DurableVersions, is_run_folder
-from ml_flashpoint.stores.url import UrlFiles
+from ml_flashpoint.stores.files import Directory, UrlFiles
 from ml_flashpoint.stores.version_store import VersionStore
 
 _FILE: Final = "file://"
@@ -26,10 +24,8 @@ def checked_url(argument: str, value: object) -> str:
         raise InvalidArgumentError(
             "must be a URL such as file:///lustre/me/job-145 or s3://bucket/job-145", argument=argument, value=value
         )
-    if url.startswith(_FILE):
-        if not os.path.isabs(url[len(_FILE) :]):
-            raise InvalidArgumentError("the path of a file:// URL must be absolute", argument=argument, value=value)
-        return url
+    if url.startswith(_FILE) and not os.path.isabs(url[len(_FILE) :]):
+        raise InvalidArgumentError("the path of a file:// URL must be absolute", argument=argument, value=value)
     return url if is_url(url) else _FILE + os.path.abspath(os.path.expanduser(url))
 
 
@@ -38,28 +34,17 @@ def is_url(text: str) -> bool:
     return "://" in text or "::" in text
 
 
-def durable_url(argument: str, value: object) -> str:
-    """Return a URL to persist at. Raise an `InvalidArgumentError` if it is none, or a base container."""
-    url = checked_url(argument, value)
-    if url.startswith(_FILE) and os.path.lexists(Path(url[len(_FILE) :], PRIVATE)):
-        raise InvalidArgumentError(
-            "this is a job's base container", argument=argument, value=value, hint="give the URL of the job's persist="
-        )
-    return url
-
-
 def open_durable(url: str) -> DurableVersions:
     """Return the store behind what `checked_url` returned. Reads and writes nothing of it.
-
-    A folder is one that all nodes see under this path.
 
     Raises:
         UnsafePathError: it is a folder, and somebody else has planted something on the way.
     """
     if not url.startswith(_FILE):
         return DurableVersions(UrlFiles(url), url)
-    check_unplanted(Path(url[len(_FILE) :]))
-    return DurableVersions(Directory(url[len(_FILE) :]), url)
+    path = url[len(_FILE) :]
+    check_unplanted(Path(path))
+    return DurableVersions(Directory(path), url)
 
 
 def open_store(source: str | os.PathLike[str]) -> VersionStore:

@@ -1,9 +1,9 @@
-"""The right to complete and remove versions in a store, which one process has at a time.
+"""The right to complete and remove versions in a store, which one process has at a time: a lock, or a lease.
 
-Owns the lock, and the lease that stands for it where files have no locks: a record that its owner writes anew every few
-seconds. Whoever else wants it watches that record, and takes it over once it has not changed for several such periods;
-clocks are not compared. A lease keeps two jobs apart that were given one URL. It is no defence against a job that hangs
-for longer than that and then goes on: an owner checks before each removal.
+A lease stands for the lock where files have no locks: a record that its owner writes anew every few seconds. Whoever
+else wants it watches that record, and takes it over once it has not changed for several such periods; clocks are not
+compared. A lease keeps two jobs apart that were given one URL. It is no defence against a job that hangs for longer
+than that and then goes on: an owner checks before each removal.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from contextlib import AbstractContextManager
 from typing import Final
 
 from ml_flashpoint.format.errors import DamagedError, FlashpointError, JobInUseError, ObjectNotFoundError
+from ml_flashpoint.format.records import decode_record, encode_record
 from ml_flashpoint.stores.files import Files
-from ml_flashpoint.stores.records import decode_record, encode_record
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +53,6 @@ class Ownership:
         self._period_s = period_s
         self._owner = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(8)}"
         self._lock: AbstractContextManager[object] | None = None
-        self._leased = False
         self._beats = 0
         self._seen: tuple[object, float] | None = None
         self._ended = threading.Event()
@@ -72,25 +71,20 @@ class Ownership:
         self.taken = True
 
     def check(self) -> None:
-        """Raise if it was lost.
-
-        Raises:
-            JobInUseError: another process has it. It may be taken again.
-            FlashpointError: the store failed.
-        """
-        if self._leased and not self._is_ours():
-            self._lose()
+        """Raise a `JobInUseError` if another process has it, or the error of a store that fails."""
+        if self.taken and self._lock is None and not self._is_ours():
+            self.taken = False
+            self._ended.set()
             raise JobInUseError("another process has taken this over", path=self._store.path_of(_LEASE))
 
     def release(self) -> None:
         """Let another process have it. Safe to call twice."""
-        self.taken = False
+        was_taken, self.taken = self.taken, False
         self._ended.set()
         if self._lock is not None:
             lock, self._lock = self._lock, None
             lock.__exit__(None, None, None)
-        if self._leased:
-            self._leased = False
+        elif was_taken:
             try:
                 if self._is_ours():
                     self._store.remove(_LEASE)
@@ -101,25 +95,19 @@ class Ownership:
 
     def _take_lease(self) -> None:
         self.owner_may_be_dead = True
-        if (now := self._read()) is not None:
+        path, now = self._store.path_of(_LEASE), self._read()
+        if now is not None:
             if self._seen is None or self._seen[0] != now:
                 self._seen = (now, time.monotonic())
             if time.monotonic() - self._seen[1] < _PERIODS * self._period_s:
-                raise JobInUseError(
-                    f"{now[0]} persists here, or did until a moment ago",
-                    path=self._store.path_of(_LEASE),
-                    hint="give each job a URL of its own",
-                )
+                text = f"{now[0]} persists here, or did until a moment ago"
+                raise JobInUseError(text, path=path, hint="give each job a URL of its own")
         self._renew()
         time.sleep(self._period_s * _SETTLE)  # of two that found nobody, the one that wrote last has it
         if not self._is_ours():
-            raise JobInUseError("another process was faster", path=self._store.path_of(_LEASE))
-        self._leased, self._seen, self._ended = True, None, threading.Event()
+            raise JobInUseError("another process was faster", path=path)
+        self._seen, self._ended = None, threading.Event()
         threading.Thread(target=self._keep, args=(self._ended,), name="flashpoint-lease", daemon=True).start()
-
-    def _lose(self) -> None:
-        self.taken = self._leased = False
-        self._ended.set()
 
     def _keep(self, ended: threading.Event) -> None:
         while not ended.wait(self._period_s):
@@ -133,8 +121,7 @@ class Ownership:
 
     def _renew(self) -> None:
         self._beats += 1
-        content = {"owner": self._owner, "beats": self._beats}
-        self._store.write(_LEASE, [encode_record(_KIND, content)])
+        self._store.write(_LEASE, [encode_record(_KIND, {"owner": self._owner, "beats": self._beats})])
 
     def _read(self) -> tuple[str, object] | None:
         """Return the owner of the lease and how often it was renewed; None if nobody has it."""
@@ -151,19 +138,12 @@ class Ownership:
 
 @contextlib.contextmanager
 def owned_files(files: Files, period_s: float, moved: Callable[[], None]) -> Iterator[Callable[[], None]]:
-    """Be the owner, and yield a call that raises if that was lost. A lease whose owner may be dead is waited for.
+    """Be the owner, and yield a call that raises if that was lost. See `VersionStore.owned`.
 
-    Args:
-        files: of the store.
-        period_s: see `PERIOD_S`.
-        moved: called again and again meanwhile.
-
-    Raises:
-        JobInUseError: somebody else is.
-        FlashpointError: the store failed.
+    A lease whose owner may be dead is waited for.
     """
     ownership = Ownership(files, period_s=period_s)
-    give_up, told = time.monotonic() + _PERIODS_TO_WAIT * period_s, False
+    give_up = time.monotonic() + _PERIODS_TO_WAIT * period_s
     try:
         while not ownership.taken:
             try:
@@ -175,9 +155,6 @@ def owned_files(files: Files, period_s: float, moved: Callable[[], None]) -> Ite
                         path=files.path_of(""),
                         hint="wait until that job has ended, or give another URL",
                     ) from error
-                if not told:
-                    _log.warning("waiting up to %.0f s: %s", _PERIODS_TO_WAIT * period_s, error.message)
-                told = True
                 moved()
                 time.sleep(period_s / 4)
         yield ownership.check

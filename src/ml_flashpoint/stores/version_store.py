@@ -1,20 +1,32 @@
 """The one interface of everything that holds versions of a job: a base container, a directory, a URL.
 
-Owns what a version in a store is, and what every store can do. Digests are not the stores' affair: whoever reads
-compares (`part.StoredObject`). Which version to take, and copying from store to store, is `tools`'.
+Nothing is handed out of an object whose blocks were not compared with their digests: see `StoredObject`. Which version
+to take, and copying from store to store, is `tools`'.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final
 
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.errors import DamagedError, ObjectNotFoundError, PrunedError, SaveError
+from ml_flashpoint.format.digest import verify_blocks
+from ml_flashpoint.format.errors import (
+    DamagedError,
+    DigestMismatchError,
+    FlashpointError,
+    ManifestError,
+    ObjectNotFoundError,
+    PrunedError,
+    SaveError,
+    UnreadableError,
+)
+from ml_flashpoint.format.failure_kinds import is_damage
 from ml_flashpoint.format.manifest import (
     MAX_MANIFEST_BYTES,
     Manifest,
@@ -22,32 +34,24 @@ from ml_flashpoint.format.manifest import (
     decode,
     encode,
     manifest_name,
+    object_name,
 )
+from ml_flashpoint.format.object_format import Entry, Layout, header_length, parse_header
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.lineage import RunRecord
-from ml_flashpoint.stores.files import Files
-from ml_flashpoint.stores.part import stored_object
+from ml_flashpoint.stores.files import PIECE_BYTES, Files
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-Content = Callable[[ObjectRecord], "Iterable[Buffer]"]
-"""The bytes of an object, as many as its file has, in pieces."""
+_log = logging.getLogger(__name__)
+
+_CACHED_BLOCKS: Final = 2
+_ZEROS: Final = bytes(1 << 20)
 
 
-@dataclass
-class Removed:
-    """Account of a removal.
-
-    Attributes:
-        versions: names of the folders that were removed.
-        freed_bytes: memory that the files took.
-        left: names of what stays in the base container.
-    """
-
-    versions: list[str] = field(default_factory=list)
-    freed_bytes: int = 0
-    left: list[str] = field(default_factory=list)
+UNKNOWN: Final = SaveId(0, -1)
+"""The save of a version whose name cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +59,7 @@ class Version:
     """One save of one step, in one store.
 
     Attributes:
-        step: training step; -1 if not known.
-        save_id: the run that saved it, as its files spell it; "" if not known.
+        save: its name; `UNKNOWN` if that cannot be read.
         folder: of the version, in the store.
         ranks: ranks whose parts are there, by the names of files or by the marker.
         world_size: number of ranks that saved it; 0 if not known.
@@ -64,8 +67,7 @@ class Version:
         problem: the damage that was found without reading parts; "" if none was.
     """
 
-    step: int
-    save_id: str
+    save: SaveId
     folder: str
     ranks: Sequence[int] = ()
     world_size: int = 0
@@ -73,19 +75,19 @@ class Version:
     problem: str = ""
 
     @property
-    def order(self) -> tuple[str, int]:
-        """Later versions compare greater: by run, then by step."""
-        return self.save_id, self.step
+    def step(self) -> int:
+        """Training step."""
+        return self.save.step
+
+    @property
+    def save_id(self) -> str:
+        """The run that saved it, as its files spell it; "" if not known."""
+        return "" if self.save == UNKNOWN else self.save.text
 
     @property
     def name(self) -> str:
         """Name of its folder: ``step-<n>_ckpt``."""
-        return CheckpointContainerId.format_version_container(self.step)
-
-    @property
-    def save(self) -> SaveId:
-        """Name of the save; of run 0 if the save id is not one of this format."""
-        return SaveId(int(self.save_id) if self.save_id.isdecimal() else 0, self.step)
+        return self.save.version
 
     @property
     def complete(self) -> bool:
@@ -110,28 +112,27 @@ class VersionStore(ABC):
         self.files, self.path = files, path
 
     @abstractmethod
-    def folder_of(self, version: str, save_id: str) -> str:
+    def folder_of(self, save: SaveId) -> str:
         """Return the folder of a save."""
-
-    @abstractmethod
-    def exists(self) -> bool:
-        """Return True if there is anything of a job here."""
 
     @abstractmethod
     def versions(self) -> list[Version]:
         """Return all versions, the newest save first, with those that are incomplete or damaged."""
 
     @abstractmethod
-    def has(self, version: str, rank: int, save_id: str) -> bool:
+    def has(self, save: SaveId, rank: int) -> bool:
         """Return False if a part was removed since it was listed: then nothing about it is damage."""
 
     @abstractmethod
-    def remove(self, step: int | None, check: Callable[[], None] = lambda: None) -> Removed:
+    def remove(self, step: int | None, check: Callable[[], None] = lambda: None) -> list[str]:
         """Remove all versions of a step, or all there are, oldest first. To be called by the owner (`owned`).
 
         Args:
             step: of the versions; None for all, and for what else the job has left.
             check: called before each removal; may raise.
+
+        Returns:
+            The folders of the versions.
 
         Raises:
             ObjectNotFoundError: there is none.
@@ -147,47 +148,53 @@ class VersionStore(ABC):
         """
         if rank not in version.ranks:
             raise ObjectNotFoundError("there is no part of this rank", step=version.step, rank=rank, path=self.path)
-        return self._manifest(f"{version.folder}/{manifest_name(rank, version.save_id)}")
+        return self._manifest(f"{version.folder}/{manifest_name(rank, version.save.text)}")
 
     def _manifest(self, name: str) -> Manifest:
-        return decode(self.files.read(name, limit=MAX_MANIFEST_BYTES), self.files.path_of(name))
+        path = self.files.path_of(name)
+        manifest = decode(self.files.read(name, limit=MAX_MANIFEST_BYTES), path)
+        own = object_name(manifest.rank, manifest.save_id)
+        if SaveId.of(manifest) is None or [record.name for record in manifest.objects] != [own]:
+            raise ManifestError("a part must have one object, named after it", rank=manifest.rank, path=path)
+        return manifest
 
-    def check_sizes(self, manifest: Manifest) -> None:
-        """Check that the objects of a part are there, and as long as they should be. Raises what `manifest` raises."""
-        for record in manifest.objects:
-            size = self.files.size(self._name_of(manifest, record))
-            if size != record.file_size:
-                text = f"the object has {size} bytes, and {record.file_size} were committed"
-                raise DamagedError(text, rank=manifest.rank, path=self.path_of(manifest, record))
+    def check_size(self, manifest: Manifest) -> None:
+        """Check that the object of a part is there, and as long as it should be. Raises what `manifest` raises."""
+        size, wanted = self.files.size(self._name_of(manifest)), manifest.objects[0].file_size
+        if size != wanted:
+            text = f"the object has {size} bytes, and {wanted} were committed"
+            raise DamagedError(text, rank=manifest.rank, path=self.path_of(manifest))
 
-    def read_into(self, manifest: Manifest, record: ObjectRecord, begin: int, into: memoryview) -> None:
-        """Fill a view with bytes of an object, from byte ``begin`` on. Raises what `manifest` raises."""
-        self.files.read_into(self._name_of(manifest, record), begin, into)
+    def read_into(self, manifest: Manifest, begin: int, into: memoryview) -> None:
+        """Fill a view with bytes of a part's object, from byte ``begin`` on. Raises what `manifest` raises."""
+        self.files.read_into(self._name_of(manifest), begin, into)
 
-    def path_of(self, manifest: Manifest, record: ObjectRecord) -> str:
-        """Return the path or URL of an object."""
-        return self.files.path_of(self._name_of(manifest, record))
+    def path_of(self, manifest: Manifest) -> str:
+        """Return the path or URL of a part's object."""
+        return self.files.path_of(self._name_of(manifest))
 
-    def _name_of(self, manifest: Manifest, record: ObjectRecord) -> str:
-        return f"{self.folder_of(manifest.version, manifest.save_id)}/{record.name}"
+    def _name_of(self, manifest: Manifest) -> str:
+        return f"{self.folder_of(save_of_part(manifest))}/{manifest.objects[0].name}"
 
-    def write_part(self, manifest: Manifest, content: Content) -> bool:
-        """Write a part, durably: its objects, then its manifest. Return False if it was there already.
+    def write_part(self, manifest: Manifest, content: Callable[[], Iterable[Buffer]]) -> bool:
+        """Write a part, durably: its object, then its manifest. Return False if it was there already.
 
         A part that is there is compared with its digests, and written anew if it differs.
+
+        Args:
+            manifest: of the part.
+            content: returns the bytes of the object, as many as its file has, in pieces.
         """
-        folder = self.folder_of(manifest.version, manifest.save_id)
-        name = f"{folder}/{manifest_name(manifest.rank, manifest.save_id)}"
+        name = f"{self.folder_of(save_of_part(manifest))}/{manifest_name(manifest.rank, manifest.save_id)}"
         with contextlib.suppress(DamagedError, ObjectNotFoundError, PrunedError):  # the usual case
             if self._manifest(name) == manifest:
-                for record in manifest.objects:
-                    stored_object(manifest, [self], record).check()
+                for _ in stored_object(manifest, [self]).pieces():
+                    pass
                 return False
-        for record in manifest.objects:
-            written = self.files.write(f"{folder}/{record.name}", content(record))
-            if written != record.file_size:
-                text = f"{written} bytes were written, and not {record.file_size}"
-                raise SaveError(text, step=manifest.step, rank=manifest.rank, path=self.path_of(manifest, record))
+        written = self.files.write(self._name_of(manifest), iter(content()))
+        if written != manifest.objects[0].file_size:
+            text = f"{written} bytes were written, and not {manifest.objects[0].file_size}"
+            raise SaveError(text, step=manifest.step, rank=manifest.rank, path=self.path_of(manifest))
         self.files.write(name, [encode(manifest)])
         return True
 
@@ -195,7 +202,7 @@ class VersionStore(ABC):
         """Return the records of runs that the store has, by which versions exist; none if it has no records."""
         return []
 
-    def hold(self, manifest: Manifest) -> AbstractContextManager[None]:
+    def hold(self, manifest: Manifest) -> AbstractContextManager[object]:
         """Have a running job keep a part until this is left, if it can. Raise a `PrunedError` if the part went."""
         return contextlib.nullcontext()
 
@@ -216,3 +223,149 @@ class VersionStore(ABC):
             JobInUseError: somebody else is.
         """
         return contextlib.nullcontext(lambda: None)
+
+
+def save_of_part(manifest: Manifest) -> SaveId:
+    """Return the save of a part of a training job."""
+    save = SaveId.of(manifest)
+    assert save is not None  # checked where it was read
+    return save
+
+
+# ---- objects --------------------------------------------------------------------------------------------------------
+
+
+class StoredObject:
+    """An object that is read by ranges. Thread-safe.
+
+    Whole blocks are read to where they are wanted. Of blocks that are wanted in part, the last two stay in memory.
+
+    Args:
+        record: of the object.
+        read: ``(begin, view)``: fills a view with whole blocks from a byte on, compared with their digests.
+        path: for errors.
+    """
+
+    def __init__(self, record: ObjectRecord, read: Callable[[int, memoryview], None], path: str) -> None:
+        self.record, self.path = record, path
+        self._checked = read
+        self._block = lru_cache(maxsize=_CACHED_BLOCKS)(self._read_block)
+        self._layout: Layout | None = None
+
+    def _read_block(self, block: int) -> bytearray:
+        begin = block * self.record.block_size
+        content = bytearray(min(self.record.block_size, self.record.size - begin))
+        self._checked(begin, memoryview(content))
+        return content
+
+    @property
+    def layout(self) -> Layout:
+        """The items of the object.
+
+        Raises:
+            ObjectFormatError: the header is not valid, although its digest is right.
+        """
+        if self._layout is None:
+            size, file_size = self.record.size, self.record.file_size
+            length = header_length(self.read(0, min(8, size)), file_size, self.path)
+            self._layout = parse_header(self.read(0, length), file_size, self.path).layout
+        return self._layout
+
+    def entry(self, key: str) -> Entry:
+        """Return the place of an item. Raise an `ObjectNotFoundError` if there is none."""
+        found = self.layout.by_key.get(key)
+        if found is None:
+            raise ObjectNotFoundError(f"the object has no item {str(key)[:80]!a}", path=self.path)
+        return found
+
+    def bytes_of(self, key: str) -> memoryview:
+        """Return an item, in memory of its own."""
+        entry = self.entry(key)
+        return memoryview(self.read(entry.begin, entry.end))
+
+    def read(self, begin: int, end: int) -> bytearray:
+        """Return bytes ``begin:end``. Raises what `read_into` raises."""
+        if not 0 <= begin <= end <= self.record.size:
+            raise DamagedError(f"the file has no bytes {begin} to {end}", path=self.path)
+        content = bytearray(end - begin)
+        self.read_into(begin, memoryview(content))
+        return content
+
+    def read_into(self, begin: int, into: memoryview) -> None:
+        """Fill a view from byte ``begin`` on.
+
+        Raises:
+            ObjectNotFoundError: the object is gone.
+            DamagedError: the bytes are not what was written; names the file.
+            PrunedError: a running job has removed the part.
+            LoadError, UnreadableError: the store cannot be read just now.
+        """
+        end, size = begin + len(into), self.record.block_size
+        piece = max(PIECE_BYTES // size, 1) * size
+        at = begin
+        while at < end:
+            start = at - at % size
+            whole = min((end if end == self.record.size else end - end % size) - start, piece)
+            if start < at or whole <= 0:
+                content = memoryview(self._block(start // size))[at - start : end - start]
+                into[at - begin : at - begin + len(content)] = content
+                at += len(content)
+            else:
+                self._checked(at, into[at - begin : at - begin + whole])
+                at += whole
+
+    def pieces(self) -> Iterator[memoryview]:
+        """Yield the bytes that count. A piece is valid until the next one. Raises what `read_into` raises."""
+        record = self.record
+        piece = max(PIECE_BYTES // record.block_size, 1) * record.block_size
+        view = memoryview(bytearray(min(piece, record.size)))
+        for begin in range(0, record.size, piece):
+            content = view[: min(piece, record.size - begin)]
+            self._checked(begin, content)
+            yield content
+
+    def file(self) -> Iterator[memoryview]:
+        """Yield the whole file: `pieces`, then zeros for the unused room."""
+        yield from self.pieces()
+        for begin in range(self.record.size, self.record.file_size, len(_ZEROS)):
+            yield memoryview(_ZEROS)[: self.record.file_size - begin]
+
+
+def check_blocks(record: ObjectRecord, begin: int, into: memoryview, path: str) -> None:
+    """Compare whole blocks of an object, from byte ``begin`` on, with their digests.
+
+    Raises:
+        DigestMismatchError: they differ.
+    """
+    size, first = record.block_size, begin // record.block_size
+    digests = record.digests[first : first - (-len(into) // size)]
+    verify_blocks(into, digests, size, first_block=first, path=path)
+
+
+def stored_object(manifest: Manifest, stores: Sequence[VersionStore]) -> StoredObject:
+    """Return the object of a part that several stores hold. A block that one cannot give is read from the next."""
+    record, save = manifest.objects[0], save_of_part(manifest)
+
+    def read(begin: int, into: memoryview) -> None:
+        failures: list[FlashpointError] = []
+        for store in stores:
+            path = store.path_of(manifest)
+            try:
+                store.read_into(manifest, begin, into)
+                check_blocks(record, begin, into, path)
+                return
+            except (DamagedError, ObjectNotFoundError, PrunedError, UnreadableError) as error:
+                gone = isinstance(error, (DigestMismatchError, ObjectNotFoundError)) and not store.has(
+                    save, manifest.rank
+                )
+                text = "the version was pruned while it was read"
+                pruned = PrunedError(
+                    text, step=save.step, rank=manifest.rank, path=path, hint="read the newest version"
+                )
+                failures.append(pruned if gone else error)
+            if len(failures) < len(stores):
+                _log.warning("rank %d: taking another copy: %s", manifest.rank, failures[-1])
+        # What cannot be read just now may be sound: no reason for an older version.
+        raise next((error for error in failures if not is_damage(error)), failures[0])
+
+    return StoredObject(record, read, stores[0].path_of(manifest))

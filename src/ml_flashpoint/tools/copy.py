@@ -1,28 +1,33 @@
 """Copies of versions from stores to a store: `copy_version` to a folder, `persist_version` to durable storage.
 
-Owns that a copy is what was saved, or is not there: each block is compared with its digest on its way, parts come
-first, and only then does the version get its name, or its marker. Imports no torch.
+A copy is what was saved, or is not there: each block is compared with its digest on its way, parts come first, and only
+then does the version get its name, or its marker. Imports no torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import secrets
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ml_flashpoint.format.errors import SaveError
-from ml_flashpoint.format.manifest import ObjectRecord
+from ml_flashpoint.format.errors import InvalidArgumentError, SaveError
+from ml_flashpoint.format.files import sync_directory
+from ml_flashpoint.format.private_folders import check_unplanted
+from ml_flashpoint.memory.lock import PRIVATE
 from ml_flashpoint.stores.base_container import BaseContainer
-from ml_flashpoint.stores.bounded import Bounded, while_it_moves
-from ml_flashpoint.stores.durable import DurableVersions, folder_of
-from ml_flashpoint.stores.location import durable_url, open_durable
+from ml_flashpoint.stores.bounded import in_background, while_it_moves
+from ml_flashpoint.stores.durable import DurableVersions
+from ml_flashpoint.stores.location import checked_url, open_durable
 from ml_flashpoint.stores.ownership import PERIOD_S
 from ml_flashpoint.stores.version_store import Version, VersionStore
-from ml_flashpoint.tools.destination import make_whole
 from ml_flashpoint.tools.sources import (
     FoundVersion,
     Progress,
@@ -61,24 +66,52 @@ def copy_version(
         The copy. It is durable before it gets its name.
 
     Raises:
-        ObjectNotFoundError: there is no such version.
-        PrunedError: a running job removed it before it was copied.
+        ObjectNotFoundError, PrunedError: there is no such version, or a running job removed it meanwhile.
         DamagedError: it is not what was saved.
         LoadError, UnreadableError: it cannot be read just now.
-        SaveError: the copy cannot be written, or is there already.
-        UnsafePathError: somebody else has planted the destination.
+        SaveError, UnsafePathError: the copy cannot be written, or is there already, or somebody else has planted it.
     """
-    folder = Path(destination)
-    return with_newest(stores_of(sources), step, lambda found: _copy(found, folder, progress), partial=partial)
+
+    def copy(version: FoundVersion) -> Path:
+        name = version.save.version
+
+        def make(hidden: Path) -> Path:
+            (hidden / name).mkdir(mode=0o700)
+            _write_parts(version, BaseContainer(hidden), progress)
+            return hidden / name
+
+        return make_whole(Path(destination) / name, "the copy", make)
+
+    return with_newest(stores_of(sources), step, copy, partial=partial)
 
 
-def _copy(version: FoundVersion, folder: Path, progress: Progress) -> Path:
-    def make(hidden: Path) -> Path:
-        (hidden / version.name).mkdir(mode=0o700)
-        _write_parts(version, BaseContainer(hidden), progress, at_a_time=1)
-        return hidden / version.name
+def make_whole(target: Path, what: str, make: Callable[[Path], Path]) -> Path:
+    """Make a file or folder, which appears under its name whole, and durable, or not at all.
 
-    return make_whole(folder / version.name, "the copy", make)
+    Args:
+        target: its path. The folders above are made if need be.
+        what: it is, for errors.
+        make: is given an empty, hidden folder, and returns the path in there of what it made, which is durable.
+    """
+    hidden = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        if os.path.lexists(target):
+            raise SaveError(f"{what} is there already", path=target, hint="remove it first")
+        check_unplanted(target.parent)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        check_unplanted(target.parent)  # nobody else can be there first any more
+        hidden.mkdir(mode=0o700)
+        try:
+            os.rename(make(hidden), target)
+            sync_directory(target.parent)
+        finally:
+            shutil.rmtree(hidden, ignore_errors=True)
+    except (OSError, RuntimeError) as error:
+        cause = error.__context__ if isinstance(error, RuntimeError) else error  # torch's archives raise one after it
+        if not isinstance(cause, OSError):
+            raise
+        raise SaveError(f"{what} cannot be written: {cause.strerror or cause}", path=target) from error
+    return target
 
 
 @dataclass(frozen=True)
@@ -122,22 +155,23 @@ def persist_version(
         period_s: seconds between renewals of a lease.
 
     Raises:
-        MissingPartsError: parts of some ranks are in none of the sources.
-        ObjectNotFoundError: there is no such version.
+        ObjectNotFoundError, MissingPartsError: there is no such version, or not all parts of it.
+        DamagedError, PrunedError: no sound copy of a part is here, or a running job needed the memory.
+        UnreadableError, LoadError: it cannot be read just now.
         JobInUseError: somebody persists there.
-        DamagedError: a part is not what was saved, and no copy of it is here.
-        PrunedError: a running job needed the memory.
         DeadlineError: nothing has happened for too long.
         SaveError, CapacityError: it cannot be written.
-        UnreadableError, LoadError: memory, or the store, cannot be read just now.
         InvalidArgumentError, UnsafePathError: an argument is unusable.
     """
-    checked, stores = durable_url("url", url), stores_of(sources)
+    checked, stores = checked_url("url", url), stores_of(sources)
     find_versions(stores, step)  # before anybody is disturbed
     store = open_durable(checked)
 
     def persist(moved: Callable[[], None]) -> Persisted:
         watched = store.watched(moved)
+        if PRIVATE in watched.files.list():
+            hint = "give the URL of the job's persist="
+            raise InvalidArgumentError("this is a job's base container", argument="url", value=url, hint=hint)
         with store.owned(period_s, moved) as check:
             return with_newest(stores, step, lambda found: _persist(found, watched, check, progress))
 
@@ -146,33 +180,27 @@ def persist_version(
 
 def _persist(found: FoundVersion, store: DurableVersions, check: Callable[[], None], progress: Progress) -> Persisted:
     there = [version for version in store.versions() if version.counts]
-    folder = folder_of(found.name, found.save_id)
-    marked = next((version for version in there if version.folder == folder), None)
-    newer = next((version.step for version in there if version.order > (found.save_id, found.step)), None)
-    nbytes, written = _write_parts(found, store, progress)
+    marked = next((version for version in there if version.save == found.save), None)
+    newer = next((version.step for version in there if version.save > found.save), None)
+    nbytes, written = _write_parts(found, store, progress, at_a_time=_PARTS_AT_A_TIME)
     if marked is not None and not written:
         return Persisted(store.path, marked, nbytes, True, newer)
     check()
-    version = store.complete(found.name, found.save_id, found.world_size)
-    return Persisted(store.path, version, nbytes, False, newer)
-
-
-# ---- parts ----------------------------------------------------------------------------------------------------------
+    return Persisted(store.path, store.complete(found.save, found.world_size), nbytes, False, newer)
 
 
 def _write_parts(
-    version: FoundVersion, store: VersionStore, progress: Progress, *, at_a_time: int = _PARTS_AT_A_TIME
+    version: FoundVersion, store: VersionStore, progress: Progress, *, at_a_time: int = 1
 ) -> tuple[int, int]:
     """Write all parts; return the bytes of their files, and the number of parts that were not there yet.
 
     Threads are those that nobody waits for when the process ends: a store may hang.
     """
     failures: list[BaseException] = []
-    written: list[StoredPart] = []
-    lock, done = threading.Lock(), 0
+    lock, done, written = threading.Lock(), 0, 0
     with contextlib.ExitStack() as stack:
         parts = version.parts(stack)
-        total = sum(record.file_size for part in parts.values() for record in part.manifest.objects)
+        total = sum(part.manifest.objects[0].file_size for part in parts.values())
         left = iter(parts.values())
 
         def advance(nbytes: int) -> None:
@@ -187,34 +215,31 @@ def _write_parts(
                     failures.append(error)
                     raise
 
-        def write(part: StoredPart) -> None:
-            def content(record: ObjectRecord) -> Iterator[memoryview]:
-                for piece in part.object(record).pieces():
-                    yield piece
-                    advance(len(piece))
-
-            if store.write_part(part.manifest, content):
-                written.append(part)
-            else:
-                advance(sum(record.file_size for record in part.manifest.objects))
+        def content(part: StoredPart) -> Iterator[memoryview]:
+            for piece in part.object.file():
+                yield piece
+                advance(len(piece))
 
         def work() -> None:
+            nonlocal written
             while not failures:
                 with lock:
                     part = next(left, None)
                 if part is None:
                     return
                 try:
-                    write(part)
+                    if store.write_part(part.manifest, functools.partial(content, part)):
+                        with lock:
+                            written += 1
+                    else:
+                        advance(part.manifest.objects[0].file_size)
                 except BaseException as error:
                     failures.append(error)  # what is left need not be written
 
         if at_a_time == 1:
             work()
         else:
-            threads = [Bounded(work, "flashpoint-persist") for _ in range(min(at_a_time, len(parts)))]
-            for thread in threads:
-                thread.wait(None)  # whoever waits for this has a deadline
+            wait([in_background(work, "flashpoint-persist") for _ in range(min(at_a_time, len(parts)))])
     if failures:
         raise failures[0]
-    return total, len(written)
+    return total, written

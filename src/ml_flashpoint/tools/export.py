@@ -1,7 +1,7 @@
 """Versions as files that other tools read: a plain DCP directory, safetensors, a file of ``torch.save``.
 
-Owns these formats, and that an export is the whole version or is not there. Memory is bounded: items are read, compared
-with their digests and written one by one.
+An export is the whole version, or is not there. Memory is bounded: items are read, compared with their digests and
+written one by one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ml_flashpoint.format.arguments import checked_choice
 from ml_flashpoint.format.dtypes import FILE_DTYPES
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError
 from ml_flashpoint.format.object_format import encode_header, plan_layout
-from ml_flashpoint.tools.destination import make_whole
+from ml_flashpoint.tools.copy import make_whole
 from ml_flashpoint.tools.items import OpenVersion, VersionItems
 from ml_flashpoint.tools.sources import FoundVersion, Progress, Source, no_progress, stores_of, with_newest
 
@@ -93,7 +93,7 @@ def export_version(
         ObjectNotFoundError: there is no such version, or not all of it.
         LoadError: it was not saved through DCP, or holds what the format cannot.
         UnsafeContentError: for ``"torch"``, it holds types that are not loaded without trusting them.
-        PrunedError, DamagedError, DigestMismatchError: it went while it was read, or is not what was saved.
+        PrunedError, DamagedError: it went while it was read, or is not what was saved.
         SaveError: the files cannot be written, or there are some already.
     """
     checked_choice("format", format, *FORMATS)

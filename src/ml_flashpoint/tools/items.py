@@ -1,7 +1,7 @@
 """Versions read from outside of a job: by rank and key, or by the names that the state had, whichever ranks saved it.
 
-Owns `open_version`, and putting tensors together from the parts of several ranks. Everything is compared with its
-digests as it is read, into memory of its own, so a version may be larger than memory. Not collective.
+Everything is compared with its digests as it is read, into memory of its own, so a version may be larger than memory.
+Not collective.
 """
 
 from __future__ import annotations
@@ -11,22 +11,21 @@ import io
 import os
 import secrets
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from ml_flashpoint.adapter.pytorch.metadata_format import decode_metadata
-from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE, ItemPlace
+from ml_flashpoint.adapter.pytorch.metadata_format import METADATA_KEY, ItemPlace, decode_metadata
 from ml_flashpoint.copy.cpu import typed_view
 from ml_flashpoint.copy.dtypes import torch_dtype
-from ml_flashpoint.format.errors import DamagedError, InvalidArgumentError, LoadError, ObjectNotFoundError
+from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, ObjectNotFoundError
 from ml_flashpoint.format.manifest import Manifest
 from ml_flashpoint.state.archive import load_archive
-from ml_flashpoint.stores.part import StoredObject
+from ml_flashpoint.stores.version_store import StoredObject
 from ml_flashpoint.tools.sources import FoundVersion, Progress, Source, no_progress, stores_of, with_newest
 
 _SMALL_BYTES: Final = 1 << 16
@@ -42,7 +41,7 @@ class OpenVersion:
     """
 
     def __init__(self, found: FoundVersion) -> None:
-        self.step, self.world_size = found.step, found.world_size
+        self.step, self.world_size = found.save.step, found.world_size
         self._stack = contextlib.ExitStack()
         try:
             parts = found.parts(self._stack)
@@ -50,13 +49,7 @@ class OpenVersion:
             self._stack.close()
             raise
         self.manifests: dict[int, Manifest] = {rank: part.manifest for rank, part in parts.items()}
-        self._objects = {rank: part.object() for rank, part in parts.items()}
-        self._known: VersionItems | None = None
-
-    @property
-    def missing_ranks(self) -> list[int]:
-        """Ranks whose parts are not here."""
-        return [rank for rank in range(self.world_size) if rank not in self.manifests]
+        self._objects = {rank: part.object for rank, part in parts.items()}
 
     def object(self, rank: int) -> StoredObject:
         """Return the object of a rank. Raise an `ObjectNotFoundError` if it is not here."""
@@ -65,7 +58,7 @@ class OpenVersion:
         return self._objects[rank]
 
     def keys(self, rank: int) -> Iterator[str]:
-        """Iterate over the names of the items in the part of a rank, those that hold bytes, too."""
+        """Iterate over the names of the items in the part of a rank, also those that hold bytes."""
         return iter(self.object(rank).layout.by_key)
 
     def tensor(self, rank: int | str, key: str | None = None) -> Any:
@@ -78,14 +71,13 @@ class OpenVersion:
         Raises:
             ObjectNotFoundError: there is no such tensor, or a part of it is not here.
             LoadError: the version was not saved through DCP.
-            PrunedError: the version went.
-            DamagedError: the bytes are not what was saved.
+            PrunedError, DamagedError: the version went, or is not what was saved.
         """
         if not isinstance(rank, str):
             return _tensor(self.object(rank), key or "")
-        if rank not in self._all.tensors:
+        if rank not in self._items.tensors:
             raise ObjectNotFoundError(f"the version has no tensor {rank!r}", step=self.step)
-        return self._all.tensor(rank)
+        return self._items.tensor(rank)
 
     def numpy(self, rank: int | str, key: str | None = None) -> Any:
         """Return the same as an array. Raises TypeError for dtypes that NumPy does not have."""
@@ -113,26 +105,22 @@ class OpenVersion:
         """
         items = VersionItems(self, prefix)
         flat = {name: items.tensor(name) if name in items.tensors else items.value(name) for name in items.in_place}
-        return unflatten_state_dict({name: flat[name] for name in items.names}, items.paths)
+        paths = {name: items.path_of(name) for name in items.names}
+        return unflatten_state_dict({name: flat[name] for name in items.names}, paths)
 
-    @property
-    def _all(self) -> VersionItems:
-        if self._known is None:
-            self._known = VersionItems(self, "")
-        return self._known
+    @cached_property
+    def _items(self) -> VersionItems:
+        return VersionItems(self)
 
     def close(self) -> None:
         """Let the job remove the version. Safe to call twice."""
-        self._known = None
         self._objects.clear()
         self._stack.close()
 
     def __enter__(self) -> OpenVersion:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: Any) -> None:
         self.close()
 
 
@@ -154,29 +142,26 @@ def open_version(source: Source | list[Source], step: int | None = None, *, part
         partial: also one of which parts are missing.
 
     Raises:
-        ObjectNotFoundError: there is no such version.
-        MissingPartsError: there are some, and of each a part is missing.
-        PrunedError: they went as fast as they were looked for.
+        ObjectNotFoundError, MissingPartsError: there is no such version, or not all parts of it.
+        PrunedError, DamagedError: versions went as fast as they were looked for, or are all damaged.
         UnreadableError, LoadError: a store cannot be read just now.
-        DamagedError: there is nothing but damaged versions.
     """
     return with_newest(stores_of(source), step, OpenVersion, partial=partial)
 
 
 class VersionItems:
-    """The items of a version that was saved through DCP, `Flashpoint` or Lightning, by their names in DCP.
+    """The items of an open version that was saved through DCP, `Flashpoint` or Lightning, by their names in DCP.
 
     Args:
-        version: is open.
+        version: the version.
         prefix: only names that start so.
         names: only these names, by others.
         progress: called with the bytes of tensors that were used, and all.
 
     Attributes:
-        step: of the version.
         metadata: DCP's.
         items, places: where each item lies, and the items of each name.
-        names, in_place: all that are wanted, as the state was nested, and as they lie in the parts.
+        names: all that are wanted, as the state was nested.
         tensors, others: of these, the descriptions of tensors, and the names of everything else.
         nbytes: of these tensors.
 
@@ -200,29 +185,30 @@ class VersionItems:
             self.places.setdefault(index.fqn, []).append(index)
         described = self.metadata.state_dict_metadata
         self._paths: Mapping[str, tuple[str | int, ...]] = self.metadata.planner_data or {}
-        # As the state was nested, where that is known.
-        order = dict.fromkeys([*(fqn for fqn in self._paths if fqn in described), *described])
-        if names is None:
-            self._short: dict[str, str] = {fqn: fqn[len(prefix) :] for fqn in order if fqn.startswith(prefix)}
-        else:
-            self._short = dict(names)
-            if missing := [fqn for fqn in names if fqn not in described]:
-                raise InvalidArgumentError(
-                    f"the checkpoint has none of {len(missing)} names", argument="names", value=missing
-                )
         self._prefix = prefix if names is None else None
-        if prefix and not self._short:
-            first = ", ".join(dict.fromkeys(f"{fqn.partition('.')[0]}." for fqn in order))
+        self._short = self._wanted(prefix) if names is None else dict(names)
+        if missing := [fqn for fqn in self._short if fqn not in described]:
             raise InvalidArgumentError(
-                "no name in the checkpoint starts so", argument="prefix", value=prefix, hint=f"names start with {first}"
+                f"the checkpoint has none of {len(missing)} names", argument="names", value=missing
             )
-        named = {fqn: described[fqn] for fqn in self._short}
-        self.names = list(named)
+        self.names = list(self._short)
+        named = {fqn: described[fqn] for fqn in self.names}
         self.tensors = {fqn: each for fqn, each in named.items() if isinstance(each, TensorStorageMetadata)}
         self.others = [fqn for fqn in named if fqn not in self.tensors]
         for fqn in named:
             self._check_whole(fqn)
         self.nbytes = sum(each.size.numel() * each.properties.dtype.itemsize for each in self.tensors.values())
+
+    def _wanted(self, prefix: str) -> dict[str, str]:
+        """Return the names that start so, as the state was nested where that is known, and the rest of each."""
+        described = self.metadata.state_dict_metadata
+        order = dict.fromkeys([*(fqn for fqn in self._paths if fqn in described), *described])
+        found = {fqn: fqn[len(prefix) :] for fqn in order if fqn.startswith(prefix)}
+        if prefix and not found:
+            hint = f"names start with {', '.join(dict.fromkeys(fqn.partition('.')[0] + '.' for fqn in order))}"
+            text = "no name in the checkpoint starts so"
+            raise InvalidArgumentError(text, argument="prefix", value=prefix, hint=hint)
+        return found
 
     def _check_whole(self, fqn: str) -> None:
         found, of = self.places.get(fqn, []), self.tensors.get(fqn)
@@ -235,18 +221,13 @@ class VersionItems:
 
     @property
     def in_place(self) -> list[str]:
-        """See the class. Blocks that small items share are read once in this order."""
+        """All that are wanted, as they lie in the parts: blocks that small items share are read once in this order."""
 
         def place(fqn: str) -> tuple[int, int]:
-            found = self.items[self.places[fqn][0]]
-            return found.rank, self._version.object(found.rank).entry(found.key).begin
+            found, key = self._find(self.places[fqn][0])
+            return self.items[self.places[fqn][0]].rank, found.entry(key).begin
 
         return sorted(self.names, key=place)
-
-    @property
-    def paths(self) -> dict[str, tuple[str | int, ...]]:
-        """The place of each name in the nested state, below the prefix."""
-        return {fqn: self.path_of(fqn) for fqn in self.names}
 
     def short(self, fqn: str) -> str:
         """Return the name by which it is wanted."""
@@ -268,7 +249,7 @@ class VersionItems:
 
     def value(self, fqn: str) -> Any:
         """Return an item that is no tensor, unpickled if that is safe."""
-        found, key = self._find(MetadataIndex(fqn))
+        found, key = self._find(self.places[fqn][0])
         return load_archive(found.bytes_of(key), fqn, path=found.path)
 
     def octets(self, index: MetadataIndex) -> io.BytesIO:
@@ -309,26 +290,16 @@ class VersionItems:
         return whole
 
     def _find(self, index: MetadataIndex) -> tuple[StoredObject, str]:
-        place = self.items.get(index)
-        if place is None:
-            raise ObjectNotFoundError(f"the checkpoint has no {index}", step=self.step)
-        if place.rank not in self._version.manifests:
-            raise ObjectNotFoundError(f"the part that has {index.fqn!r} is not here", step=self.step, rank=place.rank)
+        place = self.items[index]
         return self._version.object(place.rank), place.key
 
 
 def _metadata(version: OpenVersion) -> Metadata:
     first = version.object(0)
-    scope = version.manifests[0].labels.get(METADATA_SCOPE)
-    if scope != "global":
-        what = "was not saved through DCP" if scope is None else "has metadata by rank only"
-        raise LoadError(f"this version {what}: names of its state are not known", step=version.step, path=first.path)
+    if METADATA_KEY not in first.layout.by_key:
+        text = "this version was not saved through DCP: names of its state are not known"
+        raise LoadError(text, step=version.step, path=first.path)
     metadata = decode_metadata(bytes(first.bytes_of(METADATA_KEY)), path=first.path)
-    places = metadata.storage_data
-    if not isinstance(places, dict) or not all(
-        isinstance(p, ItemPlace) and type(p.rank) is int and isinstance(p.key, (str, int)) for p in places.values()
-    ):
-        raise DamagedError("the checkpoint's metadata does not say where its items are", path=first.path)
     return metadata
 
 

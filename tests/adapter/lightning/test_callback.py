@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader
 
 from ml_flashpoint.adapter.lightning import FlashpointCallback, resume_path
 from ml_flashpoint.adapter.lightning.strategies import check_callbacks, is_sharded
-from ml_flashpoint.engine.schedule import passes_multiple
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, LoadError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -331,12 +330,6 @@ def test_paths_that_only_begin_like_the_base_are_not_ours(tmpfs: Path, tmp_path:
 def test_bad_arguments_fail_at_once(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgumentError, match=next(iter(options))):
         FlashpointCallback(**{"base": "/dev/shm/never", **options})
-
-
-@pytest.mark.parametrize("none", [0, None])
-def test_no_steps_need_be_left_out(none: int | None) -> None:
-    assert FlashpointCallback("/dev/shm/never", 1, none).skip_every_n_steps == 0
-    assert not passes_multiple(0, 1, 4)
 
 
 def test_trainer_without_the_callback() -> None:

@@ -29,12 +29,6 @@ def test_parameters_stay_parameters_and_gradients_wanted() -> None:
     assert [each.requires_grad for each in found] == [True, False, True, False]
 
 
-def test_a_value_that_looks_like_a_mark_is_none() -> None:
-    mark = ("ml_flashpoint.tensor", "x")
-    value = [mark, (*mark, 3), ("ml_flashpoint.tensor",), ("ml_flashpoint.tensor", None, mark), torch.ones(1)]
-    assert there_and_back(value)[:4] == value[:4]
-
-
 def test_nested_containers_come_back() -> None:
     of_kinds: Any = defaultdict(list, {"x": [torch.ones(2), (torch.zeros(1), "text")]})
     value = {"a": {"b": torch.arange(3)}, 7: [None, 1.5, ()], "d": of_kinds, "o": OrderedDict(z=torch.tensor(2.0))}

@@ -18,8 +18,8 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
-from ml_flashpoint.adapter.megatron import local_plan, save_plan
-from ml_flashpoint.adapter.megatron.save_plan import PlannedSave, Plans
+from ml_flashpoint.adapter.megatron import save_plan
+from ml_flashpoint.adapter.megatron.save_plan import Data, LocalPlan, Plans
 from ml_flashpoint.copy.cpu import view_identity
 from ml_flashpoint.format.errors import SaveError
 from tests.support.megatron import without_cuda
@@ -123,7 +123,7 @@ CHANGES: dict[str, Change] = {
 }
 
 
-def _outcome(exchange: Plans, state: State) -> PlannedSave | str:
+def _outcome(exchange: Plans, state: State) -> tuple[LocalPlan, list[Data]] | str:
     sharded, _ = save_preprocess(state.described(), validate_access_integrity=False)
     try:
         return exchange.plan(sharded)
@@ -144,11 +144,12 @@ def _check(exchange: Plans, state: State) -> None:
     if isinstance(fresh, str):
         assert found == fresh
         return
-    assert isinstance(found, PlannedSave), found
-    assert found.plan.items == fresh.plan.items
-    assert (found.keys, found.digest) == (fresh.keys, fresh.digest)
-    assert len(found.data) == len(fresh.data)
-    assert all(map(_is_same, found.data, fresh.data))
+    assert isinstance(found, tuple), found
+    (plan, data), (fresh_plan, fresh_data) = found, fresh
+    assert plan.plan.items == fresh_plan.plan.items
+    assert (plan.keys, plan.digest) == (fresh_plan.keys, fresh_plan.digest)
+    assert len(data) == len(fresh_data)
+    assert all(map(_is_same, data, fresh_data))
 
 
 def _compare(begins: Sequence[str], changes: Sequence[str]) -> None:
@@ -186,31 +187,12 @@ def test_what_is_described_as_before_is_not_planned_anew(
     monkeypatch: pytest.MonkeyPatch, make: Callable[[], dict[str, Any]]
 ) -> None:
     exchange = Plans(0)
-    first = exchange.plan(save_preprocess(make(), validate_access_integrity=False)[0])
+    first, _ = exchange.plan(save_preprocess(make(), validate_access_integrity=False)[0])
 
     def planned(*args: object, **more: object) -> Any:
         raise AssertionError("it was planned anew")
 
-    monkeypatch.setattr(local_plan, "state_to_save", planned)
-    monkeypatch.setattr(save_plan, "LocalPlan", planned)
+    monkeypatch.setattr(save_plan, "state_to_save", planned)
     for _ in range(2):
-        again = exchange.plan(save_preprocess(make(), validate_access_integrity=False)[0])
-        assert again.plan is first.plan
-
-
-def test_of_what_was_planned_nothing_is_kept() -> None:
-    state, exchange = State(), Plans(0)
-    sharded, _ = save_preprocess(state.described(), validate_access_integrity=False)
-    planned = exchange.plan(sharded)
-    assert planned.data
-    kept = vars(exchange._local)
-    assert kept["_first"] is None
-    assert not any(isinstance(each, torch.Tensor) for value in kept.values() for each in _flat(value))
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _flat(each)
-    else:
-        yield value
+        again, _ = exchange.plan(save_preprocess(make(), validate_access_integrity=False)[0])
+        assert again is first

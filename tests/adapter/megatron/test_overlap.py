@@ -185,5 +185,5 @@ def test_so_are_torch_optimizers_and_by_a_local_manager(
 
 
 def test_bad_arguments(door: Door) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"optimizer=.*Linear"):
+    with pytest.raises(InvalidArgumentError, match=r"optimizer must be .*Linear"):
         door.save_strategy.watch(torch.nn.Linear(1, 1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import os
 import pathlib
 import random
@@ -24,11 +23,9 @@ from megatron.core.dist_checkpointing import ShardedTensor
 
 from ml_flashpoint import events
 from ml_flashpoint.adapter.megatron.load_strategies import MLFlashpointMegatronLoadStrategy
-from ml_flashpoint.adapter.megatron.save_plan import _decoded, _encoded
 from ml_flashpoint.adapter.megatron.save_strategies import MLFlashpointMegatronAsyncSaveStrategy
 from ml_flashpoint.adapter.megatron.save_utils import save_local_aware_megatron_checkpoint
-from ml_flashpoint.adapter.megatron.translation import save_planner, state_to_save
-from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, InvalidNameError, UnsafeContentError
+from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, InvalidNameError
 from ml_flashpoint.memory.container import BaseContainer
 from tests.support.megatron import Door, TorchDist, without_cuda
 from tests.support.megatron_cases import check_load
@@ -141,34 +138,6 @@ def test_a_common_state_of_many_kinds_comes_back(door: Door) -> None:
     door.save_megatron(sharded_state(Layout(), 1) | {"extra": extra}, 1)
     assert door.save_strategy.last_error is None
     assert door.load_megatron(sharded_state(Layout(), 0, blank=True), 1)["extra"]["namespace"] == extra["namespace"]
-
-
-def test_plans_survive_the_way_to_another_rank(door: Door) -> None:
-    planner = save_planner()
-    state = sharded_state(Layout(), 1)
-    planner.set_up_planner(state_to_save(_sharded_part(state)), is_coordinator=True)
-    plan = planner.create_local_plan()
-    assert plan.items
-    assert _decoded(_encoded(plan), 0) == plan
-
-
-def test_what_is_no_plan_is_not_unpickled() -> None:
-    class Call:
-        def __reduce__(self) -> Any:
-            return pytest.fail, ("it was unpickled",)
-
-    for value in (Call(), {"items": []}):
-        stream = io.BytesIO()
-        torch.save(value, stream)
-        with pytest.raises(UnsafeContentError):
-            _decoded(stream.getvalue(), 3)
-
-
-def _sharded_part(state: dict[str, Any]) -> dict[str, Any]:
-    from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-
-    sharded, _ = save_preprocess(state)
-    return sharded  # type: ignore[no-any-return]
 
 
 def test_how_long_saves_hold_the_loop_is_told(door: Door) -> None:

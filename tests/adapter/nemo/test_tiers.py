@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,23 +29,10 @@ def test_refuses_what_the_facade_refuses_in_its_words(tmpfs: Path, argument: str
 
 
 def test_refuses_to_keep_nothing(tmpfs: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="keep="):
+    with pytest.raises(InvalidArgumentError, match="keep must be"):
         wrap(tmpfs, keep=0)
 
 
-def test_a_trainer_that_sigterm_ends_gets_its_grace(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning.pytorch.utilities.exceptions import SIGTERMException
-
-    from ml_flashpoint.adapter.nemo import checkpoint_callback
-
-    ended: list[str] = []
-    io = SimpleNamespace(parts=SimpleNamespace(end_within_grace=lambda: ended.append("with grace")))
-    monkeypatch.setattr(checkpoint_callback, "flashpoint_io_of", lambda trainer: io)
-    callback = checkpoint_callback.MLFlashpointCheckpointCallback(tmpfs / "job", 1)
-    for error in (KeyboardInterrupt(), RuntimeError("a peer is gone")):
-        callback.on_exception(None, None, error)
-    assert ended == [], "which ends as ever"
-    callback.on_exception(None, None, SIGTERMException())
-    assert ended == ["with grace"]
-    with pytest.raises(InvalidArgumentError, match="grace_s="):
+def test_refuses_a_grace_of_no_time(tmpfs: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="grace_s must be"):
         wrap(tmpfs, grace_s=0)

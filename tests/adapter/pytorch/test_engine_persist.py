@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from ml_flashpoint import Checkpointer, Config, Persist
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.format.knobs import BLOCK_BYTES_VARIABLE
-from ml_flashpoint.stores.directory import Directory
+from ml_flashpoint.stores.files import Directory
 from tests.support.faulty_files import faulty_files
 from tests.support.forked import wait_until
 from tests.support.persisting import REFUSED, persisted_steps, refusal

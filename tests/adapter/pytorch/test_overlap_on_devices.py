@@ -199,6 +199,6 @@ def test_an_optimizer_whose_steps_call_no_hooks_is_told_of(door: Door, caplog: p
 def test_bad_arguments(tmpfs: Path) -> None:
     with (
         Checkpointer(tmpfs / "job") as engine,
-        pytest.raises(InvalidArgumentError, match=r"optimizer=.*Linear"),
+        pytest.raises(InvalidArgumentError, match=r"optimizer must be .*Linear"),
     ):
         engine.writer().watch(nn.Linear(1, 1))  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import OrderedDict, UserDict
 from typing import Any
 
@@ -11,13 +12,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ml_flashpoint.adapter.pytorch.tensor_leaves import TensorLeaves, is_plain_strided, materialized
-from ml_flashpoint.copy.tensors import storable_name
+from ml_flashpoint.adapter.pytorch.staging import TensorLeaves
+from ml_flashpoint.copy.tensors import is_plain_strided, materialized, storable_name
+from ml_flashpoint.format.errors import NotStagedError
 from tests.support.tensors import assert_same
 
 
-def _copies(leaves: TensorLeaves) -> list[torch.Tensor]:
-    return [tensor.clone() for tensor in leaves.tensors]
+def _copies(leaves: TensorLeaves) -> dict[int, torch.Tensor]:
+    return {index: tensor.clone() for index, tensor in enumerate(leaves.tensors)}
 
 
 def test_places_are_dcps_names() -> None:
@@ -93,8 +95,7 @@ def test_tensors_that_are_more_than_memory_are_copied_whole() -> None:
     sparse = torch.eye(3).to_sparse()
     leaves = TensorLeaves({"sparse": sparse, "meta": torch.empty(3, device="meta"), "graph": sparse * 2})
     assert leaves.tensors == []
-    assert leaves.places.others == ["sparse", "meta", "graph"]
-    built = leaves.rebuild([])
+    built = leaves.rebuild({})
     sparse.values().zero_()
     assert torch.equal(built["sparse"].to_dense(), torch.eye(3))
     assert built["meta"].is_meta
@@ -105,10 +106,15 @@ def test_what_cannot_be_copied_is_told() -> None:
         def __deepcopy__(self, memo: Any) -> Any:
             raise TypeError("no")
 
-    leaves = TensorLeaves({"a": torch.ones(1), "bad": Uncopyable(), "b": torch.ones(2)})
-    assert isinstance(leaves.error, TypeError)
-    assert len(leaves.tensors) == 2
-    assert leaves.rebuild(leaves.tensors)["bad"] is None
+    with pytest.raises(TypeError, match="no"):
+        TensorLeaves({"a": torch.ones(1), "bad": Uncopyable(), "b": torch.ones(2)})
+
+
+def test_what_is_left_out_is_pickled_by_no_planner() -> None:
+    left_out = TensorLeaves({"a": torch.ones(3)}).rebuild({})["a"]
+    assert (left_out.is_meta, left_out.shape, left_out.dtype) == (True, (3,), torch.float32)
+    with pytest.raises(NotStagedError, match="has no data"):
+        torch.save({"nested": left_out}, io.BytesIO())
 
 
 def test_dtensors_keep_what_they_are(process_group: None) -> None:
@@ -189,8 +195,7 @@ class Quantized(torch.Tensor):
 def test_what_is_more_than_its_memory_leaves_its_device_while_it_is_staged() -> None:
     """It is pickled later, by a thread for which the device works in another order."""
     leaves = TensorLeaves({"quantized": Quantized(torch.ones(3), torch.device("cuda", 1))})
-    staged = leaves.rebuild([])["quantized"]
-    assert leaves.error is None
+    staged = leaves.rebuild({})["quantized"]
     assert type(staged) is Quantized
     assert staged.device == torch.device("cpu")
 

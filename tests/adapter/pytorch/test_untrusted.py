@@ -31,8 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
-from ml_flashpoint.adapter.pytorch.metadata_format import encode_metadata
-from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE, ItemPlace
+from ml_flashpoint.adapter.pytorch.metadata_format import METADATA_KEY, ItemPlace, encode_metadata
 from tests.support.dcp import Door
 from tests.support.tensors import assert_same
 
@@ -147,9 +146,9 @@ def _crafted(
     kind = TensorStorageMetadata(properties, size, chunks) if as_tensor else BytesStorageMetadata()
     index = MetadataIndex("x", torch.Size([0]) if as_tensor else None)
     made = Metadata({"x": kind}, planner_data={"x": ("x",)}, storage_data={index: ItemPlace(0, "x")})
-    described = encode_metadata(metadata(made)) if encoded is None else encoded
+    described = encode_metadata(metadata(made), None) if encoded is None else encoded
     items = [("x", data), (METADATA_KEY, described)]
-    door.put(1, [("other", torch.ones(2))], items, **{METADATA_SCOPE: "global"})
+    door.put(1, [("other", torch.ones(2))], items)
     return door.version(1)
 
 

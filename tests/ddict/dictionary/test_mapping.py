@@ -206,6 +206,9 @@ def test_what_cannot_be_imported_hides_nothing_else(d: DDict, tmp_path: Path) ->
     assert len(d.values()) == len(d) == 3
     (hidden,) = (key for key in d if isinstance(key, Unreadable))
     assert d[hidden] == 3
+    for read in (d.__getitem__, d.get, d.pop):
+        with pytest.raises(DDictError, match="cannot be made here: ModuleNotFoundError"):
+            read("value")
     del d[hidden]
     assert set(d.keys()) == {"value", "here"}
 

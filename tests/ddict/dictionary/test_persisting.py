@@ -17,8 +17,8 @@ from ml_flashpoint.ddict.errors import (
     DDictPersistError,
 )
 from ml_flashpoint.format.errors import SaveError
-from ml_flashpoint.stores.directory import Directory
 from ml_flashpoint.stores.durable import DurableVersions
+from ml_flashpoint.stores.files import Directory
 from tests.ddict.dictionary.support import BIG, Make, other
 from tests.support.dictionaries import DEADLINE_S
 

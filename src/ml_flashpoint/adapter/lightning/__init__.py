@@ -7,6 +7,5 @@ from ml_flashpoint.extras import require
 require("lightning", "torch", "lightning")
 
 from ml_flashpoint.adapter.lightning.callback import FlashpointCallback, resume_path
-from ml_flashpoint.adapter.lightning.checkpoint_io import FlashpointCheckpointIO
 
-__all__ = ["FlashpointCallback", "FlashpointCheckpointIO", "resume_path"]
+__all__ = ["FlashpointCallback", "resume_path"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,19 +15,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from ml_flashpoint.adapter.lightning.checkpoint_io import FlashpointCheckpointIO
 from ml_flashpoint.adapter.lightning.engine import TrainerFlashpoint
 from ml_flashpoint.adapter.lightning.strategies import check_callbacks, is_sharded, join_processes
-from ml_flashpoint.adapter.trainer_loops import ends_something, updates_by_step
+from ml_flashpoint.adapter.trainer_loops import Schedule, ends_something, go_last, updates_by_step
 from ml_flashpoint.checkpointer import checked_wanted
 from ml_flashpoint.config import Config, Persist
-from ml_flashpoint.engine.schedule import checked_every, checked_skip, passes_multiple
 from ml_flashpoint.events import announce
 from ml_flashpoint.format.arguments import checked_base, checked_bool, checked_seconds
 from ml_flashpoint.format.errors import InvalidArgumentError, NothingLoadableError
-from ml_flashpoint.ranks.retention import Keep
-from ml_flashpoint.ranks.strategies import ReplicationStrategy
-from ml_flashpoint.state.archive import SafeGlobal
 
 _log = logging.getLogger(__name__)
 
@@ -45,23 +39,25 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         trainer.fit(model, ckpt_path=resume_path(trainer))
 
     A step is one of the optimizer (``trainer.global_step``). What is saved is what Lightning's own checkpoint has,
-    of every rank, and the random number generators. Saves go beside `ModelCheckpoint`; this callback moves itself
-    behind all others, so that what they do at a step is in the checkpoint of that step.
+    of every rank, and the random number generators.
 
     A save that is due at the last batch of an epoch, or at one that validation follows, is made at the next step that
     is neither, two steps later at most: Lightning, resumed from there, would leave out that validation and the hooks
     at the end of that epoch. If training is complete before, it is made when all of that is done, where Lightning goes
-    on exactly from there; where not, training goes on from the save before.
+    on exactly from there.
 
     Args:
         base: base container of the job on this node: an absolute path, best on a tmpfs. Restarts use the same.
         every_n_steps: steps between two saves.
         skip_every_n_steps: how often the standard checkpoint is saved, to leave those steps out; 0 leaves none out.
         enabled: False to do nothing at all.
-        replication, strict, safe_globals, deadline_s, discard_existing, on_world_size_change, overlap,
-            keep, persist, persist_every, persist_keep, persist_bytes_per_s: see `ml_flashpoint.Flashpoint`.
-        grace_s: seconds at most that a trainer which ends after SIGTERM waits for the save under way, and for the
-            newest version to be persisted.
+        strict, discard_existing, persist, persist_every, persist_keep, persist_bytes_per_s: see `Flashpoint`.
+        grace_s: seconds at most that a trainer which ends after SIGTERM waits for saves, and for persisting.
+        settings: ``replication``, ``keep``, ``safe_globals``, ``overlap``, ``on_world_size_change``, ``deadline_s``:
+            see `Config`.
+
+    Attributes:
+        flashpoint: the `Flashpoint`: its health, the last recovery. None before the trainer's processes are set up.
 
     Raises:
         InvalidArgumentError: an argument is unusable.
@@ -74,129 +70,80 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         skip_every_n_steps: int | None = 0,
         enabled: bool = True,
         *,
-        replication: ReplicationStrategy | str | None = None,
         strict: bool = False,
-        safe_globals: Sequence[SafeGlobal] = (),
-        deadline_s: float | None = None,
         discard_existing: bool = False,
-        on_world_size_change: str = "raise",
-        overlap: bool = False,
-        keep: int | Keep = 1,
         persist: str | None = None,
         persist_every: int = 50,
         persist_keep: int = 3,
         persist_bytes_per_s: float | None = None,
         grace_s: float = 20.0,
+        **settings: Any,
     ) -> None:
         super().__init__()
         self.base = checked_base(base)
-        self.every_n_steps = checked_every(every_n_steps)
-        self.skip_every_n_steps = checked_skip(skip_every_n_steps)
+        self._schedule = Schedule(every_n_steps, skip_every_n_steps)
         self.enabled = checked_bool("enabled", enabled)
         self._grace_s = checked_seconds("grace_s", grace_s)
-        shared: dict[str, Any] = {
-            "replication": replication,
-            "keep": keep,
-            "safe_globals": safe_globals,
-            "overlap": overlap,
-            "on_world_size_change": on_world_size_change,
-            "deadline_s": deadline_s,
-        }
-        Config(**shared, persist=Persist.of(persist, persist_every, persist_keep, persist_bytes_per_s))  # refuses now
+        durable = Persist.of(persist, persist_every, persist_keep, persist_bytes_per_s)
         self._options: dict[str, Any] = {
-            **shared,
             "every_n_steps": every_n_steps,
-            "persist": persist,
-            "persist_every": persist_every,
-            "persist_keep": persist_keep,
-            "persist_bytes_per_s": persist_bytes_per_s,
             "strict": checked_bool("strict", strict),
             "discard_existing": checked_bool("discard_existing", discard_existing),
+            "config": Config(**settings, persist=durable, sigterm_grace_s=None),
         }
-        self._flashpoint: TrainerFlashpoint | None = None
-        self._is_open = False
-        self._step = 0
+        self.flashpoint: TrainerFlashpoint | None = None
+        self._open: TrainerFlashpoint | None = None  # the same, until it is closed
         self._put_off = 0
-
-    @property
-    def flashpoint(self) -> TrainerFlashpoint | None:
-        """The `Flashpoint`: its health, the last recovery. None before the trainer's processes are set up."""
-        return self._flashpoint
 
     # ---- life ---------------------------------------------------------------------------------------------
 
     def open(self, trainer: Trainer) -> TrainerFlashpoint:
-        """Return the `Flashpoint`, whose way back is built into the trainer. Collective at first; processes must be
-        set up.
+        """Return the `Flashpoint`, whose way back is built into the trainer. Collective at first.
 
         Raises:
             InvalidArgumentError: the strategy or a callback is not supported; says why.
-            FlashpointError: the base container cannot be used.
         """
-        if self._is_open:
-            assert self._flashpoint is not None
-            return self._flashpoint
-        sharded = is_sharded(trainer.strategy)
+        if self._open is not None:
+            return self._open
+        strategy, sharded = trainer.strategy, is_sharded(trainer.strategy)
         check_callbacks(trainer)
-        flashpoint = TrainerFlashpoint(str(self.base), sharded=sharded, **self._options)
-        self._flashpoint, self._is_open = flashpoint, True
-        strategy = trainer.strategy
-        if sharded:
-            # These strategies go around the CheckpointIO.
-            given = getattr(strategy.load_checkpoint, "func_before", strategy.load_checkpoint)
-            strategy.load_checkpoint = _loading(flashpoint, trainer, given)
-        else:
-            given = strategy.checkpoint_io
-            if isinstance(given, FlashpointCheckpointIO):
-                given = given.checkpoint_io
-            strategy.checkpoint_io = FlashpointCheckpointIO(flashpoint, given)
+        self.flashpoint = self._open = flashpoint = TrainerFlashpoint(str(self.base), sharded=sharded, **self._options)
+        given = getattr(strategy.load_checkpoint, "func_before", strategy.load_checkpoint)
+        strategy.load_checkpoint = _loading(flashpoint, trainer, given)
         return flashpoint
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Open the `Flashpoint`. The processes are set up and the model is not."""
-        if not self.enabled or stage != "fit":
-            return
-        # Another list: Lightning is going through this one.
-        trainer.callbacks = [*(each for each in trainer.callbacks if each is not self), self]
-        flashpoint = self.open(trainer)
-        if not is_sharded(trainer.strategy):
-            flashpoint.attach(trainer)
+        if self.enabled and stage == "fit":
+            go_last(trainer, self)
+            self.open(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin a run of saves. Everything is set up and restored."""
-        if not self._is_open or self._flashpoint is None:
-            return
-        self._flashpoint.attach(trainer)
-        self._flashpoint.watch(trainer)
-        self._flashpoint.begin_run()
-        self._flashpoint.check_capacity()
-        self._flashpoint.go_on(trainer)
-        self._step, self._put_off = trainer.global_step, 0
+        if self._open is not None:
+            self._open.begin(trainer)
+            self._schedule.step, self._put_off = trainer.global_step, 0
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give schedulers that follow a metric their turn, at the end of an epoch.
-
-        In an epoch that was resumed in the middle, Lightning leaves them out, since it does not save metrics.
-        """
+        """Give schedulers that follow a metric their turn. In an epoch that was resumed in the middle, Lightning leaves
+        them out, since it does not save metrics."""
         plateaus = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
-        if self._is_open and all(config.monitor in trainer.callback_metrics for config in plateaus):
+        if self._open is not None and all(config.monitor in trainer.callback_metrics for config in plateaus):
             trainer.fit_loop._restarting = False  # which Lightning does a moment later
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Close when training fails, or a signal ends it."""
-        if not self._is_open or self._flashpoint is None:
-            return
-        self._is_open = False
-        if isinstance(exception, SIGTERMException):
-            self._flashpoint.end_within(self._grace_s)
-        else:
-            self._flashpoint.__exit__(type(exception), exception, None)
+        flashpoint, self._open = self._open, None
+        if flashpoint is not None and isinstance(exception, SIGTERMException):
+            flashpoint.end_within(self._grace_s)
+        elif flashpoint is not None:
+            flashpoint.__exit__(type(exception), exception, None)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Let saves in flight finish, and the last version be persisted, at the end. Versions stay."""
-        if self._is_open and self._flashpoint is not None:
-            self._is_open = False
-            self._flashpoint.close()
+        flashpoint, self._open = self._open, None
+        if flashpoint is not None:
+            flashpoint.close()
 
     # ---- saving -------------------------------------------------------------------------------------------
 
@@ -204,48 +151,43 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Save after a batch if a save is due."""
-        step, before = trainer.global_step, self._step
-        if not self._is_open or step == before or trainer.fast_dev_run:
+        step = trainer.global_step
+        if self._open is None or step == self._schedule.step or trainer.fast_dev_run:
             return  # gradients are being accumulated
-        self._step = step
-        assert self._flashpoint is not None
-        due, left_out = (passes_multiple(each, before, step) for each in (self.every_n_steps, self.skip_every_n_steps))
-        if not (due and not left_out) and not self._put_off:
+        if not self._schedule.is_due_at(step) and not self._put_off:
             return
         if self._put_off < _MAX_PUT_OFF and ends_something(trainer):
             self._put_off += 1
             return
         self._put_off = 0
-        self._flashpoint.save_due(step)
+        self._open.save_due(step)
         if not updates_by_step(trainer):
-            self._flashpoint.before_update()
+            self._open.before_update()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the save that was put off, when training is complete, if Lightning goes on exactly from there."""
-        if not self._is_open or self._flashpoint is None or not self._put_off or not _goes_on_from_the_end(trainer):
-            return
-        self._put_off = 0
-        self.save(trainer)
-        self._flashpoint.before_update()  # the module is next
+        if self._open is not None and self._put_off and _goes_on_from_the_end(trainer):
+            self._put_off = 0
+            self.save(trainer)
+            self._open.before_update()  # the module is next
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         """Wait for the copy in progress, after backward."""
-        if self._is_open and self._flashpoint is not None:
-            self._flashpoint.before_update()
+        if self._open is not None:
+            self._open.before_update()
 
     def save(self, trainer: Trainer) -> None:
-        """Save now, whatever the schedule says. Collective; in the middle of training, after a step. Without free
-        memory, wait for some.
+        """Save now, whatever the schedule says; without free memory, wait for some. Collective; after a step.
 
         Raises:
             FlashpointError: a save has failed, and failures are to be raised (``strict``).
             InvalidArgumentError: the trainer is not training with this callback.
         """
-        if not self._is_open or self._flashpoint is None:
+        if self._open is None:
             raise InvalidArgumentError("is not training with this callback", argument="trainer", value=trainer)
-        self._flashpoint.save(trainer.global_step)
+        self._open.save(trainer.global_step)
 
 
 def resume_path(
@@ -255,10 +197,9 @@ def resume_path(
 
     Args:
         trainer: has a `FlashpointCallback`.
-        fallback: what to return when there is no version, in memory or persisted: a path, ``"last"`` and the like, or
-            None to start anew. Not together with ``step``.
-        step: the version of this step, or an error: see `Flashpoint.resume`. What is newer does not count any more once
-            it is loaded.
+        fallback: what to return when there is no version: a path, ``"last"`` and the like, or None to start anew. Not
+            together with ``step``.
+        step: the version of this step, or an error: see `Flashpoint.resume`.
 
     Returns:
         The path of the newest version that all ranks can load, which has been fetched and verified; or the fallback.
@@ -283,10 +224,8 @@ def resume_path(
     check_callbacks(trainer)
     join_processes(trainer.strategy)
     flashpoint = callback.open(trainer)
-    if wanted is not None:
-        return str(flashpoint.bring(wanted))
     try:
-        version = flashpoint.newest()
+        version = flashpoint.find(wanted)
     except NothingLoadableError as error:
         if fallback is None:
             raise
@@ -301,10 +240,8 @@ def resume_path(
 
 
 def _goes_on_from_the_end(trainer: Trainer) -> bool:
-    """Return True if a trainer that is given what this one has now, after its last epoch, begins the next one as this
-    would. Not so if that epoch was ended before its last batch; if steps are limited, since Lightning then takes the
-    epoch for one to be finished, and ends it again; nor with loaders that have a state, which it leaves out. With
-    averages, those have taken the place of the parameters."""
+    """Return True if a trainer that loads what this one has now begins the next epoch as this would. Lightning ends an
+    epoch again where steps are limited, and leaves out the state of loaders. Averages have replaced the parameters."""
     loop = trainer.fit_loop
     if not trainer.is_last_batch or loop._iteration_based_training():
         return False

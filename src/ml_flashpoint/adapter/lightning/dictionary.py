@@ -12,9 +12,9 @@ Tensors are staged with one copy, everything else is packed.
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,16 +36,21 @@ OWN = "own"
 # where Lightning's weight averaging puts the model's.
 _ALIKE = ("state_dict.", "current_model_state.", "optimizer_states.")
 _OF_MODEL = _ALIKE[:2]
-_PLACE = "ml_flashpoint.tensor"
+_DICTS = (dict, OrderedDict, defaultdict)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The place of a tensor that was taken out of a dictionary."""
+
+    path: str
+    requires_grad: bool
+    is_parameter: bool
 
 
 def take_apart(value: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Separate the tensors of nested dicts, lists and tuples from everything else.
-
-    Returns:
-        The same structure with marks in the places of tensors, and the tensors by their places, detached and not
-        copied. Tensors that are more than their memory (sparse, quantized, of classes of their own) stay in place.
-    """
+    """Return nested dicts, lists and tuples with a `Mark` in the place of each tensor, and the tensors by their places,
+    detached and not copied. Tensors that are more than their memory (sparse, quantized) stay in place."""
     tensors: dict[str, torch.Tensor] = {}
 
     def walk(value: Any, path: str) -> Any:
@@ -55,11 +60,8 @@ def take_apart(value: Any) -> tuple[Any, dict[str, torch.Tensor]]:
             while path in tensors:  # "a.b" beside a["b"]
                 path += "'"
             tensors[path] = value.detach()
-            flags = int(value.requires_grad) + 2 * isinstance(value, torch.nn.Parameter)
-            return (_PLACE, path, flags) if flags else (_PLACE, path)
-        if type(value) is tuple and value and type(value[0]) is str and value[0] == _PLACE:
-            return (_PLACE, None, value)  # somebody's own, which is no mark
-        if type(value) in (dict, OrderedDict, defaultdict):
+            return Mark(path, value.requires_grad, isinstance(value, torch.nn.Parameter))
+        if type(value) in _DICTS:
             made = copy.copy(value)  # with what it has beside its items, as state dicts of modules have
             for key, item in value.items():
                 made[key] = walk(item, f"{path}.{key}" if path else str(key))
@@ -72,19 +74,15 @@ def take_apart(value: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def put_together(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return what `take_apart` was given.
-
-    Raises:
-        LoadError: a tensor is missing.
-    """
-    if type(value) is tuple and value and type(value[0]) is str and value[0] == _PLACE:
-        _, path, *rest = value
-        if path is None:
-            return rest[0]
-        if path not in tensors:
-            raise LoadError(f"the checkpoint does not have the tensor {path!r}, which its dictionary refers to")
-        return _flagged(tensors[path], rest[0] if rest else 0)
-    if type(value) in (dict, OrderedDict, defaultdict):
+    """Return what `take_apart` was given. Raises `LoadError` if a tensor is missing."""
+    if isinstance(value, Mark):
+        if value.path not in tensors:
+            raise LoadError(f"the checkpoint does not have the tensor {value.path!r}, which its dictionary refers to")
+        tensor = tensors[value.path]
+        if value.is_parameter:
+            return torch.nn.Parameter(tensor, value.requires_grad)
+        return tensor.requires_grad_() if value.requires_grad else tensor
+    if type(value) in _DICTS:
         for key, item in value.items():
             value[key] = put_together(item, tensors)
         return value
@@ -93,21 +91,8 @@ def put_together(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     return value
 
 
-def _flagged(tensor: torch.Tensor, flags: int) -> torch.Tensor:
-    if flags & 2:
-        return torch.nn.Parameter(tensor, bool(flags & 1))
-    return tensor.requires_grad_() if flags else tensor
-
-
 class Slot:
-    """A tracked object whose state is made on demand, and kept when it is loaded.
-
-    Args:
-        make: gives the state to save.
-
-    Attributes:
-        loaded: the state that was loaded; None before.
-    """
+    """A tracked object whose state ``make`` gives, and which keeps what is loaded."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
@@ -121,6 +106,11 @@ class Slot:
         """Keep what was loaded."""
         self.loaded = state_dict
 
+    def take(self) -> Any:
+        """Return what was loaded, once; it is not kept."""
+        loaded, self.loaded = self.loaded, None
+        return loaded
+
     @staticmethod
     def has_place(state: Any) -> bool:
         """Return True if a dictionary has the places of loaders, which Lightning saves of those that have a state."""
@@ -133,10 +123,10 @@ class DictionaryState(TrackedState):
     """Tracks one checkpoint dictionary; nothing else needs to be added.
 
     Attributes:
-        make: gives the dictionary to save. To be set before the first save.
-        parameters: names of the model's parameters in the dictionary. Of what else there is of the model (buffers),
-            rank 0's is saved, as Lightning does. None: there is one rank, or all ranks have the same.
-        sizes: gives tensors as large as what will be saved of model and optimizers.
+        make: gives the dictionary to save. sizes: gives tensors as large as what will be saved of model and optimizers.
+        parameters: names of the model's parameters in the dictionary. Of its buffers, rank 0's are saved, as Lightning
+            does. None: there is one rank, or all ranks have the same.
+        rest: the dictionary without its tensors; once loaded, with them.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -145,8 +135,8 @@ class DictionaryState(TrackedState):
         self.parameters: Collection[str] | None = None
         self.sizes: Callable[[], list[torch.Tensor]] = list
         self._marked: Any = None
-        self._rest = Slot(lambda: self._marked)
-        self.add(REST, self._rest)
+        self.rest = Slot(lambda: self._marked)
+        self.add(REST, self.rest)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -185,15 +175,15 @@ class DictionaryState(TrackedState):
         """See `TrackedState.expected_bytes`."""
         return largest_share((tensor.nbytes for tensor in self.sizes()), self.world_size)
 
-    def target(self, metadata: Metadata, read: Callable[[str, Iterable[str]], dict[str, Any]]) -> LoadTarget:
+    def target(self, metadata: Metadata) -> LoadTarget:
         """See `TrackedState.target`. Tensors are loaded into new ones, in memory of the CPU."""
-        target = super().target(metadata, read)
+        target = super().target(metadata)
         shared = _empty(metadata, f"{SHARED}.")
         own = _empty(metadata, f"{OWN}.{rank_key(target.source_rank)}.")
         state = {**target.state, **({SHARED: shared} if shared else {})}
         if own:
             state[OWN] = {rank_key(target.source_rank): own}
-        return dataclasses.replace(target, state=state, structured=frozenset({SHARED}))
+        return replace(target, state=state, structured=frozenset({SHARED}))
 
     def of_ranks(self, metadata: Metadata, ranks: Iterable[int]) -> dict[str, Any]:
         """See `TrackedState.of_ranks`."""
@@ -209,13 +199,7 @@ class DictionaryState(TrackedState):
         """See `TrackedState.apply`."""
         super().apply(target, states)
         own = target.state.get(OWN, {}).get(rank_key(target.source_rank), {})
-        self._rest.loaded = put_together(self._rest.loaded, {**target.state.get(SHARED, {}), **own})
-
-    def take(self) -> Checkpoint | None:
-        """Return the dictionary that was loaded, once; it is not kept."""
-        loaded, self._rest.loaded = self._rest.loaded, None
-        taken: Checkpoint | None = loaded
-        return taken
+        self.rest.loaded = put_together(self.rest.loaded, {**target.state.get(SHARED, {}), **own})
 
 
 def _empty(metadata: Metadata, prefix: str) -> dict[str, torch.Tensor]:

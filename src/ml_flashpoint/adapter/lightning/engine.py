@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,11 +13,12 @@ from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 
 from ml_flashpoint.adapter.lightning.dictionary import REST, Checkpoint, DictionaryState, Slot
 from ml_flashpoint.adapter.lightning.strategies import without_tensors
+from ml_flashpoint.config import Config
 from ml_flashpoint.copy.tensors import check_copies
 from ml_flashpoint.flashpoint import Flashpoint
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import LoadError
-from ml_flashpoint.state.archive import SafeGlobal, save_archive
+from ml_flashpoint.state.archive import save_archive
 from ml_flashpoint.state.modules import freeze_parameters, frozen_parameters
 from ml_flashpoint.state.optimizers import OptimizerState
 from ml_flashpoint.state.random_numbers import capture_rng_state, restore_rng_state
@@ -31,28 +30,22 @@ _TENSORS = ("state_dict", "optimizer_states")
 
 
 class TrainerFlashpoint(Flashpoint):
-    """A `Flashpoint` for one trainer, from the set-up of its processes to its teardown. See there for the arguments.
-
-    Args:
-        sharded: True if the strategy shards model and optimizers, see `strategies.is_sharded`.
-    """
+    """A `Flashpoint` for one trainer, whose strategy is ``sharded`` or not. See there for the options."""
 
     _watches_optimizers = False
 
-    def __init__(self, base: str | os.PathLike[str], *, sharded: bool, **options: Any) -> None:
+    def __init__(self, base: str | os.PathLike[str], *, sharded: bool, config: Config, **options: Any) -> None:
         if not sharded:
             self._tracked_type = DictionaryState
-        self._sharded = sharded
-        self._allowed: tuple[SafeGlobal, ...] = tuple(options.get("safe_globals", ()))
+        self._allowed = tuple(config.safe_globals)
         self._rest = Slot(dict)
         self._generators: dict[str, Any] | None = None
         self._besides: dict[str, Any] = {}
         self._trainer: Trainer | None = None
         self._wanted: int | None = None
-        self._asked = False
-        self._version: CheckpointContainerId | None = None  # found last
+        self._brought: CheckpointContainerId | None = None
         self._hparams_left_out = False
-        super().__init__(base, handle_sigterm=False, **options)
+        super().__init__(base, config=config, **options)
 
     def attach(self, trainer: Trainer) -> None:
         """Track a trainer whose model and optimizers are set up, or, if they are not sharded, will be."""
@@ -71,17 +64,25 @@ class TrainerFlashpoint(Flashpoint):
         parts: dict[str, Any] = {f"optimizer_{number}": each for number, each in enumerate(trainer.optimizers)}
         self.track(model=trainer.strategy.model, **parts | {REST: self._rest})
 
-    def watch(self, trainer: Trainer) -> None:
-        """Copy while training goes on what the optimizers of a trainer update on CUDA devices. With automatic
-        optimization, forward and backward are run by their ``step()``, and Lightning says when they are through:
-        :meth:`before_update`."""
+    def begin(self, trainer: Trainer) -> None:
+        """Begin the saves of a training loop that is about to start. Collective.
+
+        Raises:
+            UnaskedVersionsError: there are versions that nobody has asked about. On all ranks.
+            CapacityError: the filesystem is too small for the checkpoints to come.
+        """
+        self.attach(trainer)
+        # With automatic optimization, forward and backward are run by an optimizer's step, and Lightning says when they
+        # are through: `before_update`.
         for optimizer in trainer.optimizers:
             self._checkpointer.overlap.watch(optimizer, announced=trainer.lightning_module.automatic_optimization)
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks that save together."""
-        return self._ranks.world_size
+        if self._brought is None or self._checkpointer.run > 0 or self._checkpointer.is_between_runs:
+            hint = "or construct the callback with discard_existing=True"
+            self._checkpointer.check_asked("resume_path(trainer)", hint=hint)
+        else:
+            self._checkpointer.go_on_from(self._brought)
+        self._checkpointer.check_room(self._tracked.expected_bytes())
+        self._go_on(trainer)
 
     # ---- saving -------------------------------------------------------------------------------------------
 
@@ -108,88 +109,43 @@ class TrainerFlashpoint(Flashpoint):
     def _leave_out_hparams(self, checkpoint: Checkpoint) -> None:
         """Hyperparameters may be anything. Nothing of a training is restored from them, so they cannot fail a save."""
         names = [name for name in checkpoint if name.endswith(("hyper_parameters", "hparams_name", "hparams_type"))]
-        values = {name: checkpoint[name] for name in names}
         try:
-            save_archive(values, "hyperparameters", allowed=self._allowed)
-            return
-        except Exception as error:  # of whatever kind pickling them raises
-            why = error
-        for name in names:
-            del checkpoint[name]
-        if not self._hparams_left_out:
-            self._hparams_left_out = True
-            _log.warning("hyperparameters are left out of checkpoints in memory: %s", why)
-
-    def save_dictionary(self, checkpoint: Checkpoint, step: int) -> None:
-        """Save a dictionary that is already made, of unsharded state. Collective. Without free memory, wait for some.
-
-        Raises:
-            FlashpointError: a save has failed, and failures are to be raised (``strict``).
-        """
-        tracked = self._tracked
-        assert isinstance(tracked, DictionaryState)
-        self.begin_run()
-        with _replaced(tracked, lambda: checkpoint):
-            self.save(step)
+            save_archive([checkpoint[name] for name in names], "hyperparameters", allowed=self._allowed)
+        except Exception as why:  # of whatever kind pickling them raises
+            for name in names:
+                del checkpoint[name]
+            if not self._hparams_left_out:
+                self._hparams_left_out = True
+                _log.warning("hyperparameters are left out of checkpoints in memory: %s", why)
 
     def save_due(self, step: int) -> None:
-        """Save by the schedule. Collective. Without free memory, the save is skipped.
-
-        Raises:
-            FlashpointError: a save has failed, and failures are to be raised (``strict``).
-        """
+        """Save by the schedule. Without free memory, the save is skipped."""
         self._prepare()
         self._save(step, explicit=False)
         self._raise_failure()
 
     # ---- loading ------------------------------------------------------------------------------------------
 
-    def newest(self) -> CheckpointContainerId | None:
-        """Find the newest version that all ranks can load, and bring it here. Collective.
-
-        Raises:
-            NothingLoadableError: there are versions, and none can be loaded.
-        """
-        self._checkpointer.reconsider()
-        self._version = self._checkpointer.newest()
-        self._wanted, self._asked = None, True
-        return self._version
-
-    def bring(self, wanted: int) -> CheckpointContainerId:
-        """Bring the version of a step here, for :meth:`load`. Collective.
-
-        Raises:
-            LoadError: there is no such version, or it cannot be loaded.
-        """
-        self._version = self._checkpointer.bring(wanted)
-        self._wanted, self._asked = wanted, True
-        return self._version
+    def find(self, wanted: int | None) -> CheckpointContainerId | None:
+        """Bring the newest version that all ranks can load here, or that of a step, for `load`. Collective. Raises as
+        `Checkpointer.latest` and `Checkpointer.bring`."""
+        self._wanted = wanted
+        self._brought = None if wanted is None else self._checkpointer.bring(wanted)
+        return self._checkpointer.latest() if wanted is None else self._brought
 
     def overwrite(self) -> None:
         """Note that the program goes on from elsewhere, and knows of the versions here. Collective."""
-        self._version, self._asked = None, True
-
-    def begin_run(self) -> None:
-        """Begin a run of saves, unless one has begun: by `load`, or where there was nothing. Collective.
-
-        Raises:
-            UnaskedVersionsError: there are versions that nobody has asked about. On all ranks.
-        """
-        if self._checkpointer.run == 0 and not self._checkpointer.is_between_runs:  # else the next save goes on
-            if not self._asked:
-                hint = "or construct the callback with discard_existing=True"
-                self._checkpointer.check_asked("resume_path(trainer)", hint=hint)
-            self._checkpointer.go_on_from(self._version)
+        self._checkpointer.go_on_from(None)
 
     def holds(self, path: object) -> bool:
         """Return True if a path is that of a version in the base container."""
         return self._checkpointer.holds(path)
 
     def load(self, path: str | os.PathLike[str]) -> Checkpoint:
-        """Load a version. Collective. With a sharded strategy, model and optimizers are loaded on return.
+        """Load a version. Collective.
 
         Returns:
-            The dictionary for Lightning to restore from, without model and optimizers if these are sharded.
+            The dictionary for Lightning to restore from. Sharded models and optimizers are loaded, and not in it.
 
         Raises:
             LoadError: it cannot be loaded, nor an older one; or it is not the newest.
@@ -206,19 +162,15 @@ class TrainerFlashpoint(Flashpoint):
             )
         self._generators = capture_rng_state()
         tracked = self._tracked
-        checkpoint = tracked.take() if isinstance(tracked, DictionaryState) else self._rest.loaded
-        self._rest.loaded = None
+        checkpoint = (tracked.rest if isinstance(tracked, DictionaryState) else self._rest).take()
         assert isinstance(checkpoint, dict)
         self._besides = checkpoint.pop(_BESIDES, {})
         return checkpoint
 
-    def go_on(self, trainer: Trainer) -> None:
-        """Restore what Lightning does not, when the training loop is about to start.
-
-        In the middle of an epoch, these are the batches that were fetched and not used, the metrics that schedulers
-        may be waiting for, and the random number generators, from which the set-up has drawn since. At the start of
-        an epoch, what was drawn since is what the uninterrupted run draws, too, when it begins the epoch.
-        """
+    def _go_on(self, trainer: Trainer) -> None:
+        """Restore what Lightning does not. In the middle of an epoch these are batches that were fetched and not used,
+        metrics that schedulers wait for, and generators, from which the set-up has drawn. At the start of an epoch, the
+        uninterrupted run draws the same."""
         generators, self._generators = self._generators, None
         besides, self._besides = self._besides, {}
         if "frozen" in besides:  # which callbacks for finetuning do not restore
@@ -238,26 +190,9 @@ class TrainerFlashpoint(Flashpoint):
         self._checkpointer.finish(deadline_s)
         self._close(max(give_up - time.monotonic(), 0.0))
 
-    def check_capacity(self) -> None:
-        """Compare what the checkpoints to come need with what there is. Collective.
-
-        Raises:
-            CapacityError: the filesystem is too small.
-        """
-        self._checkpointer.check_room(self._tracked.expected_bytes())
-
-
-@contextlib.contextmanager
-def _replaced(tracked: DictionaryState, make: Callable[[], Checkpoint]) -> Iterator[None]:
-    before, tracked.make = tracked.make, make
-    try:
-        yield
-    finally:
-        tracked.make = before
-
 
 def _tensors_of(trainer: Trainer) -> list[torch.Tensor]:
-    """Tensors as large as those of model and optimizers after the first step."""
+    """Return tensors as large as those of model and optimizers after the first step."""
     tensors = [each for each in trainer.lightning_module.state_dict().values() if isinstance(each, torch.Tensor)]
     for optimizer in trainer.optimizers:
         tensors += OptimizerState("optimizer", optimizer, {}).expected_tensors()

@@ -24,11 +24,8 @@ _OWN_WAYS = ("save_checkpoint", "load_checkpoint", "load_model_state_dict", "loa
 
 
 def is_sharded(strategy: Strategy) -> bool:
-    """Return True if each rank has a shard of model and optimizers, rather than all of them.
-
-    Raises:
-        InvalidArgumentError: the strategy is not supported; says why.
-    """
+    """Return True if each rank has a shard of model and optimizers, rather than all of them. Raises
+    `InvalidArgumentError` if the strategy is not supported."""
     for supported in (*_SHARDED, *_WHOLE):
         if isinstance(strategy, supported):
             own = [way for way in _OWN_WAYS if getattr(type(strategy), way) is not getattr(supported, way)]
@@ -45,11 +42,7 @@ def is_sharded(strategy: Strategy) -> bool:
 
 
 def check_callbacks(trainer: Any) -> None:
-    """Refuse what cannot be restored with a sharded strategy.
-
-    Raises:
-        InvalidArgumentError: weight averaging, which Lightning itself does not shard.
-    """
+    """Raise `InvalidArgumentError` for weight averaging of a sharded model, which Lightning itself does not shard."""
     averaging = [each for each in trainer.callbacks if isinstance(each, WeightAveraging)]
     if averaging and is_sharded(trainer.strategy):
         raise InvalidArgumentError(
@@ -62,11 +55,8 @@ def check_callbacks(trainer: Any) -> None:
 
 
 def join_processes(strategy: Strategy) -> None:
-    """Set up torch.distributed as the strategy will in `fit`, which then finds it done.
-
-    Raises:
-        InvalidArgumentError: Lightning itself is to start the other processes, in `fit`.
-    """
+    """Set up torch.distributed as the strategy will in `fit`, which then finds it done. Raises `InvalidArgumentError`
+    if Lightning itself is to start the other processes."""
     environment = getattr(strategy, "cluster_environment", None)
     if strategy.launcher is not None and not (environment is not None and environment.creates_processes_externally):
         raise InvalidArgumentError(
@@ -84,11 +74,8 @@ def join_processes(strategy: Strategy) -> None:
 
 @contextlib.contextmanager
 def without_tensors(strategy: Strategy) -> Iterator[None]:
-    """While Lightning makes its dictionary: a sharded strategy gathers nothing, and copies nothing to the CPU.
-
-    Hooks see what they do on all ranks but one of an unsharded checkpoint: no state of optimizers, and of the model
-    only references to shards, if those are to be had for nothing.
-    """
+    """While Lightning makes its dictionary, have a sharded strategy gather nothing, and copy nothing to the CPU. Hooks
+    see what they do on all ranks but one of an unsharded checkpoint."""
     replaced: Any = strategy
     fsdp2 = isinstance(strategy, ModelParallelStrategy)
     replaced.lightning_module_state_dict = lambda: strategy.lightning_module.state_dict() if fsdp2 else {}

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from ml_flashpoint.adapter.megatron.releases import metadata_types, object_types
+from ml_flashpoint.adapter.megatron.releases import object_types
 from ml_flashpoint.adapter.megatron.save_strategies import version_of
 from ml_flashpoint.adapter.megatron.translation import LoadTranslation
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
@@ -31,11 +31,7 @@ class MLFlashpointMegatronLoadStrategy(TorchDistLoadShardedStrategy):  # type: i
     Args:
         replication_manager: accepted for callers that pass it, and not needed.
         checkpoint_loader: a `Checkpointer`, or a `DefaultMLFlashpointCheckpointLoader`.
-        safe_globals: further types that sharded objects may be made of, as for ``torch.serialization.safe_globals``.
-            Those that megatron-core allows are allowed; anything else is refused before it is unpickled.
-
-    Raises:
-        InvalidArgumentError: ``checkpoint_loader`` is neither.
+        safe_globals: types that sharded objects may be made of beside those that megatron-core allows.
     """
 
     def __init__(
@@ -48,7 +44,7 @@ class MLFlashpointMegatronLoadStrategy(TorchDistLoadShardedStrategy):  # type: i
         super().__init__()
         MemoryStorageReader(None, checkpoint_loader)  # refuses any other loader now
         self._loader = checkpoint_loader
-        self._safe_globals = (*object_types(), *metadata_types(), *safe_globals)
+        self._safe_globals = (*object_types(), *safe_globals)
 
     def load(
         self,
@@ -56,7 +52,7 @@ class MLFlashpointMegatronLoadStrategy(TorchDistLoadShardedStrategy):  # type: i
         checkpoint_dir: str | os.PathLike[str],
         async_strategy: str | None = None,
     ) -> dict[str, Any]:
-        """Collective: load into the tensors of a sharded state dict.
+        """Load into the tensors of a sharded state dict. Collective.
 
         Args:
             sharded_state_dict: of sharded tensors and objects only.
@@ -80,18 +76,15 @@ class MLFlashpointMegatronLoadStrategy(TorchDistLoadShardedStrategy):  # type: i
 
     def _load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
         with self._reading(checkpoint_dir) as reader:
-            return self._read(sharded_state_dict, reader)
-
-    def _read(self, sharded_state_dict: dict[str, Any], reader: MemoryStorageReader) -> dict[str, Any]:
-        metadata = reader.read_metadata()
-        translation = LoadTranslation(sharded_state_dict, metadata)
-        planner = translation.planner
-        # Every rank plans by itself: loads need nothing of each other, and so no collectives.
-        planner.set_up_planner(translation.state, metadata, True)
-        reader.set_up_storage_reader(metadata, True)
-        plan = reader.prepare_local_plan(planner.create_local_plan())
-        (plan,) = reader.prepare_global_plan(planner.create_global_plan([plan]))
-        reader.read_data(planner.finish_plan(plan), planner).wait()
+            metadata = reader.read_metadata()
+            translation = LoadTranslation(sharded_state_dict, metadata)
+            planner = translation.planner
+            # Every rank plans by itself: loads need nothing of each other, and so no collectives.
+            planner.set_up_planner(translation.state, metadata, True)
+            reader.set_up_storage_reader(metadata, True)
+            plan = planner.create_local_plan()
+            (plan,) = planner.create_global_plan([plan])
+            reader.read_data(planner.finish_plan(plan), planner).wait()
         self.cached_global_metadata = metadata
         return translation.result()
 

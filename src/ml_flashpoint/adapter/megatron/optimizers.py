@@ -1,8 +1,4 @@
-"""megatron-core's optimizers, for adapters that copy from CUDA devices while training goes on.
-
-Torch optimizers are inside of them. Parameters in 32 bits, and those of the model, which are made of them, change only
-once one of those has begun its step. Nothing of megatron-core is imported or changed.
-"""
+"""megatron-core's optimizers, for adapters that copy from CUDA devices while training goes on."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ def watch_optimizers(door: OverlappingDoor, *optimizers: Any) -> None:
     """Have what optimizers update on CUDA devices copied while training goes on: see `OverlappingDoor.watch`.
 
     megatron-core's own have no hooks. Each ``step()`` of theirs first makes gradients ready, which are in no
-    checkpoint; the first thing that changes anything else is the step of a torch optimizer inside, and that waits.
+    checkpoint. Only the step of a torch optimizer inside changes anything else, and that waits.
 
     Args:
         door: a `MemoryStorageWriter`, or a `LocalCheckpointManager`.

@@ -1,7 +1,4 @@
-"""Differences between releases of megatron-core, 0.13 to 0.19, each told by what the installed package has.
-
-Everything else here is the same for all of them, and nothing else here asks which release is installed.
-"""
+"""Differences between releases of megatron-core, 0.13 to 0.19, each told by what the installed package has."""
 
 from __future__ import annotations
 
@@ -10,17 +7,15 @@ import io
 import pickle
 import re
 import types
-import warnings
 from typing import Any, Final
 
 import torch
-from megatron.core import __version__ as INSTALLED
 from megatron.core.dist_checkpointing import ShardedObject, serialization
 from megatron.core.dist_checkpointing.strategies import async_utils
 from megatron.core.dist_checkpointing.strategies import torch as mcore
 
 try:  # until 0.15: tensors of several dimensions of which a rank has a range of the flattened elements
-    from megatron.core.dist_checkpointing.strategies import resharding
+    from megatron.core.dist_checkpointing.strategies import resharding as resharding
 except ImportError:
     resharding = None
 
@@ -29,18 +24,6 @@ try:  # since 0.14
 except ImportError:
     SAFE_GLOBALS = []
 
-__all__ = [
-    "AsyncRequest",
-    "SaveStrategyBase",
-    "metadata_types",
-    "object_types",
-    "refused_in_common",
-    "resharding",
-    "split_common_state",
-    "warn_if_untested",
-]
-
-_UNTESTED: Final = (0, 20)
 _COMMON_STATE: Final = "common_state"
 
 # Since 0.19 `dist_checkpointing.save` hands the common state to the strategy, as a sharded object with this key.
@@ -55,42 +38,23 @@ SaveStrategyBase: Any = mcore.TorchDistSaveShardedStrategy
 
 
 class AsyncRequest(async_utils.AsyncRequest):  # type: ignore[misc]
-    """An asynchronous save, for megatron-core's queue and for that of nvidia-resiliency-ext.
-
-    From 0.17 on, `dist_checkpointing.save` names the queue that the program has (``async_strategy``); this request goes
-    into either, so the name makes no difference.
-    """
+    """An asynchronous save, for megatron-core's queue and for that of nvidia-resiliency-ext."""
 
     def execute_finalize_fns(self, validate_matching_call_idx: bool = True) -> int:
-        """Call the finalizations, which are collective, as the queue of nvidia-resiliency-ext does.
-
-        Args:
-            validate_matching_call_idx: accepted, and not needed: the vote of a save is among its finalizations.
-
-        Returns:
-            The number that the queue gave the request.
-        """
+        """Call the finalizations, which are collective, as the queue of nvidia-resiliency-ext does. Return the number
+        that the queue gave the request."""
         for finalize in self.finalize_fns:
             finalize()
         return int(self.call_idx)
 
 
 def split_common_state(sharded_state_dict: dict[str, Any]) -> tuple[dict[str, Any], ShardedObject | None]:
-    """Take the common state out of what `dist_checkpointing.save` gives a strategy.
-
-    Returns:
-        The rest, and the object that holds the common state; None where the release writes it as a file.
-    """
+    """Return what `dist_checkpointing.save` gives a strategy without the common state, and the object that holds that;
+    None where the release writes it as a file."""
     found = sharded_state_dict.get(_COMMON_STATE) if _common_state_is_an_object else None
     if not isinstance(found, ShardedObject) or found.key != _COMMON_STATE:
         return sharded_state_dict, None
     return {key: value for key, value in sharded_state_dict.items() if key != _COMMON_STATE}, found
-
-
-def metadata_types() -> list[type]:
-    """Return types of megatron-core that DCP's plans and metadata are made of, beside DCP's own."""
-    names = ("MCoreMetadata", "MCoreSavePlan")
-    return [getattr(mcore, name) for name in names if hasattr(mcore, name)]
 
 
 def object_types() -> list[Any]:
@@ -110,18 +74,3 @@ def refused_in_common(content: bytes) -> list[str]:
     except pickle.UnpicklingError as error:
         return re.findall(r"<class '([^']+)'>", str(error)) or ["a type that is not named"]
     return []
-
-
-def warn_if_untested(installed: str = INSTALLED) -> None:
-    """Warn of a release that is newer than those tested."""
-    numbers = tuple(int(each) for each in re.findall(r"\d+", installed)[:2])
-    if numbers >= _UNTESTED:
-        warnings.warn(
-            f"megatron-core {installed} is newer than the releases that ml_flashpoint is tested with (0.13 to 0.19). "
-            "Try a save and a load before you rely on it, or install megatron-core<0.20",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-
-
-warn_if_untested()

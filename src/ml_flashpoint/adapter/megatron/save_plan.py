@@ -1,145 +1,161 @@
 """The plan of a save: which items each rank writes, known to rank 0 as DCP's metadata.
 
-Structures rarely change. So a rank plans only what is described otherwise than before (`local_plan`), and publishes its
-plan when ranks agree on another table (`engine.replicas`). Rank 0 makes the metadata once for each table.
+Structures rarely change. So a rank plans only what is described otherwise than before, and publishes its plan when
+ranks agree on another table (`engine.replicas`). Rank 0 makes the metadata once for each table.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
-from collections.abc import Sequence
+import io
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import chain
+from operator import attrgetter
+from typing import Any, TypeAlias
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
-from ml_flashpoint.adapter.megatron.local_plan import Data, LocalPlan
-from ml_flashpoint.adapter.megatron.releases import metadata_types
-from ml_flashpoint.adapter.megatron.translation import save_planner
-from ml_flashpoint.adapter.pytorch.metadata_format import encode_metadata
-from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace
+from ml_flashpoint.adapter.megatron.translation import flattened_shapes, objects_to_save, save_planner, state_to_save
+from ml_flashpoint.adapter.pytorch.metadata_format import merged_metadata, metadata_of_share
+from ml_flashpoint.copy.cpu import view_identity
+from ml_flashpoint.copy.tensors import is_plain_strided
 from ml_flashpoint.engine.replicas import Replicas
-from ml_flashpoint.format.errors import FlashpointError, SaveError, UnsafeContentError
-from ml_flashpoint.state.archive import load_archive, save_archive
 from ml_flashpoint.state.plan import item_keys
 
+Data: TypeAlias = "torch.Tensor | io.BytesIO"
 
-@dataclass(frozen=True, slots=True)
-class PlannedSave:
-    """A plan of one rank.
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_LASTING = frozenset({bool, int, str, type(None), tuple, slice, torch.dtype, torch.Size})
+"""Types of fields that stay what they are for as long as they are equal to what they were: nothing is set in them."""
+
+
+def _fields(kind: type) -> Callable[[Any], tuple[Any, ...]]:
+    return attrgetter(*(field.name for field in dataclasses.fields(kind) if field.name != "data"))
+
+
+_TENSOR_FIELDS, _OBJECT_FIELDS = _fields(ShardedTensor), _fields(ShardedObject)
+_data = attrgetter("data")
+_of_data = attrgetter("dtype", "shape", "layout", "device")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class LocalPlan:
+    """The plan of one rank for state dicts of one description. No tensor is kept.
 
     Attributes:
-        plan, keys: the items, and the name of each in the object.
-        data: of each item.
-        share, digest: the plan as bytes for rank 0, and their digest.
+        plan, keys: the items that this rank writes, and the name of each in the object.
+        share, digest: the plan as metadata for rank 0, and its digest.
+        described: what it is for; None if nobody can tell.
+        sources: by item, the number of the value that its data is of, and the shape; None for an object.
     """
 
     plan: SavePlan
     keys: list[str]
-    data: Sequence[Data]
     share: bytes
     digest: str
+    described: list[object] | None = None
+    sources: Sequence[tuple[int, torch.Size] | None] = ()
 
-    @classmethod
-    def of(cls, plan: SavePlan) -> PlannedSave:
-        """Return a plan without its data."""
-        share = _encoded(plan)
-        return cls(plan, item_keys(plan.items), (), share, hashlib.blake2b(share, digest_size=16).hexdigest())
+    def data_in(self, sharded_state_dict: dict[str, Any]) -> list[Data] | None:
+        """Return the data of the plan's items in another state dict; None if this plan may not be the one for it."""
+        values = list(nested_values(sharded_state_dict))
+        if self.described is None or _described(values) != self.described:
+            return None
+        objects = objects_to_save([each for each in values if type(each) is ShardedObject])
+        found: list[Data] = []
+        for item, source in zip(self.plan.items, self.sources, strict=True):
+            if source is None:
+                found.append(objects[item.index.fqn])
+                continue
+            data = values[source[0]].data
+            found.append(data if data.shape == source[1] else data.detach().view(source[1]))
+        return found
+
+
+NOTHING = LocalPlan(SavePlan([]), [], b"", "nothing")
+"""Stands for the plan of a rank that has none."""
 
 
 class Plans:
-    """Plans of one strategy's saves on one rank.
-
-    Args:
-        rank: this rank.
-
-    Attributes:
-        known: the last plan, without data.
-    """
+    """Plans of one strategy's saves on one rank. ``known`` is the last one."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._local: LocalPlan | None = None
         self.known = NOTHING
         self._metadata: tuple[str, bytes] = ("", b"")  # of a table; for the committing executor
 
-    def plan(self, sharded_state_dict: dict[str, Any]) -> PlannedSave:
-        """Plan what this rank writes of a state dict, see `translation.state_to_save`."""
-        local, self._local = self._local, None
-        data = None if local is None else local.data_in(sharded_state_dict)
-        if local is None or data is None:
-            local = LocalPlan(sharded_state_dict, coordinator=self._rank == 0)
-            data = local.take_first()
-        if local.plan is not self.known.plan and (self.known is NOTHING or local.plan != self.known.plan):
-            self.known = PlannedSave.of(local.plan)
-        self._local = local
-        return replace(self.known, data=data)
+    def plan(self, sharded_state_dict: dict[str, Any]) -> tuple[LocalPlan, list[Data]]:
+        """Return what this rank writes of a state dict, see `translation.state_to_save`, and the data of its items."""
+        data = self.known.data_in(sharded_state_dict)
+        if data is None:
+            self.known, data = self._planned(sharded_state_dict)
+        return self.known, data
+
+    def _planned(self, sharded_state_dict: dict[str, Any]) -> tuple[LocalPlan, list[Data]]:
+        values = list(nested_values(sharded_state_dict))
+        # megatron-core gives some tensors a further axis.
+        described, given = _described(values), list(map(_data, values))
+        planner = save_planner()
+        planner.set_up_planner(state_to_save(sharded_state_dict), is_coordinator=self._rank == 0)
+        plan = planner.create_local_plan()
+        data: list[Data] = [planner.resolve_data(item) for item in plan.items]
+        sources = None if described is None else _sources(plan, values, given, data)
+        described = None if sources is None else described
+        if self.known is not NOTHING and plan == self.known.plan:
+            return replace(self.known, described=described, sources=sources or ()), data
+        keys = item_keys(plan.items)
+        share = metadata_of_share(plan.items, keys, flattened_shapes(plan), self._rank)
+        digest = hashlib.blake2b(share, digest_size=16).hexdigest()
+        return LocalPlan(plan, keys, share, digest, described, sources or ()), data
 
     def metadata(self, replicas: Replicas, table: str, deadline_s: float) -> bytes:
-        """Return DCP's metadata of the saves by a table, once all ranks have published their plans. On rank 0.
-
-        Raises:
-            DeadlineError: a rank has not. SaveError: a rank has no plan. UnsafeContentError: what a rank has published
-                is none.
-        """
+        """Return DCP's metadata of the saves by a table, on rank 0. Raises `DeadlineError` if a rank has published no
+        plan, or as `merged_metadata`."""
         if self._metadata[0] != table:
-            shares = replicas.collect(table, deadline_s)
-            self._metadata = table, _metadata([_decoded(share, rank) for rank, share in enumerate(shares)])
+            self._metadata = table, merged_metadata(replicas.collect(table, deadline_s))
         return self._metadata[1]
 
 
-def _metadata(plans: list[SavePlan]) -> bytes:
-    metadata: Metadata
-    _, metadata = save_planner().create_global_plan(plans)
-    metadata.storage_data = {
-        item.index: ItemPlace(rank, key)
-        for rank, plan in enumerate(plans)
-        for item, key in zip(plan.items, item_keys(plan.items), strict=True)
-    }
-    return encode_metadata(metadata)
+def _sources(
+    plan: SavePlan, values: Sequence[Any], given: Sequence[Any], data: Sequence[Data]
+) -> list[tuple[int, torch.Size] | None] | None:
+    """Return which of the values each item is of, see `LocalPlan`; None if that is not clear.
+
+    Args:
+        given: the data of the values, as the program has it. data: of the items.
+    """
+    numbers = {id(each.data): number for number, each in enumerate(values) if type(each) is ShardedTensor}
+    sources: list[tuple[int, torch.Size] | None] = []
+    for item, each in zip(plan.items, data, strict=True):
+        if item.type is WriteItemType.BYTE_IO:
+            sources.append(None)
+            continue
+        number = numbers.get(id(each))
+        if number is None or not isinstance(each, torch.Tensor) or not is_plain_strided(each):
+            return None
+        if view_identity(given[number].detach().view(each.shape)) != view_identity(each):
+            return None
+        sources.append((number, each.shape))
+    return sources
 
 
-def _encoded(plan: SavePlan) -> bytes:
-    return save_archive(plan, "plan", allowed=None)
-
-
-def _decoded(data: bytes, rank: int) -> SavePlan:
-    if not data:
-        raise SaveError("a rank could not plan what it saves; its own log says why", rank=rank)
+def _described(values: Sequence[Any]) -> list[object] | None:
+    """Return all of what values are but their content, as far as plans depend on it; None if nobody can tell."""
+    tensors = [each for each in values if type(each) is ShardedTensor]
+    objects = [each for each in values if type(each) is ShardedObject]
+    data = list(map(_data, tensors))
+    if len(tensors) + len(objects) != len(values) or not set(map(type, data)) <= _PLAIN:
+        return None
+    fields = [*map(_TENSOR_FIELDS, tensors), *map(_OBJECT_FIELDS, objects)]
+    if not set(map(type, chain.from_iterable(fields))) <= _LASTING:
+        return None
     try:
-        plan = load_archive(data, "plan", path=f"rank {rank}", allowed=[*_PLAN_TYPES, *metadata_types()])
-    except FlashpointError as error:
-        raise UnsafeContentError(f"the plan that a rank sent is not acceptable: {error}", rank=rank) from error
-    if not isinstance(plan, SavePlan):
-        raise UnsafeContentError(f"a rank sent a {type(plan).__name__} as its plan", rank=rank)
-    return plan
-
-
-_PLAN_TYPES: list[Any] = [
-    SavePlan,
-    WriteItem,
-    WriteItemType,
-    TensorWriteData,
-    ChunkStorageMetadata,
-    TensorProperties,
-    MetadataIndex,
-    _MEM_FORMAT_ENCODING,
-    torch.Size,
-    torch.layout,
-]
-
-NOTHING = PlannedSave(SavePlan([]), [], (), b"", "nothing")
-"""Stands for the plan of a rank that has none."""
+        return [list(map(type, values)), fields, list(map(_of_data, data)), list(map(torch.Tensor.is_pinned, data))]
+    except RuntimeError:  # a nested tensor has no shape
+        return None

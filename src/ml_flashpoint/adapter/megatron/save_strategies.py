@@ -11,8 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,17 +23,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 
 from ml_flashpoint import events
-from ml_flashpoint.adapter.megatron.common_state import saved_common_state, written_common_state
 from ml_flashpoint.adapter.megatron.optimizers import watch_optimizers
-from ml_flashpoint.adapter.megatron.releases import (
-    AsyncRequest,
-    SaveStrategyBase,
-    object_types,
-    split_common_state,
-)
+from ml_flashpoint.adapter.megatron.releases import AsyncRequest, SaveStrategyBase, object_types, split_common_state
 from ml_flashpoint.adapter.megatron.save_plan import Plans
+from ml_flashpoint.adapter.megatron.translation import saved_common_state, written_common_state
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
-from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE
+from ml_flashpoint.adapter.pytorch.metadata_format import METADATA_KEY
 from ml_flashpoint.copy.collection import collection_paused
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.engine.committing import BytesItem, TensorItem
@@ -53,11 +47,8 @@ _MOST_SHOWN = 500
 
 
 def version_of(checkpoint_dir: str | os.PathLike[str]) -> CheckpointContainerId:
-    """Return the version that a checkpoint folder is.
-
-    Raises:
-        InvalidArgumentError: it is none. InvalidNameError: it is no absolute path.
-    """
+    """Return the version that a checkpoint folder is. Raises `InvalidArgumentError`, `InvalidNameError` if it is
+    none."""
     version = CheckpointContainerId(checkpoint_dir)
     if version.step is None:
         raise InvalidArgumentError(
@@ -91,66 +82,33 @@ class _Writing:
     """One save on this rank.
 
     Attributes:
-        over: ends once the part is committed and its files are beside it, or the save has failed.
-        files: what belongs beside the part. labels: for its manifest.
+        files: what belongs beside the part.
         table: by which this rank writes the save; empty if it does not.
+        failure: why nothing is on its way to be committed.
     """
 
     version: CheckpointContainerId
     checkpointer: Checkpointer | None = None
     save: Save | None = None
     files: dict[str, bytes] = field(default_factory=dict)
-    labels: dict[str, str] = field(default_factory=dict)
     table: str = ""
-    over: Future[None] = field(default_factory=Future)
-
-    def fail(self, error: BaseException) -> None:
-        """Give the save up. Nothing of it is left, unless it was committed."""
-        if self.checkpointer is not None and self.save is not None:
-            self.checkpointer.fail(self.save, error)
-        else:
-            self.over.set_exception(error)
-
-    def end(self, committed: Future[Any]) -> None:
-        """Put the files beside the part, which stays committed whatever happens here."""
-        if (error := committed.exception()) is not None:
-            self.over.set_exception(error)
-            return
-        try:
-            if self.files and self.checkpointer is not None and self.save is not None and self.save.id is not None:
-                self.checkpointer.container.write_sidecars(self.save.id, self.files)
-        except Exception as refused:
-            text = "the files beside step %s cannot be written; a recovery writes what its objects keep of them: %s"
-            _log.warning(text, self.version.step, refused)
-        self.over.set_result(None)
-
-    def error(self) -> FlashpointError | None:
-        """Wait until the save is over on this rank. Return why it failed."""
-        error = self.over.exception()
-        if error is None:
-            return None
-        kept = error if isinstance(error, FlashpointError) else SaveError(f"{type(error).__name__}: {error}")
-        kept.step = self.version.step if kept.step is None else kept.step
-        kept.rank = rank_group().rank if kept.rank is None else kept.rank
-        return kept
+    failure: BaseException | None = None
 
 
 class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[misc]
     """Saves megatron-core's sharded state dicts into memory. Use one for all saves of a job, from one thread.
 
     A save that fails does not stop the training, be it synchronous or not: it is logged, counted, and told by
-    :attr:`last_error`, on every rank, and the next one is made as usual. To save the last step again, or an earlier
-    one, begins a new run, which goes on from the newest version.
+    `last_error`, on every rank, and the next one is made as usual. To save the last step again, or an earlier one,
+    begins a new run, which goes on from the newest version.
 
     Args:
         storage_writer: the job's writer.
         backend, version: what ``metadata.json`` says of the format. As for megatron-core's `torch_dist`, which reads
-            the rest of such a checkpoint, common state and content metadata, by itself.
+            common state and content metadata of such a checkpoint by itself.
         child: give `AsyncCallsQueue` a function that does nothing, which it runs in a process. Without one it starts
-            none, which saves a fork in each save; but a persistent caller that other strategies use, too, waits for
-            the answer of that process to each request, and so for ever.
-        use_cached_ckpt_structure: accepted for callers that pass it, and ignored: a plan is kept while the structure is
-            the same.
+            none; but a persistent caller that other strategies use, too, would wait for an answer for ever.
+        use_cached_ckpt_structure: accepted for callers that pass it, and ignored.
 
     Raises:
         InvalidArgumentError: ``storage_writer`` is no `MemoryStorageWriter`.
@@ -174,24 +132,15 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         self._group = rank_group()
         self._plans = Plans(self._group.rank)
         self._carried: _Carried | None = None
-        self._failed: list[CheckpointContainerId] = []
         self.last_error: FlashpointError | None = None
 
     def watch(self, *optimizers: Any) -> None:
-        """From now on, asynchronous saves return before what these optimizers update is copied, which goes on while the
-        next forward and backward run; the next step waits for what is left of it.
-
-        Args:
-            optimizers: megatron-core's, chained or not, or torch's.
-
-        Raises:
-            InvalidArgumentError: one is neither.
-        """
+        """Have asynchronous saves copy what these optimizers update while the next forward and backward run: see
+        `watch_optimizers`."""
         watch_optimizers(self._writer, *optimizers)
 
     def before_update(self) -> None:
-        """Wait until nothing is copied any more. To be called before anything but the step of an optimizer that is
-        watched changes what that updates: else the save fails, and from then on saves return when all is copied."""
+        """Wait until nothing is copied any more: see `MemoryStorageWriter.before_update`."""
         self._writer.before_update()
 
     def stop_watching(self) -> None:
@@ -199,7 +148,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         self._writer.stop_watching()
 
     def can_handle_sharded_objects(self) -> bool:
-        """Return True: sharded objects are saved like tensors. (megatron-core asks for the attribute only.)"""
+        """Return True. (megatron-core asks for the attribute only.)"""
         return True
 
     def async_save(
@@ -208,7 +157,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         checkpoint_dir: str | os.PathLike[str],
         async_strategy: str | None = None,
     ) -> AsyncRequest:
-        """Collective: plan and stage; return when the tensors may change again, but for those watched (:meth:`watch`).
+        """Plan and stage; return when the tensors may change again, except for those watched. Collective.
 
         Args:
             sharded_state_dict: of sharded tensors and objects only.
@@ -216,22 +165,18 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
             async_strategy: accepted, and not needed: the request goes into any of the queues that this can name.
 
         Returns:
-            What `AsyncCallsQueue` takes. Its finalization waits until every rank has committed its part. Of a save that
-            failed, it is as good as any other.
+            What `AsyncCallsQueue` takes, also where the save has failed. Its finalization waits until every rank has
+            committed its part.
 
         Raises:
             InvalidArgumentError, InvalidNameError: ``checkpoint_dir`` is no version.
-            UnaskedVersionsError: the base container has versions of an earlier run that nobody has asked about. On all
-                ranks.
+            UnaskedVersionsError: there are versions of an earlier run that nobody has asked about. On all ranks.
         """
         writing = self._begin(sharded_state_dict, version_of(checkpoint_dir))
         return AsyncRequest(_nothing if self._child else None, (), [partial(self._end, writing)])
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> None:
-        """Collective: save; every rank has committed its part on return, unless the save failed (:attr:`last_error`).
-
-        Args and errors are those of :meth:`async_save`.
-        """
+        """Save; every rank has committed its part on return, or the save has failed (`last_error`). Collective."""
         self._end(self._begin(sharded_state_dict, version_of(checkpoint_dir)))
 
     @contextmanager
@@ -242,12 +187,8 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         *,
         explicit: bool = True,
     ) -> Iterator[None]:
-        """Have the save made in here keep ``common_state`` of every node, as its lowest rank has it, and further files
-        for the version's folder, which are made on that rank only. Their names have no directories.
-
-        Args:
-            explicit: somebody waits for the save; see `Checkpointer.begin`.
-        """
+        """Have the save made in here keep ``common_state`` of every node, as its lowest rank has it, and further files,
+        which are made on that rank only; see `save_local_aware_megatron_checkpoint`."""
         leader = self._group.topology.ranks_of(self._group.node)[0]
         common = (lambda: saved_common_state(common_state)) if self._group.is_node_leader else None
         self._carried = _Carried(leader, common, files, explicit)
@@ -259,26 +200,20 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
     def _begin(self, sharded_state_dict: dict[str, Any], version: CheckpointContainerId) -> _Writing:
         """Do everything that the caller has to wait for. Errors are kept, since they must not leave other ranks
         waiting, unless all ranks raise them."""
-        began = time.perf_counter()
-        for failed in self._failed:
-            if failed != version:
-                _remove_files(failed)
-        self._failed.clear()
-        writing = _Writing(version)
-        sharded_state_dict, common_state = split_common_state(sharded_state_dict)
+        began, writing = time.perf_counter(), _Writing(version)
         try:
             writing.checkpointer = checkpointer = self._writer.enter(version)
             checkpointer.check_asked("get_latest_complete_checkpoint(base)")
             with collection_paused():
-                self._stage(writing, checkpointer, sharded_state_dict, common_state)
+                self._stage(writing, checkpointer, *split_common_state(sharded_state_dict))
         except UnaskedVersionsError:  # on all ranks, and no fault that will pass
-            _remove_files(version)
             raise
-        except Exception as error:
-            writing.fail(error)
         except BaseException as error:
-            writing.fail(error)
-            raise
+            writing.failure = error
+            if writing.save is not None and writing.checkpointer is not None:
+                writing.checkpointer.fail(writing.save, error)
+            if not isinstance(error, Exception):
+                raise
         seconds = time.perf_counter() - began
         events.emit(events.LoopHeld, self._group, version.parent, version.step, seconds=seconds)
         return writing
@@ -292,9 +227,9 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
     ) -> None:
         """Plan what this rank writes, copy that, and leave the rest to the committing executor."""
         step = writing.version.step or 0
-        planned, failure = self._plans.known, None
+        planned, found, failure = self._plans.known, list[Any](), None
         try:
-            planned = self._plans.plan(sharded_state_dict)
+            planned, found = self._plans.plan(sharded_state_dict)
         except Exception as error:  # the other ranks may wait for this one's plan
             failure = error
         name, replicas = SaveId(checkpointer.run, step), checkpointer.replicas
@@ -305,11 +240,10 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         replicas.publish(writing.table, lambda: share)
         explicit = self._carried is None or self._carried.explicit
         writing.save = save = checkpointer.begin(step, explicit=explicit, table=writing.table)
-        save.committed.add_done_callback(writing.end)
         if failure is not None:
             raise failure
-        self._add_files(writing, common_state)
-        data = dict(zip((item.index for item in planned.plan.items), planned.data, strict=True))
+        carrier = self._add_files(writing, common_state)
+        data = dict(zip((item.index for item in planned.plan.items), found, strict=True))
         planner: Any = SimpleNamespace(resolve_data=lambda item: data[item.index])
         tensors, byte_items = self._writer.items(planned.plan, planner, planned.keys, safe_globals=object_types())
         byte_items = [*byte_items, *sidecar_items(writing.files)]
@@ -323,15 +257,11 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
             metadata = self._plans.metadata(replicas, writing.table, save.terms.left_s)
             return named, [*byte_items, (METADATA_KEY, metadata)]
 
-        scope = {METADATA_SCOPE: "global"} if self._group.rank == 0 else {}
-        checkpointer.commit(save, items=items, labels={"door": "dcp", **writing.labels, **scope})
+        checkpointer.commit(save, items=items, labels=sidecar_labels(carrier))
 
-    def _add_files(self, writing: _Writing, common_state: ShardedObject | None) -> None:
-        """Have the files that `dist_checkpointing.load` looks for kept in an object.
-
-        Args:
-            common_state: what `dist_checkpointing.save` has given along; None where it has written a file instead.
-        """
+    def _add_files(self, writing: _Writing, common_state: ShardedObject | None) -> int:
+        """Have the files that `dist_checkpointing.load` looks for kept in an object. Return the rank that has it. Where
+        ``common_state`` is None, `dist_checkpointing.save` has written a file instead."""
         carried = self._carried
         if carried is None:  # the common state is rank 0's
             common: Callable[[], bytes | None]
@@ -340,16 +270,31 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
             else:
                 common = partial(saved_common_state, common_state.data)
             carried = _Carried(0, common if self._group.rank == 0 else None)
-        writing.labels.update(sidecar_labels(carried.carrier))
         if carried.common is not None:
             config = json.dumps(asdict(CheckpointingConfig(self.backend, self.version)))
             content = carried.common()
             writing.files = {CONFIG_FNAME: config.encode()} | ({} if content is None else {COMMON_STATE_FNAME: content})
             writing.files |= carried.others()
+        return carried.carrier
+
+    def _outcome(self, writing: _Writing) -> FlashpointError | None:
+        """Wait until this rank's part is committed, and put the files beside it. Return why there is no part."""
+        error = writing.failure
+        if error is None and writing.save is not None:
+            error = writing.save.committed.exception()
+        if error is not None and not isinstance(error, FlashpointError):
+            return SaveError(f"{type(error).__name__}: {error}", step=writing.version.step, rank=self._group.rank)
+        try:
+            if error is None and writing.files and writing.checkpointer and writing.save and writing.save.id:
+                writing.checkpointer.container.write_sidecars(writing.save.id, writing.files)
+        except Exception as refused:  # the part stays committed
+            text = "the files beside step %s cannot be written; a recovery writes what its objects keep of them: %s"
+            _log.warning(text, writing.version.step, refused)
+        return error
 
     def _end(self, writing: _Writing) -> None:
         """Collective: wait for this rank's part, and learn whether all ranks have theirs."""
-        error = writing.error()
+        error = self._outcome(writing)
         try:
             told = json.dumps([writing.table, "" if error is None else str(error)[:_MOST_SHOWN]])
             outcomes = [json.loads(blob) for blob in self._group.gather(told.encode())]
@@ -366,7 +311,6 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         if writing.checkpointer is not None:
             writing.checkpointer.replicas.forget()
         _log.error("the save of step %s failed, training goes on: %s", writing.version.step, error)
-        self._failed.append(writing.version)
         if self._group.rank == 0:
             # `dist_checkpointing.save` is about to write a file there.
             try:
@@ -375,16 +319,5 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
                 _log.error("the folder of the failed save cannot be made: %s", refused)
 
 
-def _remove_files(version: CheckpointContainerId) -> None:
-    """Remove the files of megatron-core beside parts that are not there, and their folder."""
-    folder = Path(str(version))
-    with suppress(OSError):
-        names = os.listdir(folder)
-        if not folder.is_symlink() and {CONFIG_FNAME, COMMON_STATE_FNAME}.issuperset(names):
-            for name in names:
-                (folder / name).unlink()
-            folder.rmdir()
-
-
 def _nothing() -> None:
-    """Be all that is left to do for a process of megatron-core's."""
+    """Do what is left to do for a process of megatron-core's."""

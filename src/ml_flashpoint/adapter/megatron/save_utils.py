@@ -27,7 +27,7 @@ def save_local_aware_megatron_checkpoint(
     files: Callable[[], Mapping[str, bytes]] = dict,
     explicit: bool = True,
 ) -> AsyncRequest | None:
-    """Collective: save a sharded state dict, and the common state of every node as its local rank 0 has it.
+    """Save a sharded state dict, and the common state of every node as its local rank 0 has it. Collective.
 
     Common state is whatever is no sharded tensor or object. It is written to ``common.pt`` of the version on every
     node, and is an item of an object there: it has digests and copies, and is back after a node was replaced.

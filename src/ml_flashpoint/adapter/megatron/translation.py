@@ -1,13 +1,13 @@
 """Translation of megatron-core's sharded state dicts to states that DCP can plan, and back.
 
-megatron-core does both for its `torch_dist` format, with functions that are not public; nothing else here imports
-those. They are the same in all releases that are supported; what is not, is in `releases`.
+megatron-core does both for its `torch_dist` format, with functions that are not public; nothing else imports those.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,12 +15,14 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies import torch as mcore
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlanner
 
-from ml_flashpoint.adapter.megatron.releases import resharding
-from ml_flashpoint.format.errors import SaveError
-from ml_flashpoint.state.archive import save_archive
+from ml_flashpoint.adapter.megatron.releases import refused_in_common, resharding
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.errors import SaveError, UnsafeContentError
+from ml_flashpoint.state.archive import place_of, save_archive
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
@@ -57,25 +59,61 @@ def _archive(key: str, objects: Sequence[ShardedObject]) -> io.BytesIO:
     return io.BytesIO(save_archive([each.data for each in objects], key, allowed=None))
 
 
+def flattened_shapes(plan: SavePlan) -> dict[str, tuple[int, ...]]:
+    """Return notes for loading: shapes of tensors of which ranks have ranges of the flattened elements."""
+    data: dict[str, Any] = getattr(plan, "mcore_data", {})
+    return {f"{key}\0shape": tuple(its[_ORIGINAL_SHAPE]) for key, its in data.items() if _ORIGINAL_SHAPE in its}
+
+
 def save_planner() -> SavePlanner:
     """megatron-core's planner, each rank's plan of which stands by itself."""
     planner: SavePlanner = mcore.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
     return planner
 
 
+# ---- common state: whatever is no sharded tensor or object, as bytes that megatron-core's own loader accepts --------
+
+
+def saved_common_state(common_state: Mapping[str, Any]) -> bytes:
+    """Return the bytes of ``common.pt``. Raises `UnsafeContentError` if megatron-core would refuse to load them."""
+    content = _plain_archive(common_state)
+    if refused := refused_in_common(content):
+        where = place_of(common_state, "common state", lambda each: bool(refused_in_common(_plain_archive(each))))
+        raise _refused(where, refused)
+    return content
+
+
+def _plain_archive(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def _refused(where: str, types: list[str]) -> UnsafeContentError:
+    return UnsafeContentError(
+        f"{where!r} holds {', '.join(types)}, which megatron-core would refuse when it loads its common state",
+        hint="keep plain values and tensors in it, or trust these types by torch.serialization.add_safe_globals",
+    )
+
+
+def written_common_state(version: CheckpointContainerId) -> bytes | None:
+    """Return the ``common.pt`` that `dist_checkpointing.save` wrote; None if the strategy is used without it."""
+    path = Path(str(version)) / str(COMMON_STATE_FNAME)
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    if refused := refused_in_common(content):
+        raise _refused("the common state", refused)
+    return content
+
+
+# ---- loading ------------------------------------------------------------------------------------------------------
+
+
 class LoadTranslation:
-    """One load: the state that DCP fills, and what megatron-core makes of it then.
-
-    Args:
-        sharded_state_dict: what to load, as `LoadShardedStrategy.load` is given it.
-        metadata: of the checkpoint.
-
-    Attributes:
-        state: for DCP. planner: checks shapes.
-
-    Raises:
-        CheckpointingException: the checkpoint does not say what is needed to load it.
-    """
+    """One load: ``state`` is what DCP fills by ``planner``, ``result()`` what megatron-core makes of it then. Raises
+    `CheckpointingException` if the metadata does not say what is needed."""
 
     def __init__(self, sharded_state_dict: dict[str, Any], metadata: Metadata) -> None:
         self._restore: Any = None
@@ -108,13 +146,12 @@ class LoadTranslation:
 
 def _flattened(sharded_state_dict: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
     """Return the layout in the checkpoint of tensors that are loaded by ranges of their flattened elements."""
-    kept = getattr(metadata, "mcore_data", None) or {}
     found = {}
     for each in nested_values(sharded_state_dict):
         if not resharding.is_nd_flattened_tensor(each):
             continue
         try:
-            shape = kept[each.key][_ORIGINAL_SHAPE]
+            shape = metadata.planner_data[f"{each.key}\0shape"]
         except KeyError:
             raise CheckpointingException(f"the checkpoint has no shape of the flattened tensor {each.key}") from None
         stored: Any = metadata.state_dict_metadata[each.key]

@@ -8,22 +8,22 @@ from typing import Any
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from ml_flashpoint.adapter.megatron.save_strategies import MLFlashpointMegatronAsyncSaveStrategy
 from ml_flashpoint.adapter.nemo.checkpoint_io import (
     EXPLICIT,
+    EngineParts,
     MLFlashpointAsyncFinalizableCheckpointIO,
     MLFlashpointCheckpointIO,
 )
-from ml_flashpoint.adapter.trainer_loops import updates_by_step
-from ml_flashpoint.engine.schedule import checked_every, checked_skip, passes_multiple
+from ml_flashpoint.adapter.trainer_loops import Schedule, go_last, updates_by_step
 from ml_flashpoint.format.arguments import checked_base, checked_bool
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidArgumentError
+from ml_flashpoint.format.knobs import seal_deadline_s
 
 
 class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
-    """Saves into memory every few steps, through the trainer that
-    `wrap_trainer_and_auto_resume_with_mlflashpoint` has wrapped.
+    """Saves into memory every few steps, through a trainer that `wrap_trainer_and_auto_resume_with_mlflashpoint` has
+    wrapped.
 
     Args:
         checkpoint_base_container: base container of the job on this node: an absolute path, best on a tmpfs. Restarts
@@ -34,8 +34,8 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
         keep_mlf_checkpoint_on_train_end: False to remove all versions from memory, on all nodes, when training ends as
             planned. Saves under way end first; where the newest version is to be persisted and was not, all stay.
         overlap: with asynchronous saves, copy what optimizers update on CUDA devices while the next forward and
-            backward run. What changes any of that by other means than a step, between a save and the next step, has to
-            call :meth:`before_update` first, or the save fails. What is on the CPU is copied before a save returns.
+            backward run. What changes that by other means, between a save and the next step, has to call
+            `before_update` first, or the save fails.
 
     Raises:
         InvalidArgumentError: an argument is unusable.
@@ -53,27 +53,23 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self.base = checked_base(checkpoint_base_container, "checkpoint_base_container")
-        self.every_n_steps = checked_every(every_n_steps)
-        self.skip_every_n_steps = checked_skip(skip_every_n_steps)
+        self._schedule = Schedule(every_n_steps, skip_every_n_steps)
         self.enabled = checked_bool("enabled", enabled)
         self._keeps = checked_bool("keep_mlf_checkpoint_on_train_end", keep_mlf_checkpoint_on_train_end)
         self.overlap = checked_bool("overlap", overlap)
-        self._step = 0
         self._watches = False
-        self._strategy: MLFlashpointMegatronAsyncSaveStrategy | None = None
+        self._parts: EngineParts | None = None  # while it trains
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Go behind all other callbacks, so that what they do at a step is in the checkpoint of that step."""
+        """Go behind all other callbacks."""
         if self.enabled and stage == "fit":
-            # Another list: Lightning is going through this one.
-            trainer.callbacks = [*(each for each in trainer.callbacks if each is not self), self]
+            go_last(trainer, self)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin a run of saves. Everything is set up and restored.
+        """Begin to save. Everything is set up and restored.
 
         Raises:
-            InvalidArgumentError: the trainer is not wrapped, or with another base container; or ranks save at different
-                steps.
+            InvalidArgumentError: the trainer is not wrapped with this base container; or ranks save at different steps.
             UnaskedVersionsError: it would overwrite versions that nobody has asked about.
         """
         if not self.enabled:
@@ -86,37 +82,42 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
                 value=str(self.base),
                 hint="pass it to wrap_trainer_and_auto_resume_with_mlflashpoint first",
             )
-        io.parts.go_on()
-        self._strategy = io.parts.save_strategy
-        io.parts.engine.ranks.agree_on(every_n_steps=self.every_n_steps)
-        self._step = trainer.global_step
-        self._watches = self.overlap and io.async_save and io.parts.watch(trainer.optimizers)
-        if trainer.ckpt_path is not None and io.parts.engine.holds(trainer.ckpt_path):
+        engine, strategy = io.parts.engine, io.parts.save_strategy
+        engine.check_asked("setup() of what wrap_trainer_and_auto_resume_with_mlflashpoint has returned")
+        engine.ranks.agree_on(every_n_steps=self._schedule.every)
+        self._parts, self._schedule.step = io.parts, trainer.global_step
+        strategy.stop_watching()
+        self._watches = self.overlap and io.async_save
+        if self._watches:  # NeMo's optimizers wrap megatron-core's, and have no hooks
+            strategy.watch(*(getattr(each, "mcore_optimizer", each) for each in trainer.optimizers))
+        if trainer.ckpt_path is not None and engine.holds(trainer.ckpt_path):
             _complete_saved_batch(trainer.fit_loop)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Save after a batch if a save is due."""
-        step, before = trainer.global_step, self._step
-        if not self.enabled or self._strategy is None or step == before:
-            return
-        self._step = step
-        due, left_out = (passes_multiple(each, before, step) for each in (self.every_n_steps, self.skip_every_n_steps))
-        if due and not left_out:
+        if self._parts is not None and self._schedule.is_due_at(trainer.global_step):
             self._save(trainer, explicit=False)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Have the newest version persisted at the planned end, if any are to be."""
-        self._stop_watching()
-        io = flashpoint_io_of(trainer) if self.enabled else None
-        if io is not None:
-            io.parts.end(keep=self._keeps)
+        """Have the newest version persisted at the planned end, if any are to be; or remove all versions."""
+        parts = self._end()
+        if parts is not None and not self._keeps:
+            parts.engine.remove_versions()
+        elif parts is not None and parts.engine.config.persist is not None:
+            parts.engine.finish(seal_deadline_s())
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """End when training fails, or a signal ends it. SIGTERM gives time, as long as its launcher does."""
-        self._stop_watching()
-        io = flashpoint_io_of(trainer) if self.enabled else None
-        if io is not None and isinstance(exception, SIGTERMException):
-            io.parts.end_within_grace()
+        """End when training fails, or a signal ends it. SIGTERM gives time, as long as its launcher does: saves in
+        flight are committed and copied, and the newest version persisted."""
+        parts = self._end()
+        if parts is not None and isinstance(exception, SIGTERMException):
+            parts.engine.finish(parts.grace_s)
+
+    def _end(self) -> EngineParts | None:
+        parts, self._parts = self._parts, None
+        if parts is not None and self._watches:
+            parts.save_strategy.stop_watching()
+        return parts
 
     def save(self, trainer: Any) -> None:
         """Save now, whatever the schedule says. Collective; in the middle of training, after a step."""
@@ -133,21 +134,13 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
 
     def before_update(self) -> None:
         """Wait until nothing is copied any more: see ``overlap``."""
-        if self._strategy is not None:
-            self._strategy.before_update()
-
-    def _stop_watching(self) -> None:
-        if self._watches and self._strategy is not None:
-            self._watches = False
-            self._strategy.stop_watching()
+        if self._parts is not None:
+            self._parts.save_strategy.before_update()
 
 
 def _complete_saved_batch(fit_loop: Any) -> None:
-    """Count the batch after which a checkpoint was made, as an uninterrupted run did a moment later.
-
-    Lightning does so itself from 2.5 on, and NeMo wants 2.4. There, each resumption is one batch more to the end of
-    the epoch and to the next validation.
-    """
+    """Count the batch after which a checkpoint was made, as Lightning does from 2.5 on. NeMo wants 2.4, where each
+    resumption is one batch more to the end of the epoch and to the next validation."""
     loop = fit_loop.epoch_loop
     count, epochs = loop.batch_progress, fit_loop.epoch_progress
     if hasattr(loop, "restarted_on_train_batch_end") or not loop.restarting or count.is_last_batch:

@@ -5,6 +5,7 @@ Paths elsewhere go on to the `CheckpointIO` that was there before. Saving and lo
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import shutil
@@ -21,11 +22,17 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from nemo.lightning.io.pl import TrainerContext, _fix_tensors_device
 from nemo.utils.callbacks.dist_ckpt_io import AsyncCompatibleCheckpointIO, AsyncFinalizableCheckpointIO
 
+from ml_flashpoint.adapter.megatron.load_strategies import MLFlashpointMegatronLoadStrategy
+from ml_flashpoint.adapter.megatron.save_strategies import MLFlashpointMegatronAsyncSaveStrategy
 from ml_flashpoint.adapter.megatron.save_utils import save_local_aware_megatron_checkpoint
-from ml_flashpoint.adapter.nemo.parts import EngineParts
+from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
+from ml_flashpoint.config import Config
 from ml_flashpoint.copy import cuda
 from ml_flashpoint.copy.tensors import check_copies
+from ml_flashpoint.engine.checkpointer import Checkpointer
+from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import SaveError
+from ml_flashpoint.format.knobs import exit_deadline_s
 
 _log = logging.getLogger(__name__)
 
@@ -36,11 +43,39 @@ EXPLICIT = "flashpoint_explicit"
 """Storage option of a save: True if somebody waits for it; False: a schedule's, skipped while there is no memory."""
 
 
+class EngineParts:
+    """A checkpointer of one base container, with megatron-core's strategies on it. They end with the process.
+    Collective to construct.
+
+    Attributes:
+        grace_s: seconds at most that a trainer which ends after SIGTERM waits for saves, and for persisting.
+    """
+
+    def __init__(self, base: CheckpointContainerId, config: Config, *, grace_s: float = 20.0) -> None:
+        self.engine = Checkpointer(base, config)
+        # No child processes: our requests have a queue of their own, and nothing for a process to do.
+        self.save_strategy = MLFlashpointMegatronAsyncSaveStrategy(MemoryStorageWriter(self.engine), child=False)
+        self.load_strategy = MLFlashpointMegatronLoadStrategy(checkpoint_loader=self.engine)
+        self.grace_s = grace_s
+        atexit.register(self.close)
+
+    def settle(self) -> None:
+        """Give saves in flight time to get their copies."""
+        if not self.engine.wait(exit_deadline_s()):
+            _log.warning("the newest save may lack copies on other nodes")
+
+    def close(self) -> None:
+        """Let saves in flight finish, and the newest version be persisted, and end the engine. Versions stay.
+        Safe to call twice."""
+        atexit.unregister(self.close)
+        self.save_strategy.stop_watching()
+        self.engine.close(exit_deadline_s())
+
+
 class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[misc]
     """Saves to and loads from memory what lies in the base container, and passes everything else on.
 
     Args:
-        parts: the engine.
         alternate: what paths elsewhere are for: the trainer's own.
         trainer: whose context is saved.
         async_save: return requests for what is left to do after staging, instead of doing it.
@@ -75,15 +110,11 @@ class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[mis
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> AsyncRequest | None:
-        """Collective: save a sharded checkpoint.
-
-        Returns:
-            What is left to do, if saves are asynchronous; in the base container it is staged, and goes on by itself.
-        """
+        """Save a sharded checkpoint. Collective. Return what is left to do, if saves are asynchronous; in the base
+        container it is staged, and goes on by itself."""
         if not self.parts.engine.holds(path):
             request: AsyncRequest | None = self.alternate.save_checkpoint(checkpoint, path, storage_options)
             return request
-        self.parts.go_on()
         checks, self._checked = not self._checked, True
         explicit = (storage_options or {}).pop(EXPLICIT, True)
         refused: SaveError | None = None
@@ -134,11 +165,7 @@ class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[mis
         strict: Any = None,
         **options: Any,
     ) -> dict[str, Any]:
-        """Collective: load a sharded checkpoint.
-
-        Args:
-            strict: as for NeMo's `MegatronCheckpointIO`.
-        """
+        """Load a sharded checkpoint. Collective. ``strict`` is as for NeMo's `MegatronCheckpointIO`."""
         if not self.parts.engine.holds(path):
             found: dict[str, Any] = self.alternate.load_checkpoint(
                 path, sharded_state_dict=sharded_state_dict, map_location=map_location, strict=strict, **options
@@ -157,10 +184,8 @@ class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[mis
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint, unless it lies in the base container: those go when newer ones are verified."""
-        if self.parts.engine.holds(path):
-            _log.warning("not removing %s: versions in memory go when newer ones are verified", path)
-            return
-        self.alternate.remove_checkpoint(path)
+        if not self.parts.engine.holds(path):
+            self.alternate.remove_checkpoint(path)
 
     def teardown(self) -> None:
         """Give saves under way time, and tear down what paths elsewhere are for."""
@@ -171,11 +196,8 @@ class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[mis
 class MLFlashpointAsyncFinalizableCheckpointIO(AsyncFinalizableCheckpointIO):  # type: ignore[misc]
     """Finalizes asynchronous saves: ours one by one, the trainer's in their queue.
 
-    Ours are committed without being finalized. That only tells all ranks what became of a save, so it is done before
-    the next one and at the end, where it waits for nothing, and not at every step, where all ranks would have to agree.
-
-    Args:
-        checkpoint_io: saves to memory, and elsewhere.
+    Finalizing ours only tells all ranks what became of a save. So it is done before the next one and at the end, where
+    it waits for nothing, and not at every step, where all ranks would have to agree.
     """
 
     def __init__(self, checkpoint_io: MLFlashpointCheckpointIO) -> None:
@@ -185,7 +207,7 @@ class MLFlashpointAsyncFinalizableCheckpointIO(AsyncFinalizableCheckpointIO):  #
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Collective: save. In the base container, it is staged on return, and nothing else is waited for."""
+        """Save. Collective. In the base container, it is staged on return, and nothing else is waited for."""
         ours: MLFlashpointCheckpointIO = self.checkpoint_io
         if not ours.parts.engine.holds(path):
             ours.alternate.save_checkpoint(checkpoint, path, storage_options)
@@ -200,14 +222,7 @@ class MLFlashpointAsyncFinalizableCheckpointIO(AsyncFinalizableCheckpointIO):  #
             finalize()
 
     def maybe_finalize_save_checkpoint(self, blocking: bool = False) -> bool:
-        """Finalize what can be.
-
-        Args:
-            blocking: wait for all saves, and finalize them.
-
-        Returns:
-            Whether a save was finalized.
-        """
+        """Finalize what can be; with ``blocking``, wait for all saves. Return True if a save was finalized."""
         finalized = self._finalize_ours() if blocking else False
         alternate = self.checkpoint_io.alternate
         if isinstance(alternate, AsyncFinalizableCheckpointIO):

@@ -1,30 +1,38 @@
-"""`wrap_trainer_and_auto_resume_with_mlflashpoint`: the one call of a recipe."""
+"""`wrap_trainer_and_auto_resume_with_mlflashpoint`: the one call of a recipe, and the `AutoResume` that it returns."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
+import shutil
+import zipfile
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from nemo.lightning.pytorch.strategies import MegatronStrategy
-from nemo.lightning.resume import AutoResume
+from nemo.lightning.resume import AutoResume, _try_restore_tokenizer
 from nemo.utils.callbacks.dist_ckpt_io import AsyncFinalizableCheckpointIO, AsyncFinalizerCallback
 
-from ml_flashpoint.adapter.nemo.auto_resume import MLFlashpointAutoResume
 from ml_flashpoint.adapter.nemo.checkpoint_callback import MLFlashpointCheckpointCallback, flashpoint_io_of
 from ml_flashpoint.adapter.nemo.checkpoint_io import (
+    CONTEXT_FILE,
+    EngineParts,
     MLFlashpointAsyncFinalizableCheckpointIO,
     MLFlashpointCheckpointIO,
 )
-from ml_flashpoint.adapter.nemo.parts import EngineParts
 from ml_flashpoint.config import Config, Persist
 from ml_flashpoint.format.arguments import checked_base, checked_bool, checked_integer, checked_seconds, ignored
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.errors import InvalidArgumentError
+from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, NothingLoadableError
+from ml_flashpoint.format.private_folders import make_private
+from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.ranks.retention import Keep
 
 _log = logging.getLogger(__name__)
+
+_CONTEXT_FOLDER = "nemo-context"
 
 
 def wrap_trainer_and_auto_resume_with_mlflashpoint(
@@ -56,15 +64,10 @@ def wrap_trainer_and_auto_resume_with_mlflashpoint(
         async_save: whether saves return when the state is staged, with the rest done in the background.
         default_auto_resume: what to go on from when memory has nothing.
         always_save_context: save NeMo's context with each version, too.
-        write_thread_count: accepted for recipes that pass it. Staging is one copy, which one thread does at the speed
-            of memory.
-        initial_write_buffer_size_bytes: accepted, and not needed: slots are as large as the state.
         keep, persist, persist_every, persist_keep, persist_bytes_per_s: see `ml_flashpoint.Flashpoint`.
-        grace_s: seconds at most that a trainer which ends after SIGTERM waits for the save under way, and for the
-            newest version to be persisted.
-        use_optimized_save, use_cached_ckpt_structure, use_fully_parallel_wrapper: accepted for recipes that pass them,
-            and ignored: every save is one copy, its plan is made anew only where the structure has changed, and each
-            tensor is saved once.
+        grace_s: seconds at most that a trainer which ends after SIGTERM waits for saves, and for persisting.
+        write_thread_count, initial_write_buffer_size_bytes, use_optimized_save, use_cached_ckpt_structure,
+            use_fully_parallel_wrapper: accepted for recipes that pass them, and ignored.
 
     Returns:
         What to use in place of ``default_auto_resume``; that itself, if the trainer's callback is not enabled.
@@ -107,59 +110,40 @@ def wrap_trainer_and_auto_resume_with_mlflashpoint(
 def _parts_before(trainer: Any, base: CheckpointContainerId) -> EngineParts | None:
     """Return the engine of a trainer that was wrapped before; None if it was not."""
     wrapped = flashpoint_io_of(trainer)
-    if wrapped is None:
-        return None
-    if wrapped.parts.engine.base != base:
-        raise InvalidArgumentError(
-            f"differs from that with which this trainer was wrapped before, {wrapped.parts.engine.base}",
-            argument="flashpoint_base_container",
-            value=str(base),
-        )
-    return wrapped.parts
+    if wrapped is not None and wrapped.parts.engine.base != base:
+        text = f"differs from that with which this trainer was wrapped before, {wrapped.parts.engine.base}"
+        raise InvalidArgumentError(text, argument="flashpoint_base_container", value=str(base))
+    return None if wrapped is None else wrapped.parts
 
 
 def _is_enabled(trainer: Any, base: CheckpointContainerId) -> bool:
     """Return True if the trainer's callbacks are; their base container has to be this one then."""
     callbacks = [each for each in trainer.callbacks if isinstance(each, MLFlashpointCheckpointCallback)]
     if any(not each.enabled for each in callbacks):
-        _log.info("the callback is not enabled: the trainer is left as it is")
         return False
     if not callbacks:
         _log.warning("the trainer has no MLFlashpointCheckpointCallback: nothing will be saved into memory")
     for each in callbacks:
         if each.base != base:
-            raise InvalidArgumentError(
-                f"is not that of the callback, {each.base}",
-                argument="flashpoint_base_container",
-                value=str(base),
-            )
+            text = f"is not that of the callback, {each.base}"
+            raise InvalidArgumentError(text, argument="flashpoint_base_container", value=str(base))
     return True
 
 
 def _check_trainer(trainer: Any) -> None:
-    strategy = getattr(trainer, "strategy", None)
-    if not isinstance(strategy, MegatronStrategy):
-        raise InvalidArgumentError(
-            "must have NeMo's MegatronStrategy, whose sharded state dicts are what is saved",
-            argument="trainer.strategy",
-            value=type(strategy),
-            hint="for Lightning's own strategies there is ml_flashpoint.adapter.lightning",
-        )
-    if getattr(strategy, "_fsdp", None) is not None:
-        raise InvalidArgumentError(
-            "has FSDP, whose optimizer state NeMo saves in a form of its own",
-            argument="trainer.strategy",
-            value=type(strategy),
-            hint="use MegatronStrategy without fsdp=",
-        )
+    strategy, why, hint = getattr(trainer, "strategy", None), "", ""
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if several and not (dist.is_available() and dist.is_initialized()):
-        raise InvalidArgumentError(
-            "has not set up torch.distributed, which replication needs",
-            argument="trainer.strategy",
-            value=type(strategy),
-            hint="call trainer.strategy.setup_environment() first",
-        )
+    if not isinstance(strategy, MegatronStrategy):
+        why = "must have NeMo's MegatronStrategy, whose sharded state dicts are what is saved"
+        hint = "for Lightning's own strategies there is ml_flashpoint.adapter.lightning"
+    elif getattr(strategy, "_fsdp", None) is not None:
+        why = "has FSDP, whose optimizer state NeMo saves in a form of its own"
+        hint = "use MegatronStrategy without fsdp="
+    elif several and not (dist.is_available() and dist.is_initialized()):
+        why = "has not set up torch.distributed, which replication needs"
+        hint = "call trainer.strategy.setup_environment() first"
+    if why:
+        raise InvalidArgumentError(why, argument="trainer.strategy", value=type(strategy), hint=hint)
 
 
 def _wrap(trainer: Any, parts: EngineParts, *, async_save: bool, always_save_context: bool) -> None:
@@ -174,3 +158,78 @@ def _wrap(trainer: Any, parts: EngineParts, *, async_save: bool, always_save_con
     # The strategy adds one if its own saves are asynchronous.
     if not any(isinstance(each, AsyncFinalizerCallback) for each in trainer.callbacks):
         trainer.callbacks.append(AsyncFinalizerCallback())
+
+
+class MLFlashpointAutoResume(AutoResume):  # type: ignore[misc]
+    """Chooses the newest version in memory; if there is none, it is the user's own `AutoResume`, or none."""
+
+    def __init__(self, parts: EngineParts, default: AutoResume | None = None) -> None:
+        # What the user's says of itself is arguments here too: NeMo looks at some of it.
+        fields = () if default is None else dataclasses.fields(AutoResume)
+        super().__init__(**{each.name: getattr(default, each.name) for each in fields})
+        self.parts = parts
+        self.default = default
+
+    def setup(self, trainer: Any, model: Any = None) -> None:
+        """Tell the trainer where to go on from. Collective."""
+        path = self._newest(model)
+        if path is None:
+            _log.info("memory has no version to go on from")
+            if self.default is not None:
+                self.default.setup(trainer, model)
+            return
+        _log.info("going on from %s", path)
+        # Not `last_model_path` of the checkpoint callback, which deletes what that says.
+        trainer.ckpt_path = path
+        context = self._context_of(path)
+        if getattr(self.restore_config, "load_artifacts", False) and context is not None:
+            _try_restore_tokenizer(model, context)
+
+    def _newest(self, model: Any) -> Path | None:
+        """Return the newest version in memory; None if there is none, or none can be loaded and the user's own has
+        something to go on from. Collective. Raises `NothingLoadableError` where training would start from nothing, and
+        overwrite."""
+        engine = self.parts.engine
+        try:
+            found = engine.latest()
+        except NothingLoadableError as error:
+            if self.default is None or self.default.get_trainer_ckpt_path(model) is None:
+                raise
+            _log.error("going on from elsewhere, and what is in memory will be overwritten: %s", error)
+            engine.go_on_from(None)
+            return None
+        return None if found is None else Path(str(found))
+
+    def get_trainer_ckpt_path(self, model: Any = None) -> Path | None:
+        """Return the newest version in memory, or what the user's own finds. Collective."""
+        path = self._newest(model)
+        if path is None and self.default is not None:
+            path = self.default.get_trainer_ckpt_path(model)
+        return path
+
+    def get_context_path(self, model: Any = None) -> Path | None:
+        """Return the context folder that was saved with the version, or what the user's own finds. Collective."""
+        path = self._newest(model)
+        context = None if path is None else self._context_of(path)
+        if context is None and self.default is not None:
+            context = self.default.get_context_path(model)
+        return context
+
+    def _context_of(self, version: Path) -> Path | None:
+        """Return the context of a version, unpacked beside it, on each node; None if it was saved without."""
+        archive, folder = version / CONTEXT_FILE, version.parent / _CONTEXT_FOLDER
+        ranks = rank_group()
+        ok = True
+        if ranks.is_node_leader and archive.is_file():
+            try:
+                if folder.is_symlink():  # what it leads to is left alone
+                    folder.unlink()
+                shutil.rmtree(folder, ignore_errors=True)
+                make_private(folder)
+                with zipfile.ZipFile(archive) as packed:
+                    packed.extractall(folder)
+            except (OSError, FlashpointError, zipfile.BadZipFile) as error:
+                _log.error("the context of %s cannot be unpacked: %s", version.name, error)
+                ok = False
+        ok = ranks.all_ok(ok)
+        return folder if ok and archive.is_file() else None

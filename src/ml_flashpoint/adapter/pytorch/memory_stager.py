@@ -1,7 +1,4 @@
-"""`MemoryStager`: DCP's staging future, for a loop that waits for it before it changes anything.
-
-Owns nothing but DCP's protocol for it. Staging is the writer's.
-"""
+"""`MemoryStager`: DCP's staging future, for a loop that waits for it before it changes anything."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import Any
 from torch.distributed.checkpoint import state_dict_saver
 
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
-from ml_flashpoint.adapter.pytorch.staged_state import StagedStateDict
+from ml_flashpoint.adapter.pytorch.staging import StagedStateDict
 from ml_flashpoint.format.errors import InvalidArgumentError
 
 HAS_FUTURES = hasattr(state_dict_saver, "AsyncSaveResponse")
@@ -26,16 +23,13 @@ class _StagingFuture(Future[dict[str, Any]]):
         super().__init__()
         self._copying: StagedStateDict | None = state
         if state.staged.is_copied:
-            self._end()
+            self.result()
 
-    def _end(self) -> None:
+    def result(self, timeout: float | None = None) -> dict[str, Any]:
         state, self._copying = self._copying, None
         if state is not None:
             state.staged.await_copies()
             self.set_result(state)
-
-    def result(self, timeout: float | None = None) -> dict[str, Any]:
-        self._end()
         return super().result(timeout)
 
 
@@ -45,14 +39,11 @@ class MemoryStager:
     That returns an ``AsyncSaveResponse``, and copies from CUDA devices while the program goes on: no tensor there may
     change before ``staging_completion.result()``. One that does fails the save, as ``upload_completion`` tells, and
     from then on all is copied before ``async_save`` returns. If the writer watches an optimizer, only what that updates
-    is copied late: everything else may change at once, and its ``step()`` waits by itself. Whatever is on the CPU is
-    copied before ``async_save`` returns; with older releases of torch, which know no such future, so is all else.
-
-    Args:
-        writer: of the same saves.
+    is copied late, and its ``step()`` waits by itself. Whatever is on the CPU is copied before ``async_save`` returns;
+    with older releases of torch, which know no such future, so is all else.
 
     Raises:
-        InvalidArgumentError: it is none.
+        InvalidArgumentError: ``writer`` is no `MemoryStorageWriter`.
     """
 
     should_synchronize_after_execute = False
@@ -65,16 +56,11 @@ class MemoryStager:
 
     def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]] | dict[str, Any]:
         """Called by DCP, which takes either."""
-        return (
-            _StagingFuture(self._writer.stage(state_dict, promised=True))
-            if HAS_FUTURES
-            else self._writer.stage(state_dict)
-        )
+        staged = self._writer.stage(state_dict, promised=HAS_FUTURES)
+        return _StagingFuture(staged) if HAS_FUTURES else staged
 
     def synchronize_staging(self) -> None:
         """Have what this thread gives to the devices from now on wait for the copy."""
         self._writer.before_update()
 
-    def close(self) -> None:
-        """Have what this thread gives to the devices from now on wait for the copy. The writer stays open."""
-        self._writer.before_update()
+    close = synchronize_staging  # the writer stays open

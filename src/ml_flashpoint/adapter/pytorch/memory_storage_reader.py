@@ -1,7 +1,4 @@
-"""`MemoryStorageReader`: torch DCP's way out of the engine.
-
-Translates DCP's reads into reads of objects, on this node or on peers.
-"""
+"""`MemoryStorageReader`: DCP's way out of the engine. Reads of DCP become reads of objects, here or on peers."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import io
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,15 +15,13 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ml_flashpoint.adapter.pytorch.metadata_format import decode_metadata
+from ml_flashpoint.adapter.pytorch.metadata_format import METADATA_KEY, ItemPlace, decode_metadata
 from ml_flashpoint.adapter.pytorch.seed import DefaultMLFlashpointCheckpointLoader
-from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE, ItemPlace
 from ml_flashpoint.copy.cpu import copy_all
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.engine.reader import ObjectReader, VersionReader
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import (
-    DamagedError,
     InvalidArgumentError,
     LoadError,
     ObjectNotFoundError,
@@ -37,10 +32,6 @@ from ml_flashpoint.state.archive import SafeGlobal, check_bytes, load_archive
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 _log = logging.getLogger(__name__)
-
-
-class _OtherScopeError(ObjectNotFoundError):
-    """A checkpoint has metadata, of all ranks or by rank, and the other kind was asked for."""
 
 
 class MemoryStorageReader(StorageReader):
@@ -54,8 +45,7 @@ class MemoryStorageReader(StorageReader):
         trust_bytes: pass non-tensor items to the planner unchecked. Only for planners that do not unpickle.
 
     Raises:
-        InvalidArgumentError: ``checkpoint_loader`` is neither.
-        InvalidNameError: ``path`` is no absolute path.
+        InvalidArgumentError: ``checkpoint_loader`` is neither. `InvalidNameError`: ``path`` is no absolute path.
     """
 
     def __init__(
@@ -67,7 +57,13 @@ class MemoryStorageReader(StorageReader):
         trust_bytes: bool = False,
     ) -> None:
         super().__init__()
-        self._open = _opener_of(checkpoint_loader)
+        if not isinstance(checkpoint_loader, (Checkpointer, DefaultMLFlashpointCheckpointLoader)):
+            raise InvalidArgumentError(
+                "must be a Checkpointer or a DefaultMLFlashpointCheckpointLoader",
+                argument="checkpoint_loader",
+                value=checkpoint_loader,
+            )
+        self._loader = checkpoint_loader
         self._version = None if path is None else CheckpointContainerId(path)
         self._safe_globals = tuple(safe_globals)
         self._trust_bytes = trust_bytes
@@ -75,7 +71,6 @@ class MemoryStorageReader(StorageReader):
         self._parts: VersionReader | None = None
         self._readers: dict[int, ObjectReader] = {}
         self._unread: Exception | None = None  # why this load could not read metadata
-        self._load_id = str(uuid.uuid4())
 
     @property
     def checkpoint_id(self) -> str | None:
@@ -86,7 +81,6 @@ class MemoryStorageReader(StorageReader):
         """Begin a load, of ``checkpoint_id`` if there is one."""
         if checkpoint_id is not None:
             self._version = CheckpointContainerId(checkpoint_id)
-        self._load_id = str(uuid.uuid4())
         self._release()  # of a load that failed while it was planned
         self._unread = None
 
@@ -104,76 +98,47 @@ class MemoryStorageReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return DCP's metadata of the checkpoint.
 
-        torch asks without a rank first. Where that raises, it asks with one, and does the rest of the load without
-        collectives if that does not raise. So the second call must succeed on all ranks or on none, whatever kept one
-        of them from reading at the first call: a rank without collectives beside others with them is a hang.
-
-        Args:
-            rank: (keyword) read that rank's own metadata, of a checkpoint saved without collectives.
+        Where that raises, torch asks again with a ``rank``, and does the rest of the load without collectives if that
+        does not raise. A rank without collectives beside others with them is a hang, so the second call always raises.
 
         Raises:
-            ObjectNotFoundError: there is none, or it is per rank and no rank was named, or the reverse.
+            ObjectNotFoundError: there is none.
             LoadError: the version was not saved through DCP.
         """
-        rank = kwargs.get("rank")
+        if kwargs.get("rank") is not None:
+            error = self._unread or LoadError("there is no metadata by rank", path=self.checkpoint_id)
+            # Some releases of torch (2.9) keep to themselves why neither call worked.
+            _log.error("the metadata of %s cannot be read: %s", self.checkpoint_id or "a checkpoint", error)
+            raise error
+        self._unread = None
         try:
-            if rank is None:
-                self._unread = None
-            elif self._unread is not None:
-                raise self._unread
-            return self._read_metadata(rank)
-        except _OtherScopeError:
-            raise
+            reader = self._metadata_reader()
+            data = bytes(reader.bytes_of(METADATA_KEY))
+            metadata = decode_metadata(data, path=reader.path, allowed=self._safe_globals)
         except Exception as error:
             self._unread = error
-            # Some releases of torch (2.9) keep to themselves why neither call worked.
-            if rank is not None:
-                _log.error("the metadata of %s cannot be read: %s", self.checkpoint_id or "a checkpoint", error)
             raise
         finally:
             self._release()  # where planning fails, DCP says nothing, and a slot that is read is used for no save
-
-    def _read_metadata(self, rank: int | None) -> Metadata:
-        source = self._metadata_source(rank)
-        reader = self._reader(source)
-        metadata = decode_metadata(bytes(reader.bytes_of(METADATA_KEY)), path=reader.path, allowed=self._safe_globals)
         save_id = getattr(metadata.storage_meta, "save_id", None)
-        metadata.storage_meta = StorageMeta(self.checkpoint_id, save_id=save_id, load_id=self._load_id)
+        metadata.storage_meta = StorageMeta(self.checkpoint_id, save_id=save_id, load_id=str(uuid.uuid4()))
         return metadata
 
-    def _metadata_source(self, rank: int | None) -> int:
-        """Return the rank whose object has the metadata: ``rank``'s own where every rank was its own coordinator.
-
-        Raises:
-            ObjectNotFoundError: a part that may have it is missing, or the metadata is of the other scope.
-            LoadError: there is none.
-        """
-        parts, version = self._opened(), self._version
-        assert version is not None
-        for source in dict.fromkeys((rank if rank is not None else rank_group().rank, 0)):
+    def _metadata_reader(self) -> ObjectReader:
+        """Return the object that has the metadata: own, where each rank was a coordinator, or rank 0's."""
+        for rank in dict.fromkeys((rank_group().rank, 0)):
             try:
-                scope = parts.manifest(source).labels.get(METADATA_SCOPE)
+                if METADATA_KEY in (reader := self._reader(rank)).layout.by_key:
+                    return reader
             except ObjectNotFoundError:
-                if source == 0:
+                if rank == 0:
                     raise
-                continue
-            if scope is not None and (scope == "rank") != (rank is not None):
-                text = "this checkpoint has metadata by rank only" if rank is None else "it has no metadata by rank"
-                raise _OtherScopeError(text, path=str(version))
-            if scope is not None:
-                return source
-        raise LoadError(
-            "this version was not saved through DCP: it has no DCP metadata", step=version.step, path=str(version)
-        )
+        text = "this version was not saved through DCP: it has no DCP metadata"
+        raise LoadError(text, step=None if self._version is None else self._version.step, path=self.checkpoint_id)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Take note of where the items of a checkpoint are, from its metadata."""
-        places = metadata.storage_data
-        if not isinstance(places, dict) or not all(
-            isinstance(p, ItemPlace) and type(p.rank) is int and isinstance(p.key, (str, int)) for p in places.values()
-        ):
-            raise DamagedError("the checkpoint's metadata does not say where its items are", path=self.checkpoint_id)
-        self._places = places
+        self._places = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Leave the plan as it is."""
@@ -197,7 +162,11 @@ class MemoryStorageReader(StorageReader):
                 reader, key = self._find(item.storage_index)
                 entry = reader.entry(key)
                 if item.type is LoadItemType.BYTE_IO:
-                    planner.load_bytes(item, self._checked(reader, key))
+                    data = reader.bytes_of(key)
+                    if self._trust_bytes:
+                        planner.load_bytes(item, io.BytesIO(data))
+                    else:
+                        planner.load_bytes(item, check_bytes(data, key, path=reader.path, allowed=self._safe_globals))
                     continue
                 target = planner.resolve_tensor(item)
                 if entry.kind == "bytes":
@@ -242,12 +211,6 @@ class MemoryStorageReader(StorageReader):
             raise LoadError(f"item {item.dest_index.fqn!r} can only be loaded as a whole", path=reader.path)
         return value
 
-    def _checked(self, reader: ObjectReader, key: str) -> Any:
-        data = reader.bytes_of(key)
-        if self._trust_bytes:
-            return io.BytesIO(data)
-        return check_bytes(data, key, path=reader.path, allowed=self._safe_globals)
-
     def _find(self, index: MetadataIndex) -> tuple[ObjectReader, str]:
         place = self._places.get(index)
         if place is None:
@@ -269,16 +232,8 @@ class MemoryStorageReader(StorageReader):
                 hint="pass what get_latest_complete_checkpoint() returned",
             )
         if self._parts is None:
-            self._parts = self._open(self._version)
+            self._parts = self._loader.open_version(self._version)
         return self._parts
-
-
-def _opener_of(loader: object) -> Callable[[CheckpointContainerId], VersionReader]:
-    if isinstance(loader, (Checkpointer, DefaultMLFlashpointCheckpointLoader)):
-        return loader.open_version
-    raise InvalidArgumentError(
-        "must be a Checkpointer or a DefaultMLFlashpointCheckpointLoader", argument="checkpoint_loader", value=loader
-    )
 
 
 def _assign(target: torch.Tensor, value: torch.Tensor, *, path: str) -> None:

@@ -6,6 +6,7 @@ object: they are named once DCP has planned, not copied again.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import threading
@@ -16,37 +17,39 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ml_flashpoint.adapter.pytorch.metadata_format import encode_metadata
-from ml_flashpoint.adapter.pytorch.omission import Omission, left_to_others, tensor_names
-from ml_flashpoint.adapter.pytorch.plan_items import resolve_items, results_of
-from ml_flashpoint.adapter.pytorch.saves import LocalSaves, Staged
+from ml_flashpoint.adapter.pytorch.metadata_format import METADATA_KEY, ItemPlace, encode_metadata
+from ml_flashpoint.adapter.pytorch.saves import LocalSaves
 from ml_flashpoint.adapter.pytorch.saving_process import RemoteSave, RemoteSaves
 from ml_flashpoint.adapter.pytorch.seed import DefaultMLFlashpointCheckpointSaver
-from ml_flashpoint.adapter.pytorch.staged_state import StagedStateDict, forget_reading, staged_state_read
-from ml_flashpoint.adapter.pytorch.storage_data import METADATA_KEY, METADATA_SCOPE
-from ml_flashpoint.adapter.pytorch.tensor_leaves import TensorLeaves
+from ml_flashpoint.adapter.pytorch.staging import (
+    Omission,
+    Staged,
+    StagedStateDict,
+    TensorLeaves,
+    left_to_others,
+    take_read,
+    tensor_names,
+)
 from ml_flashpoint.copy.collection import collection_paused
 from ml_flashpoint.copy.late import LateCopy
 from ml_flashpoint.copy.overlap import Overlap, OverlappingDoor
+from ml_flashpoint.copy.tensors import is_plain_strided, materialized
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.engine.committing import BytesItem, TensorItem
 from ml_flashpoint.format.arguments import ignored
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.errors import InvalidArgumentError, SaveError
+from ml_flashpoint.format.errors import InvalidArgumentError, NotStagedError, SaveError
 from ml_flashpoint.format.knobs import exit_deadline_s
-from ml_flashpoint.state.archive import SafeGlobal, by_name
+from ml_flashpoint.state.archive import SafeGlobal, by_name, load_archive, save_archive
 from ml_flashpoint.state.plan import item_keys
 
 _log = logging.getLogger(__name__)
-
-# What torch's own writer says; torch 2.6 has none.
-_DCP_VERSION: str | None = getattr(filesystem, "CURRENT_DCP_VERSION", None)
 
 
 @dataclass(eq=False)
@@ -54,19 +57,22 @@ class _Call:
     """A save of DCP's on one thread, from `reset` on. DCP runs the whole of it there, and may run two at once.
 
     Attributes:
-        staged: what it reads that was staged. save: the save, once begun. trouble: why it cannot be written.
+        id: the checkpoint's. staged: what it reads that was staged. save: the save, once begun.
         own_tensors: names of the tensors in this rank's own plan.
     """
 
-    version: CheckpointContainerId | None = None
+    id: str | os.PathLike[str] | None = None
     staged: Any = None
     save: Staged | RemoteSave | None = None
-    trouble: Exception | None = None
     is_coordinator: bool = False
-    use_collectives: bool = True
     own_tensors: frozenset[str] | None = None
     save_id: str = field(default_factory=lambda: str(uuid.uuid4()))
     began: float = field(default_factory=time.perf_counter)
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.call = _Call()
 
 
 class MemoryStorageWriter(OverlappingDoor, StorageWriter):
@@ -113,7 +119,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         self._saves = saves
         self._safe_globals = safe_globals
         self._trust_bytes = trust_bytes
-        self._thread = threading.local()
+        self._thread = _Thread()
         self._omission = Omission()
         self._overlap = Overlap()
 
@@ -128,25 +134,17 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
 
     @property
     def _call(self) -> _Call:
-        call = getattr(self._thread, "call", None)
-        if call is None:
-            call = self._thread.call = _Call()
-        return call
+        return self._thread.call
 
     @property
     def checkpoint_id(self) -> str | None:
         """Return the checkpoint that the calling thread is saving; torch logs it."""
-        return str(self._call.version) if self._call.version is not None else None
+        return None if self._call.id is None else str(self._call.id)
 
     # ---- for adapters that plan before they stage -------------------------------------------------------------
 
     def enter(self, version: CheckpointContainerId) -> Checkpointer:
-        """Return the checkpointer of a version that all ranks are about to save. Collective the first time, and where
-        the step was saved before: that begins a new run.
-
-        Raises:
-            InvalidArgumentError: the path is that of no version, or another base container is open.
-        """
+        """Return the checkpointer of a version that all ranks are about to save. Collective as `LocalSaves.enter`."""
         return self._local.enter(version)
 
     def late(self, tensors: Sequence[TensorItem]) -> LateCopy | None:
@@ -156,14 +154,36 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
     def items(
         self, plan: SavePlan, planner: SavePlanner, keys: list[str], *, safe_globals: Sequence[SafeGlobal] = ()
     ) -> tuple[list[TensorItem], list[BytesItem]]:
-        """Return the data of a plan's items, for `Checkpointer.fill`; see `plan_items.resolve_items`.
+        """Return the data of a plan's items, for `Checkpointer.fill`: tensors to be stored as such, and bytes.
 
         Args:
-            keys: names of the items.
-            safe_globals: types that may be saved beside those of the writer.
+            keys: names of the items. safe_globals: types that may be saved beside those of the writer.
+
+        Raises:
+            NotStagedError: a tensor has no data.
+            FlashpointError: a reader would refuse an item.
         """
         allowed = (*self._safe_globals, *by_name(safe_globals))
-        return resolve_items(plan, planner, keys, allowed=allowed, trust_bytes=self._trust_bytes)
+        tensors: list[TensorItem] = []
+        byte_items: list[BytesItem] = []
+        for item, key in zip(plan.items, keys, strict=True):
+            if item.type is WriteItemType.BYTE_IO:
+                content = _bytes_of(item, planner) if self._trust_bytes else _loadable(item, planner, allowed)
+                byte_items.append((key, content))
+                continue
+            data = planner.resolve_data(item)
+            assert isinstance(data, torch.Tensor)
+            data = materialized(data)
+            if data.is_meta:
+                raise NotStagedError(
+                    f"tensor {item.index.fqn!r} has no data: it is a meta tensor, or another rank used to write it",
+                    hint="give it data; or, if the structure of the state has changed on another rank, save again",
+                )
+            if is_plain_strided(data):
+                tensors.append((key, data))
+            else:
+                byte_items.append((key, save_archive(data, str(item.index.fqn), allowed=allowed)))
+        return tensors, byte_items
 
     @property
     def _local(self) -> LocalSaves:
@@ -174,17 +194,15 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
     # ---- AsyncStager --------------------------------------------------------------------------------------
 
     def stage(self, state_dict: dict[str, Any], *, promised: bool = False) -> StagedStateDict:
-        """Copy the tensors of a state dict into a slot; the state dict returned consists of the copies.
+        """Copy the tensors of a state dict into a slot. Return a state of the copies that can be saved once, by any
+        thread, or in another process if pickled.
 
-        Tensors that other ranks write, known from the last save of the same structure, are left out: in their
-        places are tensors without data. A failure is kept and raised by the write, where DCP tells all ranks.
+        Tensors that other ranks write, known from the last save of the same structure, are left out: in their places
+        are tensors without data. A failure is raised as the save begins, where DCP tells all ranks.
 
         Args:
             promised: the caller changes no tensor on a CUDA device before all is copied. Where an optimizer is watched,
                 only what that updates is copied late; else all that is there.
-
-        Returns:
-            A state that can be saved once, by any thread, or in another process if pickled.
         """
         began = time.perf_counter()
         self._overlap.before_update()
@@ -198,24 +216,16 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         return self._local.stage(state_of)
 
     def _staged(self, staged: Staged, state_dict: dict[str, Any], *, promised: bool) -> dict[str, Any]:
-        leaves, needed = TensorLeaves({}), list[int]()
-        copies: Sequence[torch.Tensor] = ()
         try:
             leaves = TensorLeaves(state_dict, self._omission.places)
-            if leaves.error is not None:
-                raise leaves.error
-            needed, names = self._omission.needed(leaves), leaves.names
+            needed, names = self._omission.needed(leaves, staged), leaves.names
             tensors = [(names[i], leaves.tensors[i]) for i in needed]
             copies = staged.copy(tensors, self._overlap.begin((tensor for _, tensor in tensors), promised=promised))
-            self._omission.watch(staged)
         except Exception as error:  # not raised here, where it would leave the other ranks waiting
             _log.error("staging failed: %s", error)
             staged.fail(error)
-            needed = []
-        replacements = [torch.empty_like(tensor, device="meta") for tensor in leaves.tensors]
-        for index, copy in zip(needed, copies, strict=True):
-            replacements[index] = copy
-        return leaves.rebuild(replacements)
+            return {}
+        return leaves.rebuild(dict(zip(needed, copies, strict=True)))
 
     def synchronize_staging(self) -> None:
         """Have what this thread gives to the devices from now on wait for the copy; watched optimizers do so anyway."""
@@ -238,14 +248,8 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         """Begin a save on the calling thread."""
         if isinstance(self._saves, LocalSaves):
             self._saves.await_previous()
-        self._thread.call = call = _Call()
-        forget_reading()
-        try:
-            if checkpoint_id is None:
-                raise InvalidArgumentError("DCP gave no checkpoint id", argument="checkpoint_id", value=None)
-            call.version = CheckpointContainerId(checkpoint_id)
-        except Exception as error:  # raised by the write, where DCP tells all ranks
-            call.trouble = error
+        self._thread.call = _Call(checkpoint_id)
+        take_read()  # nothing is read for it yet
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -253,21 +257,23 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         return CheckpointContainerId.of_version(checkpoint_id) is not None
 
     def storage_meta(self) -> StorageMeta | None:
-        """Return what DCP tells planners about this save. DCP asks once it has read the state, and before anything can
-        fail, so the save begins here: ranks learn of a save that only some of them write."""
+        """Begin the save, and return what DCP tells planners about it. DCP asks once it has read the state.
+
+        Raises:
+            FlashpointError: through DCP, on every rank: it cannot begin, or staging failed.
+        """
         call = self._call
-        if call.trouble is None and call.version is not None:
-            call.staged = staged_state_read()
-            try:
-                call.save = self._saves.begin(call.version, call.staged)
-            except Exception as error:
-                call.trouble = error
+        if call.id is None or call.save is not None:
+            raise InvalidArgumentError("DCP gave no checkpoint id", argument="checkpoint_id", value=None)
+        call.staged = take_read()
+        call.save = self._saves.begin(CheckpointContainerId(call.id), call.staged)
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=call.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Take note of the calling rank's role in this save."""
+        if not kwargs.get("use_collectives", True):
+            raise InvalidArgumentError("ranks save one version together", argument="use_collectives", value=False)
         self._call.is_coordinator = is_coordinator
-        self._call.use_collectives = bool(kwargs.get("use_collectives", True))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Leave the plan as it is."""
@@ -296,8 +302,6 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
             FlashpointError: through DCP, on every rank. The next save is not affected.
         """
         call = self._call
-        if call.trouble is not None:
-            raise call.trouble
         if call.save is None:
             raise SaveError("write_data comes before reset and storage_meta")
         call.save.others = left_to_others(planner, call.own_tensors, plan)
@@ -305,13 +309,19 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
             keys = item_keys(plan.items)
             tensors, byte_items = self.items(plan, planner, keys)
             call.save.fill(tensors, byte_items)
-            if not call.is_coordinator and call.use_collectives:
-                self._commit(call, {})
+            if not call.is_coordinator:
+                self._commit(call)
         except BaseException as error:
             call.save.fail(error)
             raise
+        sizes = {key: tensor.nbytes for key, tensor in tensors} | {key: len(data) for key, data in byte_items}
         future: Future[list[WriteResult]] = Future()
-        future.set_result(results_of(plan, keys, tensors, byte_items, self._saves.rank))
+        future.set_result(
+            [
+                WriteResult(item.index, sizes[key], ItemPlace(self._saves.rank, key))
+                for item, key in zip(plan.items, keys, strict=True)
+            ]
+        )
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -322,20 +332,17 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         try:
             metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
             metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=call.save_id)
-            if _DCP_VERSION is not None and metadata.version is None:
-                metadata.version = _DCP_VERSION
-            scope = "global" if call.use_collectives else "rank"
-            self._commit(call, {METADATA_SCOPE: scope}, [(METADATA_KEY, encode_metadata(metadata, self._safe_globals))])
+            self._commit(call, [(METADATA_KEY, encode_metadata(metadata, self._safe_globals))])
         except BaseException as error:
             call.save.fail(error)
             raise
 
-    def _commit(self, call: _Call, labels: dict[str, str], extra: Sequence[BytesItem] = ()) -> None:
+    def _commit(self, call: _Call, extra: Sequence[BytesItem] = ()) -> None:
         assert call.save is not None
-        assert call.version is not None
-        call.save.commit(extra=extra, labels={"door": "dcp", **labels})
+        assert call.id is not None
+        call.save.commit(extra)
         if call.staged is None and isinstance(self._saves, LocalSaves):
-            self._saves.note_held(call.version, time.perf_counter() - call.began)
+            self._saves.note_held(CheckpointContainerId(call.id), time.perf_counter() - call.began)
 
 
 def _saves_of(saver: Checkpointer | DefaultMLFlashpointCheckpointSaver) -> LocalSaves:
@@ -346,3 +353,21 @@ def _saves_of(saver: Checkpointer | DefaultMLFlashpointCheckpointSaver) -> Local
     raise InvalidArgumentError(
         "must be a Checkpointer or a DefaultMLFlashpointCheckpointSaver", argument="checkpoint_saver", value=saver
     )
+
+
+def _loadable(item: WriteItem, planner: SavePlanner, allowed: tuple[SafeGlobal, ...]) -> bytes:
+    """Return an item that is no tensor as an archive that a reader accepts, or the bytes that a planner makes."""
+    fqn, own = str(item.index.fqn), DefaultSavePlanner
+    if isinstance(planner, own) and all(
+        getattr(type(planner), name) is getattr(own, name) for name in ("resolve_data", "transform_object")
+    ):
+        return save_archive(planner.lookup_object(item.index), fqn, allowed=allowed)
+    content = _bytes_of(item, planner)
+    load_archive(content, fqn, path="", allowed=allowed)
+    return content
+
+
+def _bytes_of(item: WriteItem, planner: SavePlanner) -> bytes:
+    data = planner.resolve_data(item)
+    assert isinstance(data, io.BytesIO)
+    return data.getvalue()

@@ -1,19 +1,15 @@
-"""DCP's metadata as bytes.
+"""DCP's metadata of a version: as bytes, and out of what each rank writes of it.
 
-Owns both forms of it. The usual one is JSON with a schema of our own: nothing of it is unpickled, and for tens of
-thousands of tensors it is several times faster than pickle and ten times faster than torch's restricted unpickler.
-Metadata that planners have extended with types of their own is stored by ``torch.save`` and loaded by that unpickler.
+Usual metadata is JSON with a schema of our own: nothing of it is unpickled, and for tens of thousands of tensors it is
+several times faster than pickle. Metadata that planners have extended with types of their own is an archive.
 
 ::
 
-    {"dcp": 1, "version": null,
+    {"dcp": 1, "version": text, "save_id": text,                  each may be null
      "properties": [[dtype, layout, requires_grad, memory_format, pin_memory], ...],
-     "items": [[fqn, properties, size, chunks], [fqn], ...]       one of bytes has nothing but its name
-     "places": [[item, offset, index, rank, key], ...]            item: its place in "items", or an fqn
-     "planner_data": [[fqn, path], ...],                          or {"pickle": base64}, or null
-     "save_id": text}                                             or null; not in older ones
-
-For brevity, 0 stands for chunks that are one and the whole, for a key or a path that is the fqn.
+     "items": [[fqn, number in properties, size, chunks], [fqn], ...],      one of bytes has nothing but its name
+     "places": [[fqn, offset, index, rank, key], ...],
+     "planner_data": [[fqn, path], ...]}                          or {"pickle": base64}, or null
 """
 
 from __future__ import annotations
@@ -21,11 +17,14 @@ from __future__ import annotations
 import base64
 import json
 from collections import ChainMap, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor import metadata as legacy
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
@@ -36,16 +35,31 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from ml_flashpoint.adapter.pytorch.storage_data import ItemPlace
-from ml_flashpoint.format.errors import DamagedError, FlashpointError, UnsafeContentError
+from ml_flashpoint.format.errors import DamagedError, FlashpointError, SaveError, UnsafeContentError
 from ml_flashpoint.state.archive import SafeGlobal, load_archive, save_archive
+from ml_flashpoint.state.plain_modes import plain_modes
 
-_VERSION = 1
+METADATA_KEY = "__dcp_metadata__"
+"""Item of the coordinator's object that holds the metadata."""
+
+_SCHEMA = 1
 _FIELDS = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
-_NAMES = (str, int)
+# What torch's own writer says; torch 2.6 has none.
+_DCP_VERSION: str | None = getattr(filesystem, "CURRENT_DCP_VERSION", None)
 
-METADATA_TYPES: tuple[Any, ...] = (
+
+@dataclass(frozen=True, slots=True)
+class ItemPlace:
+    """The part and the object key of an item. The same for every save of one structure, because DCP may reuse it from a
+    cached plan."""
+
+    rank: int
+    key: str
+
+
+_TYPES: tuple[Any, ...] = (
     Metadata,
     MetadataIndex,
     StorageMeta,
@@ -57,35 +71,31 @@ METADATA_TYPES: tuple[Any, ...] = (
     legacy.TensorProperties,
     legacy.MEM_FORMAT_ENCODING,
     ItemPlace,
-    ChainMap,
-    OrderedDict,
-    defaultdict,
-    set,
-    frozenset,
-    tuple,
-    torch.Size,
-    torch.layout,
+    *(ChainMap, OrderedDict, defaultdict, set, frozenset, tuple, torch.Size, torch.layout),
 )
 
 
-def encode_metadata(metadata: Metadata, allowed: Sequence[SafeGlobal] | None = None) -> bytes:
-    """DCP metadata as bytes. Of its ``storage_meta``, only the ``save_id`` is kept: the reader knows what it reads.
+class _UnusualError(Exception):
+    """The schema has no words for something in the metadata."""
+
+
+def encode_metadata(metadata: Metadata, allowed: Sequence[SafeGlobal] | None = ()) -> bytes:
+    """Return DCP metadata as bytes. Of ``storage_meta``, only the ``save_id`` is kept: the reader knows what it reads.
+    Raises `UnsafeContentError` if `decode_metadata` would refuse this metadata.
 
     Args:
-        allowed: what :func:`decode_metadata` will be told to allow; None if that is not known.
-
-    Raises:
-        UnsafeContentError: it would refuse this metadata.
+        allowed: what `decode_metadata` will be told to allow; None if nothing is to be refused here.
     """
+    if _DCP_VERSION is not None and metadata.version is None:
+        metadata.version = _DCP_VERSION
     try:
-        fields = _fields_of(metadata, allowed)
+        return json.dumps(_fields_of(metadata, allowed), separators=(",", ":")).encode()
     except _UnusualError:
         return _pickled(metadata, allowed)
-    return json.dumps(fields, separators=(",", ":")).encode()
 
 
 def decode_metadata(data: bytes, *, path: str, allowed: Sequence[SafeGlobal] = ()) -> Metadata:
-    """The metadata that :func:`encode_metadata` made bytes of.
+    """Return the metadata that `encode_metadata` made bytes of.
 
     Args:
         allowed: further types that a custom planner puts into it.
@@ -94,22 +104,68 @@ def decode_metadata(data: bytes, *, path: str, allowed: Sequence[SafeGlobal] = (
         UnsafeContentError: it refers to anything that is not allowed. Nothing of it was executed.
         DamagedError: it is in no form of ours.
     """
-    if not data.startswith(b"{"):
-        found = _unpickled(data, path=path, allowed=allowed)
-        if not isinstance(found, Metadata):
-            raise UnsafeContentError(f"the checkpoint's metadata is a {type(found).__name__}", path=path)
-        return found
-    try:
-        return _metadata_of(json.loads(data), lambda piece: _unpickled(piece, path=path, allowed=allowed))
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise DamagedError(f"the checkpoint's metadata is not valid: {error}", path=path) from error
+    if data.startswith(b"{"):
+        try:
+            return _metadata_of(json.loads(data), lambda piece: _unpickled(piece, path=path, allowed=allowed))
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            raise DamagedError(f"the checkpoint's metadata is not valid: {error}", path=path) from error
+    found = _unpickled(data, path=path, allowed=allowed)
+    if not isinstance(found, Metadata):
+        raise UnsafeContentError(f"the checkpoint's metadata is a {type(found).__name__}", path=path)
+    places = found.storage_data
+    if not isinstance(places, dict) or not all(
+        isinstance(p, ItemPlace) and type(p.rank) is int and type(p.key) is str for p in places.values()
+    ):
+        raise DamagedError("the checkpoint's metadata is not valid: it does not say where its items are", path=path)
+    return found
+
+
+# ---- of several ranks ---------------------------------------------------------------------------------------------
+
+
+def metadata_of_share(items: Sequence[WriteItem], keys: Sequence[str], paths: Mapping[str, Any], rank: int) -> bytes:
+    """Return the metadata of items that one rank writes under these keys.
+
+    Args:
+        paths: place of each item in the nested state, by name. An adapter adds notes under ``"<name>\\0<note>"``.
+    """
+    _, metadata = create_default_global_save_plan([SavePlan(list(items))], rewrite_index_hints=False)
+    names = {item.index.fqn for item in items}
+    metadata.planner_data = {name: path for name, path in paths.items() if name.partition("\0")[0] in names}
+    metadata.storage_data = {item.index: ItemPlace(rank, key) for item, key in zip(items, keys, strict=True)}
+    return encode_metadata(metadata)
+
+
+def merged_metadata(shares: Sequence[bytes]) -> bytes:
+    """Return the metadata of a version, out of what `metadata_of_share` has returned on each rank, in order; ``b""`` of
+    a rank that could not plan.
+
+    Raises:
+        SaveError: a rank could not plan. `DamagedError`, `UnsafeContentError`: a share from another rank is none.
+        ValueError: the shards of a tensor do not fit each other.
+    """
+    if b"" in shares:
+        text = "a rank could not plan what it saves; its own log says why"
+        raise SaveError(text, rank=shares.index(b""))
+    found = [decode_metadata(share, path=f"rank {rank}") for rank, share in enumerate(shares)]
+    with plain_modes():
+        plans = [SavePlan(list(_items(each)), planner_data=each.planner_data) for each in found]
+        _, metadata = DefaultSavePlanner().create_global_plan(plans)
+    metadata.storage_data = {index: place for each in found for index, place in each.storage_data.items()}
+    return encode_metadata(metadata)
+
+
+def _items(metadata: Metadata) -> Iterator[WriteItem]:
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, BytesStorageMetadata):
+            yield WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO)
+            continue
+        for chunk in entry.chunks:
+            data = TensorWriteData(chunk, entry.properties, entry.size)
+            yield WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
 
 # ---- the schema ---------------------------------------------------------------------------------------------------
-
-
-class _UnusualError(Exception):
-    """There is something in the metadata that the schema has no words for."""
 
 
 def _require(condition: bool) -> None:
@@ -118,33 +174,32 @@ def _require(condition: bool) -> None:
 
 
 def _fields_of(metadata: Metadata, allowed: Sequence[SafeGlobal] | None) -> dict[str, Any]:
+    save_id, version = getattr(metadata.storage_meta, "save_id", None), getattr(metadata, "version", None)
     _require(type(metadata) is Metadata and vars(metadata).keys() <= _FIELDS)
-    _require(isinstance(metadata.storage_data, dict) and isinstance(metadata.state_dict_metadata, dict))
-    version = getattr(metadata, "version", None)  # not in torch 2.6
-    _require(version is None or type(version) is str)
-    save_id = getattr(metadata.storage_meta, "save_id", None)
-    _require(save_id is None or type(save_id) is str)
+    _require({type(version), type(save_id)} <= {str, type(None)} and isinstance(metadata.storage_data, dict))
     properties: dict[tuple[Any, ...], int] = {}
-    numbers: dict[Any, int] = {}
     items: list[list[Any]] = []
     for fqn, item in metadata.state_dict_metadata.items():
-        _require(type(fqn) in _NAMES)
-        numbers[fqn] = len(items)
+        _require(type(fqn) is str)
         items.append([fqn] if type(item) is BytesStorageMetadata else [fqn, *_tensor_fields(item, properties)])
     places: list[list[Any]] = []
     for index, place in metadata.storage_data.items():
-        _require(type(index) is MetadataIndex and type(place) is ItemPlace and type(index.fqn) in _NAMES)
-        number: Any = numbers.get(index.fqn, [index.fqn])
-        key = 0 if place.key == index.fqn else place.key
-        places.append([number, None if index.offset is None else list(index.offset), index.index, place.rank, key])
+        _require(type(index) is MetadataIndex and type(place) is ItemPlace and type(index.fqn) is str)
+        places.append([index.fqn, index.offset, index.index, place.rank, place.key])
+    planner_data: Any = metadata.planner_data
+    if type(planner_data) is dict and all(type(path) is tuple for path in planner_data.values()):
+        planner_data = list(planner_data.items())
+        _require({type(part) for fqn, path in planner_data for part in (fqn, *path)} <= {str, int})
+    elif planner_data is not None:
+        planner_data = {"pickle": base64.b64encode(_pickled(planner_data, allowed)).decode()}
     return {
-        "dcp": _VERSION,
+        "dcp": _SCHEMA,
         "version": version,
+        "save_id": save_id,
         "properties": list(properties),
         "items": items,
         "places": places,
-        "planner_data": _planner_fields(metadata.planner_data, allowed),
-        "save_id": save_id,
+        "planner_data": planner_data,
     }
 
 
@@ -152,59 +207,41 @@ def _tensor_fields(item: Any, properties: dict[tuple[Any, ...], int]) -> tuple[A
     _require(type(item) is TensorStorageMetadata and type(item.properties) is TensorProperties)
     its = item.properties
     names = str(its.dtype), str(its.layout), bool(its.requires_grad), str(its.memory_format), bool(its.pin_memory)
-    size = list(item.size)
-    chunks: Any = [[list(chunk.offsets), list(chunk.sizes)] for chunk in item.chunks]
-    if len(chunks) == 1 and chunks[0][1] == size and not any(chunks[0][0]) and len(chunks[0][0]) == len(size):
-        chunks = 0
-    return properties.setdefault(names, len(properties)), size, chunks
-
-
-def _planner_fields(data: Any, allowed: Sequence[SafeGlobal] | None) -> Any:
-    if data is None:
-        return None
-    if type(data) is dict and all(
-        type(fqn) is str and type(path) is tuple and all(type(part) in _NAMES for part in path)
-        for fqn, path in data.items()
-    ):
-        return [[fqn, 0 if path == (fqn,) else list(path)] for fqn, path in data.items()]
-    return {"pickle": base64.b64encode(_pickled(data, allowed)).decode()}
+    chunks = [(chunk.offsets, chunk.sizes) for chunk in item.chunks]
+    return properties.setdefault(names, len(properties)), item.size, chunks
 
 
 def _metadata_of(fields: Mapping[str, Any], unpickle: Callable[[bytes], Any]) -> Metadata:
-    """Reverse :func:`_fields_of`. Raises ValueError, TypeError or LookupError for whatever is not valid."""
-    if fields["dcp"] != _VERSION:
-        raise ValueError(f"it is of version {fields['dcp']!r}, not {_VERSION}")
+    """Reverse `_fields_of`. Raises ValueError, TypeError or LookupError for whatever is not valid."""
+    if fields["dcp"] != _SCHEMA:
+        raise ValueError(f"it is of version {fields['dcp']!r}, not {_SCHEMA}")
     properties = [_properties_of(*described) for described in fields["properties"]]
     items: dict[Any, Any] = {}
     for fqn, *tensor in fields["items"]:
-        items[_name(fqn)] = _tensor_of(properties, *tensor) if tensor else BytesStorageMetadata()
-    names = list(items)
+        items[_text(fqn)] = _tensor_of(properties, *tensor) if tensor else BytesStorageMetadata()
     places = {}
-    for item, offset, index, rank, key in fields["places"]:
-        fqn = names[item] if type(item) is int else _name(item[0])
+    for fqn, offset, index, rank, key in fields["places"]:
         if type(rank) is not int or rank < 0 or not (index is None or type(index) is int):
             raise ValueError(f"a place of {fqn!r} is none")
-        places[MetadataIndex(fqn, offset, index)] = ItemPlace(rank, fqn if key == 0 else _name(key))
+        places[MetadataIndex(_text(fqn), offset, index)] = ItemPlace(rank, _text(key))
     planner_data = fields["planner_data"]
     if isinstance(planner_data, list):
-        planner_data = {_name(fqn): (fqn,) if path == 0 else tuple(map(_name, path)) for fqn, path in planner_data}
+        planner_data = {
+            _text(fqn): tuple(p if type(p) is int else _text(p) for p in path) for fqn, path in planner_data
+        }
     elif planner_data is not None:
         planner_data = unpickle(base64.b64decode(planner_data["pickle"], validate=True))
     metadata = Metadata(items, planner_data, places)
     if fields["version"] is not None:
-        metadata.version = _name(fields["version"])
-    if fields.get("save_id") is not None:
-        metadata.storage_meta = StorageMeta(save_id=str(_name(fields["save_id"])))
+        metadata.version = _text(fields["version"])
+    if fields["save_id"] is not None:
+        metadata.storage_meta = StorageMeta(save_id=_text(fields["save_id"]))
     return metadata
 
 
 def _tensor_of(properties: list[TensorProperties], number: int, size: list[int], chunks: Any) -> TensorStorageMetadata:
-    whole = torch.Size(size)
-    if chunks == 0:
-        found = [ChunkStorageMetadata(torch.Size([0] * len(size)), whole)]
-    else:
-        found = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in chunks]
-    return TensorStorageMetadata(properties[number], whole, found)
+    found = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in chunks]
+    return TensorStorageMetadata(properties[number], torch.Size(size), found)
 
 
 def _properties_of(dtype: str, layout: str, grad: bool, memory_format: str, pinned: bool) -> TensorProperties:
@@ -219,23 +256,23 @@ def _constant(name: str, kind: type) -> Any:
     return value
 
 
-def _name(value: Any) -> Any:
-    if type(value) not in _NAMES:
+def _text(value: Any) -> str:
+    if type(value) is not str:
         raise TypeError(f"a name is a {type(value).__name__}")
     return value
 
 
-# ---- what the schema has no words for -----------------------------------------------------------------------------
+def _part(value: Any) -> str | int:
+    return value if type(value) is int else _text(value)
 
 
 def _pickled(value: Any, allowed: Sequence[SafeGlobal] | None) -> bytes:
-    everything = None if allowed is None else [*METADATA_TYPES, *allowed]
-    return save_archive(value, "the planner's metadata", allowed=everything)
+    return save_archive(value, "the planner's metadata", allowed=None if allowed is None else [*_TYPES, *allowed])
 
 
 def _unpickled(data: bytes, *, path: str, allowed: Sequence[SafeGlobal]) -> Any:
     try:
-        return load_archive(data, "metadata", path=path, allowed=[*METADATA_TYPES, *allowed])
+        return load_archive(data, "metadata", path=path, allowed=[*_TYPES, *allowed])
     except FlashpointError as error:
         raise UnsafeContentError(
             f"the checkpoint's metadata is not acceptable: {error}",

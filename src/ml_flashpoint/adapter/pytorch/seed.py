@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from ml_flashpoint.adapter.pytorch.saves import LocalSaves
 from ml_flashpoint.config import Config
@@ -22,17 +21,8 @@ from ml_flashpoint.format.errors import InvalidArgumentError, ReplicationError
 from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.ranks.strategies import ReplicationStrategy, checked_strategy
 
-
-@dataclass
-class _Shared:
-    """A checkpointer, the strategy that was asked for, and the managers that use it."""
-
-    checkpointer: Checkpointer
-    strategy: str
-    users: set[CheckpointObjectManager] = field(default_factory=set)
-
-
-_shared: dict[CheckpointContainerId, _Shared] = {}
+_opened: dict[CheckpointContainerId, tuple[Checkpointer, str]] = {}
+"""The checkpointers of this process, with the strategies that were asked for."""
 _lock = threading.Lock()
 
 
@@ -40,7 +30,7 @@ def _forget() -> None:
     # What a forked child finds is its parent's.
     global _lock
     _lock = threading.Lock()
-    _shared.clear()
+    _opened.clear()
 
 
 os.register_at_fork(after_in_child=_forget)
@@ -50,58 +40,49 @@ class CheckpointObjectManager:
     """Says which base container this process uses. One serves one base container, the first that it is asked for."""
 
     def __init__(self) -> None:
-        self._opened: _Shared | None = None
+        self._base: CheckpointContainerId | None = None
 
     def checkpointer(
         self, base: str | os.PathLike[str], replication_manager: ReplicationManager | None = None
     ) -> Checkpointer:
-        """Return the checkpointer of a base container. Collective the first time.
-
-        Raises:
-            InvalidArgumentError: this manager serves another base container, or it is open with another strategy.
-            FlashpointError: the base container cannot be opened.
-        """
+        """Return the checkpointer of a base container. Collective the first time. Raises `InvalidArgumentError` if this
+        manager serves another base container, or it is open with another strategy."""
         path = CheckpointContainerId(base)
         asked = None if replication_manager is None else replication_manager.checked
         with _lock:
-            if (shared := self._opened) is None:
-                shared = _shared.get(path)
-            if shared is None:
-                strategy = "none" if replication_manager is None else asked
-                shared = _shared[path] = _Shared(Checkpointer(path, Config(replication=strategy)), repr(asked))
-            elif shared.checkpointer.base != path:
+            if self._base is not None and self._base != path:
                 raise InvalidArgumentError(
-                    f"one CheckpointObjectManager serves one base container, {shared.checkpointer.base} here",
+                    f"one CheckpointObjectManager serves one base container, {self._base} here",
                     argument="base",
                     value=str(path),
                     hint="use one base container a job, or a second manager",
                 )
-            elif replication_manager is not None and repr(asked) != shared.strategy:
+            if path not in _opened:
+                strategy = "none" if replication_manager is None else asked
+                _opened[path] = Checkpointer(path, Config(replication=strategy)), repr(asked)
+            checkpointer, strategy_asked = _opened[path]
+            if replication_manager is not None and repr(asked) != strategy_asked:
                 raise InvalidArgumentError(
                     "the base container is open with another replication strategy, or with none",
                     argument="replication_manager",
                     value=asked,
                     hint="give saver and loader the same ReplicationManager",
                 )
-            shared.users.add(self)
-            self._opened = shared
-            return shared.checkpointer
+            self._base = path
+            return checkpointer
 
     @property
     def opened(self) -> Checkpointer | None:
-        """Return the checkpointer; None before it is opened."""
-        return None if self._opened is None else self._opened.checkpointer
+        """Return the checkpointer; None before it is opened, and once it is closed."""
+        found = None if self._base is None else _opened.get(self._base)
+        return None if found is None else found[0]
 
     def close(self) -> None:
-        """Close the base container, if no other manager of this process uses it. Versions stay. Safe to call twice."""
+        """Close the base container, for all of this process. Versions stay. Safe to call twice."""
+        base, self._base = self._base, None
         with _lock:
-            shared, self._opened = self._opened, None
-            if shared is None:
-                return
-            shared.users.discard(self)
-            if not shared.users:
-                _shared.pop(shared.checkpointer.base, None)
-                shared.checkpointer.close()
+            if base is not None and (found := _opened.pop(base, None)) is not None:
+                found[0].close()
 
 
 class ReplicationManager:
@@ -116,11 +97,8 @@ class ReplicationManager:
         self._initialized = False
 
     def initialize(self, checkpoint_object_manager: CheckpointObjectManager) -> None:
-        """Learn who the ranks are. Collective; a second call does nothing. Copies begin as a base container is opened.
-
-        Raises:
-            InvalidArgumentError: ``checkpoint_object_manager`` is none.
-        """
+        """Learn who the ranks are. Collective; a second call does nothing. Copies begin as a base container is
+        opened."""
         if not isinstance(checkpoint_object_manager, CheckpointObjectManager):
             raise InvalidArgumentError(
                 "must be a CheckpointObjectManager",
@@ -156,9 +134,6 @@ class DefaultMLFlashpointCheckpointSaver:
 
     Attributes:
         saves: for a `MemoryStorageWriter`.
-
-    Raises:
-        InvalidArgumentError: ``initial_buffer_size_bytes`` is not positive.
     """
 
     def __init__(

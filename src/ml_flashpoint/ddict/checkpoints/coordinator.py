@@ -1,4 +1,4 @@
-"""Which checkpoints are committed, which retire, and in which epoch the dictionary is. One of these, in one process.
+"""The coordinator: it decides which checkpoints are committed, which retire, and in which epoch the dictionary is.
 
 Owns the order in which managers are asked to begin an epoch, to take a snapshot, to seal it, and to let older ones go;
 and what handles may ask, and are told. Who writes, and what is whole for that, is `writers`'; what is persisted,
@@ -21,10 +21,10 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from ml_flashpoint.ddict.checkpoints.managers import AllManagers, Call
 from ml_flashpoint.ddict.checkpoints.writers import Beginning, Epochs, Session, Writers
 from ml_flashpoint.ddict.errors import (
     DDictDestroyedError,
@@ -37,12 +37,64 @@ from ml_flashpoint.ddict.options import Options
 from ml_flashpoint.ddict.persistence import History, Persisting
 from ml_flashpoint.ddict.wire import requests as asked
 from ml_flashpoint.ddict.wire.fence import Fence
-from ml_flashpoint.ddict.wire.requests import Account, Back, Whose
+from ml_flashpoint.ddict.wire.requests import Account, Back, Request, Whose, name_of
 from ml_flashpoint.ddict.wire.written import Written
 from ml_flashpoint.format.errors import FlashpointError, ProtocolError
 from ml_flashpoint.format.knobs import seal_deadline_s
+from ml_flashpoint.net.messages import Fields
 from ml_flashpoint.stores.durable import save_of
 from ml_flashpoint.stores.version_store import Version
+
+CALL_S = 30.0
+
+Call: TypeAlias = Callable[[int, Request, float], Fields]
+"""``(manager, request, timeout in seconds) -> fields of the answer``."""
+
+_Found = TypeVar("_Found")
+
+
+class AllManagers:
+    """See the module. Thread-safe."""
+
+    def __init__(self, call: Call, count: int) -> None:
+        self._call = call
+        self._count = count
+        self._pool = self._threads("commit")
+        self.unanswered: dict[int, str] = {}  # managers that commits wait for, and what they were asked
+
+    def _threads(self, name: str) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(min(32, self._count), thread_name_prefix=f"ddict-{name}")
+
+    def ask(self, request: Request, timeout_s: float = CALL_S, *, apart: bool = False) -> list[Fields]:
+        """Return their answers. ``apart``: see `at_once`."""
+        call, left = (self._call if apart else self.call), max(0.05, timeout_s)
+        return self.at_once(range(self._count), name_of(request), lambda each: call(each, request, left), apart=apart)
+
+    def at_once(
+        self, managers: Iterable[int], name: str, ask: Callable[[int], _Found], *, apart: bool = False
+    ) -> list[_Found]:
+        """Return what ``ask`` returns for each of these, or the first error once all have answered, or that of asking.
+        ``apart``: with threads of its own, as it takes long, and commits must not wait for it."""
+        with self._threads(name) if apart else contextlib.nullcontext(self._pool) as pool:
+            try:
+                asked = [pool.submit(ask, each) for each in managers]
+            except RuntimeError as error:  # no thread can be had; or the program ends, without `destroy`
+                raise FlashpointError(f"managers cannot be asked to {name}: {error}") from error
+            wait(asked)
+            return [each.result() for each in asked]
+
+    def call(self, manager: int, request: Request, timeout_s: float) -> Fields:
+        """Return the answer of one that commits wait for."""
+        self.unanswered[manager] = name_of(request)
+        try:
+            return self._call(manager, request, timeout_s)
+        finally:
+            self.unanswered.pop(manager, None)
+
+    def close(self) -> None:
+        """Ask nothing more. Does not wait."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
 
 _log = logging.getLogger(__name__)
 _BEGIN_S = 10.0
@@ -108,8 +160,8 @@ class Coordinator:
         return self._sealed[checkpoint_id].cut if checkpoint_id in self._sealed else 0
 
     def _begin_epoch(self, beginning: Beginning, written: Written | None = None) -> None:
-        """With the lock held. The coordinator's thread has managers begin it. ``written``: by handles whose end others
-        are told of."""
+        """Begin an epoch, with the lock held; the coordinator's thread has managers begin it. ``written``: by handles
+        whose end others are told of."""
         _log.warning("epoch %d begins at checkpoint %d: %s", self.epoch + 1, beginning.base, beginning.why)
         self._epochs.begin(beginning)
         self._called_off = True
@@ -123,7 +175,7 @@ class Coordinator:
         self._changed.notify_all()
 
     def returned(self, manager: int, incarnation: str) -> None:
-        """A manager was lost, and is back: it has found what it can go on from, and waits for an epoch to begin."""
+        """Begin an epoch: a manager was lost, is back, and has found what it can go on from."""
         self.check_manager(manager)
         with self._changed:
             if self._returned.get(manager) == incarnation:
@@ -148,7 +200,7 @@ class Coordinator:
             ]
 
     def check_manager(self, manager: int) -> None:
-        """Raises `ProtocolError`: there is no such manager."""
+        """Raise a `ProtocolError` if there is no such manager."""
         if not 0 <= manager < self._rules.managers:
             raise ProtocolError(f"there is no manager {manager}")
 
@@ -390,13 +442,10 @@ class Coordinator:
             self._follow()
 
     def join(self, account: Account) -> dict[str, Any]:
-        """A handle is about to write for the first time, or comes back. One that is known stays where it is, as it has
-        moved since this was sent; except where this is the first that is heard of it since a request of it was lost.
-
-        Raises:
-            StaleEpochError: see `catch_up`.
-            DDictCheckpointRetiredError: nobody can write where it is.
-        """
+        """Count a handle as writing, which is about to for the first time, or comes back. One that is known stays
+        where it is, as it has moved since this was sent; except where this is the first that is heard of it since a
+        request of it was lost. Raises `StaleEpochError`: see `catch_up`; `DDictCheckpointRetiredError`: nobody can
+        write where it is."""
         handle, position, epoch, generation = account.whose
         with self._changed:
             self._check_epoch(epoch, handle)
@@ -412,14 +461,10 @@ class Coordinator:
             return self.state()
 
     def move(self, account: Account, to: int, onwards: bool, timeout_s: float) -> dict[str, Any]:
-        """A handle moves on to another checkpoint; with ``onwards``, or to the next one that nobody has skipped.
-        Returns the state, and where it is now, ``position``.
-
-        Raises:
-            StaleEpochError: see `catch_up`.
-            DDictWritesLostError: told once: what a handle had written that is gone was lost.
-            DDictTimeoutError: others did not do their part in time: commits, or writers, or keys, are behind.
-        """
+        """Let a handle move on to another checkpoint; with ``onwards``, or to the next one that nobody has skipped.
+        Return the state, and where it is now, ``position``. Raises `StaleEpochError`: see `catch_up`;
+        `DDictWritesLostError`, told once: what a handle had written that is gone was lost; `DDictTimeoutError`:
+        others did not do their part in time."""
         deadline = time.monotonic() + timeout_s
         handle, _, epoch, generation = account.whose
         with self._changed:
@@ -476,7 +521,7 @@ class Coordinator:
         self._check_epoch(epoch, handle)
 
     def leave(self, account: Account) -> None:
-        """A handle writes no more. What it wrote counts, and can be lost like all the rest. A rollback that it has not
+        """Count a handle no more. What it wrote counts, and can be lost like all the rest. A rollback that it has not
         finished is finished now."""
         handle, _, epoch, generation = account.whose
         written, back = account.written, account.back
@@ -503,14 +548,8 @@ class Coordinator:
             self._record_rollback()
 
     def rollback(self, whose: Whose, session: str, back: Back, timeout_s: float) -> dict[str, Any]:
-        """A handle goes back to a checkpoint, and what it wrote above is discarded. Below what is committed, all go
-        back: an epoch begins there.
-
-        Args:
-            whose: the handle; it need not be attached.
-            session: that keeps it attached; "": it is not.
-            back: where to.
-            timeout_s: seconds that this may take.
+        """Take a handle back to a checkpoint, and discard what it wrote above. Below what is committed, all go back: an
+        epoch begins there. ``session``: that keeps the handle attached; "": it is not.
 
         Returns:
             The state, where it is now, ``position``, and why what was persisted above ``stays`` on offer, or null.
@@ -518,8 +557,7 @@ class Coordinator:
         Raises:
             StaleEpochError: see `catch_up`; but not for a handle that was killed, which comes back by this.
             DDictCheckpointRetiredError: nobody can go back there.
-            DDictTimeoutError: not all managers could be reached; the same call again finishes it.
-        """
+            DDictTimeoutError: not all managers could be reached; the same call again finishes it."""
         deadline = time.monotonic() + timeout_s
         handle, _, epoch, generation = whose
         with self._changed:
@@ -589,10 +627,10 @@ class Coordinator:
             raise StaleEpochError("this request is of another epoch")
 
     def catch_up(self, account: Account, timeout_s: float) -> dict[str, Any]:
-        """A handle was told that its epoch is over, or will be: what that means for it. Returns the state, and
-        ``lost``: why what it wrote is lost, or null; ``manager``: that was lost; ``base``: what to go on from, and
-        ``cut``: its number; ``taken``: what was committed below where it stands was taken back. Raises
-        `DDictTimeoutError`: managers have not begun it in time."""
+        """Tell a handle, whose epoch is over or will be, what that means for it. Return the state, and ``lost``: why
+        what it wrote is lost, or null; ``manager``: that was lost; ``base``: what to go on from, and ``cut``: its
+        number; ``taken``: what was committed below where it stands was taken back. Raises `DDictTimeoutError`:
+        managers have not begun it in time."""
         self._await_open(time.monotonic() + timeout_s)
         handle, position, epoch, _ = account.whose
         with self._changed:
@@ -673,16 +711,9 @@ class Coordinator:
         timeout_s: float,
         is_gone: IsGone = lambda: False,
     ) -> dict[str, Any]:
-        """Wait until a checkpoint is committed, and what the handle wrote late, unless it is still there. Raises
-        `StaleEpochError`, `DDictWritesLostError`: as :meth:`move`; `DDictTimeoutError`: it was not in time.
-
-        Args:
-            account: of the handle, which may be one that writes.
-            checkpoint_id: the checkpoint.
-            if_written: where nobody writes, do not wait for somebody who may begin to.
-            timeout_s: seconds that this may take.
-            is_gone: see `IsGone`.
-        """
+        """Wait until a checkpoint is committed, and what the handle wrote late, unless it is still there. With
+        ``if_written``, do not wait where nobody writes, for somebody who may begin to. Raises `StaleEpochError`,
+        `DDictWritesLostError`: as :meth:`move`; `DDictTimeoutError`: it was not in time."""
         deadline, written = time.monotonic() + timeout_s, account.written
         handle, _, epoch, _ = account.whose
         with self._changed:
@@ -790,7 +821,7 @@ class Coordinator:
 
     @contextlib.contextmanager
     def _alone(self, deadline: float) -> Iterator[None]:
-        """One restore at a time: who has given one up, and begins another, gets that one."""
+        """Let one restore run at a time: who has given one up, and begins another, gets that one."""
         if not self._restoring.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise DDictTimeoutError("another checkpoint is being restored")
         try:

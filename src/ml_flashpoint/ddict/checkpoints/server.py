@@ -92,7 +92,7 @@ class CoordinatorServer:
 
 
 class _Call(NamedTuple):
-    """What a request is made to, and comes with."""
+    """A request's receiver, and its connection."""
 
     server: CoordinatorServer
     coordinator: Coordinator

@@ -203,7 +203,7 @@ class Writers:
     # ---- epochs -------------------------------------------------------------------------------------------
 
     def send_back(self, base: int) -> None:
-        """Everything above a checkpoint is gone. Where handles are, they say when they hear of it."""
+        """Drop everything above a checkpoint. Handles say where they are when they hear of it."""
         for writer in self.live.values():
             writer.position = min(writer.position, max(base, 0))
             writer.moving_to = -1

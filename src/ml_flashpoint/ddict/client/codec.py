@@ -65,7 +65,7 @@ class Encoded:
 
     @property
     def inline(self) -> bool:
-        """Whether it is small enough to be kept in the manager's memory."""
+        """True if it is small enough to be kept in the manager's memory."""
         return len(self.pickled) + sum(tensor.nbytes for tensor in self.tensors) < INLINE_LIMIT
 
 

@@ -102,7 +102,7 @@ class Handle:
         self._finalizer.atexit = False
 
     def deadline(self, timeout_s: float | None = None) -> float:
-        """When a call that begins now must end. Raises `DDictDestroyedError`: the handle is of no more use."""
+        """Return when a call that begins now must end. Raises `DDictDestroyedError`: the handle is of no more use."""
         if self.closed:
             raise DDictDestroyedError("the dictionary was destroyed, or this handle detached")
         return time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
@@ -333,11 +333,11 @@ class Handle:
 
     @property
     def local(self) -> list[int]:
-        """Those of them on this node."""
+        """The managers of these on this node."""
         return [manager for manager in self.managers if self.client.is_local(manager)]
 
     def located(self, key: Hashable) -> tuple[int, bytes]:
-        """Which manager has a key, or would, and the key as it knows it."""
+        """Return the manager that has a key, or would, and the key as it knows it."""
         encoded = encode_key(key)
         return place(encoded, self.configuration.managers) if self.only is None else self.only, encoded
 
@@ -546,12 +546,12 @@ class Handle:
                 self._move(to, deadline)
 
     def restored(self, checkpoint_id: int, state: dict[str, Any]) -> None:
-        """All managers hold what was persisted as this checkpoint, and nothing else."""
+        """Go to a checkpoint that was restored: all managers hold that, and nothing else."""
         self.standing.went_back(checkpoint_id, state)
 
     @contextlib.contextmanager
     def _turn(self, deadline: float) -> Iterator[None]:
-        """One thread moves this handle at a time."""
+        """Let one thread move this handle at a time."""
         if not self._moving.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise DDictTimeoutError("another thread is moving this handle")
         try:
@@ -562,7 +562,7 @@ class Handle:
     # ---- life ---------------------------------------------------------------------------------------------
 
     def detach(self, deadline: float) -> None:
-        """Be of no more use. Idempotent."""
+        """Detach from the dictionary. Safe to call twice."""
         if self.closed:
             return
         self.closed = True
@@ -590,7 +590,7 @@ def _found(fields: dict[str, Any], blobs: Sequence[bytes], copy: bool) -> Found:
 
 
 class Batch:
-    """Writes of one handle, by manager. Not thread-safe."""
+    """Collected writes of one handle, by manager. Not thread-safe."""
 
     def __init__(self, access: Handle) -> None:
         self._access = access

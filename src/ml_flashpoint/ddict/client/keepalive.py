@@ -1,4 +1,4 @@
-"""What the handles of a process share: connections, and a session that keeps those that write attached.
+"""Connections that the handles of a process share, and a session that keeps those that write attached.
 
 Owns what the coordinator is told of each handle, also by others than the handle: when it is gone, or does nothing; and
 the connection, the session, by whose end the coordinator knows that the process was killed.

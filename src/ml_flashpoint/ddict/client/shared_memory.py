@@ -114,7 +114,7 @@ def _places(slot: torch.Tensor, entries: Sequence[Entry]) -> list[torch.Tensor]:
 
 
 def object_blobs(encoded: Encoded, file_size: int, value_id: str) -> list[memoryview]:
-    """What `write_object` would write, as buffers that follow one another, for a client on another node.
+    """Return what `write_object` would write, as buffers that follow one another, for a client on another node.
 
     The first one is the header, to be written last; see `slots.ValueSlots.fill`.
     """
@@ -158,7 +158,7 @@ def read_object(buffer: Buffer, value_id: str, *, copy: bool = False, file_size:
 
 
 class ValueWriter:
-    """Writes values into slots that managers have allocated, over mappings that are kept. Thread-safe."""
+    """A writer of values into slots that managers have allocated, over mappings that are kept. Thread-safe."""
 
     def __init__(self, mappings: int = MAX_MAPPINGS) -> None:
         self._most = mappings

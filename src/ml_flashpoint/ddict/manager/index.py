@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from ml_flashpoint.ddict.manager.part_ref import PartRef, part_ref
 from ml_flashpoint.ddict.manager.shard import Entry, InlineValue, StoredValue, Value
+from ml_flashpoint.ddict.manager.store import PartRef, part_ref
 from ml_flashpoint.ddict.options import check_checkpoint_id
 from ml_flashpoint.format.errors import DamagedError, FlashpointError
 from ml_flashpoint.format.object_format import Layout, parse_header, plan_layout
@@ -40,7 +40,7 @@ LONGEST_CHAIN: Final = 8  # most indices that one is read from: after so many ch
 
 
 def plan_object(index_bytes: int, segment_bytes: int) -> Layout:
-    """Where index and segment lie in the object of a snapshot."""
+    """Return where index and segment lie in the object of a snapshot."""
     return plan_layout([], [("index", index_bytes), ("segment", segment_bytes)], reserve=_HEADER_RESERVE)
 
 
@@ -83,7 +83,7 @@ class IndexEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What one index says."""
+    """The content of one index."""
 
     own: PartRef  # the part that it is in
     # manager, managers: whose it is, of how many
@@ -96,8 +96,8 @@ class Index:
 def gather(
     own: PartRef, entries: Iterable[Entry], part_of: Callable[[StoredValue], PartRef]
 ) -> tuple[list[IndexEntry], list[bytes]]:
-    """What an index says of entries, and the segment: small values, one after the other. Deleted keys are left out.
-    ``own``: the part that index and segment are in. ``part_of``: the part that a large value is."""
+    """Return what an index says of entries, without deleted keys, and the segment: small values, one after the other.
+    ``own``: the part that both are in. ``part_of``: the part that a large value is."""
     told: list[IndexEntry] = []
     segment: list[bytes] = []
     offset = 0
@@ -116,7 +116,7 @@ def gather(
 
 
 def index_bytes(entries: Iterable[Entry]) -> int:
-    """About what entries take in an index and the segment beside it."""
+    """Return about what entries take in an index and the segment beside it."""
     values = ((len(each.key), each.value) for each in entries)
     return sum(_ROW_BYTES + key + (its.nbytes if isinstance(its, InlineValue) else 0) for key, its in values)
 
@@ -155,8 +155,8 @@ NO_SNAPSHOT: Final = BuiltSnapshot(PartRef("", -1), (), frozenset(), frozenset()
 
 
 def fold(indices: Iterable[Index]) -> list[IndexEntry]:
-    """What the last of these says: a full one, and those of its chain after it. Raises `DamagedError`: these are no
-    chain."""
+    """Return what the last of these says: a full one, and those of its chain after it. Raises `DamagedError`: these are
+    no chain."""
     found: dict[bytes, IndexEntry] = {}
     chain: list[PartRef] = []
     for index in indices:
@@ -189,8 +189,8 @@ def encode_index(index: Index) -> bytes:
 
 
 def decode_index(data: memoryview, own: PartRef, manager: int, managers: int, path: str) -> Index:
-    """What `encode_index` made `data` from. ``own``: the part that it is in. ``manager``, ``managers``: whose it must
-    be, of how many. Raises `DamagedError`: it is no index, or another one's."""
+    """Return what `encode_index` made `data` from. ``own``: the part that it is in. ``manager``, ``managers``: whose it
+    must be, of how many. Raises `DamagedError`: it is no index, or another one's."""
     try:
         if bytes(data[: len(_BEGIN)]) != _BEGIN:
             raise ValueError("it was written by another version, or is none")

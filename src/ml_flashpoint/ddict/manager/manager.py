@@ -1,4 +1,4 @@
-"""One manager: its share of the keys, their values, and what it does for the others.
+"""A manager: its share of the keys, their values, and what it does for the others.
 
 Owns the lock around the shard, the memory that values may take, what checkpoints hold of it, and how one that was
 started anew comes to hold what the one before it held. Reading and writing keys is `service`'s.
@@ -22,12 +22,11 @@ from ml_flashpoint.ddict.errors import (
     StaleRequestError,
 )
 from ml_flashpoint.ddict.links import Links, allow_many_files, locator
-from ml_flashpoint.ddict.manager.part_ref import part_ref
 from ml_flashpoint.ddict.manager.parts import PersistedParts
 from ml_flashpoint.ddict.manager.shard import ENTRY_BYTES, Entry, Shard
 from ml_flashpoint.ddict.manager.slots import ValueSlots
 from ml_flashpoint.ddict.manager.snapshots import Snapshots
-from ml_flashpoint.ddict.manager.store import PartStore
+from ml_flashpoint.ddict.manager.store import PartStore, part_ref
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
 from ml_flashpoint.ddict.wire import requests as asked
 from ml_flashpoint.ddict.wire.fence import Fence
@@ -167,7 +166,7 @@ class Manager:
                     _log.warning("manager %d was not asked for new copies: %s", owner, error)
 
     def _give_up(self, why: str) -> DDictManagerLostError:
-        """What this manager is to have is lost; the error that everybody gets."""
+        """Note that what this manager is to have is lost. Return the error that everybody gets."""
         error = DDictManagerLostError(
             f"manager {self.number} came back without its values: {why}",
             manager=self.number,
@@ -210,11 +209,11 @@ class Manager:
         threading.Thread(target=self.replicate, name="ddict-replicate", daemon=True).start()
 
     def hello(self) -> Fields:
-        """Who this is, and where peers reach it."""
+        """Return who this is, and where peers reach it."""
         return {"manager": self.number, "transfers": self.snapshots.address}
 
     def stats(self) -> Fields:
-        """What `ManagerStats` is made of."""
+        """Return what `ManagerStats` is made of."""
         with self.changed:
             return {
                 "keys": len(self.shard),
@@ -253,11 +252,8 @@ class Manager:
 
     def make_room(self, nbytes: int, key: bytes, checkpoint_id: int, writer: str, deadline: float) -> None:
         """Wait a moment for checkpoints that are about to retire, if there is no room for a value in place of what its
-        put replaces; under the lock, which is let go of meanwhile: look at the shard after this, not before.
-
-        Raises:
-            DDictFullError: There still is no room.
-        """
+        put replaces; under the lock, which is let go of meanwhile: look at the shard after this, not before. Raises
+        `DDictFullError`: there still is no room."""
         limit = self.rules.limit_bytes
         nbytes += ENTRY_BYTES + len(key)
 
@@ -305,7 +301,7 @@ class Manager:
     # ---- epochs -------------------------------------------------------------------------------------------
 
     def check_epoch(self, epoch: object) -> None:
-        """Under the lock: refuse what belongs to another epoch. Raises `StaleEpochError`: this does;
+        """Refuse what belongs to another epoch; under the lock. Raises `StaleEpochError`: this does;
         `DDictManagerLostError`: this manager is lost, and begins none."""
         if epoch != self.epoch:
             at = f"is in epoch {self.epoch}" if self.epoch >= 0 else "has not begun any epoch yet"
@@ -375,13 +371,13 @@ class Manager:
                 self.changed.notify_all()
 
     def is_dead(self, handle: str) -> bool:
-        """Whether a handle's process was killed, so that what of it is on its way still comes too late."""
+        """Return True if a handle's process was killed, so that what is on its way still comes too late."""
         return handle in self._discarded and self._discarded[handle].dead
 
     # ---- checkpoints --------------------------------------------------------------------------------------
 
     def late_for(self, checkpoint_id: int) -> Fields:
-        """What a write at a checkpoint is told, under the lock: the newest cut that it is late for, if any."""
+        """Return what a write at a checkpoint is told, under the lock: the newest cut that it is late for, if any."""
         return {"late": self._cut.number} if checkpoint_id <= self._cut.checkpoint_id else {}
 
     def prepare(self, told: asked.Prepare) -> None:

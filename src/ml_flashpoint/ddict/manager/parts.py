@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from ml_flashpoint.ddict.errors import DDictPersistError
 from ml_flashpoint.ddict.manager.index import INLINE, Index, IndexEntry, decode_index, encode_index, fold, gather
-from ml_flashpoint.ddict.manager.part_ref import PartRef
 from ml_flashpoint.ddict.manager.shard import BROADCAST, DIRECT, Entry, StoredValue
 from ml_flashpoint.ddict.manager.slots import ValueSlots, header_anew
+from ml_flashpoint.ddict.manager.store import PartRef
 from ml_flashpoint.ddict.options import Configuration
 from ml_flashpoint.ddict.persistence import History, open_part, write_part
 from ml_flashpoint.ddict.wire.keys import described, place
 from ml_flashpoint.format.errors import DamagedError
-from ml_flashpoint.stores.part import StoredObject
-from ml_flashpoint.stores.version_store import Version
+from ml_flashpoint.stores.version_store import StoredObject, Version
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -55,7 +54,7 @@ def _some_of(keys: Set[bytes]) -> str:
 
 @dataclass
 class PersistedParts:
-    """Writes a manager's parts of persisted checkpoints, and reads what it is to have of them.
+    """A manager's parts of persisted checkpoints, to write and to read.
 
     With as many managers as there were, each gets its own part. Otherwise keys are placed anew; what was written
     through `DDict.manager` goes by the number of that manager, and what `bput` wrote to all of them. Where that brings

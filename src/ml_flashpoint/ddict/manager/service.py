@@ -47,7 +47,7 @@ _LENGTH: Final = struct.Struct(">I")
 
 @dataclass(eq=False, slots=True)
 class Session:
-    """One connection of a client or another manager."""
+    """A connection of a client or another manager."""
 
     peer: Peer
     reserved: set[str] = field(default_factory=set)  # values that it has a reservation for and has not put yet
@@ -101,7 +101,7 @@ class ManagerService:
 
 @dataclass(slots=True)
 class _Call:
-    """One request: what it is made to, and comes with."""
+    """A request: its receiver, and what it comes with."""
 
     manager: Manager
     session: Session

@@ -24,7 +24,7 @@ from ml_flashpoint.ddict.errors import retired
 from ml_flashpoint.memory.slot import Slot
 
 if TYPE_CHECKING:
-    from ml_flashpoint.ddict.manager.part_ref import PartRef
+    from ml_flashpoint.ddict.manager.store import PartRef
 
 Value: TypeAlias = "InlineValue | StoredValue"
 ENTRY_BYTES = 400  # what Python needs for a key and its entry, about
@@ -69,7 +69,7 @@ class StoredValue:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """One state of one key."""
+    """A state of a key."""
 
     key: bytes  # encoded (`keys.encode_key`)
     checkpoint_id: int  # id at which it was written
@@ -82,12 +82,12 @@ class Entry:
 
     @property
     def persistent(self) -> bool:
-        """Whether the key does not have to be written again in each checkpoint."""
+        """True if the key does not have to be written again in each checkpoint."""
         return bool(self.flags & PERSISTENT)
 
     @property
     def broadcast(self) -> bool:
-        """Whether every manager has such an entry."""
+        """True if every manager has such an entry."""
         return bool(self.flags & BROADCAST)
 
     def is_written_at(self, checkpoint_id: int) -> bool:
@@ -116,14 +116,9 @@ class Shard:
     # ---- reading ------------------------------------------------------------------------------------------
 
     def find(self, key: bytes, checkpoint_id: int, *, written: bool = False) -> Entry | None:
-        """Return the entry that a read at ``checkpoint_id`` sees; None if there is no such key.
-
-        Args:
-            written: leave out a key that has to be written at this checkpoint, and was not yet.
-
-        Raises:
-            DDictCheckpointRetiredError: The checkpoint has left the working set.
-        """
+        """Return the entry that a read at ``checkpoint_id`` sees; None if there is no such key. With ``written``,
+        leave out a key that has to be written at this checkpoint, and was not yet. Raises
+        `DDictCheckpointRetiredError`: the checkpoint has left the working set."""
         self.check_readable(checkpoint_id)
         entry = self._visible(key, checkpoint_id)
         if entry is None or entry.value is None or (written and not entry.is_written_at(checkpoint_id)):
@@ -131,7 +126,7 @@ class Shard:
         return entry
 
     def is_written(self, key: bytes, checkpoint_id: int) -> bool:
-        """Whether the key was written, or deleted, at ``checkpoint_id`` itself, or does not have to be."""
+        """Return True if the key was written, or deleted, at ``checkpoint_id`` itself, or does not have to be."""
         entry = self._visible(key, checkpoint_id)
         return entry is not None and entry.is_written_at(checkpoint_id)
 
@@ -258,10 +253,8 @@ class Shard:
             del self._history[key]
 
     def missing_after(self, checkpoint_id: int) -> bytes | None:
-        """A key of ``checkpoint_id`` that must be, and was not yet, written again at a later one; None: there is none.
-
-        Keys written with `pput`, and deleted ones, need not.
-        """
+        """Return a key of ``checkpoint_id`` that must be, and was not yet, written again at a later one; None: there is
+        none. Keys written with `pput`, and deleted ones, need not."""
         for key, history in self._history.items():
             if history[-1].checkpoint_id > checkpoint_id:
                 continue

@@ -37,7 +37,7 @@ from ml_flashpoint.memory.slot import Slot
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from ml_flashpoint.ddict.manager.part_ref import PartRef
+    from ml_flashpoint.ddict.manager.store import PartRef
 
 _NO_LENGTH: Final = bytes(8)
 _PIECE_BYTES: Final = 1 << 30  # of large values in messages, whose blobs are of at most 2 GiB
@@ -55,7 +55,7 @@ def _parse_again(header: bytes, file_size: int) -> ParsedHeader:
 
 
 def check_header(buffer: Buffer, value_id: str, file_size: int | None = None) -> tuple[Layout, str]:
-    """Where everything of this value lies, and its kind, from the object's header. ``buffer``: the file, or the part of
+    """Return where everything of this value lies, and its kind, by the header. ``buffer``: the file, or the part of
     it that is in use. ``file_size``: bytes of the file, if `buffer` is only the part in use. Raises `StaleValueError`:
     it holds another value, or none; `ObjectFormatError`: it is damaged."""
     with memoryview(buffer) as view:
@@ -108,7 +108,7 @@ def number_to_inline(value: float) -> bytes:
 
 
 def decode_number(data: bytes) -> int | float:
-    """What `encode_number` encoded. Raises ValueError or struct.error."""
+    """Return what `encode_number` encoded. Raises ValueError or struct.error."""
     if data[:1] == b"i":
         return int(data[1:])
     number: float = _FLOAT.unpack(data[1:])[0]
@@ -238,6 +238,6 @@ def write_token(slot: Slot, value_id: str) -> None:
 
 
 def has_token(slot: Slot, value_id: str) -> bool:
-    """Whether a slot is kept for this value and nothing was written yet."""
+    """Return True if a slot is kept for this value and nothing was written yet."""
     token = bytes(_TOKEN_AT) + value_id.encode() + b"\0"
     return bytes(slot.buffer[: len(token)]) == token

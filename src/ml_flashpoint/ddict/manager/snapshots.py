@@ -1,8 +1,8 @@
 """Snapshots of a manager: sealed in its store, copied to the managers that hold copies of it, and recovered.
 
-Owns the life of snapshots: what goes into a part, when it is committed, pushed, kept and dropped. The bytes of a
-snapshot are `index`'s, reading it back `recovery`'s, the copies at other managers `copies`'. Which checkpoint is
-committed, and which retires, is decided by the coordinator; which entries are in a checkpoint, by the shard.
+Owns the life of snapshots (`Snapshots`): what goes into a part, when it is committed, pushed, kept and dropped; the
+copies at other managers (`Copies`); and reading back (`Recoverer`). The bytes of a snapshot are `index`'s. Which
+checkpoint is committed, and which retires, is decided by the coordinator; which entries are in it, by the shard.
 
 A snapshot is a part of the version ``step-<checkpoint>_ckpt`` in the manager's store, one object with an index of the
 entries and the small values written since the snapshot before. Large values are parts of their own, committed the first
@@ -20,50 +20,377 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import chain
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import chain, product
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from ml_flashpoint.copy.collection import collection_paused
-from ml_flashpoint.ddict.manager.copies import AskPeer, Copies, CopyBackend
 from ml_flashpoint.ddict.manager.index import (
     GONE,
+    INLINE,
     LONGEST_CHAIN,
     NO_SNAPSHOT,
+    STORED,
     BuiltSnapshot,
     Index,
     IndexEntry,
+    decode_index,
     encode_index,
+    fold,
     gather,
     index_bytes,
     part_of,
     parts_of,
     plan_object,
+    split_object,
 )
-from ml_flashpoint.ddict.manager.part_ref import PartRef
-from ml_flashpoint.ddict.manager.recovery import Recoverer
-from ml_flashpoint.ddict.manager.shard import Entry, StoredValue
-from ml_flashpoint.ddict.manager.slots import ValueSlots
-from ml_flashpoint.ddict.manager.store import PartStore
+from ml_flashpoint.ddict.manager.shard import Entry, StoredValue, Value
+from ml_flashpoint.ddict.manager.slots import ValueSlots, value_id_of
+from ml_flashpoint.ddict.manager.store import HeldPart, PartRef, PartStore, is_part
 from ml_flashpoint.ddict.options import check_checkpoint_id, next_number
-from ml_flashpoint.ddict.wire.requests import DropCopies
-from ml_flashpoint.format.digest import BlockDigester
+from ml_flashpoint.ddict.wire.requests import DropCopies, Hello, Request
+from ml_flashpoint.format.digest import digest_blocks, verify_blocks
 from ml_flashpoint.format.errors import (
+    DamagedError,
     DeadlineError,
     FlashpointError,
     InvalidArgumentError,
+    ManifestError,
+    ObjectNotFoundError,
+    ProtocolError,
     ReplicationError,
 )
 from ml_flashpoint.format.knobs import block_bytes, transfer_deadline_s
-from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord, encode, object_name
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.slot import Slot
-from ml_flashpoint.net.transfers import Address, TransferService
+from ml_flashpoint.net.channel import ConnectionLostError, TransferCancelledError
+from ml_flashpoint.net.handshake import check_secret
+from ml_flashpoint.net.messages import Fields
+from ml_flashpoint.net.transfers import Address, BlockChecker, PartName, PeerConnection, TransferService, push_to_all
+
+_log = logging.getLogger(__name__)
+
+AskPeer: TypeAlias = Callable[[int, Request], Fields]
+"""``(manager, request)``: the answer of another manager. Has a deadline of its own; raises `FlashpointError`."""
+
+_MAX_CONNECT_S = 10.0
+
+
+class Holder(NamedTuple):
+    """A manager that has copies, or is to have them: its node, and where its service listens."""
+
+    node: str
+    address: Address
+
+
+@dataclass
+class _Link:
+    """The way to a holder, and the names of the parts that it has acknowledged on its last connection."""
+
+    peer: PeerConnection
+    connections: int = 0
+    acknowledged: set[str] = field(default_factory=set)
+
+
+class Copies:
+    """The holders of one manager's parts: where they are, and what they have. `push` is for one thread at a time; the
+    rest is thread-safe. ``nodes``: of all managers. ``holders``: numbers of managers, in order of preference."""
+
+    def __init__(
+        self, store: PartStore, nodes: Sequence[str], holders: Sequence[int], secret: bytes, ask: AskPeer
+    ) -> None:
+        self.nodes = nodes
+        self.holders = holders
+        self.ask = ask
+        self.pushed_bytes = 0
+        self._secret = check_secret(secret)
+        self._store = store
+        self._links: dict[int, _Link] = {}
+        self._closed = False
+
+    def find(self, manager: int) -> Holder:
+        """Return where the service of a manager listens. Raises `FlashpointError`: it is not there."""
+        node, address = self.nodes[manager], self.ask(manager, Hello())["transfers"]
+        if address is None:
+            raise ReplicationError("this manager takes no copies yet", rank=manager, node=node)
+        return Holder(node, (str(address[0]), int(address[1])))
+
+    def connect(self, holder: Holder, within_s: float = _MAX_CONNECT_S) -> PeerConnection:
+        """Return a connection to a service."""
+        timeout_s = min(_MAX_CONNECT_S, max(within_s, 0.001))
+        deadline_s = transfer_deadline_s()
+        return PeerConnection(
+            holder.address, self._secret, node=holder.node, deadline_s=deadline_s, connect_timeout_s=timeout_s
+        )
+
+    def push(self, parts: Sequence[PartRef], needed: Collection[PartRef], deadline: float) -> None:
+        """Have every holder have every part, in this order: what others refer to comes before them.
+
+        A part that is damaged or was dropped meanwhile is left out unless it is ``needed``: what it belongs to is lost
+        or of no use, and must not keep the newest from being copied. Raises `DeadlineError`: it took too long;
+        `FlashpointError`: a holder is not there or refuses; others may have everything.
+        """
+        push_to_all(self.holders, lambda holder: self._push_to(holder, list(parts), needed, deadline))
+
+    def _push_to(self, number: int, parts: list[PartRef], needed: Collection[PartRef], deadline: float) -> None:
+        def is_over() -> bool:
+            return self._closed or time.monotonic() > deadline
+
+        was_there = number in self._links
+        while True:
+            try:
+                if number not in self._links:
+                    self._links[number] = _Link(self.connect(self.find(number), deadline - time.monotonic()))
+                return self._push_over(self._links[number], parts, needed, is_over)
+            except BaseException as error:
+                self._drop(number)
+                if isinstance(error, TransferCancelledError) and not self._closed:
+                    raise DeadlineError("a copy was not verified in time", node=self.nodes[number]) from error
+                if not (was_there and isinstance(error, ConnectionLostError)):
+                    raise
+                was_there = False  # it may have come back elsewhere
+
+    def _push_over(
+        self, link: _Link, parts: list[PartRef], needed: Collection[PartRef], is_over: Callable[[], bool]
+    ) -> None:
+        link.acknowledged.intersection_update(ref.name for ref in parts)  # others are not asked for again
+        while True:
+            # It may lead to a process that is gone, and nothing may be left to push that would show it.
+            link.peer.ping(cancelled=is_over)
+            if link.connections != link.peer.connections:  # there may be another process behind it
+                link.connections, link.acknowledged = link.peer.connections, set()
+            lacking = [ref for ref in parts if ref.name not in link.acknowledged]
+            if not lacking:
+                return
+            for ref in lacking:
+                try:
+                    with self._store.reading(ref.save, self._store.number) as part:
+                        if link.peer.push(part.manifest, part.data, cancelled=is_over):
+                            self.pushed_bytes += part.record.size
+                    link.acknowledged.add(ref.name)
+                except (DamagedError, ObjectNotFoundError) as error:
+                    if ref in needed:
+                        raise
+                    _log.warning("a part of an earlier snapshot cannot be copied: %s", error)
+                    parts.remove(ref)
+
+    def _drop(self, number: int) -> None:
+        if (link := self._links.pop(number, None)) is not None:
+            link.peer.close()
+
+    def held_by(self, parts: Collection[PartRef]) -> list[int]:
+        """Holders that have acknowledged all of these, and have not been found gone since."""
+        names = {ref.name for ref in parts}
+        return [number for number, link in list(self._links.items()) if link.acknowledged >= names]
+
+    def close(self) -> None:
+        """Break off a push under way and close the connections. Idempotent."""
+        self._closed = True
+        for link in list(self._links.values()):
+            link.peer.close()
+
+
+class CopyBackend:
+    """A `TransferBackend` that serves the parts of a store, and takes copies in. Thread-safe.
+
+    Args:
+        store: of this manager.
+        held: managers whose copies are taken in.
+        managers: number of all managers.
+    """
+
+    def __init__(self, store: PartStore, held: Collection[int], managers: int) -> None:
+        self._store = store
+        self._held = held
+        self._managers = managers
+
+    @contextlib.contextmanager
+    def open_part(self, part: PartName) -> Iterator[memoryview]:
+        """See `TransferBackend`."""
+        with self._store.reading(*part) as found:
+            yield found.data
+
+    def read_manifest(self, part: PartName) -> bytes:
+        """See `TransferBackend`."""
+        with self._store.reading(*part) as found:
+            return encode(found.manifest)
+
+    @contextlib.contextmanager
+    def receive(self, manifest: Manifest, rider: Fields) -> Iterator[memoryview | None]:
+        """See `TransferBackend`."""
+        rank, save = manifest.rank, SaveId.of(manifest)
+        if save is None or rank not in self._held or manifest.world_size != self._managers or not is_part(manifest):
+            raise ProtocolError("this manager holds no copies of that one, or this is no part", rank=rank)
+        held = self._store.find(save, rank)
+        if held is not None and held.manifest == manifest:
+            yield None
+            return
+        with self._store.receiving(manifest) as buffer:
+            yield buffer
+
+
+_log = logging.getLogger(__name__)
+_Key = TypeVar("_Key")
+_Found = TypeVar("_Found")
+
+_AT_ONCE = 8  # parts that are verified, or fetched, at a time
+
+
+@dataclass
+class Recoverer:
+    """Recovers the snapshots of one manager. For one thread; its store must not change meanwhile.
+
+    Attributes:
+        built: each snapshot that could be had whole, by checkpoint. Entries that several share are the same objects.
+            Every byte was verified, and is in the own store.
+        failures: why others could not.
+    """
+
+    _store: PartStore
+    _values: ValueSlots
+    _copies: Copies
+    _cancelled: Callable[[], bool]  # once true, what is under way is broken off
+    built: dict[int, BuiltSnapshot] = field(default_factory=dict)
+    failures: dict[int, FlashpointError] = field(default_factory=dict)
+    _looking: threading.Lock = field(default_factory=threading.Lock)
+    _found: dict[tuple[int, bool], Holder | FlashpointError] = field(default_factory=dict)
+    _parts: dict[PartRef, HeldPart | FlashpointError] = field(default_factory=dict)
+    # Each with the segment beside it.
+    _indices: dict[PartRef, tuple[Index, memoryview]] = field(default_factory=dict)
+    _known: dict[IndexEntry, Entry] = field(default_factory=dict)
+
+    @property
+    def _rank(self) -> int:
+        return self._store.number
+
+    def recover(self, snapshots: Iterable[PartRef]) -> None:
+        """Recover these snapshots, each that can be had whole. Whatever else is in the store is dropped with the next
+        :meth:`retain`. Return the entries of each, by checkpoint, and why others could not be recovered."""
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="ddict-recover") as pool:
+            for ref in sorted(snapshots, key=lambda ref: ref.step, reverse=True):
+                try:
+                    self._recover_one(ref, pool)
+                except TransferCancelledError:
+                    raise
+                except FlashpointError as error:
+                    _log.warning("manager %d: checkpoint %d is lost: %s", self._rank, ref.step, error)
+                    self.failures[ref.step] = error
+        for _, segment in self._indices.values():
+            segment.release()
+
+    def _recover_one(self, ref: PartRef, pool: ThreadPoolExecutor) -> None:
+        def bring(parts: Collection[PartRef]) -> None:
+            list(pool.map(self._part, set(parts)))
+
+        chain = [*self._index(ref)[0].chain, ref]
+        bring(chain)
+        indices = [self._index(each)[0] for each in chain]
+        told = fold(indices)
+        bring([each.part for each in told if each.kind == STORED])
+        entries = frozenset(map(self._entry, told))
+        if not indices[-1].entries and len(chain) > 1:
+            chain.pop()
+        chain_bytes = sum(self._index(each)[1].nbytes for each in chain) + sum(len(each.entries) for each in indices)
+        self.built[ref.step] = BuiltSnapshot(
+            ref, tuple(chain), entries, parts_of(entries), chain_bytes, index_bytes(entries)
+        )
+
+    def _index(self, ref: PartRef) -> tuple[Index, memoryview]:
+        if ref not in self._indices:
+            part = self._part(ref)
+            path = f"{ref.save.version}/{part.record.name}"
+            data, segment = split_object(part.data, part.record.file_size, path)
+            self._indices[ref] = decode_index(data, ref, self._rank, len(self._copies.nodes), path), segment
+        return self._indices[ref]
+
+    def _entry(self, told: IndexEntry) -> Entry:
+        if told not in self._known:
+            self._known[told] = told.entry(self._value(told))
+        return self._known[told]
+
+    def _value(self, told: IndexEntry) -> Value:
+        if told.kind == INLINE:
+            return told.inline_value(self._index(told.part)[1])
+        part = self._part(told.part)
+        if told.length != part.record.size:
+            raise DamagedError("this part is not the value", rank=self._rank, path=told.part.name)
+        value_id = value_id_of(part.data, part.record.file_size)
+        return self._values.hold(StoredValue(value_id, part.slot, told.length, part=told.part))
+
+    # ---- parts --------------------------------------------------------------------------------------------
+
+    def _part(self, ref: PartRef) -> HeldPart:
+        """A part of this manager, verified; fetched if need be. No two threads ask for the same one."""
+        return _once(self._parts, ref, lambda: self._own(ref) or self._fetch(ref))
+
+    def _own(self, ref: PartRef) -> HeldPart | None:
+        part = self._store.find(ref.save, self._rank)
+        if part is None:
+            return None
+        record, path = part.record, f"{ref.save.version}/{part.record.name}"
+        try:
+            verify_blocks(part.data, record.digests, record.block_size, path=path)
+        except DamagedError as error:
+            _log.warning("manager %d: asking holders, because a part here is damaged: %s", self._rank, error)
+            return None
+        return part
+
+    def _fetch(self, ref: PartRef) -> HeldPart:
+        failures: list[FlashpointError] = []
+        for again, number in product((False, True), self._copies.holders):  # one may just have come back
+            try:
+                return self._fetch_from(self._find(number, again), ref)
+            except TransferCancelledError:
+                raise
+            except FlashpointError as error:
+                _log.warning("manager %d: manager %d gives no %s: %s", self._rank, number, ref, error)
+                failures.append(error)
+        raise next(iter(failures), ObjectNotFoundError("nobody holds a copy", step=ref.step, rank=self._rank))
+
+    def _find(self, number: int, again: bool) -> Holder:
+        """Look up where a holder is, once for all parts, and once ``again``: one that is away takes its time."""
+        with self._looking:
+            return _once(self._found, (number, again), lambda: self._copies.find(number))
+
+    def _fetch_from(self, holder: Holder, ref: PartRef) -> HeldPart:
+        name = PartName(ref.save, self._rank)
+        with self._copies.connect(holder) as peer:
+            manifest = peer.read_manifest(name)
+            if manifest.world_size != len(self._copies.nodes) or not is_part(manifest):
+                raise ManifestError("a holder gave the manifest of another part", node=holder.node)
+            with (
+                self._store.receiving(manifest) as buffer,
+                BlockChecker(manifest.objects[0], buffer, str(name)) as blocks,
+            ):
+                peer.fetch(name, blocks, cancelled=self._cancelled)
+        part = self._store.find(ref.save, self._rank)
+        assert part is not None  # it was committed
+        return part
+
+
+def _once(known: dict[_Key, _Found | FlashpointError], key: _Key, find: Callable[[], _Found]) -> _Found:
+    """Return what was found for a key, or raise why it could not be, now or before."""
+    if key not in known:
+        try:
+            known[key] = find()
+        except TransferCancelledError:
+            raise
+        except FlashpointError as error:
+            known[key] = error
+    found = known[key]
+    if isinstance(found, FlashpointError):
+        raise found
+    return found
+
 
 _log = logging.getLogger(__name__)
 
 
 class Snapshots:
-    """See the module. Thread-safe; seals come one after the other. Where a manager holds anything of another, it serves
-    peers from construction on: takes in their copies, and gives them theirs back, for which they wait.
+    """See the module. Thread-safe; seals come one after the other. Where a manager holds anything of another, it
+    serves peers from construction on: takes in their copies, and gives them theirs back, for which they wait.
 
     Args:
         store: of this manager.
@@ -74,14 +401,8 @@ class Snapshots:
         host: address to serve peers on, and the one told to them.
 
     Attributes:
-        holders: managers that are to have copies of all this.
-        held: managers that this one holds copies of.
-        copies: what the holders have.
-
-    Raises:
-        InvalidArgumentError: an argument is out of range.
-        ReplicationError: it cannot listen.
-    """
+        holders, held: managers that are to have copies of all this; managers that this one holds copies of.
+        copies: what the holders have."""
 
     def __init__(
         self,
@@ -115,7 +436,7 @@ class Snapshots:
 
     @property
     def address(self) -> Address | None:
-        """Where peers reach it; None if it serves none."""
+        """The address that peers reach it at; None if it serves none."""
         return None if self._service is None else self._service.address
 
     def close(self) -> None:
@@ -129,12 +450,12 @@ class Snapshots:
 
     def seal(self, checkpoint_id: int, entries: Sequence[Entry], deadline_s: float) -> PartRef:
         """Have a verified snapshot of this checkpoint, with the entries of all keys that there are, here and at every
-        holder; returns its part.
+        holder; return its part.
 
-        What is there already is not written or sent again, so that calling it again after an error is cheap, as long
-        as the entries are the same objects. Sealing a checkpoint again with other entries replaces its snapshot. Copies
-        of earlier snapshots that a holder has lost are pushed first. Raises `DeadlineError`: not all holders had it in
-        time; `CapacityError`: no room, here or at a holder; `FlashpointError`: a holder is not there or refuses.
+        What is there already is not written or sent again, as long as the entries are the same objects. Sealing a
+        checkpoint again with other entries replaces its snapshot. Copies of earlier snapshots that a holder has lost
+        are pushed first. Raises `DeadlineError`: not all holders had it in time; `CapacityError`: no room, here or at a
+        holder; `FlashpointError`: a holder is not there or refuses.
         """
         check_checkpoint_id(checkpoint_id)
         deadline = time.monotonic() + deadline_s
@@ -203,7 +524,7 @@ class Snapshots:
 
     def _seal_value(self, checkpoint_id: int, value: StoredValue) -> None:
         ref, block = self._next_ref(checkpoint_id), block_bytes()
-        digests = BlockDigester(value.slot.buffer, value.size, block_size=block).finish()
+        digests = digest_blocks(value.slot.buffer[: value.size], block_size=block)
         name = object_name(self._manager, ref.name)
         self._commit(ref, value.slot, ObjectRecord(name, value.size, value.slot.size, digests, block))
         value.part = ref  # its slot is the store's to free
@@ -251,7 +572,7 @@ class Snapshots:
         return {checkpoint_id: built.ref for checkpoint_id, built in self._snapshots.items()}
 
     def copied_to(self) -> list[int]:
-        """Those of `holders` that are known to have verified copies of every snapshot here."""
+        """Return those of `holders` that are known to have verified copies of every snapshot here."""
         return self.copies.held_by(self._needed())
 
     def _needed(self) -> set[PartRef]:
@@ -260,20 +581,14 @@ class Snapshots:
     # ---- retention ----------------------------------------------------------------------------------------
 
     def retain(self, checkpoint_ids: Collection[int]) -> None:
-        """Drop the snapshots older than the newest of these, except these, and what only those needed; here and at
-        the holders. Snapshots above the newest stay: they are on their way to being committed.
-
-        A holder that cannot be told now is told the next time.
-        """
+        """Drop the snapshots older than the newest of these, except these, and what only those needed; here and at the
+        holders. Those above the newest stay: they are on their way to being committed."""
         wanted = set(checkpoint_ids)
         newest = max(wanted, default=0)
         self._drop_snapshots(lambda checkpoint_id: checkpoint_id < newest and checkpoint_id not in wanted)
 
     def forget_after(self, checkpoint_id: int) -> None:
-        """Drop the snapshots above this checkpoint, which were rolled back, here and at the holders.
-
-        A holder that cannot be told now is told the next time.
-        """
+        """Drop the snapshots above this checkpoint, which were rolled back, here and at the holders."""
         self._drop_snapshots(lambda other: other > checkpoint_id)
 
     def _drop_snapshots(self, is_dropped: Callable[[int], bool]) -> None:
@@ -295,7 +610,7 @@ class Snapshots:
         return [part.save.text for part in mine if part.save in needed]
 
     def drop_copies(self, of: int, copies: Collection[str], before: int) -> None:
-        """On the holder's side: drop what this manager holds of another one, but for the ``copies`` that it still
+        """Drop, as a holder, what this manager has of another one, but for the ``copies`` that it still
         needs. ``before``: parts with this number or a higher one stay: they were sealed after the message was written.
         Raises `InvalidArgumentError`: nothing is held of that one."""
         if of not in self.held:
@@ -306,14 +621,8 @@ class Snapshots:
     # ---- recovery -----------------------------------------------------------------------------------------
 
     def recover(self, snapshots: Iterable[PartRef]) -> tuple[dict[int, list[Entry]], dict[int, FlashpointError]]:
-        """Have these snapshots of this manager again, before anything is sealed.
-
-        Parts in the own store are verified; missing and damaged ones are fetched from the holders. Whatever else is in
-        the store is dropped with the next :meth:`retain`, here and at the holders.
-
-        Returns:
-            Entries of each snapshot that could be had whole, by checkpoint, and why others could not.
-        """
+        """Recover these snapshots, each that can be had whole. Whatever else is in the store is dropped with the next
+        :meth:`retain`. Return the entries of each, by checkpoint, and why others could not be recovered."""
         with self._building:
             recoverer = Recoverer(self._store, self._values, self.copies, self._closed.is_set)
             with collection_paused():

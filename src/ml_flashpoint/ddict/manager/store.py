@@ -23,25 +23,57 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
+from ml_flashpoint.ddict.options import check_checkpoint_id
 from ml_flashpoint.format.errors import (
     CapacityError,
     DamagedError,
     FlashpointError,
+    InvalidArgumentError,
     JobInUseError,
     ManifestError,
     ObjectNotFoundError,
     SaveError,
 )
 from ml_flashpoint.format.failure_kinds import is_shortage
-from ml_flashpoint.format.manifest import Manifest, ObjectRecord, parse_object_name
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name, parse_object_name
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.capacity import available_bytes
 from ml_flashpoint.memory.container import BaseContainer, Owner
 from ml_flashpoint.memory.lock import JobLock
 from ml_flashpoint.memory.pool import slot_size
 from ml_flashpoint.memory.slot import PAGE, Slot, round_up
+
+
+class PartRef(NamedTuple):
+    """Names a part of this manager."""
+
+    name: str  # its number, as `SaveId.text`; of what is persisted, the name of the item
+    step: int  # checkpoint that it was sealed in
+
+    @property
+    def save(self) -> SaveId:
+        """Its name in a base container. Raises `InvalidArgumentError`: this is no part in one."""
+        save = SaveId(int(self.name) if self.name.isascii() and self.name.isdecimal() else 0, self.step)
+        if save.text != self.name:
+            raise InvalidArgumentError("not the name of a part", argument="name", value=self.name)
+        return save
+
+
+def part_ref(name: object, step: object) -> PartRef:
+    """A reference that somebody else gave. Raises `InvalidArgumentError`, `InvalidNameError`: it names no part."""
+    if not isinstance(name, str):
+        raise InvalidArgumentError("not the name of a part", argument="name", value=name)
+    object_name(0, name)  # refuses what cannot be part of a file's name
+    return PartRef(name, check_checkpoint_id(step, "step"))
+
+
+def is_part(manifest: Manifest) -> bool:
+    """Return True if the manifest is of a part of a dictionary: a snapshot, or a large value, that fills a slot."""
+    objects = [(record.name, record.file_size % PAGE) for record in manifest.objects]
+    return SaveId.of(manifest) is not None and objects == [(object_name(manifest.rank, manifest.save_id), 0)]
+
 
 _log = logging.getLogger(__name__)
 
@@ -73,18 +105,12 @@ class HeldPart:
 
 
 class PartStore:
-    """The parts and the slots of one manager. Thread-safe. What an earlier process of it left is taken over.
-
-    Args:
-        base: base container of the node's managers; made if it is missing.
-        number: of the manager.
-        managers: number of managers.
-        lock_deadline_s: seconds to wait for an earlier process of this manager that is ending.
+    """The parts and the slots of one manager. Thread-safe. What an earlier process of it left is taken over; one that
+    is ending is waited for. ``base``: base container of the node's managers; made if it is missing.
 
     Raises:
         JobInUseError: another process has the slots of this manager, or a training job the base container.
-        UnsafePathError: others could have planted the folder, or may write to it.
-    """
+        UnsafePathError: others could have planted the folder, or may write to it."""
 
     def __init__(self, base: Path, number: int, managers: int, *, lock_deadline_s: float = 30.0) -> None:
         self._job = JobLock(base, str(base), lock_deadline_s)
@@ -152,9 +178,7 @@ class PartStore:
             limit_bytes: most bytes of all slots. Free ones are removed before a new one would exceed it.
 
         Raises:
-            CapacityError: there is none, and no room for one, not even in place of the free ones.
-            SaveError: the system refuses to make one.
-        """
+            CapacityError, SaveError: there is no room, not even in place of the free ones; the system refuses."""
         slot, outgrown = self._reused(size, exact=exact)
         if slot is None:
             _remove(outgrown)
@@ -204,10 +228,7 @@ class PartStore:
 
     def remove_free(self, keep_bytes: int, keep: int = 0) -> int:
         """Remove free slots, those free for longest first, until they have ``keep_bytes`` together, or are ``keep``.
-
-        Returns:
-            The bytes of those that were removed.
-        """
+        Return the bytes of those that were removed."""
         gone = []
         with self._lock:
             left = sum(slot.size for slot in self._free)
@@ -227,10 +248,7 @@ class PartStore:
 
     def commit(self, slot: Slot, manifest: Manifest) -> HeldPart:
         """Make what lies in a slot a part, in place of one of the same name. The slot is the part's from then on.
-
-        Raises:
-            SaveError, CapacityError: the filesystem refuses, or the store was closed. There is no such part then.
-        """
+        Raises `SaveError`, `CapacityError`: there is no such part then."""
         save, rank = SaveId.of(manifest), manifest.rank
         with self._lock:
             if save is None or slot not in self._in_use:
@@ -244,11 +262,8 @@ class PartStore:
 
     @contextlib.contextmanager
     def receiving(self, manifest: Manifest) -> Iterator[memoryview]:
-        """Yield a buffer for a part from elsewhere, which is committed if the block is left without an error.
-
-        Raises:
-            SaveError, CapacityError: see `take` and `commit`.
-        """
+        """Yield a buffer for a part from elsewhere, which is committed if the block is left without an error. Raises
+        what `take` and `commit` raise."""
         slot = self.take(manifest.objects[0].file_size, exact=True)
         try:
             with slot.buffer[: manifest.objects[0].size] as buffer:
@@ -270,11 +285,8 @@ class PartStore:
 
     @contextlib.contextmanager
     def reading(self, save: SaveId, rank: int) -> Iterator[HeldPart]:
-        """Yield a part. Its slot is not used again before the block is left, also if the part is dropped meanwhile.
-
-        Raises:
-            ObjectNotFoundError: there is no such part.
-        """
+        """Yield a part, whose slot is not used again before the block is left. Raises `ObjectNotFoundError`: there
+        is no such part."""
         with self._lock:
             part = self._parts.get((save, rank))
             if part is None:

@@ -1,4 +1,4 @@
-"""What a program needs around a dictionary: the machine, groups of processes, barriers.
+"""The machine, groups of processes and barriers: what a program needs around a dictionary.
 
 Gathers it, so that one import is enough. Thin: on `multiprocessing` for one machine, on Ray where the program has
 called ``ray.init``.

@@ -2,8 +2,7 @@
 
 Owns the barrier itself (who waits, who is released, and what they are told: a handler of requests, whose sessions end
 with the processes that they are of) and its handles, which are picklable. It lives in the process that made it, so that
-nothing is left locked by a process that was killed; where that is no process of the Ray cluster, but a client of it, in
-an actor.
+nothing is left locked by a process that was killed.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ class BarrierServer:
             return {}, ()
 
     def closed(self, session: Channel) -> None:
-        """It has gone, one way or another."""
+        """Note that a process has gone, one way or another."""
         with self._lock:
             if session in self._waiting:
                 self._waiting.remove(session)
@@ -135,12 +134,8 @@ class BarrierServer:
             _log.debug("a process could not be told of a barrier: %s", error)
 
 
-def _serve_on_ray(parties: int, secret: bytes) -> BarrierServer:
-    return BarrierServer(parties, secret, native_ray.own_host())
-
-
 class Barrier:
-    """Lets processes, or threads, wait for each other; reusable.
+    """A place where processes, or threads, wait for each other; reusable.
 
     It is broken when a waiting one gives up or dies, when a process that has waited before ends without a farewell
     (SIGKILL), when a member of a `ProcessGroup` that it is an argument of fails, or by `abort`: then all who wait, and
@@ -159,14 +154,9 @@ class Barrier:
         checked_integer("parties", parties, 1)
         _check_timeout(timeout)
         secret = secrets.token_bytes(32)
-        self._server: BarrierServer | native_ray.Hosted | None
-        if native_ray.is_client():
-            # Ray ends it with its last handle: to ask for that from a finalizer, on whatever thread, could block.
-            self._server = native_ray.Hosted(_serve_on_ray, parties, secret)
-        else:
-            on_ray = native_ray.is_on_ray()
-            self._server = server = _serve_on_ray(parties, secret) if on_ray else BarrierServer(parties, secret)
-            weakref.finalize(self, server.close)
+        host = native_ray.own_host() if native_ray.is_on_ray() else None
+        self._server: BarrierServer | None = BarrierServer(parties, secret, host)
+        weakref.finalize(self, self._server.close)
         self._set_up(self._server.address, secret, parties, timeout)
 
     def _set_up(self, address: Address, secret: bytes, parties: int, timeout: float | None) -> None:
@@ -185,17 +175,17 @@ class Barrier:
 
     @property
     def parties(self) -> int:
-        """How many have to wait for all to pass."""
+        """Number of those who have to wait for all to pass."""
         return self._parties
 
     @property
     def n_waiting(self) -> int:
-        """How many wait at the moment."""
+        """Number of those who wait at the moment."""
         return int(self._ask("state")["waiting"])
 
     @property
     def broken(self) -> bool:
-        """Whether it is broken."""
+        """True if it is broken."""
         return bool(self._ask("state")["broken"])
 
     def wait(self, timeout: float | None = None) -> int:
@@ -230,7 +220,7 @@ class Barrier:
         self._ask("reset", reason="it was reset")
 
     def close(self) -> None:
-        """In the process that made it: end it for all. Elsewhere: let go of it."""
+        """End it for all, in the process that made it; elsewhere let go of it."""
         if self._server is not None:
             self._server.close()
         _leave(self._idle)

@@ -33,12 +33,12 @@ class System:
 
     @property
     def nodes(self) -> list[Node]:
-        """All machines; the first is the one that the program was started on."""
+        """The machines; the first is the one that the program was started on."""
         return list(self._nodes)
 
     @property
     def nnodes(self) -> int:
-        """How many machines there are."""
+        """Number of machines."""
         return len(self._nodes)
 
     @property
@@ -48,7 +48,7 @@ class System:
 
     @property
     def restarted(self) -> bool:
-        """Whether the program was started again after a failure: `RESTARTED_VARIABLE`, or torchrun says so."""
+        """True if the program was started again after a failure: `RESTARTED_VARIABLE`, or torchrun says so."""
         said = os.environ.get(RESTARTED_VARIABLE, "")
         if said not in ("", "0", "1"):
             raise InvalidArgumentError("must be 0 or 1", argument=RESTARTED_VARIABLE, value=said)
@@ -61,7 +61,7 @@ class System:
 
 
 class RankInfo:
-    """What a process of a `CollectiveGroup`, or one that torchrun started, is told about itself and the others.
+    """The place of a process in a `CollectiveGroup`, or among those that torchrun started.
 
     Attributes:
         my_rank: from 0, below `world_size`.
@@ -96,7 +96,7 @@ def _told(name: str) -> int:
 
 
 class CollectiveGroup(ProcessGroup):
-    """One process for each of some policies, each with the environment that `torch.distributed` expects.
+    """Processes, one a policy, each with the environment that `torch.distributed` expects.
 
     Set are RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; CUDA_VISIBLE_DEVICES
     where a policy names devices; and, unless they are set already, OMP_NUM_THREADS, so that all ranks together have as

@@ -1,4 +1,4 @@
-"""What a process of a group is to run, and what it does before and after that.
+"""Processes of groups: the work of each, and what it does before and after that.
 
 Owns the process's number, its environment, its end when its creator is gone, and the report of what went wrong.
 """
@@ -26,7 +26,7 @@ _MOST_REPORT_CHARACTERS = 10_000  # which fit into a pipe: nobody reads it befor
 
 @dataclass(frozen=True)
 class Policy:
-    """Where a process runs.
+    """The place that a process runs at.
 
     Attributes:
         gpu_affinity: CUDA devices that it sees; empty: all.
@@ -39,7 +39,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class ProcessTemplate:
-    """What to run in a process: a function and its arguments.
+    """A function to run in a process, and its arguments.
 
     They travel by cloudpickle, so a function of the running script will do, with the globals that it uses; the script
     must still be guarded by ``if __name__ == "__main__"``. `DDict` handles and `Barrier`s may be arguments; queues and
@@ -70,7 +70,7 @@ class ProcessTemplate:
 
 
 class ThisProcess:
-    """What a process knows of itself."""
+    """The process's own account of itself."""
 
     @property
     def my_puid(self) -> int:

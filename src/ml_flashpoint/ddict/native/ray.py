@@ -1,4 +1,4 @@
-"""Processes on a Ray cluster, what listens there for programs outside of it, and free ports.
+"""Processes on a Ray cluster, its nodes, and free ports.
 
 Owns the actors behind them. Each member of a group is an actor, which Ray places, watches, and ends with the program
 that made it; what a group does with its members is `processes`'.
@@ -11,7 +11,7 @@ import os
 import random
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from typing import Any
 from ml_flashpoint.ddict.errors import DDictError
 from ml_flashpoint.ddict.native.process import Policy, ProcessTemplate, run_work
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError
-from ml_flashpoint.net.client import Address, check_address
 
 LOOPBACK = "127.0.0.1"
 GPUS_VARIABLE = "FLASHPOINT_NUM_GPUS"
@@ -31,7 +30,6 @@ _LOWEST = 20_000  # `ray start` gives its workers 10002 to 19999
 _TRIES = 20
 
 _START_TIMEOUT_S = 120.0
-_CLOSE_S = 5.0
 _LOOK_EVERY_S = 1.0
 DIED = 255  # exit code of a member whose end Ray tells, but not how it came
 
@@ -52,7 +50,7 @@ def free_port(host: str = "") -> int:
 
 
 def is_on_ray() -> bool:
-    """Whether this program has a Ray cluster: ``ray.init`` was called, or this is a worker of one."""
+    """Return True if this program has a Ray cluster: ``ray.init`` was called, or this is a worker of one."""
     ray = sys.modules.get("ray")  # not imported for this: where it is not, it is not initialized
     return ray is not None and bool(ray.is_initialized())
 
@@ -219,46 +217,9 @@ def start_on_ray(works: Sequence[tuple[int, ProcessTemplate, bytes]]) -> list[Ra
     ]
 
 
-# -- what listens -----------------------------------------------------------------------------------------------
-
-
 def own_host() -> str:
-    """Address of this process's node."""
+    """Return the address of this process's node, for what listens here. Raises `DDictError`: this is a client of a Ray
+    cluster (``ray://``), which its processes cannot reach."""
+    if _ray().util.client.ray.is_connected():
+        raise DDictError("a client of a Ray cluster cannot be reached by it", hint="make this in a task or an actor")
     return str(_ray().util.get_node_ip_address())
-
-
-def is_client() -> bool:
-    """Whether this program is a client of a Ray cluster, ``ray://``, which processes of the cluster cannot reach."""
-    return is_on_ray() and bool(_ray().util.client.ray.is_connected())
-
-
-class _Host:
-    def __init__(self, make: Callable[..., Any], args: Sequence[Any]) -> None:
-        self._hosted = make(*args)
-
-    def address(self) -> Any:
-        return self._hosted.address
-
-    def close(self) -> None:
-        self._hosted.close()
-
-
-class Hosted:
-    """Something that listens, in an actor, for a client that no process of the cluster can reach. It ends with the
-    program that made it. ``make``: makes it there of the rest; it has an `address`, and `close`. Raises `DDictError`:
-    it did not start."""
-
-    def __init__(self, make: Callable[..., Any], *args: Any) -> None:
-        ray = _ray()
-        self._actor = ray.remote(_Host).options(num_cpus=0).remote(make, args)
-        try:
-            self.address: Address = check_address(ray.get(self._actor.address.remote(), timeout=_START_TIMEOUT_S))
-        except Exception as error:
-            self.close()
-            raise DDictError(f"an actor did not start: {error}") from error
-
-    def close(self) -> None:
-        """End it. Idempotent."""
-        with contextlib.suppress(Exception):  # Ray may be gone, and the actor with it
-            _ray().get(self._actor.close.remote(), timeout=_CLOSE_S)
-        _kill(self._actor)

@@ -1,1 +1,1 @@
-"""Where managers run: child processes of the creator, or actors of Ray."""
+"""Runtimes of managers: child processes of the creator, or actors of Ray."""

@@ -29,7 +29,7 @@ START_TIMEOUT_S = 60.0
 
 
 class Runtime:
-    """What runs the managers of a dictionary. Thread-safe. It is stopped at the end of this process at the latest."""
+    """The runtime of a dictionary's managers. Thread-safe. It is stopped at the end of this process at the latest."""
 
     def __init__(self) -> None:
         self._creator = os.getpid()
@@ -39,7 +39,7 @@ class Runtime:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it was stopped, or is that of the parent of this process."""
+        """True if it was stopped, or is that of the parent of this process."""
         return self._is_stopped or self._creator != os.getpid()
 
     def stop(self, timeout_s: float = END_GRACE_S) -> None:
@@ -61,15 +61,12 @@ class EmbeddedRuntime(Runtime):
 
     Making one makes the dictionary's folder, removes those of dictionaries that nobody uses any more, and begins to
     import the managers' code in the fork server. Managers that die are started again; when this process ends, in
-    whatever way, they end too and the folder goes.
+    whatever way, they end too and the folder goes. Raises `DDictError`: the folder cannot be made; `OSError`: nor the
+    fork server.
 
     Args:
         entry: ``module:function`` that a manager process runs, see `fork_server.Entry`.
         root: folder to make the dictionary's folder in; by default `folder.runtime_root`.
-
-    Raises:
-        DDictError: the folder cannot be made.
-        OSError: nor can the fork server.
     """
 
     def __init__(self, *, entry: str = MANAGER_ENTRY, root: Path | None = None) -> None:
@@ -93,14 +90,12 @@ class EmbeddedRuntime(Runtime):
         """Start a manager for each configuration, and wait until all are ready. To be called once.
 
         Args:
-            configs: one JSON-able dictionary for each ``manager``. It gets its own with ``incarnation`` (16 hex
-                characters, another one for every process) and ``restarted`` (bool) added. They travel by socket, so
-                they may hold secrets.
-            restarted: whether there were managers before these, so that all count as started again.
+            configs: one JSON-able dictionary for each ``manager``. It gets ``incarnation`` (16 hex characters, others
+                for every process) and ``restarted`` (bool) added. They travel by socket, so they may hold secrets.
+            restarted: True if there were managers before these, so that all count as started again.
 
         Raises:
-            FlashpointError: a manager could not start, for this reason. All have ended then.
-            DDictError: likewise, for another reason; ``manager`` says which, the message why.
+            FlashpointError: a manager could not start; ``manager`` says which, the message why. All have ended then.
             DDictTimeoutError: not all were ready in time. All have ended then.
         """
         if self.is_stopped:
@@ -150,7 +145,7 @@ class EmbeddedRuntime(Runtime):
 
 
 def _error_of(failed: Supervised) -> FlashpointError:
-    """What a manager that did not start has raised, if that is one of ours."""
+    """Return what a manager that did not start has raised, if that is one of ours."""
     error = REQUESTS.rebuild(failed.error)
     if not failed.error or type(error) is DDictError:
         error = DDictError(

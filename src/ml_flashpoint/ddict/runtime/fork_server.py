@@ -130,7 +130,7 @@ def _run(control: Connection) -> int:
 
 
 def run_manager(config: dict[str, Any], ready: Callable[[], None], stop: threading.Event) -> None:
-    """Be a manager until told to stop; see `Entry`."""
+    """Run a manager until told to stop; see `Entry`."""
     from ml_flashpoint.ddict.manager.service import ManagerService  # not where only names of entries are needed
 
     with contextlib.closing(ManagerService(config)):

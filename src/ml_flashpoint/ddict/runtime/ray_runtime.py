@@ -2,8 +2,7 @@
 
 Owns placing, starting and ending the actors, one a node. The managers there are its children, as they are the creator's
 elsewhere (`embedded`). A manager that dies is started again by its actor, and an actor by Ray, on another node if its
-own is lost. Data never goes through Ray: managers say to the coordinator where they listen, and that tells clients. It
-is in the process that makes the dictionary, or in an actor, for a driver by Ray Client.
+own is lost. Data never goes through Ray: managers say to the coordinator where they listen, and that tells clients.
 
 The managers of one node are a bundle of a placement group, whose bundles are spread over the nodes. A bundle whose node
 is lost goes to another one, which then has two if no node was to spare. Ray is told what the managers' processes need;
@@ -31,7 +30,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ml_flashpoint.ddict.checkpoints.server import CoordinatorServer
 from ml_flashpoint.ddict.errors import DDictError, DDictTimeoutError
-from ml_flashpoint.ddict.native.ray import Hosted, is_client, own_host
+from ml_flashpoint.ddict.native.ray import own_host
 from ml_flashpoint.ddict.options import Configuration
 from ml_flashpoint.ddict.runtime.embedded import EmbeddedRuntime, Runtime
 from ml_flashpoint.format.errors import InvalidArgumentError
@@ -85,11 +84,6 @@ class RayNode(EmbeddedRuntime):
         return {"node": node, "folder": str(self.base), "pids": self.pids()}
 
 
-def _coordinator(configuration: Mapping[str, Any], environment: Mapping[str, str]) -> CoordinatorServer:
-    os.environ.update(environment)
-    return CoordinatorServer(Configuration.from_json(configuration), own_host())
-
-
 class RayRuntime(Runtime):
     """The managers of one dictionary. Thread-safe. Raises `InvalidArgumentError`: the cluster has fewer nodes than
     asked for; `DDictError`: the managers cannot be placed or started. None is left then; `DDictTimeoutError`: they were
@@ -105,9 +99,7 @@ class RayRuntime(Runtime):
             for name, value in os.environ.items()
             if name.startswith("FLASHPOINT_") and name != NODE_ID_VARIABLE  # that is the creator's node
         }
-        # A client of the cluster is no part of it, and its processes may not reach this one.
-        told = configuration.to_json(), environment
-        self._coordinator = Hosted(_coordinator, *told) if is_client() else _coordinator(*told)
+        self._coordinator = CoordinatorServer(configuration, own_host())
         self.configuration = configuration = dataclasses.replace(configuration, coordinator=self._coordinator.address)
         """With what clients need to find the coordinator, which knows where the managers are."""
         self._group: PlacementGroup | None = None

@@ -124,7 +124,7 @@ class ForkServer:
         raise ConnectionError(f"the fork server (pid {self.pid}) has ended, or does not answer")
 
     def is_alive(self) -> bool:
-        """Whether its process runs."""
+        """Return True if its process runs."""
         return self.process.poll() is None
 
     def end(self) -> None:

@@ -1,1 +1,1 @@
-"""What travels between the processes of a dictionary: requests, keys, the account of writes. Imports errors only."""
+"""Requests, keys and the account of writes: what travels between the processes. Imports errors only."""

@@ -28,14 +28,8 @@ class Fence:
         self._heard: dict[str, _Heard] = {}
 
     def hear(self, handle: str, generation: int, epoch: int = 0) -> bool:
-        """Note a request. Returns true if it is the first of its generation.
-
-        Args:
-            epoch: of the request, where requests of an earlier epoch are refused as such.
-
-        Raises:
-            StaleRequestError: A later generation was heard.
-        """
+        """Note a request. Return True if it is the first of its generation. ``epoch``: of the request, where
+        requests of an earlier epoch are refused as such. Raises `StaleRequestError`: a later generation was heard."""
         newest = self._heard.get(handle, _Heard(0, 0))
         if generation < newest.generation:
             raise StaleRequestError("the handle that made this request has given it up")

@@ -116,7 +116,7 @@ def described(key: bytes) -> str:
 
 
 def place(key: bytes, managers: int) -> int:
-    """Which of the managers, numbered from 0, has an encoded key."""
+    """Return which of the managers, numbered from 0, has an encoded key."""
     return xxhash.xxh3_64_intdigest(key) % managers
 
 

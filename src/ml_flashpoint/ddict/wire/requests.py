@@ -1,8 +1,9 @@
 """The requests that clients, managers and the coordinator of a dictionary make: what each says, and how it travels.
 
-A request is a frozen dataclass. It travels as its name in snake case, with a field of JSON for each of its own, and
-``t``, the seconds that are left to whoever asks. A peer that knows the secret may still be wrong: what is not of the
-type that a field is declared with is refused. Keys and values travel in blobs beside it. Answers are fields and blobs.
+A request is a frozen dataclass. It travels as its name in snake case with two fields of JSON: ``a``, the values of its
+own fields in their order, and ``t``, the seconds that are left to whoever asks. A peer that knows the secret may still
+be wrong: what is not of the type that a field is declared with is refused. Keys and values travel in blobs beside it.
+Answers are fields and blobs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from ml_flashpoint.ddict.wire.written import NOTHING, Written
@@ -46,7 +48,7 @@ class Back(NamedTuple):
 
 
 class Account(NamedTuple):
-    """All that the coordinator is told of a handle."""
+    """The coordinator's news of a handle."""
 
     whose: Whose
     session: str  # that keeps it attached
@@ -480,68 +482,90 @@ def _text(value: Any) -> str:
     return value
 
 
-def _tuple_of(item: Callable[[Any], _Item]) -> Callable[[Any], tuple[_Item, ...]]:
-    return lambda value: tuple(map(item, _of_type(list)(value)))
+def _whose(value: Any) -> Whose:
+    handle, checkpoint_id, epoch, generation = value
+    return Whose(_text(handle), _integer(checkpoint_id), _integer(epoch), _integer(generation))
 
 
-def _record(kind: Callable[..., _Item], *items: Callable[[Any], Any]) -> Callable[[Any], _Item]:
-    def parse(value: Any) -> _Item:
-        return kind(*(item(each) for item, each in zip(items, _of_type(list)(value), strict=True)))
-
-    return parse
+def _back(value: Any) -> Back:
+    to, onwards = value
+    return Back(_integer(to), _flag(onwards))
 
 
-_fields, _flag = _of_type(dict), _of_type(bool)
-_whose = _record(Whose, _text, _integer, _integer, _integer)
-_written, _back = _record(Written, _integer, _integer), _record(Back, _integer, _flag)
-_PARSERS: Final[dict[str, Callable[[Any], Any]]] = {
+def _account(value: Any) -> Account:
+    whose, session, (checkpoint, late), back = value
+    return Account(_whose(whose), _text(session), Written(_integer(checkpoint), _integer(late)), _back(back))
+
+
+def _sealed_part(value: Any) -> SealedPart:
+    name, cut, checkpoint_id = value
+    return SealedPart(_text(name), _integer(cut), _integer(checkpoint_id))
+
+
+_fields, _flag, _list = _of_type(dict), _of_type(bool), _of_type(list)
+_READERS: Final[dict[str, Callable[[Any], Any]]] = {
     "int": _integer,
     "float": _number,
     "str": _text,
     "bool": _flag,
-    "tuple[int, ...]": _tuple_of(_integer),
-    "tuple[str, ...]": _tuple_of(_text),
-    "tuple[SealedPart, ...]": _tuple_of(_record(SealedPart, _text, _integer, _integer)),
+    "tuple[int, ...]": lambda value: tuple(map(_integer, _list(value))),
+    "tuple[str, ...]": lambda value: tuple(map(_text, _list(value))),
+    "tuple[SealedPart, ...]": lambda value: tuple(map(_sealed_part, _list(value))),
     "Whose": _whose,
     "Back": _back,
-    "Account": _record(Account, _whose, _text, _written, _back),
+    "Account": _account,
     "Fields": _fields,
     "Fields | None": lambda value: None if value is None else _fields(value),
 }
-"""How a field is read, by the type that it is declared with."""
+"""How a value is read, by the type that its field is declared with."""
 
-_KINDS: Final = [each for each in list(globals().values()) if isinstance(each, type) and issubclass(each, Request)]
-_NAMES: Final = {each: re.sub(r"(?<!^)(?=[A-Z])", "_", each.__name__).lower() for each in _KINDS if each is not Request}
-_FIELDS: Final = {each: [its.name for its in dataclasses.fields(each)] for each in _NAMES}  # type: ignore[arg-type]
-_READERS: Final = {
-    name: (kind, [(its.name, _PARSERS[str(its.type)]) for its in dataclasses.fields(kind)])  # type: ignore[arg-type]
-    for kind, name in _NAMES.items()
+
+class _Kind(NamedTuple):
+    """A kind of requests."""
+
+    name: str
+    make: type[Request]
+    values: Callable[[Any], Sequence[Any]]  # of the fields of one
+    readers: list[Callable[[Any], Any]]
+
+
+def _kind_of(kind: Any) -> _Kind:
+    fields = dataclasses.fields(kind)
+    names = [each.name for each in fields]
+    getter: Callable[[Any], Any] = attrgetter(*names) if names else tuple
+    values = getter if len(names) > 1 else (lambda request: [getter(request)] if names else [])
+    name = re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
+    return _Kind(name, kind, values, [_READERS[str(each.type)] for each in fields])
+
+
+_KINDS: Final[dict[Any, _Kind]] = {
+    kind: _kind_of(kind) for kind in list(globals().values()) if dataclasses.is_dataclass(kind)
 }
+_BY_NAME: Final = {kind.name: kind for kind in _KINDS.values()}
 
 
 def name_of(request: Request) -> str:
     """Return the name that a request travels by."""
-    return _NAMES[type(request)]
+    return _KINDS[type(request)].name
 
 
 def encode(request: Request, left_s: float) -> tuple[str, Fields]:
     """Return the name of an operation, and its fields. ``left_s``: seconds that are left to whoever asks."""
-    kind = type(request)
-    fields = {name: getattr(request, name) for name in _FIELDS[kind]}
-    fields["t"] = left_s
-    return _NAMES[kind], fields
+    kind = _KINDS[type(request)]
+    return kind.name, {"a": kind.values(request), "t": left_s}
 
 
 def decode(operation: str, fields: Fields) -> tuple[Request, float]:
     """Return the request that this is, and when its time is up, by ``time.monotonic()``. Raises `ProtocolError`: it is
     none."""
-    if operation not in _READERS:
+    kind = _BY_NAME.get(operation)
+    if kind is None:
         raise ProtocolError(f"there is no operation {operation!a}")
-    kind, readers = _READERS[operation]
     try:
-        left_s = _number(fields["t"])
-        if not 0 <= left_s <= _LONGEST_S:
-            raise ValueError("field 't' must be the seconds that are left")
-        return kind(*[read(fields[name]) for name, read in readers]), time.monotonic() + left_s
+        left_s, values = _number(fields["t"]), fields["a"]
+        if not 0 <= left_s <= _LONGEST_S or len(values) != len(kind.readers):
+            raise ValueError("too few or too many, or not the seconds that are left")
+        made = kind.make(*[read(value) for read, value in zip(kind.readers, values, strict=True)])
+        return made, time.monotonic() + left_s
     except (KeyError, TypeError, ValueError) as error:
         raise ProtocolError(f"not the fields of {operation!a}: {error}") from error

@@ -10,9 +10,9 @@ import pytest
 from ml_flashpoint.format.digest import digest_block
 from ml_flashpoint.format.errors import DamagedError
 from ml_flashpoint.format.manifest import ObjectRecord
-from ml_flashpoint.stores import part as module
-from ml_flashpoint.stores.directory import Directory
-from ml_flashpoint.stores.part import StoredObject, check_blocks
+from ml_flashpoint.stores import version_store as module
+from ml_flashpoint.stores.files import Directory
+from ml_flashpoint.stores.version_store import StoredObject, check_blocks
 
 BLOCK = 1000
 
@@ -30,7 +30,7 @@ def content(path: Path, record: ObjectRecord) -> bytes:
         Directory(path.parent).read_into(path.name, begin, into)
         check_blocks(record, begin, into, str(path))
 
-    return b"".join(map(bytes, StoredObject(record, read, str(path)).pieces()))
+    return b"".join(map(bytes, StoredObject(record, read, str(path)).file()))
 
 
 def test_the_whole_file_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

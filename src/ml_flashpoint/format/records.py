@@ -1,6 +1,6 @@
 """Small JSON files that show any flipped byte and any truncation.
 
-Owns their form: one JSON object with the fields `kind`, `content` and `digest`, the xxh3_128 of the content written
+A record is one JSON object with the fields `kind`, `content` and `digest`, the xxh3_128 of the content written
 canonically. The digest finds accidents; it is no defence against forgery.
 """
 
@@ -26,9 +26,8 @@ def encode_record(kind: str, content: dict[str, Any]) -> bytes:
     """
     data = json.dumps({"kind": kind, "content": content, "digest": _digest(content)}, indent=1).encode("ascii")
     if len(data) > MAX_RECORD_BYTES:
-        raise InvalidArgumentError(
-            f"a record must not exceed {MAX_RECORD_BYTES} bytes", argument="content", value=len(data)
-        )
+        text = f"a record must not exceed {MAX_RECORD_BYTES} bytes"
+        raise InvalidArgumentError(text, argument="content", value=len(data))
     return data
 
 
@@ -38,17 +37,15 @@ def decode_record(kind: str, data: bytes, path: str | os.PathLike[str] | None = 
     Raises:
         DamagedError: `data` is no record of this kind.
     """
-    if len(data) > MAX_RECORD_BYTES:
-        raise DamagedError(f"the record has more than {MAX_RECORD_BYTES} bytes", path=path)
     try:
         record = json.loads(data.decode("ascii"))
         content = record["content"]
         if record["kind"] != kind or not isinstance(content, dict):
             raise ValueError("of another kind")
-        right = record["digest"] == _digest(content)
+        is_right = record["digest"] == _digest(content)
     except (ValueError, KeyError, TypeError, RecursionError, MemoryError) as error:
         raise DamagedError(f"this is no record of kind {kind}", path=path) from error
-    if not right:
+    if not is_right:
         raise DamagedError("the record was altered: its digest does not match", path=path)
     return content
 

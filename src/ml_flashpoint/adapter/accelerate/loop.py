@@ -1,0 +1,120 @@
+"""`AcceleratorFlashpoint`: the loop's five lines for what an `accelerate.Accelerator` has prepared."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from accelerate import Accelerator
+
+from ml_flashpoint.adapter.accelerate.place import LoaderPlace
+from ml_flashpoint.flashpoint import Flashpoint
+from ml_flashpoint.format.errors import InvalidArgumentError
+
+
+class AcceleratorFlashpoint(Flashpoint):
+    """Saves what an accelerator has prepared into memory every few steps, and restores it after a crash.
+
+    ::
+
+        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+        fp = AcceleratorFlashpoint(accelerator, "/dev/shm/mlf-jobs/job-145", every_n_steps=1)
+        step = fp.resume()                                  # 0 when fresh
+        for epoch in range(step // steps_per_epoch, epochs):
+            for batch in fp.batches(loader):
+                with accelerator.accumulate(model):
+                    ...
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                fp.step()                                   # counts the optimizer's steps
+        fp.close()
+
+    Tracked are all models, optimizers, schedulers, loaders, and objects of ``register_for_checkpointing`` that the
+    accelerator has when this is constructed, its scaler and its count of accumulated batches, and what ``track`` is
+    given. Accelerate's own ``save_state`` and its folders stay as they are.
+
+    A loader goes on in the midst of its pass, without fetching again what it has given: where its data is iterable and
+    has no state, all of that is read again. What samples and collators draw in the main process is drawn again as it
+    was; workers (``num_workers``) of a pass that goes on begin with other random numbers, unless the loader has a state
+    of its own (``DataLoaderConfiguration(use_stateful_dataloader=True)``).
+
+    Args:
+        accelerator: after ``prepare``.
+        base, options: see `ml_flashpoint.Flashpoint`.
+
+    Raises:
+        InvalidArgumentError: an argument is unusable, or nothing was prepared, or by DeepSpeed or Megatron-LM.
+    """
+
+    def __init__(self, accelerator: Accelerator, base: str | os.PathLike[str], **options: Any) -> None:
+        if not isinstance(accelerator, Accelerator):
+            raise InvalidArgumentError("must be an Accelerator", argument="accelerator", value=accelerator)
+        if not accelerator._models:
+            hint = "call accelerator.prepare(model, ...) first"
+            raise InvalidArgumentError("has no model", argument="accelerator", value=accelerator, hint=hint)
+        if (kind := accelerator.distributed_type.value) in ("DEEPSPEED", "MEGATRON_LM", "XLA"):
+            raise InvalidArgumentError(f"{kind} is not supported", argument="accelerator", value=accelerator)
+        super().__init__(base, **options)
+        self._accelerator = accelerator
+        self._places = [LoaderPlace(each) for each in accelerator._dataloaders if not has_own_state(each)]
+        kept = [each for each in accelerator._dataloaders if has_own_state(each)]
+        self.track(**_named("model", accelerator._models))
+        self.track(**_named("optimizer", [each.optimizer for each in accelerator._optimizers]))
+        self.track(**_named("scheduler", accelerator._schedulers))
+        self.track(**_named("loader", [*self._places, *kept]))
+        self.track(**_named("registered", accelerator._custom_objects))
+        if accelerator.scaler is not None:
+            self.track(scaler=accelerator.scaler)
+        self.track(accelerator=_Accumulated(accelerator))
+
+    def batches(self, loader: Any, through: Any = None) -> Any:
+        """Return the batches of a prepared loader, from where training goes on; see `Flashpoint.batches`."""
+        for place in self._places:
+            if place.loader is loader:
+                if through is not None:
+                    text = "cannot be used with a loader that Accelerate has prepared, which fetches ahead itself"
+                    raise InvalidArgumentError(text, argument="through", value=through)
+                return _Batches(place)
+        return super().batches(loader, through)
+
+    def step(self) -> int:
+        """Count a step of the optimizer as done, and save if a save is due. While gradients are being accumulated, do
+        nothing. See `Flashpoint.step`."""
+        return super().step() if self._accelerator.sync_gradients else self.steps_done
+
+
+class _Batches:
+    """The batches of a prepared loader. Each ``for`` loop over this is one pass."""
+
+    def __init__(self, place: LoaderPlace) -> None:
+        self._place = place
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._place.begin()
+
+    def __len__(self) -> int:
+        return len(self._place.loader)
+
+
+class _Accumulated:
+    """The count of batches since gradients were last synchronized."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self._accelerator.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._accelerator.step = state["step"]
+
+
+def has_own_state(loader: Any) -> bool:
+    """Return True if a prepared loader keeps its place itself. The methods are there in any case, and may fail."""
+    return bool(getattr(loader, "use_stateful_dataloader", False))
+
+
+def _named(name: str, values: list[Any]) -> dict[str, Any]:
+    return {name if index == 0 else f"{name}_{index}": each for index, each in enumerate(values)}

@@ -1,0 +1,405 @@
+"""`attach`: have a Trainer save into memory every few steps, and go on from there.
+
+A save is made where nothing of its step is left to do: after logging, evaluation and the Trainer's own save, which come
+after ``on_step_end``. At the last step of an epoch, that is after those of the epoch's end.
+
+The way back is the Trainer's own: ``train(resume_from_checkpoint=...)`` reads ``trainer_state.json`` of a folder that
+`resume_path` makes in the base container, wraps the model, makes the optimizer, and asks for their states. All of it is
+loaded there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import transformers
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import get_last_checkpoint
+
+from ml_flashpoint.adapter.accelerate.place import Draws, watch_draws
+from ml_flashpoint.flashpoint import Flashpoint
+from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, NothingLoadableError
+from ml_flashpoint.state.random_numbers import capture_rng_state, restore_rng_state
+
+_log = logging.getLogger(__name__)
+
+_ATTACHED = "_ml_flashpoint"
+# What a run gives itself, whatever was saved.
+_OF_THE_RUN = (
+    "max_steps",
+    "num_train_epochs",
+    "is_local_process_zero",
+    "is_world_process_zero",
+    "is_hyper_param_search",
+)
+_OF_THE_LOOP = (
+    "_tr_loss",
+    "_total_loss_scalar",
+    "_globalstep_last_logged",
+    "_initial_global_step",  # of which the total is the loss
+    "current_flos",
+)
+
+
+def attach(trainer: Trainer, base: str | os.PathLike[str], *, every_n_steps: int = 1, **options: Any) -> Trainer:
+    """Have a Trainer save its state into memory every few steps of the optimizer.
+
+    ::
+
+        trainer = Trainer(model, args, train_dataset=data)
+        attach(trainer, "/dev/shm/mlf-jobs/job-145", every_n_steps=1)
+        trainer.train(resume_from_checkpoint=resume_path(trainer))
+
+    Saved are model, optimizer, scheduler, scaler, the Trainer's state and that of its callbacks which have one, the
+    loss that is not logged yet, and the random number generators. Of a PEFT model, frozen parameters are left out, as
+    the Trainer does. The Trainer's own checkpoints stay as they are, beside.
+
+    What samples and collators draw in the main process is drawn again as it was. Workers (``dataloader_num_workers``)
+    that draw begin with other random numbers after a restart in the midst of an epoch.
+
+    Args:
+        trainer: any Trainer, before ``train``: plain, with DDP or FSDP2, or a subclass like ``SFTTrainer``.
+        base, every_n_steps, options: see `ml_flashpoint.Flashpoint`.
+
+    Returns:
+        The Trainer.
+
+    Raises:
+        InvalidArgumentError: the Trainer has one attached, uses what is not supported, or an argument is unusable.
+        FlashpointError: the base container cannot be used.
+    """
+    if not isinstance(trainer, Trainer):
+        raise InvalidArgumentError("must be a transformers.Trainer", argument="trainer", value=trainer)
+    if hasattr(trainer, _ATTACHED):
+        raise InvalidArgumentError("has a Flashpoint attached already", argument="trainer", value=trainer)
+    kind = trainer.accelerator.distributed_type
+    if kind not in (DistributedType.NO, DistributedType.FSDP) and "MULTI" not in kind.value:
+        raise InvalidArgumentError(f"{kind.value} is not supported", argument="trainer", value=trainer)
+    if trainer.args.auto_find_batch_size:
+        text = "auto_find_batch_size is not supported: a place in the data is counted in batches"
+        raise InvalidArgumentError(text, argument="trainer", value=trainer)
+    attached = _Attached(trainer, base, every_n_steps, options)
+    setattr(trainer, _ATTACHED, attached)
+    trainer.add_callback(attached)
+    return trainer
+
+
+def resume_path(trainer: Trainer, fallback: str | bool | None = None) -> str | None:
+    """Return what to go on from, for ``trainer.train(resume_from_checkpoint=...)``. Collective.
+
+    Args:
+        trainer: has a Flashpoint attached.
+        fallback: what to return where there is no version: a checkpoint of the Trainer's own, True for the newest one
+            in its ``output_dir``, if there is one, or None to start anew.
+
+    Returns:
+        A folder in the base container that stands for the newest version which all ranks can load; or the fallback.
+
+    Raises:
+        InvalidArgumentError: nothing is attached.
+        NothingLoadableError: there are versions, none can be loaded, and there is no fallback.
+        FlashpointError: ranks lost each other.
+    """
+    attached = getattr(trainer, _ATTACHED, None)
+    if attached is None:
+        raise InvalidArgumentError("has no Flashpoint: call attach() first", argument="trainer", value=trainer)
+    if fallback is True:
+        folder = trainer.args.output_dir
+        fallback = get_last_checkpoint(folder) if os.path.isdir(folder) else None
+    path: str | None = attached.find(fallback or None)
+    return path or fallback or None
+
+
+class TrainerFlashpoint(Flashpoint):
+    """A `Flashpoint` for one ``train()`` of a Trainer."""
+
+    def newest_step(self) -> int | None:
+        """Return the step of the newest version that all ranks can load, which is brought here. Collective."""
+        version = self._checkpointer.newest()
+        return None if version is None else version.step
+
+    def begin(self, step: int, *, asked: bool) -> None:
+        """Begin to save, after so many steps, where nothing of the base container was loaded. Collective.
+
+        Raises:
+            UnaskedVersionsError: there are versions, and nobody has asked for them.
+        """
+        if not asked:
+            self._checkpointer.check_asked("resume_path(trainer)", hint="or attach with discard_existing=True")
+        self.resume(fallback=lambda: step)
+
+    @property
+    def place(self) -> Path:
+        """A folder in the base container for what this rank's Trainer reads of a version."""
+        return Path(self._base) / "trainer" / f"rank-{self._ranks.rank:05d}"
+
+
+class _Attached(TrainerCallback):  # type: ignore[misc]
+    """Stands between a Trainer and its `TrainerFlashpoint`: takes the place of some of the Trainer's methods.
+
+    Args: as of `attach`.
+
+    Attributes:
+        flashpoint: of the latest ``train()``.
+        step_found: of the newest version; None if there is none, or nobody has asked.
+        generators: the random number generators as a version has them; None unless one was loaded.
+        draws: of the loader in use; None where its data is iterable.
+    """
+
+    def __init__(
+        self, trainer: Trainer, base: str | os.PathLike[str], every_n_steps: int, options: dict[str, Any]
+    ) -> None:
+        ours: dict[str, Callable[..., Any]] = {
+            "get_train_dataloader": self._make_loader,
+            "_load_from_checkpoint": self._load_nothing_yet,
+            "_load_optimizer_and_scheduler": self._load,
+            "_load_scaler": self._load_nothing_yet,
+            "_load_rng_state": self._restore_generators,
+            "_run_epoch": self._run_epoch,
+            "_maybe_log_save_evaluate": self._end_step,
+        }
+        if missing := [name for name in ours if not hasattr(trainer, name)]:
+            text = f"transformers {transformers.__version__} has no Trainer.{missing[0]}, which this adapter needs"
+            raise InvalidArgumentError(text, argument="trainer", value=trainer, hint="use release 5.24")
+        self.trainer = trainer
+        self._open = functools.partial(TrainerFlashpoint, base, every_n_steps=every_n_steps, **options)
+        self.flashpoint = self._open()
+        self._is_tracking = False
+        self._asked = False
+        self._path: str | None = None  # what stands for the version that was found
+        self.step_found: int | None = None
+        self._rest = _Rest(self)
+        self._step = 0
+        self._put_off = False
+        self._updates = 1  # steps of the optimizer in an epoch
+        self.generators: dict[str, Any] | None = None
+        self.draws: Draws | None = None
+        for name, method in ours.items():
+            setattr(trainer, name, functools.partial(method, getattr(trainer, name)))
+
+    # ---- the way back ---------------------------------------------------------------------------------------
+
+    def find(self, fallback: object) -> str | None:
+        """Return the path that stands for the newest version; None if there is none to go on from. Collective."""
+        self._have_new()
+        self._asked = True
+        try:
+            self.step_found = self.flashpoint.newest_step()
+        except NothingLoadableError as error:
+            if fallback is None:
+                raise
+            _log.error("falling back, and what is in memory will be overwritten: %s", error)
+            self.step_found = None
+        if self.step_found is None:
+            return None
+        self._path = str(self.flashpoint.place)
+        os.makedirs(self._path, mode=0o700, exist_ok=True)
+        args = self.trainer.args
+        state = TrainerState(global_step=self.step_found, train_batch_size=args.train_batch_size)
+        state.compute_steps(args, max(args.max_steps, 1))
+        state.save_to_json(os.path.join(self._path, TRAINER_STATE_NAME))
+        return self._path
+
+    def _have_new(self) -> None:
+        """Have a `Flashpoint` that tracks nothing yet: each ``train()`` wraps the model anew."""
+        if self._is_tracking or self.flashpoint.is_closed:
+            self.flashpoint.close()
+            self.flashpoint = self._open()
+        self._is_tracking = self._asked = False
+        self._path = self.step_found = self.generators = None
+        self._rest.loaded = None
+
+    def _track(self) -> None:
+        trainer = self.trainer
+        if self._is_tracking:
+            raise FlashpointError("call resume_path(trainer) before each train()")
+        self._is_tracking = True
+        model: nn.Module = trainer.model_wrapped
+        frozen = any(not parameter.requires_grad for parameter in trainer.model.parameters())
+        if frozen and hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config"):
+            model = Trained(trainer.model)
+        optimizer = trainer.optimizer
+        self.flashpoint.track(
+            model=model,
+            optimizer=optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer,
+            scheduler=trainer.lr_scheduler,
+            trainer=self._rest,
+        )
+        if trainer.accelerator.scaler is not None:
+            self.flashpoint.track(scaler=trainer.accelerator.scaler)
+
+    def _load_nothing_yet(self, given: Callable[..., None], checkpoint: str, *rest: Any) -> None:
+        if checkpoint != self._path:
+            given(checkpoint, *rest)
+
+    def _load(self, given: Callable[..., None], checkpoint: str) -> None:
+        """Load everything, at the place where a Trainer loads its optimizer: the model is wrapped by then."""
+        if checkpoint != self._path:
+            given(checkpoint)
+            return
+        self._track()
+        self.flashpoint.resume(step=self.step_found)
+        self.generators = capture_rng_state()
+        self._rest.apply()
+
+    def _restore_generators(self, given: Callable[..., None], checkpoint: str) -> None:
+        """Restore random numbers, after a Trainer has fetched the first batches of what is left of an epoch."""
+        if checkpoint != self._path or self.generators is None:
+            given(checkpoint)
+        elif self.draws is None or not self._rest.goes_on:
+            restore_rng_state(self.generators)
+        else:
+            self.draws.end_going_on()
+
+    def _make_loader(self, given: Callable[[], Any]) -> Any:
+        loader = given()
+        self.draws = watch_draws(loader)
+        return loader
+
+    # ---- training -------------------------------------------------------------------------------------------
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Begin to save."""
+        self._step, self._put_off = state.global_step, False
+        if self._rest.loaded is not None:
+            self._rest.apply_to_loop(control)
+            return
+        if self.step_found is not None:
+            text = "must be what resume_path(trainer) has returned: there is a version in memory"
+            raise InvalidArgumentError(text, argument="resume_from_checkpoint", value=None)
+        asked = self._asked
+        if self._is_tracking or self.flashpoint.is_closed:
+            self._have_new()
+        self._track()
+        self.flashpoint.begin(state.global_step, asked=asked)
+
+    def _run_epoch(self, given: Callable[..., None], **kwargs: Any) -> None:
+        self._updates = kwargs["num_update_steps_per_epoch"]
+        control, state = self.trainer.control, self.trainer.state
+        control.should_training_stop |= state.global_step >= state.max_steps  # of which a Trainer would do one more
+        if not control.should_training_stop:
+            given(**kwargs)
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Have the step wait for the copy under way."""
+        self.flashpoint.before_update()
+
+    def _end_step(self, given: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Save when a step, and the epoch that ends with it, is done in every respect."""
+        given(*args, **kwargs)
+        control, step = self.trainer.control, self.trainer.state.global_step
+        is_of_step, self._step = step != self._step, step
+        if is_of_step:
+            ends = step % self._updates == 0 or control.should_epoch_stop or control.should_training_stop
+            self._put_off = ends
+        elif self._put_off:
+            self._put_off = False
+        else:
+            return
+        if self._put_off:
+            return
+        if control.should_training_stop:
+            self.flashpoint.save(step)
+        else:
+            self.flashpoint.step()
+
+    def given(self) -> int:
+        """Return the number of batches of this epoch that are trained on; 0 at its end."""
+        trainer = self.trainer
+        return int(trainer.state.global_step % self._updates * trainer.args.gradient_accumulation_steps)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """End saving. Versions stay."""
+        self.flashpoint.close()
+
+
+class Trained(nn.Module):
+    """The parameters of a module that are trained, as a module: of an adapter in a large model, only its own.
+
+    Args:
+        module: stays as it is.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                self.register_parameter(name.replace(".", "/"), parameter)
+
+
+class _Rest:
+    """What a Trainer has besides model, optimizer, scheduler and scaler.
+
+    Attributes:
+        loaded: the state that was loaded; None unless one was.
+        goes_on: True if that is of the midst of an epoch, and its batches are left out.
+    """
+
+    def __init__(self, attached: _Attached) -> None:
+        self._attached = attached
+        self.loaded: dict[str, Any] | None = None
+        self.goes_on = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the Trainer, of its callbacks which have one, and of the loop."""
+        trainer, draws, given = self._attached.trainer, self._attached.draws, self._attached.given()
+        fields = (each.name for each in dataclasses.fields(trainer.state) if each.name not in _OF_THE_RUN)
+        return {
+            "state": {name: getattr(trainer.state, name) for name in fields},
+            "callbacks": [each.state()["attributes"] for each in self._callbacks()],
+            "loop": {name: getattr(trainer, name) for name in _OF_THE_LOOP},
+            "stopped": trainer.control.should_training_stop and trainer.state.global_step < trainer.state.max_steps,
+            "given": given,
+            "draws": None if draws is None else draws.state_after(given),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep what was loaded, for `apply`."""
+        self.loaded = state
+
+    def apply(self) -> None:
+        """Take over what was loaded, before training begins."""
+        attached, loaded = self._attached, self.loaded
+        assert loaded is not None
+        assert attached.generators is not None
+        trainer, draws, given = attached.trainer, attached.draws, loaded["given"]
+        for name, value in loaded["state"].items():
+            setattr(trainer.state, name, value)
+        for callback, attributes in zip(self._callbacks(), loaded["callbacks"], strict=False):
+            for name, value in attributes.items():
+                setattr(callback, name, value)
+        self.goes_on = given > 0 and not trainer.args.ignore_data_skip
+        if draws is None or loaded["draws"] is None:
+            self.goes_on = False
+        elif self.goes_on:
+            draws.go_on(given, loaded["draws"], attached.generators)
+        else:
+            draws.begin_anew(loaded["draws"])
+
+    def apply_to_loop(self, control: TrainerControl) -> None:
+        """Take over what a Trainer sets at the begin of training."""
+        assert self.loaded is not None
+        for name, value in self.loaded["loop"].items():
+            setattr(self._attached.trainer, name, value)
+        control.should_training_stop = self.loaded["stopped"]
+        self.loaded = None
+
+    def _callbacks(self) -> list[Any]:
+        return [each for each in self._attached.trainer.callback_handler.callbacks if isinstance(each, ExportableState)]

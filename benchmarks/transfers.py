@@ -11,15 +11,13 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.connection import Connection
 
-from ml_flashpoint.net.transfer_service import TransferService
-
 from benchmarks.timing import Result, measure
 from ml_flashpoint.format.digest import BLOCK_SIZE, digest_blocks
 from ml_flashpoint.format.errors import ObjectNotFoundError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.net.messages import Fields
-from ml_flashpoint.net.transfers import BlockChecker, PartName, PeerConnection
+from ml_flashpoint.net.transfers import BlockChecker, PartName, PeerConnection, TransferService
 
 SIZE = 1 << 30
 SECRET = b"only for this benchmark, 32 byte"

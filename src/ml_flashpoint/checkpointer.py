@@ -480,21 +480,22 @@ class _Load:
         ranks, tracked, step = self._ranks, self._tracked, partial(self._joint.step, version)
         metadata = step(reader.read_metadata)
         reader.set_up_storage_reader(metadata, ranks.rank == 0)
-        read = tracked.reads(reader, path=str(version), allowed=self._safe_globals)
-        target = step(lambda: tracked.target(metadata, read))
+        target = step(lambda: tracked.target(metadata))
         change = None
         if target.saved_by != ranks.world_size:
             keep = self._checkpointer.config.on_world_size_change == "keep"
             change = Resharding(tracked, target, version, safe_globals=self._safe_globals, keep=keep)
             reports = ranks.gather(step(lambda: change.read(reader, metadata)))
             step(lambda: change.decide(reports))
-        planner = TrackedLoadPlanner(target.structured, path=str(version), safe_globals=self._safe_globals)
+        planner = TrackedLoadPlanner(
+            target.structured, path=str(version), safe_globals=self._safe_globals, device_of=tracked.device_of()
+        )
         left = step(lambda: planner.plan(target.state, metadata))
         left_on_all = set.intersection(*(set(json.loads(blob)) for blob in ranks.gather(json.dumps(left).encode())))
         step(lambda: planner.check_left(left_on_all))
 
         def load_and_apply() -> None:
-            states = read(rank_key(target.source_rank), target.packed)
+            states = tracked.unpacked(target, reader, path=str(version), allowed=self._safe_globals)
             planner.load(reader)
             tracked.apply(target, states | ({} if change is None else change.states))
 

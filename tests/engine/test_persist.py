@@ -40,6 +40,7 @@ class Job:
         url: str,
         *,
         open_store: Callable[[str], DurableVersions] = open_durable,
+        waits: bool = True,
         **options: Any,
     ) -> None:
         self.store = open_durable(url)
@@ -61,7 +62,8 @@ class Job:
             for rank in range(RANKS)
         ]
         self.number = 0
-        wait_until(lambda: all(persister.owns_store for persister in self.persisters), "the store is owned")
+        if waits:
+            wait_until(lambda: all(persister.owns_store for persister in self.persisters), "the store is owned")
 
     def commit(self, step: int, *, run: int = 1) -> list[Any]:
         """Commit a step on all ranks; return what each rank's pool gave for it."""
@@ -181,10 +183,14 @@ def test_the_slot_of_a_part_is_not_reused_while_a_store_hangs(tmpfs: Path, fault
     job.close()
 
 
+@pytest.mark.parametrize("hangs_first", [False, True])
 def test_a_store_that_hangs_for_long_does_not_keep_the_slot(
-    tmpfs: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
+    tmpfs: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch, hangs_first: bool
 ) -> None:
-    faults.now, job = "hang", Job(tmpfs, faults.url)
+    if hangs_first:
+        faults.now = "hang"
+    job = Job(tmpfs, faults.url, waits=not hangs_first)
+    faults.now = "hang"
     slots = job.commit(10)
     job.verify(10, due=10)
     assert faults.met.wait(30)

@@ -18,7 +18,6 @@ from ml_flashpoint.tools.items import OpenVersion, open_version
 from tests.state.test_changes import CHANGES, Job
 
 _PACKED = "_flashpoint.rank-00000"
-_GROUPS = "_flashpoint.groups.optimizer"
 _LEFT_OUT = {"hook", "post hook", "class's method", "tensors as an option"}
 """Each call of ``state_dict()`` gives something else, or versions have other names for it."""
 _WITHOUT_ANOTHER_STRUCTURE = ("nothing", "step", "buffer in place", "lr")
@@ -36,8 +35,8 @@ def _clone(job: Job) -> dict[str, Any]:
     for number, values in optimizer["state"].items():
         for name in names.get(id(parameters[number]), []):
             clone |= {f"optimizer.state.{name}.{key}": value for key, value in values.items()}
-    groups = optimizer["param_groups"]
-    clone[_GROUPS] = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    for number, group in enumerate(optimizer["param_groups"]):
+        clone |= {f"optimizer.param_groups.{number}.{key}": value for key, value in group.items() if key != "params"}
     clone[f"{_PACKED}.optimizer"] = optimizer
     clone[f"{_PACKED}.scheduler"] = copy.deepcopy(job.scheduler.state_dict())
     clone[f"{_PACKED}._rng"] = {"torch": torch.get_rng_state(), "python": random.getstate()}
@@ -70,7 +69,7 @@ def _check(version: OpenVersion, clone: dict[str, Any]) -> None:
             assert _is_same(found, clone[key]), key
             checked.add(key)
     whole = f"{_PACKED}.optimizer" in checked
-    lacking = {key for key in clone.keys() - checked if not (key.startswith(("optimizer.", _GROUPS)) and whole)}
+    lacking = {key for key in clone.keys() - checked if not (key.startswith("optimizer.") and whole)}
     states = {key for key in lacking if key.startswith("optimizer.state.")}  # by another name of the same parameter
     assert lacking - states <= {f"{_PACKED}.optimizer"}
     assert len(states) < max(1, sum(key.startswith("optimizer.state.") for key in clone))

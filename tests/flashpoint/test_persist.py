@@ -285,11 +285,11 @@ def test_a_store_that_cannot_be_read_is_no_reason_to_start_anew(
 def test_a_store_that_fails_costs_training_nothing(
     base: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setenv("FLASHPOINT_TRANSFER_DEADLINE_S", "0.05")
     said = {"raise": "the store is away", "full": "no room", "hang": "has not answered"}[how]
     with Flashpoint(base, persist=faults.url, persist_every=2, deadline_s=20) as fp:
         fp.track(value=Value()).resume()
         write_steps(fp, 2, wait_for=2)
+        monkeypatch.setenv("FLASHPOINT_TRANSFER_DEADLINE_S", "0.05")
         faults.now = how
         for _ in range(10):
             began = time.monotonic()

@@ -30,6 +30,7 @@ from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.digest import digest_block
 from ml_flashpoint.format.errors import FlashpointError, NothingLoadableError
 from ml_flashpoint.ranks.strategies import ReplicationStrategy
+from tests.support.bare_trainer import bare_trainer
 from tests.support.forked import Report
 
 SIZES = {"tiny": (0, 1, 7, 300), "small": (5, 4096, 70_000), "mid": (3 << 20, 17 << 20, 40_000, 12 << 20)}
@@ -356,9 +357,10 @@ def save_again_while_full(report: Report, base: str, door: str) -> tuple[list[bo
     else:
         from ml_flashpoint.adapter.lightning.engine import TrainerFlashpoint
 
-        jobs = TrainerFlashpoint(base, sharded=False)
-        jobs.newest()
-        jobs.begin_run()
+        jobs = TrainerFlashpoint(base, sharded=False, config=Config(deadline_s=60))
+        jobs.attach(bare_trainer(lambda: made))
+        jobs.find(None)
+    made: dict[str, Any] = {}
 
     def save(step: int) -> bool:
         if door == "dcp":
@@ -367,11 +369,10 @@ def save_again_while_full(report: Report, base: str, door: str) -> tuple[list[bo
             except CheckpointException:
                 return False
             return True
-        if door == "flashpoint":
-            jobs.save(step)
-        else:
-            unreadable = {} if counter.is_readable else {"callbacks": lambda: None}
-            jobs.save_dictionary({"state_dict": weights.state_dict(), "optimizer_states": [], **unreadable}, step)
+        unreadable = {} if counter.is_readable else {"callbacks": lambda: None}
+        made.clear()
+        made.update({"state_dict": weights.state_dict(), "optimizer_states": [], **unreadable})
+        jobs.save(step)
         return bool(jobs.wait() and jobs.last_saved == step)
 
     results = [save(1)]

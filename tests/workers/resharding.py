@@ -17,8 +17,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from ml_flashpoint import Flashpoint, rest_of_epoch
+from ml_flashpoint import Config, Flashpoint, rest_of_epoch
 from ml_flashpoint.format.errors import FlashpointError
+from tests.support.bare_trainer import bare_trainer
 from tests.workers.distributed_training import base
 
 Report = Callable[..., None]
@@ -291,12 +292,13 @@ def dictionary(
         "callbacks": {"mean": {"total": torch.tensor(own[rank % len(own)])}},
         "loops": {"done": 4, "fit_loop": {"state_dict": {"combined_loader": place}}},
     }
-    with TrainerFlashpoint(
-        str(base()), sharded=False, strict=True, deadline_s=60, on_world_size_change=change
-    ) as flashpoint:
-        path = flashpoint.newest()
+    options: Any = {"deadline_s": 60, "on_world_size_change": change, "sigterm_grace_s": None}
+    with TrainerFlashpoint(str(base()), sharded=False, config=Config(**options), strict=True) as flashpoint:
+        flashpoint.attach(bare_trainer(lambda: dict(checkpoint)))
+        path = flashpoint.find(None)
         if path is None:
-            flashpoint.save_dictionary(checkpoint, 4)
+            flashpoint.save(4)
+            assert flashpoint.wait(60)
             return None
         try:
             loaded = flashpoint.load(str(path))

@@ -11,7 +11,6 @@ store that hangs keeps this thread, and for a while one slot.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import threading
@@ -102,7 +101,7 @@ class Persister:
         self.options = options
         self._ranks, self._rank, self._world_size = ranks, ranks.rank, ranks.world_size
         self._pool, self._base, self._process = pool, base, os.getpid()
-        self._failed_parts = _FailedParts(connect, ranks.rank, ranks.world_size)
+        self._failed_parts = _FailedParts(connect)
         self._open_store, self._period_s = open_store, period_s
         self._ownership: Ownership | None = None
         self._changed = threading.Condition()
@@ -135,15 +134,14 @@ class Persister:
             self.hurry()
 
     def look(self) -> None:
-        """Free the slot of a part whose durable store has not answered for ``FLASHPOINT_TRANSFER_DEADLINE_S``: saves
-        may need this slot. The part is given up, whatever the store does with it. To be called again and again."""
-        with self._changed:
-            task = self._task
-            if task is None or time.monotonic() - self._progress <= transfer_deadline_s():
-                return
-            task.superseded.set()
-            hold = task.hold.pop_all()
-        hold.close()
+        """Free the slots of parts if the durable store has not answered for ``FLASHPOINT_TRANSFER_DEADLINE_S``: saves
+        may need these slots. The parts are given up, whatever the store does with them. To be called again and again.
+        """
+        with contextlib.ExitStack() as holds, self._changed:
+            if time.monotonic() - self._progress > transfer_deadline_s():
+                for task in filter(None, (self._task, self._next)):
+                    task.superseded.set()
+                    holds.push(task.hold.pop_all())
 
     @property
     def is_busy(self) -> bool:
@@ -159,6 +157,8 @@ class Persister:
         unused: _Task | None = task
         with self._changed:
             if not self._closing:
+                if self._task is None and self._next is None:
+                    self._progress = time.monotonic()
                 self._next, unused = task, self._next
                 if self._task is not None:
                     self._task.superseded.set()
@@ -241,6 +241,7 @@ class Persister:
 
     def _persist(self, task: _Task) -> None:
         save, slot = task.save, task.slot
+        self._go_on(task)
         if slot is None:
             raise PrunedError("the part has no slot any more", step=save.step, rank=self._rank)
         manifest = self._pool.container.read_manifest(save, self._rank)
@@ -299,7 +300,7 @@ class Persister:
                 missing = sorted(set(range(self._world_size)) - there)[:8]
                 raise DeadlineError(f"the parts of ranks {missing} were not written in time", step=save.step)
             if not self._hurrying and (failed := self._failed_parts.find(save)):
-                raise SaveError("rank {} could not write its part: {}".format(*failed), step=save.step)
+                raise SaveError(failed, step=save.step)
             self._go_on(task)
             task.superseded.wait(poll_s)
             poll_s = min(2 * poll_s, _LAST_POLL_S)
@@ -334,6 +335,7 @@ class Persister:
         what = "nothing can be persisted yet" if save is None else f"step {step} is not persisted"
         _log.log(logging.ERROR if loud else logging.DEBUG, "%s, training goes on: %s", what, text)
         if save is not None:
+            text = f"rank {self._rank} could not write its part: {text[:_MOST_OF_AN_ERROR]}"
             self._failed_parts.publish(save, text)
 
     @property
@@ -394,39 +396,30 @@ class Persister:
 
 
 class _FailedParts:
-    """The parts that ranks could not write, in the job's store. Without that store nobody hears of them."""
+    """The parts that ranks could not write, by save, in the job's store. Without that store nobody hears of them."""
 
-    def __init__(self, connect: Callable[[], SignedStore], rank: int, world_size: int) -> None:
-        self._connect, self._rank = connect, rank
-        self._keys = [f"failed/{each}" for each in range(world_size)]
+    def __init__(self, connect: Callable[[], SignedStore]) -> None:
+        self._connect = connect
         self._client: SignedStore | None = None
 
     def _ask(self, call: Callable[[SignedStore], _T]) -> _T | None:
         """Return the result of a call of the job's store; None if the store fails."""
         try:
-            if self._client is None:
-                self._client = self._connect()
-                for key in self._keys if self._rank == 0 else ():
-                    self._client.reserve(key)
+            self._client = self._client or self._connect()
             return call(self._client)
-        except (RuntimeError, ValueError, TypeError) as error:
+        except (RuntimeError, ValueError) as error:
             _log.debug("the job's store failed: %s", error)
             self._client = None
             return None
 
     def publish(self, save: SaveId, text: str) -> None:
-        """Publish that this rank cannot write its part of a save."""
-        content = json.dumps([*save, text[:_MOST_OF_AN_ERROR]])
-        self._ask(lambda store: store.set(self._keys[self._rank], content))
+        """Publish the reason why the part of a rank is not there."""
+        self._ask(lambda store: store.set(_key(save), text))
 
-    def find(self, save: SaveId) -> tuple[int, str] | None:
-        """Return a rank that cannot write its part of a save, and the reason."""
+    def find(self, save: SaveId) -> str | None:
+        """Return the reason why the part of a rank is not there; None if no rank has published one."""
+        return self._ask(lambda store: store.get(_key(save)).decode() if store.check([_key(save)]) else None)
 
-        def look(store: SignedStore) -> tuple[int, str] | None:
-            for rank, blob in enumerate(store.multi_get(self._keys)):
-                run, step, text = json.loads(blob or b"[0, 0, 0]")
-                if (run, step) == save:
-                    return rank, str(text)
-            return None
 
-        return self._ask(look)
+def _key(save: SaveId) -> str:
+    return f"failed/{save.run}/{save.step}"

@@ -95,10 +95,18 @@ def save_archive(
 def _tried(value: Any, allowed: Sequence[SafeGlobal] | None, leaves: Leaves | None) -> bytes | Exception:
     """Return the archive of a value, or why there is none that would be loaded."""
     pickler, stream = _pickler_of(_Reducers(leaves)), io.BytesIO()
+    pickled = _MEMORY
     try:
-        with plain_modes():
-            torch.save(value, stream, pickle_module=types.SimpleNamespace(__name__="pickle", Pickler=pickler))
-        data, pickled = stream.getvalue(), pickler.file.getvalue()
+        if leaves is not None:  # torch.save asks of each object whether it is the memory of a tensor
+            pickler(stream, protocol=2).dump(value)
+            pickled = stream.getvalue()
+            stream = _zipped({"data.pkl": pickled, "byteorder": sys.byteorder.encode(), "version": b"3\n"})
+        if _MEMORY in pickled:
+            stream = io.BytesIO()
+            with plain_modes():
+                torch.save(value, stream, pickle_module=types.SimpleNamespace(__name__="pickle", Pickler=pickler))
+            pickled = pickler.file.getvalue()
+        data = stream.getvalue()
         # Values of the same types load alike, except for integers that torch has no opcode for, and what it calls.
         names = frozenset(name for _, name in by_name(allowed or ()))
         kinds = frozenset(_GLOBALS.findall(pickled)), b"\x8b" in pickled, names
@@ -239,6 +247,8 @@ class _UnknownNameError(Exception):
 # In a pickle, and in the text of torch's errors.
 _GLOBALS = re.compile(rb"c([\w.\x80-\xff]+\n[\w.\x80-\xff]+)\n")
 _REFUSED = re.compile(r"GLOBAL ([^\s]+)")
+# What pickle itself calls for the memory of a tensor.
+_MEMORY = b"_load_from_bytes"
 # Torch calls whatever this function of its own is given.
 _CALLS = b"_rebuild_from_type"
 # Torch would call these: of NumPy if the program has allowed it, the others unchecked.

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from ml_flashpoint.format.errors import LoadError
 from ml_flashpoint.state.modules import is_flat, named_parameters, plain_name
-from ml_flashpoint.state.packed_state import copied
+from ml_flashpoint.state.packed_state import PackedState, copied
 from ml_flashpoint.state.plain_modes import plain_modes
 from ml_flashpoint.state.planner import AS_SAVED
 from ml_flashpoint.state.private import ShardedTensor
@@ -51,14 +51,13 @@ class OptimizerState:
         self._name = name
         self._modules = modules
         self._is_told = False  # that it is saved whole
-        # At loading: groups as saved, parameters by name, and state that the optimizer starts with and it lacks.
-        self._saved: list[_State] = []
+        # At loading: parameters by their names, and state that the optimizer starts with and the checkpoint lacks.
         self._parameters: dict[str, torch.Tensor] = {}
         self._absent: dict[str, _State] = {}
         # Whether this program has saved or loaded it: its own earlier versions may lack what has come since.
         self._is_under_way = False
 
-    def to_save(self) -> tuple[dict[str, _State], list[_State]] | None:
+    def to_save(self) -> _State | None:
         """Return references to the state by names of parameters, and copies of the groups; None if the optimizer has to
         be saved whole."""
         self._is_under_way = True
@@ -80,10 +79,11 @@ class OptimizerState:
         else:
             state = {names[number]: values for number, values in own["state"].items()}
             groups = [{**each, "params": [names[number] for number in each["params"]]} for each in own["param_groups"]]
-        return state, [
-            {**copied({k: v for k, v in group.items() if k != "params"}, self._name), "params": group["params"]}
+        packed = [
+            {key: PackedState(each if key == "params" else copied(each, self._name)) for key, each in group.items()}
             for group in groups
         ]
+        return {"state": state, "param_groups": packed}
 
     def _names(self) -> list[str] | None:
         """Return the names of the parameters, in the order of the groups; None if one of them is in no module.
@@ -107,11 +107,8 @@ class OptimizerState:
 
     # ---- loading ------------------------------------------------------------------------------------------
 
-    def current(self, metadata: Metadata, groups: list[_State]) -> _State:
+    def current(self, metadata: Metadata) -> _State:
         """Return what a checkpoint is loaded into. A fresh optimizer gets its state made.
-
-        Args:
-            groups: as they were saved.
 
         Raises:
             LoadError: no tracked module has the optimizer's parameters.
@@ -130,12 +127,15 @@ class OptimizerState:
         else:
             state = self._made(names)
         self._parameters = dict(zip(names, parameters, strict=False)) if len(names) == len(parameters) else {}
-        self._saved, self._absent = groups, {}
-        self.lacking = self._lacking_options(groups)
         saved: dict[Any, dict[Any, object]] = {}
+        in_groups: dict[Any, _State] = {}
         for key, path in (metadata.planner_data or {}).items():
             if len(path) == 4 and path[:2] == (self._name, "state"):
                 saved.setdefault(path[2], {})[path[3]] = metadata.state_dict_metadata[key]
+            elif len(path) == 4 and path[:2] == (self._name, "param_groups"):
+                in_groups.setdefault(path[2], {})[path[3]] = PackedState()
+        groups = [in_groups[number] for number in sorted(in_groups)]
+        self._absent, self.lacking = {}, self._lacking_options(groups)
         present: dict[str, _State] = {}
         for name in names:
             held, entries = state.get(name, {}), saved.get(name, {})
@@ -149,7 +149,7 @@ class OptimizerState:
                 self._absent[name] = absent
             if found:
                 present[name] = found
-        return {"state": present}
+        return {"state": present, "param_groups": groups}
 
     def _lacking_options(self, groups: list[_State]) -> list[str]:
         """Return the names of hyper-parameters that the groups have, and saved ones lack."""
@@ -189,24 +189,23 @@ class OptimizerState:
             LoadError: parameters of one group come from groups with other hyper-parameters.
         """
         self._is_under_way = True
-        loaded: dict[str, _State] = state["state"]
+        loaded, groups = state["state"], state["param_groups"]
         if (root := self._flat_root()) is not None:
-            self._load_flat(root, loaded)
+            self._load_flat(root, loaded, groups)
         else:
             with plain_modes():
                 # Names take the place of numbers: groups and state only have to call a parameter the same.
-                self.optimizer.load_state_dict({"state": loaded, "param_groups": self._groups()})
+                self.optimizer.load_state_dict({"state": loaded, "param_groups": self._groups(groups)})
         for name, values in loaded.items():
             if name in self._parameters:
                 held = self.optimizer.state[self._parameters[name]]
                 # Optimizers convert state to the parameter's dtype, which loses bits.
                 held.update((key, value) for key, value in values.items() if _has_other_dtype(held.get(key), value))
-        self._saved, self._absent, self._parameters = [], {}, {}
+        self._absent, self._parameters = {}, {}
 
-    def _groups(self) -> list[_State]:
+    def _groups(self, saved: list[_State]) -> list[_State]:
         """Return the groups that there are, with all hyper-parameters as they were saved: those of the group that had
         the same parameters, or of the one in the same place if a group has none."""
-        saved = self._saved
         group_of = {name: index for index, group in enumerate(saved) for name in group["params"]}
         names = list(self._parameters)
         groups: list[_State] = []
@@ -222,13 +221,13 @@ class OptimizerState:
             groups.append({**saved[first], "params": own})
         return groups
 
-    def _load_flat(self, root: nn.Module, loaded: dict[str, _State]) -> None:
+    def _load_flat(self, root: nn.Module, loaded: dict[str, _State], groups: list[_State]) -> None:
         """Load parameters that FSDP has flattened. torch insists on state for every parameter: what the checkpoint
         lacks goes in, and is removed again."""
         state, parameters = self.optimizer.state, self._parameters
         names = dict.fromkeys([*loaded, *self._absent, *(n for n, each in parameters.items() if each not in state)])
         filled = {name: {**self._absent.get(name, {}), **loaded.get(name, {})} for name in names}
-        complete: Any = {"state": filled, "param_groups": self._saved}
+        complete: Any = {"state": filled, "param_groups": groups}
         with plain_modes(), _not_frozen(parameters[name] for name in filled if name in parameters):
             set_optimizer_state_dict(root, self.optimizer, complete)
         for name in filled.keys() & parameters.keys():

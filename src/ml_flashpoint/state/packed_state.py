@@ -16,9 +16,6 @@ from ml_flashpoint.state.private import tree_leaves
 PACKED = "_flashpoint"
 """Top-level key of the packed items, ``_flashpoint.rank-00003.<name>``; no tracked name starts like it."""
 
-GROUPS = "groups"
-"""Key beside those of ranks: the groups of optimizers, ``_flashpoint.groups.<name>``, which all ranks have alike."""
-
 
 def rank_key(rank: int) -> str:
     """Return the key of what belongs to a rank."""
@@ -26,10 +23,10 @@ def rank_key(rank: int) -> str:
 
 
 def packed_items(
-    read_items: Callable[[Iterable[str]], Mapping[str, bytes]], key: str, names: Iterable[str]
+    read_items: Callable[[Iterable[str]], Mapping[str, bytes]], rank: int, names: Iterable[str]
 ) -> dict[str, bytes]:
-    """Return the packed items of a rank, or `GROUPS`, by the names of the tracked objects."""
-    keys = {name: f"{PACKED}.{key}.{name}" for name in names}
+    """Return the packed items of a rank, by the names of the tracked objects."""
+    keys = {name: f"{PACKED}.{rank_key(rank)}.{name}" for name in names}
     found = read_items(keys.values())
     return {name: found[key] for name, key in keys.items()}
 

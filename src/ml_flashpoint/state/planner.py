@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -37,16 +37,23 @@ class TrackedLoadPlanner(DefaultLoadPlanner):
         structured: names of tracked objects that were not packed.
         path: of the version, for errors.
         safe_globals: further types that may be loaded, see `Flashpoint`.
+        device_of: see `load_archive`.
 
     Attributes:
         touched: True once tensors may have been written to.
     """
 
-    def __init__(self, structured: Collection[str], *, path: str, safe_globals: Sequence[SafeGlobal] = ()) -> None:
+    def __init__(
+        self,
+        structured: Collection[str],
+        *,
+        path: str,
+        safe_globals: Sequence[SafeGlobal],
+        device_of: Callable[[str], torch.device],
+    ) -> None:
         super().__init__()
         self._structured = frozenset(structured)
-        self._path = path
-        self._safe_globals = tuple(safe_globals)
+        self._options: Any = {"path": path, "allowed": tuple(safe_globals), "device_of": device_of}
         self.touched = False
         self._plan: LoadPlan | None = None
 
@@ -72,8 +79,7 @@ class TrackedLoadPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Load an item that is no tensor."""
         fqn = read_item.dest_index.fqn
-        loaded = load_archive(value.getbuffer(), fqn, path=self._path, allowed=self._safe_globals)
-        set_element(self.original_state_dict, self.mappings[fqn], loaded)
+        set_element(self.original_state_dict, self.mappings[fqn], load_archive(value.getbuffer(), fqn, **self._options))
 
 
 def check_fit(

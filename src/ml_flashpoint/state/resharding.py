@@ -27,7 +27,7 @@ from ml_flashpoint.copy.tensors import is_plain_strided
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import ReshardError
 from ml_flashpoint.state.archive import SafeGlobal, load_archive, save_archive
-from ml_flashpoint.state.packed_state import packed_items, rank_key
+from ml_flashpoint.state.packed_state import packed_items
 from ml_flashpoint.state.plain_modes import plain_modes
 from ml_flashpoint.state.planner import Reader
 from ml_flashpoint.state.random_numbers import GeneratorState, new_seed, seed_of, seeded_rng_state
@@ -85,7 +85,7 @@ class Resharding:
         raw: dict[str, dict[int, bytes]] = {} if self._keep else {name: {} for name in tracked.reshards}
         for rank in share:
             wanted = [name for name in target.packed_by[rank] if self._is_wanted(name, rank)]
-            for name, data in packed_items(reader.read_items, rank_key(rank), wanted).items():
+            for name, data in packed_items(reader.read_items, rank, wanted).items():
                 value = load_archive(data, name, path=str(self._version), allowed=self._safe_globals)
                 if rank == 0 and isinstance(generator := tracked.others.get(name), GeneratorState):
                     seeds[name] = generator.seed_of(value)

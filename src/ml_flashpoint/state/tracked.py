@@ -6,8 +6,7 @@ archive an object. `resharding` decides about it on another number of ranks.
 ::
 
     model.<parameter or buffer>                     modules, sharded as they are
-    optimizer.state.<parameter>.<key>               optimizers
-    _flashpoint.groups.optimizer                    an archive of torch.save: their groups, with names of parameters
+    optimizer.state.<parameter>.<key>, .param_groups   optimizers
     _flashpoint.rank-00003.<name>                   an archive of torch.save, for everything else
     _flashpoint.rank-00003._rng                     the random number generators
     _flashpoint.rank-00003._frozen                  names of the modules' parameters without requires_grad
@@ -35,7 +34,7 @@ from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, SaveErr
 from ml_flashpoint.state.archive import SafeGlobal, load_archive
 from ml_flashpoint.state.modules import ModuleState, freeze_parameters, frozen_parameters
 from ml_flashpoint.state.optimizers import OptimizerState
-from ml_flashpoint.state.packed_state import GROUPS, PACKED, PackedState, copied, packed_items, rank_key
+from ml_flashpoint.state.packed_state import PACKED, PackedState, copied, packed_items, rank_key
 from ml_flashpoint.state.planner import Reader, check_fit
 from ml_flashpoint.state.private import ShardedTensor
 from ml_flashpoint.state.random_numbers import GeneratorState, RestoredRng, capture_rng_state, restore_rng_state
@@ -193,17 +192,16 @@ class TrackedState:
         for name, module in self._module_states.items():
             if tensors := module.to_save():
                 state[name] = tensors
-        groups: dict[str, PackedState] = {}
         for name, optimizer in self._optimizers.items():
             if (structured := optimizer.to_save()) is not None:
-                state[name], groups[name] = {"state": structured[0]}, PackedState(structured[1])
+                state[name] = structured
             else:
                 packed[name] = self._pack(name, optimizer.optimizer.state_dict)
         for name, other in self.others.items():
             packed[name] = self._pack(name, other.state_dict)
         packed[RNG] = PackedState(capture_rng_state())
         packed[FROZEN] = PackedState({name: frozen_parameters(module) for name, module in self._modules.items()})
-        return {**state, PACKED: {rank_key(self.rank): packed, GROUPS: groups}}
+        return {**state, PACKED: {rank_key(self.rank): packed}}
 
     def _pack(self, name: str, state_dict: Callable[[], Any]) -> PackedState:
         try:
@@ -231,11 +229,8 @@ class TrackedState:
 
     # ---- loading ------------------------------------------------------------------------------------------
 
-    def target(self, metadata: Metadata, read: Callable[[str, Iterable[str]], dict[str, Any]]) -> LoadTarget:
+    def target(self, metadata: Metadata) -> LoadTarget:
         """Return the places that a checkpoint with this metadata is loaded into.
-
-        Args:
-            read: reads packed states of a key, by name.
 
         Raises:
             LoadError: it does not hold what is tracked.
@@ -247,9 +242,7 @@ class TrackedState:
             raise LoadError("the checkpoint was not saved by a Flashpoint", rank=self.rank)
         source_rank = self.rank % saved_by
         packed_names = {name for rank, name in packed if rank == source_rank}
-        prefix = f"{PACKED}.{GROUPS}."
-        groups = {key.removeprefix(prefix) for key in keys if key.startswith(prefix)}
-        structured = ({key.partition(".")[0] for key in keys} - {PACKED}) | groups
+        structured = {key.partition(".")[0] for key in keys} - {PACKED}
         packed_by: dict[int, set[str]] = {}
         if saved_by != self.world_size:
             for rank, name in packed:
@@ -260,9 +253,10 @@ class TrackedState:
             name: tensors for name, tensors in current.items() if tensors and name not in without_state
         }
         lacking: list[str] = []
-        for name, its in read(GROUPS, groups & self._optimizers.keys()).items():
-            state[name] = self._optimizers[name].current(metadata, its)
-            lacking += self._optimizers[name].lacking
+        for name, optimizer in self._optimizers.items():
+            if name in structured:
+                state[name] = optimizer.current(metadata)
+                lacking += optimizer.lacking
         check_fit(state, metadata, without_state=without_state, lacking=lacking)
         wanted = frozenset(packed_names & {RNG, FROZEN, *self._optimizers, *self.others})
         by_rank = {rank: frozenset(names) for rank, names in packed_by.items()}
@@ -276,19 +270,15 @@ class TrackedState:
         """Return a packed state with the tensors that go with it, of what :meth:`of_ranks` gave, to be compared."""
         return value
 
-    def reads(
-        self, reader: Reader, *, path: str, allowed: Sequence[SafeGlobal]
-    ) -> Callable[[str, Iterable[str]], dict[str, Any]]:
-        """Return what reads packed states of a version: by name, of a rank or of `GROUPS`."""
-        device_of = self.device_of()
-
-        def read(key: str, names: Iterable[str]) -> dict[str, Any]:
-            return {
-                name: load_archive(data, name, path=path, allowed=allowed, device_of=device_of)
-                for name, data in packed_items(reader.read_items, key, names).items()
-            }
-
-        return read
+    def unpacked(
+        self, target: LoadTarget, reader: Reader, *, path: str, allowed: Sequence[SafeGlobal]
+    ) -> dict[str, Any]:
+        """Read the packed states of this rank, by name."""
+        archives, device_of = packed_items(reader.read_items, target.source_rank, target.packed), self.device_of()
+        return {
+            name: load_archive(data, name, path=path, allowed=allowed, device_of=device_of)
+            for name, data in archives.items()
+        }
 
     def _without_state(self, saved: set[str], current: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """Return the names of what is tracked and was not saved, or not as the same thing."""

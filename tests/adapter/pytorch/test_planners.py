@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
@@ -19,6 +20,7 @@ from tests.support.planners import (
     CACHES_PLANS,
     AnyDtypePlanner,
     CastingPlanner,
+    InPlacePlanner,
     RenamingPlanner,
     ResolvingPlanner,
     SwappingPlanner,
@@ -113,6 +115,15 @@ def test_a_planner_that_renames(door: Door, mode: str) -> None:
         door.save_by(mode, _state(step), step, planner=RenamingPlanner())
         target: dict[str, Any] = {f"{prefix}a": torch.zeros(50, 3), f"{prefix}step": 0}
         assert_same(door.load(target, step), {f"{prefix}a": _state(step)["a"], f"{prefix}step": step})
+
+
+def test_a_planner_that_writes_to_what_was_staged_is_refused(door: Door) -> None:
+    """The digests may be made already, so that nobody could load the version."""
+    door.save(_state(1), 1)
+    with pytest.raises(CheckpointException, match=r"(?s)written to a tensor that was staged"):
+        door.save_by("thread", _state(2), 2, planner=InPlacePlanner())
+    door.save_by("thread", _state(3), 3)
+    assert_same(door.load(blank(_state(3)), 3), _state(3))
 
 
 @both_modes

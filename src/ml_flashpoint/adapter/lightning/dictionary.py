@@ -175,9 +175,9 @@ class DictionaryState(TrackedState):
         """See `TrackedState.expected_bytes`."""
         return largest_share((tensor.nbytes for tensor in self.sizes()), self.world_size)
 
-    def target(self, metadata: Metadata, read: Callable[[str, Iterable[str]], dict[str, Any]]) -> LoadTarget:
+    def target(self, metadata: Metadata) -> LoadTarget:
         """See `TrackedState.target`. Tensors are loaded into new ones, in memory of the CPU."""
-        target = super().target(metadata, read)
+        target = super().target(metadata)
         shared = _empty(metadata, f"{SHARED}.")
         own = _empty(metadata, f"{OWN}.{rank_key(target.source_rank)}.")
         state = {**target.state, **({SHARED: shared} if shared else {})}

@@ -240,6 +240,7 @@ class Staged:
         self.is_claimed = False
         self._checkpointer, self._send = checkpointer, send
         self._late: LateCopy | None = None
+        self._copies: list[tuple[torch.Tensor, int]] = []
         self._stager = threading.current_thread()
         self._threads = weakref.WeakSet(threading.enumerate())
 
@@ -248,7 +249,10 @@ class Staged:
         if self._checkpointer is None:
             return cpu_clones([tensor for _, tensor in tensors])
         self.save, self._late = self._checkpointer.begin(explicit=True), late
-        return self._checkpointer.stage(self.save, tensors, late=late)
+        copies = self._checkpointer.stage(self.save, tensors, late=late)
+        if late is None:  # else nothing is digested before it is committed
+            self._copies = [(copied, copied._version) for copied in copies]
+        return copies
 
     @property
     def is_copied(self) -> bool:
@@ -283,8 +287,13 @@ class Staged:
             raise
 
     def fill(self, tensors: Sequence[TensorItem], byte_items: Sequence[BytesItem]) -> None:
-        """Bring all items into one object."""
+        """Bring all items into one object. Raises `SaveError` if the planner has written to a copy: its digest may be
+        made already."""
         checkpointer, save = self._begun
+        copies, self._copies = self._copies, []
+        if any(copied._version != version for copied, version in copies):
+            hint = "have it return other tensors, or save in a process (AsyncCheckpointerType.PROCESS)"
+            raise SaveError("the planner has written to a tensor that was staged", hint=hint)
         checkpointer.fill(save, tensors, byte_items)
 
     def commit(self, extra: Sequence[BytesItem] = ()) -> None:
@@ -295,7 +304,7 @@ class Staged:
 
     def fail(self, error: BaseException) -> None:
         """Give it up. Safe to repeat, and after it was committed."""
-        self.error = self.error or error
+        self.error, self._copies = self.error or error, []
         if self.save is not None and self._checkpointer is not None:
             self._checkpointer.fail(self.save, error)
 

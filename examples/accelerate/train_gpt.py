@@ -1,6 +1,8 @@
 """A small transformer on bytes, in a loop of Accelerate, that saves into memory and goes on after a crash.
 
-    accelerate launch --multi_gpu --num_processes 2 --max_restarts 3 examples/accelerate/train_gpt.py --steps 200
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or restarted ranks may fail, or hang; see docs/operations.md
+    accelerate launch --multi_gpu --num_processes 2 --rdzv_backend c10d --max_restarts 3 \\
+        examples/accelerate/train_gpt.py --steps 200
 
 (on a CPU: with ACCELERATE_USE_CPU=true.) Kill a rank meanwhile (`kill -9`), or let it happen with `--die-at 50`: the
 launcher starts the ranks again, and they go on from the newest step in memory. The lines with `# ours` are all that it

@@ -1,6 +1,7 @@
 """A small GPT-2 on bytes, trained by the Trainer of Transformers, that saves into memory and goes on after a crash.
 
-    torchrun --nproc-per-node 2 --max-restarts 3 examples/transformers/train_gpt.py --steps 200
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or torchrun's restarted ranks may hang
+    torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/transformers/train_gpt.py --steps 200
 
 Kill a rank meanwhile (`kill -9`), or let it happen with `--die-at 50`: torchrun starts the ranks again, and they go on
 from the newest step in memory. The lines with `# ours` are all that it takes.
@@ -72,6 +73,7 @@ def main() -> None:
             learning_rate=1e-3,
             logging_steps=10,
             save_strategy="no",  # your own checkpoints go on as before; this example needs none
+            use_cpu=not torch.cuda.is_available(),  # else a Trainer takes several processes for one each
             report_to=[],
             disable_tqdm=True,
         ),
@@ -81,7 +83,7 @@ def main() -> None:
     attach(trainer, arguments.base, every_n_steps=arguments.every)  # ours
     path = resume_path(trainer)  # ours
     if trainer.is_world_process_zero():
-        print(f"going on from {path}" if path else "starting anew", flush=True)
+        print("going on from memory" if path else "starting anew", flush=True)
     trainer.train(resume_from_checkpoint=path)  # ours: the path
 
 

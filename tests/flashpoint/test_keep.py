@@ -108,7 +108,7 @@ def test_no_save_fails_in_the_room_that_the_rule_needs(small_tmpfs: Path) -> Non
         assert steps[:5] == list(range(20, 15, -1))
         for step in steps:
             with open_version(small_tmpfs / "job", step) as version:
-                version.object(0).check()
+                version.state_dict()
         assert fp.resume(step=steps[-1]) == steps[-1]
 
 

@@ -45,7 +45,7 @@ def test_a_tensor_is_found_whichever_ranks_have_saved_it(tmpfs: Path) -> None:
 def test_what_this_node_lacks_is_told_by_rank(tmpfs: Path) -> None:
     call_team(exporting.save, tmpfs, 2, 2, [4], "none")
     version = open_version(tmpfs / "node-0" / "job", partial=True)
-    with version, pytest.raises(ObjectNotFoundError, match=r"'sharded.rows' is not here .*rank 1"):
+    with version, pytest.raises(ObjectNotFoundError, match=r"the part is not here .*rank 1"):
         version.tensor("sharded.rows")
 
 

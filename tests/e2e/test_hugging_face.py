@@ -20,13 +20,13 @@ from tests.support.cluster import REPOSITORY, Cluster, free_port
 # Steps after which rank 0 is killed: in the midst of an epoch, before its last step, and after it.
 KILLS = {
     "accelerate": (1, 9, 22, 23),
-    "accelerate-ddp": (4, 12),
+    "accelerate-ddp": (4, 12, 17),
     "accelerate-accumulates": (5, 12),
-    "accelerate-workers": (3, 23),
+    "accelerate-workers": (3, 23, 30),
     "trainer": (1, 9, 22, 23),
-    "trainer-ddp": (4, 12),
+    "trainer-ddp": (4, 12, 17),
     "trainer-accumulates": (5, 12),
-    "trainer-workers": (3, 23),
+    "trainer-workers": (6, 23, 30),
     "trainer-lora": (3, 29),
     "trainer-stops": (14,),
     "trainer-fsdp2": (4, 12),

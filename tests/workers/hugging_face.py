@@ -111,6 +111,7 @@ def by_accelerate(kind: str, base: Path, kills: list[int], seed: int) -> dict[st
         shuffle=True,
         collate_fn=collate if workers else collate_by_chance,
         num_workers=workers,
+        persistent_workers=workers > 0,
     )
     model = model_of(kind)
     seed_all(seed)
@@ -159,7 +160,11 @@ def by_trainer(kind: str, base: Path, kills: list[int], seed: int) -> dict[str, 
     forget_accelerator()
     options: dict[str, Any] = {
         "trainer-accumulates": {"gradient_accumulation_steps": 2, "eval_strategy": "epoch", "eval_steps": None},
-        "trainer-workers": {"dataloader_num_workers": 2, "accelerator_config": {"use_seedable_sampler": False}},
+        "trainer-workers": {
+            "dataloader_num_workers": 2,
+            "dataloader_persistent_workers": True,
+            "accelerator_config": {"use_seedable_sampler": False},
+        },
         "trainer-stops": {"max_steps": 15},
         "trainer-fsdp2": {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"]}},
     }.get(kind, {})

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from ml_flashpoint import Flashpoint
+from ml_flashpoint import Flashpoint, open_version
 from ml_flashpoint.adapter.transformers import resume_path
 from ml_flashpoint.adapter.transformers.attached import attach as attach_and_leave
 from ml_flashpoint.format.errors import InvalidArgumentError, UnaskedVersionsError
@@ -99,7 +99,7 @@ def test_patience_comes_back(base: Path, tmp_path: Path) -> None:
 
     assert trained_to(3) == 3
     assert trained_to(9) == 5, "the first evaluation was the best, and four were no better"
-    assert trained_to(9) == 5, "it stays stopped"
+    assert trained_to(9) == 5, "it stays ended"
 
 
 def test_versions_that_nobody_has_asked_for_stay(base: Path, tmp_path: Path) -> None:
@@ -144,3 +144,48 @@ def test_unusable_arguments_are_named(base: Path, tmp_path: Path) -> None:
     attach(trainer, base)
     with pytest.raises(InvalidArgumentError, match="already"):
         attach(trainer, base)
+
+
+class Limit(transformers.TrainerCallback):  # type: ignore[misc]
+    """Stops a training after a step, as a limit on time does, or an epoch."""
+
+    def __init__(self, step: int, flag: str) -> None:
+        self._step, self._flag = step, flag
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._step:
+            setattr(control, self._flag, True)
+
+
+def test_what_a_limit_has_stopped_goes_on(base: Path, tmp_path: Path) -> None:
+    first = trainer_of(tmp_path)
+    first.add_callback(Limit(3, "should_training_stop"))
+    attach(first, base, strict=True).train(resume_from_checkpoint=resume_path(first))
+    assert first.state.global_step == 3
+    on = attach(trainer_of(tmp_path), base, strict=True)
+    on.train(resume_from_checkpoint=resume_path(on))
+    whole = trainer_of(tmp_path)
+    whole.train()
+    assert on.state.global_step == whole.state.global_step == 10
+    assert torch.equal(on.model.layer.weight, whole.model.layer.weight)
+
+
+def test_a_version_is_the_step_of_its_name_after_an_epoch_cut_short(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = trainer_of(tmp_path)
+    trainer.add_callback(Limit(3, "should_epoch_stop"))
+    attach(trainer, base, strict=True).train()
+    assert "was cut short" in caplog.text
+    assert trainer.state.global_step == 8
+    assert trainer._ml_flashpoint.flashpoint.steps_done in (7, 8)
+    with open_version(base) as version:
+        assert version.step == 8
+        assert torch.equal(version.tensor("model.layer.weight"), trainer.model.layer.weight.detach())
+
+
+def test_what_is_kept_of_the_data_does_not_grow(base: Path, tmp_path: Path) -> None:
+    trainer = attach(trainer_of(tmp_path, num_train_epochs=1, per_device_train_batch_size=1), base, every_n_steps=9)
+    trainer.train()
+    for at in (0, 5, 9):
+        assert len(trainer._ml_flashpoint.draws.state_after(at)["fetched"]) <= 2

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from typing import Any
 
 from accelerate import Accelerator
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from ml_flashpoint.adapter.accelerate.place import LoaderPlace
+from ml_flashpoint.adapter.accelerate.place import LoaderPlace, samplers_within
 from ml_flashpoint.flashpoint import Flashpoint
 from ml_flashpoint.format.errors import InvalidArgumentError
+
+_log = logging.getLogger(__name__)
 
 
 class AcceleratorFlashpoint(Flashpoint):
@@ -35,10 +39,10 @@ class AcceleratorFlashpoint(Flashpoint):
     accelerator has when this is constructed, its scaler and its count of accumulated batches, and what ``track`` is
     given. Accelerate's own ``save_state`` and its folders stay as they are.
 
-    A loader goes on in the midst of its pass, without fetching again what it has given: where its data is iterable and
-    has no state, all of that is read again. What samples and collators draw in the main process is drawn again as it
-    was; workers (``num_workers``) of a pass that goes on begin with other random numbers, unless the loader has a state
-    of its own (``DataLoaderConfiguration(use_stateful_dataloader=True)``).
+    A loader goes on in the midst of its pass, without fetching again what it has given. What samples and collators draw
+    in the main process is drawn again as it was; workers (``num_workers``) of a pass that goes on begin with other
+    random numbers. Iterable data is read again, and what it draws for the batch that is fetched ahead is not drawn
+    again. Workers are new in each pass, also with ``persistent_workers``.
 
     Args:
         accelerator: after ``prepare``.
@@ -60,6 +64,9 @@ class AcceleratorFlashpoint(Flashpoint):
         self._accelerator = accelerator
         self._places = [LoaderPlace(each) for each in accelerator._dataloaders if not has_own_state(each)]
         kept = [each for each in accelerator._dataloaders if has_own_state(each)]
+        for each in kept:
+            _check_order(each)
+        self._has_warned = False
         self.track(**_named("model", accelerator._models))
         self.track(**_named("optimizer", [each.optimizer for each in accelerator._optimizers]))
         self.track(**_named("scheduler", accelerator._schedulers))
@@ -82,7 +89,13 @@ class AcceleratorFlashpoint(Flashpoint):
     def step(self) -> int:
         """Count a step of the optimizer as done, and save if a save is due. While gradients are being accumulated, do
         nothing. See `Flashpoint.step`."""
-        return super().step() if self._accelerator.sync_gradients else self.steps_done
+        if not self._accelerator.sync_gradients:
+            return self.steps_done
+        if self.steps_done and self._places and not self._has_warned:
+            self._has_warned = True
+            if not any(place.is_looped_over for place in self._places):
+                _log.warning("nobody loops over fp.batches(loader): a restart begins an epoch anew")
+        return super().step()
 
 
 class _Batches:
@@ -114,6 +127,15 @@ class _Accumulated:
 def has_own_state(loader: Any) -> bool:
     """Return True if a prepared loader keeps its place itself. The methods are there in any case, and may fail."""
     return bool(getattr(loader, "use_stateful_dataloader", False))
+
+
+def _check_order(loader: Any) -> None:
+    """Refuse a loader with a state of its own whose order is drawn from a generator that is in nobody's state."""
+    drawing = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+    if any(type(each) in drawing for each in samplers_within(loader.base_dataloader.batch_sampler)):
+        text = "would come in another order after a restart"
+        hint = "pass DataLoaderConfiguration(use_seedable_sampler=True)"
+        raise InvalidArgumentError(text, argument="loader", value=loader, hint=hint)
 
 
 def _named(name: str, values: list[Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import logging
 import os
 from collections.abc import Callable
@@ -22,7 +23,14 @@ import transformers
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    EarlyStoppingCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
@@ -139,6 +147,11 @@ class TrainerFlashpoint(Flashpoint):
             self._checkpointer.check_asked("resume_path(trainer)", hint="or attach with discard_existing=True")
         self.resume(fallback=lambda: step)
 
+    def step_to(self, step: int) -> None:
+        """Count so many steps as done, and save if a save is due."""
+        self._steps = step - 1
+        self.step()
+
     @property
     def place(self) -> Path:
         """A folder in the base container for what this rank's Trainer reads of a version."""
@@ -183,6 +196,8 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
         self._step = 0
         self._put_off = False
         self._updates = 1  # steps of the optimizer in an epoch
+        self._began = 0  # steps done when it began
+        self._has_warned = False
         self.generators: dict[str, Any] | None = None
         self.draws: Draws | None = None
         for name, method in ours.items():
@@ -287,8 +302,11 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
         self.flashpoint.begin(state.global_step, asked=asked)
 
     def _run_epoch(self, given: Callable[..., None], **kwargs: Any) -> None:
-        self._updates = kwargs["num_update_steps_per_epoch"]
         control, state = self.trainer.control, self.trainer.state
+        self._updates, left_out = kwargs["num_update_steps_per_epoch"], 0
+        if kwargs["epoch"] == kwargs["epochs_trained"]:
+            left_out = kwargs["steps_trained_in_current_epoch"] // self.trainer.args.gradient_accumulation_steps
+        self._began = state.global_step - left_out
         control.should_training_stop |= state.global_step >= state.max_steps  # of which a Trainer would do one more
         if not control.should_training_stop:
             given(**kwargs)
@@ -305,8 +323,11 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
         control, step = self.trainer.control, self.trainer.state.global_step
         is_of_step, self._step = step != self._step, step
         if is_of_step:
-            ends = step % self._updates == 0 or control.should_epoch_stop or control.should_training_stop
-            self._put_off = ends
+            is_last = step - self._began == self._updates
+            if control.should_epoch_stop and not is_last and not self._has_warned:
+                self._has_warned = True
+                _log.warning("an epoch was cut short: a Trainer that is started again would go on in another one")
+            self._put_off = is_last or control.should_epoch_stop or control.should_training_stop
         elif self._put_off:
             self._put_off = False
         else:
@@ -316,12 +337,12 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
         if control.should_training_stop:
             self.flashpoint.save(step)
         else:
-            self.flashpoint.step()
+            self.flashpoint.step_to(step)
 
     def given(self) -> int:
         """Return the number of batches of this epoch that are trained on; 0 at its end."""
-        trainer = self.trainer
-        return int(trainer.state.global_step % self._updates * trainer.args.gradient_accumulation_steps)
+        done = self.trainer.state.global_step - self._began
+        return 0 if done == self._updates else int(done * self.trainer.args.gradient_accumulation_steps)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -356,16 +377,21 @@ class _Rest:
         self._attached = attached
         self.loaded: dict[str, Any] | None = None
         self.goes_on = False
+        self._logs: list[str] = []  # entries of the log history, which are written once
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the Trainer, of its callbacks which have one, and of the loop."""
         trainer, draws, given = self._attached.trainer, self._attached.draws, self._attached.given()
-        fields = (each.name for each in dataclasses.fields(trainer.state) if each.name not in _OF_THE_RUN)
+        history = trainer.state.log_history
+        del self._logs[len(history) :]
+        self._logs += [json.dumps(entry, default=float) for entry in history[len(self._logs) :]]
+        left_out = (*_OF_THE_RUN, "log_history")
+        fields = (each.name for each in dataclasses.fields(trainer.state) if each.name not in left_out)
         return {
             "state": {name: getattr(trainer.state, name) for name in fields},
-            "callbacks": [each.state()["attributes"] for each in self._callbacks()],
+            "history": "\n".join(self._logs),
+            "callbacks": [(type(each).__name__, each.state()["attributes"]) for each in self._callbacks()],
             "loop": {name: getattr(trainer, name) for name in _OF_THE_LOOP},
-            "stopped": trainer.control.should_training_stop and trainer.state.global_step < trainer.state.max_steps,
             "given": given,
             "draws": None if draws is None else draws.state_after(given),
         }
@@ -382,9 +408,16 @@ class _Rest:
         trainer, draws, given = attached.trainer, attached.draws, loaded["given"]
         for name, value in loaded["state"].items():
             setattr(trainer.state, name, value)
-        for callback, attributes in zip(self._callbacks(), loaded["callbacks"], strict=False):
-            for name, value in attributes.items():
-                setattr(callback, name, value)
+        trainer.state.log_history, self._logs = [json.loads(line) for line in loaded["history"].splitlines()], []
+        best = trainer.state.best_model_checkpoint
+        if best is not None and not os.path.isdir(best):  # on a node that was lost
+            trainer.state.best_model_checkpoint = None
+        callbacks = self._callbacks()
+        for kind, attributes in loaded["callbacks"]:
+            callback = next((each for each in callbacks if type(each).__name__ == kind), None)
+            if callback is not None:
+                callbacks.remove(callback)
+                vars(callback).update(attributes)
         self.goes_on = given > 0 and not trainer.args.ignore_data_skip
         if draws is None or loaded["draws"] is None:
             self.goes_on = False
@@ -398,7 +431,12 @@ class _Rest:
         assert self.loaded is not None
         for name, value in self.loaded["loop"].items():
             setattr(self._attached.trainer, name, value)
-        control.should_training_stop = self.loaded["stopped"]
+        # Whatever else has stopped a training, a limit on time say, is over.
+        control.should_training_stop = any(
+            each.early_stopping_patience_counter >= each.early_stopping_patience
+            for each in self._callbacks()
+            if isinstance(each, EarlyStoppingCallback)
+        )
         self.loaded = None
 
     def _callbacks(self) -> list[Any]:

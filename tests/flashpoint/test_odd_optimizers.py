@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.format.errors import LoadError
+from tests.support.forked import call_team
 from tests.support.loops import assert_same_state, resumed, save
+from tests.workers.distributed_training import base as team_base
 
 STEPS, LATER = 5, 3
 
@@ -268,3 +270,37 @@ def test_sharded_state_that_comes_later(base: Path) -> None:
         assert isinstance(found, DTensor)
         assert found.placements == saved.placements
         assert torch.equal(found.to_local(), saved.to_local())
+
+
+class Flattened:
+    """Modules that FSDP has flattened, each by itself, and one optimizer over all of them."""
+
+    def __init__(self, *names: str) -> None:
+        cpu = torch.device("cpu")
+        self.modules = {name: FullyShardedDataParallel(nn.Linear(4, 4), device_id=cpu) for name in names}
+        self.optimizer = torch.optim.Adam([p for module in self.modules.values() for p in module.parameters()])
+
+    def set_gradients(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        for parameter in self.parameters:
+            parameter.grad = torch.randn_like(parameter)
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        return list(self.optimizer.param_groups[0]["params"])
+
+
+def flattened(report: Callable[..., None], rank: int, names: tuple[str, ...]) -> None:
+    torch.set_num_threads(1)
+    saved, restored = Flattened(*names), Flattened(*names)
+    saved.set_gradients(rank)
+    saved.optimizer.step()
+    save(team_base(), **saved.modules, optimizer=saved.optimizer)
+    assert resumed(team_base(), **restored.modules, optimizer=restored.optimizer) == 1
+    for one, other in zip(saved.parameters, restored.parameters, strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(saved.optimizer.state[one]["exp_avg"], restored.optimizer.state[other]["exp_avg"])
+
+
+def test_an_optimizer_of_several_modules_that_fsdp_has_flattened(tmpfs: Path) -> None:
+    call_team(flattened, tmpfs, 2, ("one", "other"))

@@ -231,7 +231,8 @@ class OptimizerState:
                     " saved one, which had other hyper-parameters",
                     hint=AS_SAVED,
                 )
-            groups.append({**saved[first], "params": own})
+            # In the optimizer's own order: that of the items is by the rank that wrote each.
+            groups.append({**group, **saved[first], "params": own})
         return groups
 
     def _load_flat(self, root: nn.Module, loaded: dict[str, _State], groups: list[_State]) -> None:

@@ -272,6 +272,48 @@ def test_sharded_state_that_comes_later(base: Path) -> None:
         assert torch.equal(found.to_local(), saved.to_local())
 
 
+def _hooked(change: Callable[[dict[str, Any]], None], back: Callable[[dict[str, Any]], None]) -> Any:
+    """A model, and an optimizer whose state dict has its items otherwise than its state."""
+
+    def through(change: Callable[[dict[str, Any]], None]) -> Callable[[Any, dict[str, Any]], dict[str, Any]]:
+        def hook(_: object, state: dict[str, Any]) -> dict[str, Any]:
+            tables = {number: dict(values) for number, values in state["state"].items()}
+            for values in tables.values():
+                change(values)
+            return {**state, "state": tables}
+
+        return hook
+
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.register_state_dict_post_hook(through(change))  # type: ignore[arg-type]
+    optimizer.register_load_state_dict_pre_hook(through(back))
+    return model, optimizer
+
+
+def _leave_out(values: dict[str, Any]) -> None:
+    values.pop("exp_avg_sq", None)
+
+
+def _rename(values: dict[str, Any]) -> None:
+    values["second"] = values.pop("exp_avg_sq")
+
+
+def _rename_back(values: dict[str, Any]) -> None:
+    values["exp_avg_sq"] = values.pop("second")
+
+
+@pytest.mark.parametrize(("change", "back"), [(_leave_out, lambda _: None), (_rename, _rename_back)])
+def test_items_that_the_state_dict_leaves_out_or_renames(base: Path, change: Any, back: Any) -> None:
+    model, optimizer = _hooked(change, back)
+    model(torch.ones(3, 4)).square().sum().backward()
+    optimizer.step()
+    save(base, model=model, optimizer=optimizer)
+    fresh, restored = _hooked(change, back)
+    assert resumed(base, model=fresh, optimizer=restored) == 1
+    assert_same_state(restored, optimizer)
+
+
 class Flattened:
     """Modules that FSDP has flattened, each by itself, and one optimizer over all of them."""
 

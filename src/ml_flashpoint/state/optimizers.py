@@ -192,8 +192,8 @@ class OptimizerState:
                 for group, rate in zip(optimizer.param_groups, rates, strict=True):
                     if rate is not None:
                         group["lr"] = rate
-        state = optimizer.state
-        return {name: state[each] for name, each in zip(names, parameters, strict=True) if each in state}
+        own = optimizer.state_dict()["state"]  # as it is saved: hooks may leave out items, or rename them
+        return {name: own[number] for number, name in enumerate(names) if number in own}
 
     def load(self, state: _State) -> None:
         """Hand loaded state, as :meth:`current` gave it, to the optimizer.

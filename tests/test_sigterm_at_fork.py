@@ -127,3 +127,40 @@ def test_a_forked_child_has_the_handler_from_before() -> None:
         [sys.executable, "-c", _CHILDREN], env=child_environment(), capture_output=True, text=True, timeout=120
     )
     assert ended.stdout == "ended\n", ended.stderr
+
+
+_AT_ONCE = """
+import os, signal
+from ml_flashpoint.engine.signals import InFlight, hold_up_sigterm, let_go_of_sigterm
+
+def programs(number, frame):
+    os._exit(7)
+
+def end_at_once():
+    reads, writes = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.read(reads, 1)
+        os._exit(9)
+    os.kill(pid, signal.SIGTERM)
+    os.write(writes, b"1")  # a child that has forgotten the signal goes on
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+for before, expected in ((signal.SIG_DFL, -signal.SIGTERM), (programs, 7)):
+    signal.signal(signal.SIGTERM, before)
+    engine = InFlight(hurry=lambda: None, finish=lambda seconds: None, grace_s=30)
+    hold_up_sigterm(engine)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    ends = [end_at_once() for _ in range(16)]
+    assert ends == [expected] * 16, ends
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
+    let_go_of_sigterm(engine)
+print("ended")
+"""
+
+
+def test_a_child_that_is_ended_before_it_has_run_anything_ends() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", _AT_ONCE], env=child_environment(), capture_output=True, text=True, timeout=120
+    )
+    assert ended.stdout == "ended\n", ended.stderr

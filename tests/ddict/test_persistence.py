@@ -169,6 +169,35 @@ def test_what_was_rolled_back_does_not_count_for_who_comes_next(program: Open) -
         third.check()
 
 
+@pytest.mark.parametrize("at", ["is_off", "manifest"])
+def test_a_rollback_while_a_checkpoint_is_listed_is_recorded_afterwards(
+    posix: Open, at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with posix() as first:
+        first.persist(1, 2)
+        version = first.history.new_attempt(3)
+        for manager in range(MANAGERS):
+            write_part(first.history.store, version, manager, items(3, manager, ""))
+        manifest = first.history.store.manifest
+
+        def roll_back() -> bool:
+            first.history.take_back(1)
+            return False
+
+        def is_off() -> bool:
+            if at == "is_off":
+                return roll_back()
+            patch.setattr(first.history.store, "manifest", lambda *args: (roll_back(), manifest(*args))[1])
+            return False
+
+        with monkeypatch.context() as patch:
+            first.history.complete(version, 3, is_off)
+        first.history.record()
+        first.check(1)
+    with posix() as second:
+        second.check(1)
+
+
 def test_a_checkpoint_that_is_persisted_again_takes_the_place_of_the_first(posix: Open, tmpfs: Path) -> None:
     with posix() as first:
         first.persist(1)

@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.format.errors import LoadError
+from tests.support.forked import call_team
 from tests.support.loops import assert_same_state, resumed, save
+from tests.workers.distributed_training import base as team_base
 
 STEPS, LATER = 5, 3
 
@@ -268,3 +270,79 @@ def test_sharded_state_that_comes_later(base: Path) -> None:
         assert isinstance(found, DTensor)
         assert found.placements == saved.placements
         assert torch.equal(found.to_local(), saved.to_local())
+
+
+def _hooked(change: Callable[[dict[str, Any]], None], back: Callable[[dict[str, Any]], None]) -> Any:
+    """A model, and an optimizer whose state dict has its items otherwise than its state."""
+
+    def through(change: Callable[[dict[str, Any]], None]) -> Callable[[Any, dict[str, Any]], dict[str, Any]]:
+        def hook(_: object, state: dict[str, Any]) -> dict[str, Any]:
+            tables = {number: dict(values) for number, values in state["state"].items()}
+            for values in tables.values():
+                change(values)
+            return {**state, "state": tables}
+
+        return hook
+
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.register_state_dict_post_hook(through(change))  # type: ignore[arg-type]
+    optimizer.register_load_state_dict_pre_hook(through(back))
+    return model, optimizer
+
+
+def _leave_out(values: dict[str, Any]) -> None:
+    values.pop("exp_avg_sq", None)
+
+
+def _rename(values: dict[str, Any]) -> None:
+    values["second"] = values.pop("exp_avg_sq")
+
+
+def _rename_back(values: dict[str, Any]) -> None:
+    values["exp_avg_sq"] = values.pop("second")
+
+
+@pytest.mark.parametrize(("change", "back"), [(_leave_out, lambda _: None), (_rename, _rename_back)])
+def test_items_that_the_state_dict_leaves_out_or_renames(base: Path, change: Any, back: Any) -> None:
+    model, optimizer = _hooked(change, back)
+    model(torch.ones(3, 4)).square().sum().backward()
+    optimizer.step()
+    save(base, model=model, optimizer=optimizer)
+    fresh, restored = _hooked(change, back)
+    assert resumed(base, model=fresh, optimizer=restored) == 1
+    assert_same_state(restored, optimizer)
+
+
+class Flattened:
+    """Modules that FSDP has flattened, each by itself, and one optimizer over all of them."""
+
+    def __init__(self, *names: str) -> None:
+        cpu = torch.device("cpu")
+        self.modules = {name: FullyShardedDataParallel(nn.Linear(4, 4), device_id=cpu) for name in names}
+        self.optimizer = torch.optim.Adam([p for module in self.modules.values() for p in module.parameters()])
+
+    def set_gradients(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        for parameter in self.parameters:
+            parameter.grad = torch.randn_like(parameter)
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        return list(self.optimizer.param_groups[0]["params"])
+
+
+def flattened(report: Callable[..., None], rank: int, names: tuple[str, ...]) -> None:
+    torch.set_num_threads(1)
+    saved, restored = Flattened(*names), Flattened(*names)
+    saved.set_gradients(rank)
+    saved.optimizer.step()
+    save(team_base(), **saved.modules, optimizer=saved.optimizer)
+    assert resumed(team_base(), **restored.modules, optimizer=restored.optimizer) == 1
+    for one, other in zip(saved.parameters, restored.parameters, strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(saved.optimizer.state[one]["exp_avg"], restored.optimizer.state[other]["exp_avg"])
+
+
+def test_an_optimizer_of_several_modules_that_fsdp_has_flattened(tmpfs: Path) -> None:
+    call_team(flattened, tmpfs, 2, ("one", "other"))

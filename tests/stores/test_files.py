@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from ml_flashpoint.ddict import CheckpointPersister, FsspecCheckpointPersister, PosixCheckpointPersister
 from ml_flashpoint.format.errors import (
@@ -22,6 +23,7 @@ from ml_flashpoint.format.errors import (
     SaveError,
     UnsafePathError,
 )
+from ml_flashpoint.stores.bounded import watched_files
 from ml_flashpoint.stores.files import Directory, Files, UrlFiles
 
 
@@ -104,6 +106,33 @@ def test_a_failed_write_leaves_nothing_new_and_nothing_behind(store: Files, size
         store.write("folder/file", chunks())
     assert store.read("folder/file", limit=10) == b"old"
     assert store.list("folder") == ["file"]
+
+
+def test_a_list_replaces_at_once_though_its_watcher_gives_up(store: Files) -> None:
+    def gives_up() -> None:
+        raise Broken
+
+    store.write("folder/file", [b"old"])
+    with pytest.raises((Broken, SaveError)):
+        watched_files(store, gives_up).write("folder/file", [b"new"])
+    assert store.read("folder/file", limit=10) in (b"old", b"new")
+    assert store.list("folder") == ["file"]
+
+
+def test_a_watched_list_that_an_object_store_refuses_leaves_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ConnectionError("slow down")
+
+    monkeypatch.setattr("ml_flashpoint.stores.files._PUBLISHED_WHEN_COMPLETE", {"memory"})
+    store = UrlFiles(f"memory://{secrets.token_hex(4)}")
+    store.write("folder/file", [b"old"])
+    with monkeypatch.context() as broken:
+        broken.setattr(MemoryFile, "write", refuse)
+        broken.setattr(MemoryFileSystem, "pipe_file", refuse)
+        with pytest.raises(SaveError, match="slow down"):
+            watched_files(store, lambda: None).write("folder/file", [b"new"])
+    assert store.read("folder/file", limit=10) == b"old"
+    store.remove_folder("folder")
 
 
 def test_what_is_not_there(store: Files) -> None:

@@ -239,7 +239,7 @@ class History:
             FlashpointError: a part is not there, or the store failed: nothing has changed.
         """
         self.store.complete(version.save, version.world_size)
-        with self._writing():
+        with self._writing() as limit:
             if is_off():
                 self.remove(version)
                 return
@@ -248,7 +248,7 @@ class History:
             if keep > 0:
                 oldest = sorted({*self._whole(before), version.step})[-keep:][0]
                 after = {each: its for each, its in after.items() if each >= oldest}
-            self._record(after)
+            self._record(after, limit)
             self._own.add(version.save)
             for each, its in before.items():
                 if after.get(each) is not its:
@@ -258,9 +258,9 @@ class History:
         """Go on from a checkpoint: what leads to it counts, and what comes. Raises `FlashpointError`: the store
         refuses; nothing has changed."""
         if self._is_ours:
-            with self._writing():
+            with self._writing() as limit:
                 self._number = 0
-                self._record({each: its for each, its in self._usable().items() if each <= checkpoint_id})
+                self._record({each: its for each, its in self._usable().items() if each <= checkpoint_id}, limit)
 
     def take_back(self, to: int) -> None:
         """Let the checkpoints above one count no more, from now on here, and with `record` in the store."""
@@ -275,10 +275,10 @@ class History:
         """
         if self._limit is None:
             return
-        with self._writing(deadline):
-            limit, before, after = self._limit, self._checkpoints or {}, self._counting()
+        with self._writing(deadline) as limit:
+            before, after = self._checkpoints or {}, self._counting()
             if len(after) < len(before):
-                self._record(after)
+                self._record(after, limit)
             elif self._limit == limit:
                 self._limit = None
             for each in before.keys() - after.keys():
@@ -286,16 +286,16 @@ class History:
                     self.remove(before[each])
 
     @contextlib.contextmanager
-    def _writing(self, deadline: float | None = None) -> Iterator[None]:
+    def _writing(self, deadline: float | None = None) -> Iterator[int | None]:
+        """Return the limit before anything is decided: a rollback from then on is another one's to record."""
         if not self._lock.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())):
             raise DDictTimeoutError("the store of persisted checkpoints is at work")
         try:
-            yield
+            yield self._limit
         finally:
             self._lock.release()
 
-    def _record(self, checkpoints: Checkpoints) -> None:
-        limit = self._limit
+    def _record(self, checkpoints: Checkpoints, limit: int | None) -> None:
         number = self._number or next_number(max(self._files(), default=0))
         content = {"checkpoints": [save_of(checkpoints[each]) for each in sorted(checkpoints)]}
         self.store.files.write(_name_of(number), [encode_record(_KIND, content)])

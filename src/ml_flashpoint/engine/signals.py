@@ -17,8 +17,6 @@ import ctypes
 import logging
 import os
 import signal
-import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,8 +27,6 @@ _log = logging.getLogger(__name__)
 
 _ANSWER_S = 1.0
 _POLL_S = 0.02
-_CREDENTIALS = struct.Struct("iII")
-"""The process, user and group that have sent a message: see unix(7)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +104,7 @@ class _Handler:
         self.engines: list[InFlight] = []
         self._came: float | None = None  # when the SIGTERM did that is to be answered
         self._pid = os.getpid()
-        self._wakeup: socket.socket | None = None
+        self._wakeup: int | None = None
         self._earlier = signal.getsignal(signal.SIGTERM)
         signal.signal(signal.SIGTERM, self._on_signal)
         self._start_watching()
@@ -119,9 +115,9 @@ class _Handler:
     def remove(self) -> None:
         if self._wakeup is not None:
             taken = signal.set_wakeup_fd(-1)
-            if taken not in (-1, self._wakeup.fileno()):  # somebody's who came later
+            if taken not in (-1, self._wakeup):  # somebody's who came later
                 signal.set_wakeup_fd(taken)
-            self._wakeup.close()
+            os.close(self._wakeup)
         if self.is_installed():
             signal.signal(signal.SIGTERM, self._earlier)
 
@@ -155,27 +151,21 @@ class _Handler:
             _take_default_action()
 
     def _start_watching(self) -> None:
-        reader, writer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        reader.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        writer.setblocking(False)
-        taken = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        taken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         if taken != -1:  # an event loop's
             signal.set_wakeup_fd(taken)
-            reader.close()
-            writer.close()
+            os.close(reader)
+            os.close(writer)
             return
         self._wakeup = writer
         threading.Thread(target=self._watch, args=(reader,), name="flashpoint-sigterm", daemon=True).start()
 
-    def _watch(self, reader: socket.socket) -> None:
-        with reader:
-            while True:
-                numbers, ancillary, _, _ = reader.recvmsg(1, socket.CMSG_SPACE(_CREDENTIALS.size))
-                if not numbers:
-                    return
-                # A forked child writes to the same socket until it has let go of it.
-                sender = _CREDENTIALS.unpack(ancillary[0][2])[0] if ancillary else self._pid
-                if sender == self._pid and numbers[0] == signal.SIGTERM:
+    def _watch(self, reader: int) -> None:
+        with open(reader, "rb", buffering=0) as signals:
+            while numbers := signals.read(64):
+                if signal.SIGTERM in numbers:
                     self._watch_over(time.monotonic())
 
     def _watch_over(self, came: float) -> None:
@@ -209,10 +199,28 @@ def _take_default_action() -> None:
 _handlers: list[_Handler] = []
 
 
+_held = threading.local()
+"""Of each thread, the signal masks from before the forks that it is about to make."""
+
+
+def _hold_sigterm() -> None:
+    """Have SIGTERM wait in the thread that forks, and so in the child until `_let_go_in_child`. Python forgets a signal
+    that a child has caught before that, and the parent's watching thread would read it. Other threads take SIGTERM."""
+    if _handlers:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        _held.masks = [*getattr(_held, "masks", ()), before]
+
+
+def _release_sigterm() -> None:
+    if masks := getattr(_held, "masks", None):
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop())
+
+
 def _let_go_in_child() -> None:
     """Leave a forked child the handler from before: one of Python's does not end a child that waits in native code."""
     while _handlers:
         _handlers.pop().remove()
+    _release_sigterm()
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(before=_hold_sigterm, after_in_parent=_release_sigterm, after_in_child=_let_go_in_child)

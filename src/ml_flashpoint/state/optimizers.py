@@ -100,10 +100,23 @@ class OptimizerState:
         return [together[each] for each in numbers] if all(map(together.__contains__, numbers)) else None
 
     def _flat_root(self) -> nn.Module | None:
-        """Return the module whose flattened parameters the optimizer has; None if they are not flattened."""
+        """Return a module that has all the optimizer's parameters: a tracked one, or several put together; None if FSDP
+        has flattened none of them."""
+        if not any(map(is_flat, self._modules.values())):
+            return None
         wanted = set(map(id, parameters_of(self.optimizer)))
-        modules = (module for module in self._modules.values() if is_flat(module))
-        return next((module for module in modules if wanted <= set(map(id, module.parameters()))), None)
+        owned = {name: wanted & set(map(id, module.parameters())) for name, module in self._modules.items()}
+        if not any(is_flat(self._modules[name]) for name, own in owned.items() if own):
+            return None
+        for name, own in owned.items():
+            if own == wanted:
+                return self._modules[name]
+        together = nn.Module()
+        for name, own in owned.items():
+            if own & wanted:
+                together.add_module(f"tracked_{name}", self._modules[name])
+                wanted -= own
+        return together
 
     # ---- loading ------------------------------------------------------------------------------------------
 
@@ -179,8 +192,8 @@ class OptimizerState:
                 for group, rate in zip(optimizer.param_groups, rates, strict=True):
                     if rate is not None:
                         group["lr"] = rate
-        state = optimizer.state
-        return {name: state[each] for name, each in zip(names, parameters, strict=True) if each in state}
+        own = optimizer.state_dict()["state"]  # as it is saved: hooks may leave out items, or rename them
+        return {name: own[number] for number, name in enumerate(names) if number in own}
 
     def load(self, state: _State) -> None:
         """Hand loaded state, as :meth:`current` gave it, to the optimizer.
@@ -218,7 +231,8 @@ class OptimizerState:
                     " saved one, which had other hyper-parameters",
                     hint=AS_SAVED,
                 )
-            groups.append({**saved[first], "params": own})
+            # In the optimizer's own order: that of the items is by the rank that wrote each.
+            groups.append({**group, **saved[first], "params": own})
         return groups
 
     def _load_flat(self, root: nn.Module, loaded: dict[str, _State], groups: list[_State]) -> None:

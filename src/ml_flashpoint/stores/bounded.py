@@ -78,7 +78,8 @@ def while_it_moves(call: Callable[[Callable[[], None]], _T], deadline_s: float, 
 
 
 def watched_files(files: Files, moved: Callable[[], None]) -> Files:
-    """Return the same files, with ``moved`` called after each call and for each piece that is written. It may raise."""
+    """Return the same files, with ``moved`` called after each call, and for each piece that is streamed.
+    It may raise."""
     return cast("Files", _Watched(files, moved))
 
 
@@ -97,11 +98,12 @@ class _Watched:
         return call
 
     def write(self, name: str, chunks: Iterable[Buffer]) -> int:
-        def told() -> Iterator[Buffer]:
-            for chunk in chunks:
-                yield chunk
-                self._moved()
-
-        written = self._files.write(name, told())
+        # A list stays one: an object store replaces a file by it in one request, and a failure leaves the old file.
+        written = self._files.write(name, chunks if isinstance(chunks, list) else self._told(chunks))
         self._moved()
         return written
+
+    def _told(self, chunks: Iterable[Buffer]) -> Iterator[Buffer]:
+        for chunk in chunks:
+            yield chunk
+            self._moved()

@@ -146,19 +146,23 @@ def _own(value: Any, name: str) -> Any:
     return getattr(value, "__dict__", {}).get(name)
 
 
+def have_new_workers(loader: Any) -> Any:
+    """Have a prepared loader start new workers in each pass, as a new process has to: those that stay draw no seed.
+    Return the loader within."""
+    inner = getattr(loader, "base_dataloader", loader)
+    if isinstance(inner, DataLoader):
+        object.__setattr__(inner, "persistent_workers", False)  # torch lets nobody change what iterators keep
+    return inner
+
+
 def watch_draws(loader: Any) -> Draws | None:
     """Put a `Draws` in the place of a prepared loader's batch sampler, once. None for iterable data, which has none.
 
     Raises:
         InvalidArgumentError: rank 0 fetches for all, and what is left out would be counted otherwise.
     """
-    inner = getattr(loader, "base_dataloader", loader)
-    if not isinstance(inner, DataLoader):
-        return None
-    # torch lets nobody change these, since iterators keep the old ones. Workers that stay draw no seed at a new pass,
-    # as those of a new process do.
-    object.__setattr__(inner, "persistent_workers", False)
-    if inner.batch_sampler is None or isinstance(inner.dataset, IterableDataset):
+    inner = have_new_workers(loader)
+    if getattr(inner, "batch_sampler", None) is None or isinstance(inner.dataset, IterableDataset):
         return None
     if isinstance(loader, DataLoaderDispatcher):
         text, hint = "fetches on rank 0 for all ranks", "pass DataLoaderConfiguration(dispatch_batches=False)"

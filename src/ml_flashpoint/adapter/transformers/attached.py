@@ -35,7 +35,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
-from ml_flashpoint.adapter.accelerate.place import Draws, watch_draws
+from ml_flashpoint.adapter.accelerate.place import Draws, have_new_workers, watch_draws
 from ml_flashpoint.flashpoint import Flashpoint
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, NothingLoadableError
 from ml_flashpoint.state.random_numbers import capture_rng_state, restore_rng_state
@@ -175,6 +175,7 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         ours: dict[str, Callable[..., Any]] = {
             "get_train_dataloader": self._make_loader,
+            "get_eval_dataloader": self._make_eval_loader,
             "_load_from_checkpoint": self._load_nothing_yet,
             "_load_optimizer_and_scheduler": self._load,
             "_load_scaler": self._load_nothing_yet,
@@ -197,6 +198,7 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
         self._put_off = False
         self._updates = 1  # steps of the optimizer in an epoch
         self._began = 0  # steps done when it began
+        self._is_last_epoch = False
         self._has_warned = False
         self.generators: dict[str, Any] | None = None
         self.draws: Draws | None = None
@@ -282,6 +284,11 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
         self.draws = watch_draws(loader)
         return loader
 
+    def _make_eval_loader(self, given: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        loader = given(*args, **kwargs)
+        have_new_workers(loader)
+        return loader
+
     # ---- training -------------------------------------------------------------------------------------------
 
     def on_train_begin(
@@ -307,6 +314,7 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
         if kwargs["epoch"] == kwargs["epochs_trained"]:
             left_out = kwargs["steps_trained_in_current_epoch"] // self.trainer.args.gradient_accumulation_steps
         self._began = state.global_step - left_out
+        self._is_last_epoch = kwargs["epoch"] + 1 >= state.num_train_epochs
         control.should_training_stop |= state.global_step >= state.max_steps  # of which a Trainer would do one more
         if not control.should_training_stop:
             given(**kwargs)
@@ -334,7 +342,7 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
             return
         if self._put_off:
             return
-        if control.should_training_stop:
+        if control.should_training_stop or (self._is_last_epoch and not is_of_step):
             self.flashpoint.save(step)
         else:
             self.flashpoint.step_to(step)

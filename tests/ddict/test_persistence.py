@@ -7,6 +7,8 @@ import logging
 import os
 import shutil
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,9 +26,11 @@ from ml_flashpoint.ddict import (
 )
 from ml_flashpoint.ddict.errors import DDictPersistError
 from ml_flashpoint.ddict.options import Configuration, Options
-from ml_flashpoint.ddict.persistence import History, open_part, write_part
-from ml_flashpoint.format.errors import DamagedError, FlashpointError, InvalidArgumentError, JobInUseError
+from ml_flashpoint.ddict.persistence import History, Persisting, open_part, write_part
+from ml_flashpoint.format.errors import DamagedError, FlashpointError, InvalidArgumentError, JobInUseError, SaveError
 from ml_flashpoint.stores.files import Directory, Files
+from ml_flashpoint.stores.version_store import Version
+from tests.support.dictionaries import DEADLINE_S
 
 MANAGERS = 2
 
@@ -53,9 +57,12 @@ class Program:
     def persist(self, *checkpoint_ids: int, keep: int = -1, text: str = "") -> None:
         for checkpoint_id in checkpoint_ids:
             version = self.history.new_attempt(checkpoint_id)
-            for manager in range(MANAGERS):
-                write_part(self.history.store, version, manager, items(checkpoint_id, manager, text))
+            self.write(checkpoint_id, version, text)
             self.history.complete(version, keep, lambda: False)
+
+    def write(self, checkpoint_id: int, version: Version, text: str = "") -> None:
+        for manager in range(MANAGERS):
+            write_part(self.history.store, version, manager, items(checkpoint_id, manager, text))
 
     def roll_back(self, to: int) -> None:
         self.history.take_back(to)
@@ -176,8 +183,7 @@ def test_a_rollback_while_a_checkpoint_is_listed_is_recorded_afterwards(
     with posix() as first:
         first.persist(1, 2)
         version = first.history.new_attempt(3)
-        for manager in range(MANAGERS):
-            write_part(first.history.store, version, manager, items(3, manager, ""))
+        first.write(3, version)
         manifest = first.history.store.manifest
 
         def roll_back() -> bool:
@@ -403,6 +409,84 @@ def test_a_store_that_fails_is_reported_and_loses_nothing(
         first.check(1)
         first.persist(2)
         first.check(1, 2)
+
+
+class Background:
+    """The thread that persists what a program commits, and keeps that many."""
+
+    def __init__(self, program: Program, keep: int) -> None:
+        self.changed = threading.Condition(threading.RLock())
+        self.persisting = Persisting(self.changed, program.write, program.history, keep)
+
+    def __enter__(self) -> Background:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.persisting.close()
+
+    def add(self, checkpoint_id: int) -> None:
+        with self.changed:
+            self.persisting.add(checkpoint_id)
+
+    def persist(self, checkpoint_id: int) -> None:
+        self.add(checkpoint_id)
+        self.persisting.await_persisted(checkpoint_id, time.monotonic() + DEADLINE_S)
+
+
+def test_what_a_list_names_stays_though_its_writer_saw_an_error(
+    posix: Open, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Directory.write
+
+    def written_all_the_same(files: Directory, name: str, chunks: Iterable[Any]) -> int:
+        count = write(files, name, chunks)
+        if name.startswith("history"):
+            raise SaveError("the folder was not synchronized")
+        return count
+
+    with posix() as first, Background(first, 1) as thread:
+        thread.persist(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(Directory, "write", written_all_the_same)
+            with pytest.raises(SaveError):
+                thread.persist(2)
+        Program(PosixCheckpointPersister, str(tmpfs), read_only=True).check(2)  # who finds this one killed
+        thread.persist(2)
+        first.check(2)
+        assert len(list((tmpfs / "name").glob("run-*"))) == 1
+
+
+class Refused(Directory):
+    """A store that fails with errors of its own."""
+
+    refuses = True
+
+    def write(self, name: str, chunks: Iterable[Any]) -> int:
+        self.check()
+        return super().write(name, chunks)
+
+    def remove(self, name: str) -> None:
+        self.check()
+        super().remove(name)
+
+    def check(self) -> None:
+        if self.refuses:
+            raise ConnectionError("the storage is down")
+
+
+def test_a_store_that_raises_its_own_errors_ends_no_persisting(tmpfs: Path) -> None:
+    files = Refused(tmpfs / "mine")
+
+    class Mine(CheckpointPersister):
+        def open_store(self) -> Files:
+            return files
+
+    with Program(Mine, "ignored") as first, Background(first, -1) as thread:
+        with pytest.raises(DDictPersistError, match="the storage is down"):
+            thread.persist(1)
+        files.refuses = False
+        thread.persist(2)
+        first.check(2)
 
 
 # ---- places ---------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
 from ml_flashpoint.format.object_format import encode_header, plan_layout
 from ml_flashpoint.format.records import MAX_RECORD_BYTES, decode_record, encode_record
 from ml_flashpoint.format.save_id import SaveId
-from ml_flashpoint.stores.durable import MARKER, DurableVersions, save_of, try_to_remove, version_of
+from ml_flashpoint.stores.durable import MARKER, DurableVersions, save_of, version_of
 from ml_flashpoint.stores.version_store import StoredObject, Version, stored_object
 
 if TYPE_CHECKING:
@@ -122,6 +122,7 @@ class History:
         self._checkpoints: Checkpoints | None = None  # that count; None: those of the newest file
         self._limit: int | None = None  # of a rollback that the store does not know of: what is above counts no more
         self._own: set[SaveId] = set()  # what this dictionary has written
+        self._listed: list[Version] = []  # by lists of ours that could not be written: those may be there all the same
         self._newest = 0
         self._told: set[str] = set()
 
@@ -236,7 +237,7 @@ class History:
             is_off: returns true if the checkpoint was rolled back: then it does not count.
 
         Raises:
-            FlashpointError: a part is not there, or the store failed: nothing has changed.
+            FlashpointError: a part is not there, or the store failed: nothing has changed. See `remove_failed`.
         """
         self.store.complete(version.save, version.world_size)
         with self._writing() as limit:
@@ -248,10 +249,12 @@ class History:
             if keep > 0:
                 oldest = sorted({*self._whole(before), version.step})[-keep:][0]
                 after = {each: its for each, its in after.items() if each >= oldest}
+            self._listed.append(version)
             self._record(after, limit)
+            goes, self._listed = [*before.values(), *self._listed], []
             self._own.add(version.save)
-            for each, its in before.items():
-                if after.get(each) is not its:
+            for its in goes:
+                if after.get(its.step) is not its:
                     self.remove(its)
 
     def restored(self, checkpoint_id: int) -> None:
@@ -303,11 +306,19 @@ class History:
         if self._limit == limit:
             self._limit = None
 
+    def remove_failed(self, version: Version) -> None:
+        """Remove an attempt that has failed. One that a list may name stays until a list without it is written."""
+        if version not in self._listed:
+            self.remove(version)
+
     def remove(self, version: Version) -> None:
-        """Remove an attempt, as far as the store lets that happen."""
-        # The marker first: what is half gone must not look complete.
-        if try_to_remove(self.store.files.remove, f"{version.folder}/{MARKER}"):
-            try_to_remove(self.store.files.remove_folder, version.folder.partition("/")[0])
+        """Remove an attempt. Log it if the store refuses."""
+        try:
+            # The marker first: what is half gone must not look complete.
+            self.store.files.remove(f"{version.folder}/{MARKER}")
+            self.store.files.remove_folder(version.folder.partition("/")[0])
+        except Exception as error:  # of a persister of the user's own, perhaps
+            _log.warning("a persisted checkpoint that is not wanted any more cannot be removed: %s", error)
 
 
 def _name_of(number: int) -> str:
@@ -492,7 +503,7 @@ class Persisting:
             return None
         except Exception as error:  # the thread must go on
             if version is not None:
-                self.history.remove(version)
+                self.history.remove_failed(version)
             if isinstance(error, FlashpointError):
                 return error
             _log.exception("persisting checkpoint %d failed", checkpoint_id)

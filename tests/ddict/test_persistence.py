@@ -24,15 +24,20 @@ from ml_flashpoint.ddict import (
     NullCheckpointPersister,
     PosixCheckpointPersister,
 )
-from ml_flashpoint.ddict.errors import DDictPersistError
+from ml_flashpoint.ddict.checkpoints.server import CoordinatorServer
+from ml_flashpoint.ddict.errors import REQUESTS, DDictPersistError
 from ml_flashpoint.ddict.options import Configuration, Options
 from ml_flashpoint.ddict.persistence import History, Persisting, open_part, write_part
 from ml_flashpoint.format.errors import DamagedError, FlashpointError, InvalidArgumentError, JobInUseError, SaveError
+from ml_flashpoint.net.channel import ConnectionLostError
+from ml_flashpoint.net.client import Connection
+from ml_flashpoint.stores.durable import DurableVersions
 from ml_flashpoint.stores.files import Directory, Files
 from ml_flashpoint.stores.version_store import Version
 from tests.support.dictionaries import DEADLINE_S
 
 MANAGERS = 2
+SECRET = b"a secret of the test"
 
 
 @pytest.fixture(autouse=True)
@@ -424,6 +429,12 @@ class Background:
     def __exit__(self, *_: object) -> None:
         self.persisting.close()
 
+    def join(self) -> None:
+        for each in threading.enumerate():
+            if each.name == "ddict-persist":
+                each.join(DEADLINE_S)
+                assert not each.is_alive()
+
     def add(self, checkpoint_id: int) -> None:
         with self.changed:
             self.persisting.add(checkpoint_id)
@@ -487,6 +498,84 @@ def test_a_store_that_raises_its_own_errors_ends_no_persisting(tmpfs: Path) -> N
         files.refuses = False
         thread.persist(2)
         first.check(2)
+
+
+# ---- dictionaries that have ended ----------------------------------------------------------------------------------
+
+
+def test_what_a_dictionary_lists_after_its_end_hides_nothing_of_the_next_one(posix: Open) -> None:
+    with posix() as first:
+        first.write(1, first.history.new_attempt(1))
+    with posix() as second:
+        second.persist(10)
+        first.persist(2)  # its thread hung until now
+        second.persist(11)
+        second.check(10, 11)
+    with posix() as third:
+        third.check(10, 11)
+        first.persist(3)
+        first.restore(3)
+        third.check(10, 11)
+
+
+def test_a_dictionary_removes_nothing_after_its_end_that_the_next_one_goes_on_from(posix: Open) -> None:
+    with posix() as first:
+        first.persist(1, 2)
+    with posix() as second:
+        second.restore(2)
+        first.roll_back(1)
+        second.check(1, 2)
+        first.persist(3, keep=1)
+        second.check(1, 2)
+
+
+def test_what_is_persisted_while_a_dictionary_ends_does_not_count(posix: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    complete, has_begun, may_end = DurableVersions.complete, threading.Event(), threading.Event()
+
+    def complete_late(*args: Any) -> Any:
+        has_begun.set()
+        assert may_end.wait(DEADLINE_S)
+        return complete(*args)
+
+    with posix() as first:
+        with Background(first, -1) as thread, monkeypatch.context() as slow:
+            slow.setattr(DurableVersions, "complete", complete_late)
+            thread.add(1)
+            assert has_begun.wait(DEADLINE_S)
+        may_end.set()
+        thread.join()
+        first.check()
+
+
+def test_a_name_is_given_up_when_nothing_is_answered_any_more(tmpfs: Path) -> None:
+    answers: list[bool] = []
+
+    class Watched(Directory):
+        def lock(self, name: str, timeout_s: float) -> contextlib.ExitStack:
+            held = contextlib.ExitStack()
+            held.enter_context(super().lock(name, timeout_s) or contextlib.nullcontext())
+            held.callback(look)
+            return held
+
+    class Mine(CheckpointPersister):
+        def open_store(self) -> Files:
+            return Watched(tmpfs / self.home)
+
+    def look() -> None:
+        try:
+            Connection(server.address, SECRET, REQUESTS, connect_timeout_s=DEADLINE_S).close()
+        except ConnectionLostError:
+            answers.append(False)
+        else:
+            answers.append(True)
+
+    options = Options(1, 2, persister_class=Mine, name="name")
+    server = CoordinatorServer(
+        Configuration("0" * 12, options, "", ("tcp", "127.0.0.1", 1), ((), ()), SECRET), "127.0.0.1"
+    )
+    assert answers == []
+    server.close()
+    assert answers == [False]
 
 
 # ---- places ---------------------------------------------------------------------------------------------------------

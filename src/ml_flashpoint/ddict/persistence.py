@@ -10,7 +10,8 @@ is listed in one small file, written whole or not at all, anew with each change:
 
 A dictionary begins a file of its own when it first persists something, and with each restore: then with what led to the
 restored checkpoint. So what another one has persisted is never changed, and only a dictionary that goes on from it
-removes any of it.
+removes any of it. It takes the first number as soon as it has the lock, and counts on from there: what a dictionary
+that has ended may still write is never newer than the next one's.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class History:
         self._is_ours = not configuration.options.read_only
         self._lock = threading.Lock()  # for as long as a file of the history takes
         self._held: AbstractContextManager[object] | None = None
-        self._number = 0  # of the file that this dictionary writes; 0: none yet
+        self._number = 0  # of the file that this dictionary writes
         self._checkpoints: Checkpoints | None = None  # that count; None: those of the newest file
         self._limit: int | None = None  # of a rollback that the store does not know of: what is above counts no more
         self._own: set[SaveId] = set()  # what this dictionary has written
@@ -144,13 +145,16 @@ class History:
                 path=error.path,
                 hint="give each dictionary a name, or a persist_path, of its own",
             ) from error
+        self._number = next_number(max(self._files(), default=0))  # with the lock: a later owner's is higher
         if self._held is not None:
             for version in self.store.versions():
                 if not version.counts and not version.problem:
                     self.remove(version)
 
     def close(self) -> None:
-        """Give the name up. Safe to call twice."""
+        """Give the name up: whoever is next goes on from what is listed, and this one removes none of it any more. Safe
+        to call twice."""
+        self._is_ours = False
         held, self._held = self._held, None
         if held is not None:
             held.__exit__(None, None, None)
@@ -234,7 +238,7 @@ class History:
         Args:
             version: of the attempt.
             keep: how many of the newest stay; -1 or 0: all.
-            is_off: returns true if the checkpoint was rolled back: then it does not count.
+            is_off: returns true if the checkpoint was rolled back, or the dictionary has ended: then it does not count.
 
         Raises:
             FlashpointError: a part is not there, or the store failed: nothing has changed. See `remove_failed`.
@@ -254,7 +258,7 @@ class History:
             goes, self._listed = [*before.values(), *self._listed], []
             self._own.add(version.save)
             for its in goes:
-                if after.get(its.step) is not its:
+                if self._is_ours and after.get(its.step) is not its:
                     self.remove(its)
 
     def restored(self, checkpoint_id: int) -> None:
@@ -262,7 +266,7 @@ class History:
         refuses; nothing has changed."""
         if self._is_ours:
             with self._writing() as limit:
-                self._number = 0
+                self._number += 1
                 self._record({each: its for each, its in self._usable().items() if each <= checkpoint_id}, limit)
 
     def take_back(self, to: int) -> None:
@@ -285,7 +289,7 @@ class History:
             elif self._limit == limit:
                 self._limit = None
             for each in before.keys() - after.keys():
-                if before[each].save in self._own:
+                if self._is_ours and before[each].save in self._own:
                     self.remove(before[each])
 
     @contextlib.contextmanager
@@ -299,10 +303,9 @@ class History:
             self._lock.release()
 
     def _record(self, checkpoints: Checkpoints, limit: int | None) -> None:
-        number = self._number or next_number(max(self._files(), default=0))
         content = {"checkpoints": [save_of(checkpoints[each]) for each in sorted(checkpoints)]}
-        self.store.files.write(_name_of(number), [encode_record(_KIND, content)])
-        self._number, self._checkpoints = number, checkpoints
+        self.store.files.write(_name_of(self._number), [encode_record(_KIND, content)])
+        self._checkpoints = checkpoints
         if self._limit == limit:
             self._limit = None
 
@@ -359,7 +362,7 @@ class Persisting:
         self._changed, self._write, self._history, self._keep = changed, write, history, keep
         self._waiting: list[_Wanted] = []
         self._current = -1
-        self._called_off = False  # the current one was rolled back
+        self._called_off = False  # the current one was rolled back, or all has ended
         self._outdated = False  # it was committed again
         self._done: set[int] = set()
         self._error: FlashpointError | None = None
@@ -449,13 +452,11 @@ class Persisting:
             raise DDictTimeoutError("checkpoints are still being persisted")
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Begin nothing more, and let what is under way not count."""
         with self._changed:
-            self._closing = True
+            self._closing = self._called_off = True
             self._changed.notify_all()
         self._thread.join(1.0)
-        if self._history is not None:
-            self._history.close()
 
     # ---- the thread ---------------------------------------------------------------------------------------
 

@@ -208,6 +208,26 @@ def test_a_store_that_hangs_for_long_does_not_keep_the_slot(
     job.close()
 
 
+def test_a_store_that_hangs_while_it_is_opened_keeps_no_other_job_waiting(tmpfs: Path) -> None:
+    hangs, go_on = threading.Event(), threading.Event()
+
+    def hang(url: str) -> DurableVersions:
+        hangs.set()
+        go_on.wait(60)
+        return open_durable(url)
+
+    dead = Job(tmpfs / "dead", f"file://{tmpfs}/dead-store", open_store=hang, waits=False)
+    assert hangs.wait(30)
+    fine = Job(tmpfs / "fine", f"file://{tmpfs}/fine-store")
+    fine.commit(10)
+    fine.verify(10, due=10)
+    fine.await_persisted(10)
+    assert not dead.persisters[0].owns_store
+    go_on.set()
+    for job in (fine, dead):
+        job.close()
+
+
 def test_a_rank_that_cannot_write_is_named_and_the_next_version_is_tried(tmpfs: Path) -> None:
     refusing, told = threading.Event(), list[events.Event]()
 

@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Final, TypeVar
 
 from ml_flashpoint import events
@@ -103,6 +102,7 @@ class Persister:
         self._pool, self._base, self._process = pool, base, os.getpid()
         self._failed_parts = _FailedParts(connect)
         self._open_store, self._period_s = open_store, period_s
+        self._opened: DurableVersions | None = None
         self._ownership: Ownership | None = None
         self._changed = threading.Condition()
         self._next: _Task | None = None
@@ -217,9 +217,12 @@ class Persister:
         """True once this process may persist there: on rank 0, no other job does."""
         return self._rank != 0 or (self._ownership is not None and self._ownership.taken)
 
-    @cached_property
+    @property
     def _store(self) -> DurableVersions:
-        return self._open_store(self.options.url)
+        """The store, opened by this class's thread when it is needed first. That may hang, so no lock is held."""
+        if self._opened is None:
+            self._opened = self._open_store(self.options.url)
+        return self._opened
 
     def _own(self) -> None:
         """Be the process that completes versions at this URL, and look which there are."""

@@ -168,6 +168,13 @@ def test_a_part_whose_slot_is_gone_is_not_waited_for(job: Job) -> None:
     assert "slot" in str(job.persisters[0].health.error)
 
 
+def test_a_part_whose_slot_is_gone_is_not_tried_again_at_the_end(job: Job) -> None:
+    job.verify(10)
+    assert job.persisters[1].finish(30) is False
+    assert "slot" in str(job.persisters[1].health.error)
+    assert job.persisters[1].health.failures == 1
+
+
 def test_the_slot_of_a_part_is_not_reused_while_a_store_hangs(tmpfs: Path, faults: Faults) -> None:
     faults.now, job = "hang", Job(tmpfs, faults.url)
     slots = job.commit(10)

@@ -111,6 +111,7 @@ class Persister:
         self._newest: SaveId | None = None
         self._due: SaveId | None = None
         self._done: SaveId | None = None
+        self._gone: SaveId | None = None
         self._persisted: int | None = None
         self._error: str | None = None
         self._failures, self._tries_left = 0, _TRIES_AT_END
@@ -246,6 +247,7 @@ class Persister:
         save, slot = task.save, task.slot
         self._go_on(task)
         if slot is None:
+            self._gone = save  # there is nothing to try again with
             raise PrunedError("the part has no slot any more", step=save.step, rank=self._rank)
         manifest = self._pool.container.read_manifest(save, self._rank)
         if self._rank == 0:
@@ -357,7 +359,8 @@ class Persister:
 
     def _has_ended(self, save: SaveId | None) -> bool:
         """Return True if a version is not tried again at the end of the job; always before the end."""
-        return save is None or save == self._done or self._closing or not self._hurrying or self._tries_left <= 0
+        has_ended = save in (None, self._done, self._gone)
+        return has_ended or self._closing or not self._hurrying or self._tries_left <= 0
 
     def hurry(self) -> None:
         """Persist the newest verified version now, and each one that is verified yet, without the limit on bytes a

@@ -386,17 +386,13 @@ def test_a_version_is_due_while_older_ones_are_removed(
             wait_until(lambda: fp.health.persisted == 2, f"2 is persisted: {fp.health}")
 
 
-def test_a_version_is_due_while_a_slow_store_is_opened(
-    base: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FLASHPOINT_TRANSFER_DEADLINE_S", "0.05")
+def test_a_version_is_due_while_a_slow_store_is_opened(base: Path, faults: Faults) -> None:
     faults.now, faults.where = "hang", ""  # it has no locks: what hangs is the lease that stands for one
     with Flashpoint(base, persist=faults.url, persist_every=50, deadline_s=20) as fp:
         fp.track(value=Value()).resume()
         assert faults.met.wait(20)
         fp.save(50)  # the only one for long
         assert fp.wait()
-        wait_until(lambda: "has not answered" in str(fp.health.persist_error), f"it is told: {fp.health}")
         faults.now = None
         faults.go_on.set()
         wait_until(lambda: fp.health.persisted == 50, f"it is persisted: {fp.health}")

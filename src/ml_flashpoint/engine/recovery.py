@@ -17,7 +17,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ml_flashpoint import events
@@ -128,13 +128,16 @@ class DurableTier:
 
     def __init__(self, url: str | None, ranks: RankGroup, open_store: Callable[[str], DurableVersions]) -> None:
         self.url, self._ranks, self._open_store = url, ranks, open_store
+        self._store: DurableVersions | None = None
         self.forget()
 
-    @cached_property
+    @property
     def store(self) -> DurableVersions:
-        """The store, which is opened when it is needed first."""
-        assert self.url is not None
-        return self._open_store(self.url)
+        """The store, which is opened when it is needed first. That may hang, so no lock is held."""
+        if self._store is None:
+            assert self.url is not None
+            self._store = self._open_store(self.url)
+        return self._store
 
     def forget(self) -> None:
         """List the store anew when that is needed next."""

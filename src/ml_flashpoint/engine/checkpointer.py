@@ -133,6 +133,7 @@ class Checkpointer:
                 _log.warning("%s is opened again in this process, so the earlier Checkpointer is closed", self.base)
                 other.close(exit_deadline_s())
         with contextlib.ExitStack() as stack:
+            self._subscriptions = stack.enter_context(contextlib.ExitStack())  # ends last: closing emits events
             self._open(stack, discard_existing=discard_existing)
             self._stack = stack.pop_all()
         _live.add(self)
@@ -601,6 +602,10 @@ class Checkpointer:
 
     def _emit(self, kind: type[events.Event], step: int | None, **fields: Any) -> None:
         events.emit(kind, self.ranks, self.base, step, **fields)
+
+    def subscribe(self, on_event: events.Subscriber) -> None:
+        """Have a function called with each event of this base container, until this is closed: `events.subscribe`."""
+        self._subscriptions.callback(events.add_subscriber(on_event, self.base, argument="on_event"))
 
     def wait(self, deadline_s: float | None = None) -> bool:
         """Wait until all futures of all saves that were begun have ended. Return True if that was so in time."""

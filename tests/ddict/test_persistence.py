@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,8 @@ from ml_flashpoint.ddict import (
 )
 from ml_flashpoint.ddict.checkpoints.server import CoordinatorServer
 from ml_flashpoint.ddict.errors import REQUESTS, DDictPersistError
+from ml_flashpoint.ddict.manager.parts import PersistedParts
+from ml_flashpoint.ddict.manager.slots import ValueSlots
 from ml_flashpoint.ddict.options import Configuration, Options
 from ml_flashpoint.ddict.persistence import History, Persisting, open_part, write_part
 from ml_flashpoint.format.errors import DamagedError, FlashpointError, InvalidArgumentError, JobInUseError, SaveError
@@ -34,6 +37,7 @@ from ml_flashpoint.net.client import Connection
 from ml_flashpoint.stores.durable import DurableVersions
 from ml_flashpoint.stores.files import Directory, Files
 from ml_flashpoint.stores.version_store import Version
+from tests.ddict.value_support import INCARNATION, open_store
 from tests.support.dictionaries import DEADLINE_S
 
 MANAGERS = 2
@@ -50,7 +54,8 @@ class Program:
 
     def __init__(self, kind: type[CheckpointPersister], path: str, name: str = "name", **options: Any) -> None:
         given = Options(MANAGERS, persister_class=kind, persist_path=path, name=name, **options)
-        self.history = History(Configuration("d", given, "", None, (), b""))
+        self.configuration = Configuration("d", given, "", None, (), b"")
+        self.history = History(self.configuration)
         self.history.begin()
 
     def __enter__(self) -> Program:
@@ -498,6 +503,41 @@ def test_a_store_that_raises_its_own_errors_ends_no_persisting(tmpfs: Path) -> N
         files.refuses = False
         thread.persist(2)
         first.check(2)
+
+
+def test_a_part_is_written_by_one_request_only(tmpfs: Path) -> None:
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    class Failing(Directory):
+        def write(self, name: str, chunks: Iterable[Any]) -> int:
+            if not has_begun.is_set():
+                has_begun.set()
+                assert may_end.wait(DEADLINE_S)
+                raise SaveError("the upload broke, and what is there is removed")
+            return super().write(name, chunks)
+
+    files = Failing(tmpfs / "mine")
+
+    class Mine(CheckpointPersister):
+        def open_store(self) -> Files:
+            return files
+
+    with (
+        Program(Mine, "ignored") as program,
+        ThreadPoolExecutor(1) as pool,
+        contextlib.closing(open_store(tmpfs / "base")) as store,
+    ):
+        parts = PersistedParts(program.configuration, 0, ValueSlots(store, INCARNATION))
+        version, another = program.history.new_attempt(1), program.history.new_attempt(1)
+        first = pool.submit(parts.write, version, [])
+        assert has_begun.wait(DEADLINE_S)
+        try:
+            with pytest.raises(DDictPersistError, match="begun before"):
+                parts.write(version, [])
+        finally:
+            may_end.set()
+        assert isinstance(first.exception(DEADLINE_S), SaveError)
+        parts.write(another, [])
 
 
 # ---- dictionaries that have ended ----------------------------------------------------------------------------------

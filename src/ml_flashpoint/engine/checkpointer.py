@@ -749,10 +749,14 @@ class Checkpointer:
         return self._recovery.reader(version)
 
     def check_room(self, expected_bytes: int) -> None:
-        """Raise a `CapacityError`, on all ranks, if a node lacks room for the versions that its ranks keep. Collective.
+        """Check that each node has room for the versions that its ranks keep. Collective.
 
         Args:
             expected_bytes: bytes that this rank saves.
+
+        Raises:
+            CapacityError: a node lacks room, or another node cannot tell how much it has. On all ranks.
+            UnreadableError: this node cannot tell.
         """
         self._recovery.check_room(expected_bytes)
 

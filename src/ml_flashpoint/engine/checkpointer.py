@@ -135,6 +135,9 @@ class Checkpointer:
         with contextlib.ExitStack() as stack:
             self._open(stack, discard_existing=discard_existing)
             self._stack = stack.pop_all()
+        if not _live:  # not at import: since Python 3.13, a child of multiprocessing forgets what its parent registered
+            atexit.unregister(_close_all)
+            atexit.register(_close_all)
         _live.add(self)
 
     # ---- opening -------------------------------------------------------------------------------------------
@@ -916,6 +919,7 @@ _live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 def _close_all() -> None:
     for checkpointer in list(_live):
         checkpointer.close()
+    events.flush()  # the events of these
 
 
-atexit.register(_close_all)
+os.register_at_fork(after_in_child=_live.clear)

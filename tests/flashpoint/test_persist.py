@@ -439,8 +439,9 @@ def test_sigterm_persists_the_newest_version(base: Path, store: Path) -> None:
     assert call(persisting.train, str(base), str(store), last + 5) == training.undisturbed(last + 5)
 
 
-def test_a_planned_exit_persists_the_last_version_even_without_close(base: Path, store: Path) -> None:
-    call(persisting.exit_without_closing, str(base), str(store))
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_planned_exit_persists_the_last_version_even_without_close(base: Path, store: Path, forgets: bool) -> None:
+    call(persisting.exit_without_closing, str(base), str(store), forgets)
     assert persisted_steps(store) == [3]
 
 

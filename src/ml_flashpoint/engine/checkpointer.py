@@ -136,6 +136,9 @@ class Checkpointer:
             self._subscriptions = stack.enter_context(contextlib.ExitStack())  # ends last: closing emits events
             self._open(stack, discard_existing=discard_existing)
             self._stack = stack.pop_all()
+        if not _live:  # not at import: since Python 3.13, a child of multiprocessing forgets what its parent registered
+            atexit.unregister(_close_all)
+            atexit.register(_close_all)
         _live.add(self)
 
     # ---- opening -------------------------------------------------------------------------------------------
@@ -754,10 +757,14 @@ class Checkpointer:
         return self._recovery.reader(version)
 
     def check_room(self, expected_bytes: int) -> None:
-        """Raise a `CapacityError`, on all ranks, if a node lacks room for the versions that its ranks keep. Collective.
+        """Check that each node has room for the versions that its ranks keep. Collective.
 
         Args:
             expected_bytes: bytes that this rank saves.
+
+        Raises:
+            CapacityError: a node lacks room, or another node cannot tell how much it has. On all ranks.
+            UnreadableError: this node cannot tell.
         """
         self._recovery.check_room(expected_bytes)
 
@@ -917,6 +924,7 @@ _live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 def _close_all() -> None:
     for checkpointer in list(_live):
         checkpointer.close()
+    events.flush()  # the events of these
 
 
-atexit.register(_close_all)
+os.register_at_fork(after_in_child=_live.clear)

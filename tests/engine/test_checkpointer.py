@@ -26,6 +26,7 @@ from ml_flashpoint.format.errors import (
     UnreadableError,
 )
 from ml_flashpoint.format.save_id import SaveId
+from tests.memory.support import fill_up
 from tests.support.forked import call, call_team, preload, wait_until
 from tests.support.tmpfs import SMALL_TMPFS_BYTES
 from tests.workers import checkpointer_jobs as jobs
@@ -78,6 +79,16 @@ def test_versions_that_nobody_has_asked_about_are_not_overwritten(tmpfs: Path) -
         third.remove_versions()
         assert jobs.versions_in(tmpfs / "job") == []
         jobs.begin_and_commit(third, 1).verified.result(30)
+
+
+def test_versions_are_removed_where_there_is_no_room_for_anything(small_tmpfs: Path) -> None:
+    with Checkpointer(small_tmpfs / "job") as checkpointer:
+        jobs.begin_and_commit(checkpointer, 1).verified.result(30)
+        others = fill_up(small_tmpfs)
+        checkpointer.remove_versions()
+        assert jobs.versions_in(small_tmpfs / "job") == []
+        others.unlink()
+        jobs.begin_and_commit(checkpointer, 1).verified.result(30)
 
 
 def test_of_two_in_one_process_the_later_one_counts(tmpfs: Path) -> None:

@@ -859,8 +859,9 @@ class Checkpointer:
             if not self.ranks.all_ok(self.finish(seal_deadline_s())):
                 _log.error("versions stay in memory: a rank has not ended its saves, or not persisted the newest one")
                 return
-            self.go_on_from(None)
+            self._end_run(seal_deadline_s())
             self.ranks.together(self._remove_all, SaveError("another rank cannot remove its versions"))
+            self.go_on_from(None)  # last: to record a run takes memory
         except FlashpointError as error:
             _log.error("versions stay in memory: %s", error)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import json
@@ -161,6 +162,22 @@ def test_a_forked_child_tells_nobody_of_its_parents(told: list[Event]) -> None:
     _verify(1)
     assert events.flush()
     assert [event.step for event in told] == [1]
+
+
+def test_a_forked_child_that_ends_waits_for_its_subscribers(told: list[Event]) -> None:
+    """Also where it forgets what its parent registered, as children of multiprocessing do since Python 3.13."""
+
+    def child() -> None:
+        atexit._clear()
+        mine, goes_on = list[int | None](), threading.Event()
+        with events.subscribe(lambda event: (goes_on.wait(20), mine.append(event.step))):
+            _verify(2)
+            atexit.register(goes_on.set)  # runs first
+            atexit._run_exitfuncs()
+            assert mine == [2]
+
+    _verify(1)
+    _in_child(child)
 
 
 # ---- the file -------------------------------------------------------------------------------------------------

@@ -338,6 +338,9 @@ class _Bus:
                     thread = threading.Thread(target=self._run, name="flashpoint-events", daemon=True)
                     thread.start()
                     self._thread = thread
+                    # Not at import: since Python 3.13, a child of multiprocessing forgets what its parent registered.
+                    atexit.unregister(flush)
+                    atexit.register(flush)
 
     def _run(self) -> None:
         while True:
@@ -398,7 +401,6 @@ def add_subscriber(
     return end
 
 
-@atexit.register
 def flush(deadline_s: float | None = None) -> bool:
     """Wait until subscribers were called for all events so far; return False if they were not in time.
 

@@ -149,7 +149,8 @@ class Flashpoint:
         self._failure: FlashpointError | None = None  # the latest one, until it is raised
         self._last_error: str | None = None
         self._resumed_from: int | None = None
-        self._unsubscribe = on_event and events.add_subscriber(on_event, self._base, argument="on_event")
+        if on_event is not None:
+            self._checkpointer.subscribe(on_event)
 
     # ---- what is saved ------------------------------------------------------------------------------------
 
@@ -418,8 +419,6 @@ class Flashpoint:
         if not self._checkpointer.await_commits(deadline_s):
             _log.warning("closed while a save was under way: it may not be committed")
         self._checkpointer.close(deadline_s)
-        if self._unsubscribe is not None:
-            self._unsubscribe()
 
     def __enter__(self) -> Flashpoint:
         return self

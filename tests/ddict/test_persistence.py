@@ -7,7 +7,10 @@ import logging
 import os
 import shutil
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,13 +25,23 @@ from ml_flashpoint.ddict import (
     NullCheckpointPersister,
     PosixCheckpointPersister,
 )
-from ml_flashpoint.ddict.errors import DDictPersistError
+from ml_flashpoint.ddict.checkpoints.server import CoordinatorServer
+from ml_flashpoint.ddict.errors import REQUESTS, DDictPersistError
+from ml_flashpoint.ddict.manager.parts import PersistedParts
+from ml_flashpoint.ddict.manager.slots import ValueSlots
 from ml_flashpoint.ddict.options import Configuration, Options
-from ml_flashpoint.ddict.persistence import History, open_part, write_part
-from ml_flashpoint.format.errors import DamagedError, FlashpointError, InvalidArgumentError, JobInUseError
+from ml_flashpoint.ddict.persistence import History, Persisting, open_part, write_part
+from ml_flashpoint.format.errors import DamagedError, FlashpointError, InvalidArgumentError, JobInUseError, SaveError
+from ml_flashpoint.net.channel import ConnectionLostError
+from ml_flashpoint.net.client import Connection
+from ml_flashpoint.stores.durable import DurableVersions
 from ml_flashpoint.stores.files import Directory, Files
+from ml_flashpoint.stores.version_store import Version
+from tests.ddict.value_support import INCARNATION, open_store
+from tests.support.dictionaries import DEADLINE_S
 
 MANAGERS = 2
+SECRET = b"a secret of the test"
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +54,8 @@ class Program:
 
     def __init__(self, kind: type[CheckpointPersister], path: str, name: str = "name", **options: Any) -> None:
         given = Options(MANAGERS, persister_class=kind, persist_path=path, name=name, **options)
-        self.history = History(Configuration("d", given, "", None, (), b""))
+        self.configuration = Configuration("d", given, "", None, (), b"")
+        self.history = History(self.configuration)
         self.history.begin()
 
     def __enter__(self) -> Program:
@@ -53,9 +67,12 @@ class Program:
     def persist(self, *checkpoint_ids: int, keep: int = -1, text: str = "") -> None:
         for checkpoint_id in checkpoint_ids:
             version = self.history.new_attempt(checkpoint_id)
-            for manager in range(MANAGERS):
-                write_part(self.history.store, version, manager, items(checkpoint_id, manager, text))
+            self.write(checkpoint_id, version, text)
             self.history.complete(version, keep, lambda: False)
+
+    def write(self, checkpoint_id: int, version: Version, text: str = "") -> None:
+        for manager in range(MANAGERS):
+            write_part(self.history.store, version, manager, items(checkpoint_id, manager, text))
 
     def roll_back(self, to: int) -> None:
         self.history.take_back(to)
@@ -176,8 +193,7 @@ def test_a_rollback_while_a_checkpoint_is_listed_is_recorded_afterwards(
     with posix() as first:
         first.persist(1, 2)
         version = first.history.new_attempt(3)
-        for manager in range(MANAGERS):
-            write_part(first.history.store, version, manager, items(3, manager, ""))
+        first.write(3, version)
         manifest = first.history.store.manifest
 
         def roll_back() -> bool:
@@ -403,6 +419,203 @@ def test_a_store_that_fails_is_reported_and_loses_nothing(
         first.check(1)
         first.persist(2)
         first.check(1, 2)
+
+
+class Background:
+    """The thread that persists what a program commits, and keeps that many."""
+
+    def __init__(self, program: Program, keep: int) -> None:
+        self.changed = threading.Condition(threading.RLock())
+        self.persisting = Persisting(self.changed, program.write, program.history, keep)
+
+    def __enter__(self) -> Background:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.persisting.close()
+
+    def join(self) -> None:
+        for each in threading.enumerate():
+            if each.name == "ddict-persist":
+                each.join(DEADLINE_S)
+                assert not each.is_alive()
+
+    def add(self, checkpoint_id: int) -> None:
+        with self.changed:
+            self.persisting.add(checkpoint_id)
+
+    def persist(self, checkpoint_id: int) -> None:
+        self.add(checkpoint_id)
+        self.persisting.await_persisted(checkpoint_id, time.monotonic() + DEADLINE_S)
+
+
+def test_what_a_list_names_stays_though_its_writer_saw_an_error(
+    posix: Open, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Directory.write
+
+    def written_all_the_same(files: Directory, name: str, chunks: Iterable[Any]) -> int:
+        count = write(files, name, chunks)
+        if name.startswith("history"):
+            raise SaveError("the folder was not synchronized")
+        return count
+
+    with posix() as first, Background(first, 1) as thread:
+        thread.persist(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(Directory, "write", written_all_the_same)
+            with pytest.raises(SaveError):
+                thread.persist(2)
+        Program(PosixCheckpointPersister, str(tmpfs), read_only=True).check(2)  # who finds this one killed
+        thread.persist(2)
+        first.check(2)
+        assert len(list((tmpfs / "name").glob("run-*"))) == 1
+
+
+class Refused(Directory):
+    """A store that fails with errors of its own."""
+
+    refuses = True
+
+    def write(self, name: str, chunks: Iterable[Any]) -> int:
+        self.check()
+        return super().write(name, chunks)
+
+    def remove(self, name: str) -> None:
+        self.check()
+        super().remove(name)
+
+    def check(self) -> None:
+        if self.refuses:
+            raise ConnectionError("the storage is down")
+
+
+def test_a_store_that_raises_its_own_errors_ends_no_persisting(tmpfs: Path) -> None:
+    files = Refused(tmpfs / "mine")
+
+    class Mine(CheckpointPersister):
+        def open_store(self) -> Files:
+            return files
+
+    with Program(Mine, "ignored") as first, Background(first, -1) as thread:
+        with pytest.raises(DDictPersistError, match="the storage is down"):
+            thread.persist(1)
+        files.refuses = False
+        thread.persist(2)
+        first.check(2)
+
+
+def test_a_part_is_written_by_one_request_only(tmpfs: Path) -> None:
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    class Failing(Directory):
+        def write(self, name: str, chunks: Iterable[Any]) -> int:
+            if not has_begun.is_set():
+                has_begun.set()
+                assert may_end.wait(DEADLINE_S)
+                raise SaveError("the upload broke, and what is there is removed")
+            return super().write(name, chunks)
+
+    files = Failing(tmpfs / "mine")
+
+    class Mine(CheckpointPersister):
+        def open_store(self) -> Files:
+            return files
+
+    with (
+        Program(Mine, "ignored") as program,
+        ThreadPoolExecutor(1) as pool,
+        contextlib.closing(open_store(tmpfs / "base")) as store,
+    ):
+        parts = PersistedParts(program.configuration, 0, ValueSlots(store, INCARNATION))
+        version, another = program.history.new_attempt(1), program.history.new_attempt(1)
+        first = pool.submit(parts.write, version, [])
+        assert has_begun.wait(DEADLINE_S)
+        try:
+            with pytest.raises(DDictPersistError, match="begun before"):
+                parts.write(version, [])
+        finally:
+            may_end.set()
+        assert isinstance(first.exception(DEADLINE_S), SaveError)
+        parts.write(another, [])
+
+
+# ---- dictionaries that have ended ----------------------------------------------------------------------------------
+
+
+def test_what_a_dictionary_lists_after_its_end_hides_nothing_of_the_next_one(posix: Open) -> None:
+    with posix() as first:
+        first.write(1, first.history.new_attempt(1))
+    with posix() as second:
+        second.persist(10)
+        first.persist(2)  # its thread hung until now
+        second.persist(11)
+        second.check(10, 11)
+    with posix() as third:
+        third.check(10, 11)
+        first.persist(3)
+        first.restore(3)
+        third.check(10, 11)
+
+
+def test_a_dictionary_removes_nothing_after_its_end_that_the_next_one_goes_on_from(posix: Open) -> None:
+    with posix() as first:
+        first.persist(1, 2)
+    with posix() as second:
+        second.restore(2)
+        first.roll_back(1)
+        second.check(1, 2)
+        first.persist(3, keep=1)
+        second.check(1, 2)
+
+
+def test_what_is_persisted_while_a_dictionary_ends_does_not_count(posix: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    complete, has_begun, may_end = DurableVersions.complete, threading.Event(), threading.Event()
+
+    def complete_late(*args: Any) -> Any:
+        has_begun.set()
+        assert may_end.wait(DEADLINE_S)
+        return complete(*args)
+
+    with posix() as first:
+        with Background(first, -1) as thread, monkeypatch.context() as slow:
+            slow.setattr(DurableVersions, "complete", complete_late)
+            thread.add(1)
+            assert has_begun.wait(DEADLINE_S)
+        may_end.set()
+        thread.join()
+        first.check()
+
+
+def test_a_name_is_given_up_when_nothing_is_answered_any_more(tmpfs: Path) -> None:
+    answers: list[bool] = []
+
+    class Watched(Directory):
+        def lock(self, name: str, timeout_s: float) -> contextlib.ExitStack:
+            held = contextlib.ExitStack()
+            held.enter_context(super().lock(name, timeout_s) or contextlib.nullcontext())
+            held.callback(look)
+            return held
+
+    class Mine(CheckpointPersister):
+        def open_store(self) -> Files:
+            return Watched(tmpfs / self.home)
+
+    def look() -> None:
+        try:
+            Connection(server.address, SECRET, REQUESTS, connect_timeout_s=DEADLINE_S).close()
+        except ConnectionLostError:
+            answers.append(False)
+        else:
+            answers.append(True)
+
+    options = Options(1, 2, persister_class=Mine, name="name")
+    server = CoordinatorServer(
+        Configuration("0" * 12, options, "", ("tcp", "127.0.0.1", 1), ((), ()), SECRET), "127.0.0.1"
+    )
+    assert answers == []
+    server.close()
+    assert answers == [False]
 
 
 # ---- places ---------------------------------------------------------------------------------------------------------

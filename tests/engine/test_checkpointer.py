@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 import threading
@@ -21,8 +23,10 @@ from ml_flashpoint.format.errors import (
     SaveError,
     SkippedError,
     UnaskedVersionsError,
+    UnreadableError,
 )
 from ml_flashpoint.format.save_id import SaveId
+from tests.memory.support import fill_up
 from tests.support.forked import call, call_team, preload, wait_until
 from tests.support.tmpfs import SMALL_TMPFS_BYTES
 from tests.workers import checkpointer_jobs as jobs
@@ -75,6 +79,16 @@ def test_versions_that_nobody_has_asked_about_are_not_overwritten(tmpfs: Path) -
         third.remove_versions()
         assert jobs.versions_in(tmpfs / "job") == []
         jobs.begin_and_commit(third, 1).verified.result(30)
+
+
+def test_versions_are_removed_where_there_is_no_room_for_anything(small_tmpfs: Path) -> None:
+    with Checkpointer(small_tmpfs / "job") as checkpointer:
+        jobs.begin_and_commit(checkpointer, 1).verified.result(30)
+        others = fill_up(small_tmpfs)
+        checkpointer.remove_versions()
+        assert jobs.versions_in(small_tmpfs / "job") == []
+        others.unlink()
+        jobs.begin_and_commit(checkpointer, 1).verified.result(30)
 
 
 def test_of_two_in_one_process_the_later_one_counts(tmpfs: Path) -> None:
@@ -170,6 +184,18 @@ def test_a_state_that_has_no_room_says_so(small_tmpfs: Path) -> None:
         with pytest.raises(CapacityError, match="no room for one more version"):
             checkpointer.fill(save, [("w", torch.zeros(SMALL_TMPFS_BYTES, dtype=torch.uint8))])
         jobs.begin_and_commit(checkpointer, 2).verified.result(30)
+
+
+def test_room_that_cannot_be_known_is_not_taken_for_none(
+    checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    checkpointer.check_room(1)
+    monkeypatch.setattr("ml_flashpoint.engine.recovery.available_bytes", fail)
+    with pytest.raises(UnreadableError, match=r"how much room there is: .*Too many open files"):
+        checkpointer.check_room(1)
 
 
 def test_readers_keep_a_slot_from_being_reused(checkpointer: Checkpointer) -> None:

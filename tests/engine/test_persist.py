@@ -168,6 +168,13 @@ def test_a_part_whose_slot_is_gone_is_not_waited_for(job: Job) -> None:
     assert "slot" in str(job.persisters[0].health.error)
 
 
+def test_a_part_whose_slot_is_gone_is_not_tried_again_at_the_end(job: Job) -> None:
+    job.verify(10)
+    assert job.persisters[1].finish(30) is False
+    assert "slot" in str(job.persisters[1].health.error)
+    assert job.persisters[1].health.failures == 1
+
+
 def test_the_slot_of_a_part_is_not_reused_while_a_store_hangs(tmpfs: Path, faults: Faults) -> None:
     faults.now, job = "hang", Job(tmpfs, faults.url)
     slots = job.commit(10)
@@ -206,6 +213,26 @@ def test_a_store_that_hangs_for_long_does_not_keep_the_slot(
     assert job.steps == [60], "step 10 was given up"
     job.check()
     job.close()
+
+
+def test_a_store_that_hangs_while_it_is_opened_keeps_no_other_job_waiting(tmpfs: Path) -> None:
+    hangs, go_on = threading.Event(), threading.Event()
+
+    def hang(url: str) -> DurableVersions:
+        hangs.set()
+        go_on.wait(60)
+        return open_durable(url)
+
+    dead = Job(tmpfs / "dead", f"file://{tmpfs}/dead-store", open_store=hang, waits=False)
+    assert hangs.wait(30)
+    fine = Job(tmpfs / "fine", f"file://{tmpfs}/fine-store")
+    fine.commit(10)
+    fine.verify(10, due=10)
+    fine.await_persisted(10)
+    assert not dead.persisters[0].owns_store
+    go_on.set()
+    for job in (fine, dead):
+        job.close()
 
 
 def test_a_rank_that_cannot_write_is_named_and_the_next_version_is_tried(tmpfs: Path) -> None:

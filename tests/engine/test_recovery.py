@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ml_flashpoint.engine.recovery import DurableTier, Listing
 from ml_flashpoint.format.errors import SaveError
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.container import BaseContainer
 from ml_flashpoint.memory.lineage import read_records, write_record
+from ml_flashpoint.ranks.rank_group import rank_group
+from ml_flashpoint.stores.durable import DurableVersions
+from ml_flashpoint.stores.location import open_durable
 from tests.support.forked import Team, call_team
 from tests.support.part_checker import problems_in
 from tests.workers.recovery_job import Plan, go_on, play
@@ -83,6 +88,27 @@ def test_the_copies_that_a_recovered_version_lacks_are_pushed_first(tmpfs: Path)
         lose(tmpfs, node)
         last = 3 - node + 1
         assert call_team(go_on, tmpfs, 2, [last]) == [[(last, True, 2), (last - 1, True, 2)]] * 2
+
+
+def test_a_durable_store_that_hangs_while_it_is_opened_keeps_no_other_waiting(
+    tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs, go_on = threading.Event(), threading.Event()
+
+    def hang(url: str) -> DurableVersions:
+        hangs.set()
+        go_on.wait(60)
+        return open_durable(url)
+
+    dead, fine = (DurableTier(f"file://{tmpfs}", rank_group(), how) for how in (hang, open_durable))
+    waits = threading.Thread(target=dead.list)
+    waits.start()
+    assert hangs.wait(30)
+    monkeypatch.setenv("FLASHPOINT_RECOVERY_DEADLINE_S", "10")
+    assert fine.list() == Listing()
+    assert waits.is_alive()
+    go_on.set()
+    waits.join(30)
 
 
 def test_ranks_that_have_changed_nodes_fetch_their_parts(tmpfs: Path) -> None:

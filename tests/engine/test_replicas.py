@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined, unused-ignore]
+from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined, unused-ignore]
 
 from ml_flashpoint.engine.replicas import Replicas, Table
 from ml_flashpoint.engine.store import JobStore, SignedStore
@@ -189,6 +189,24 @@ def test_a_count_of_changes_that_another_process_has_made_no_number_is_got_over(
     for step, error in ((1, "the job's store failed"), (2, "rank 1 has not saved")):
         with pytest.raises(DeadlineError, match=error):
             replicas.agree(SaveId(1, step), "k", "k", lambda: items, 0)
+
+
+def test_a_piece_of_a_list_that_no_rank_has_written_is_as_good_as_none() -> None:
+    server = HashStore()
+    job = JobStore(None, server, b"secret")
+    several = [Replicas(rank, 2, job) for rank in range(2)]
+
+    def agree(rank: int) -> Table:
+        return several[rank].agree(SaveId(1, 1), f"k{rank}", "k", lambda: [Replica("a", 1)], 0)
+
+    with pytest.raises(DeadlineError, match="rank 1 has not saved"):
+        agree(0)
+    job.connect("table").set("list/k0", "1")
+    PrefixStore("table", server).set("list/k0/0", "forged")
+    with pytest.raises(DeadlineError, match="rank 0 has not published its items"):
+        agree(1)
+    several[0].answer()
+    assert agree(0).name == agree(1).name
 
 
 def test_a_rank_that_has_not_changed_publishes_what_it_writes_by_a_new_table(ranks: Make) -> None:

@@ -51,6 +51,23 @@ def test_a_loop_is_told_of_each_save(base: Path) -> None:
     assert [event.time_s for event in told] == sorted(event.time_s for event in told)
 
 
+def test_a_loop_that_another_one_has_replaced_is_told_of_nothing_more(base: Path) -> None:
+    told: list[Event] = []
+    told_other: list[Event] = []
+    replaced = Flashpoint(base, on_event=told.append).track(**Job().tracked)
+    replaced.resume()
+    replaced.step()
+    with Flashpoint(base, on_event=told_other.append) as fp:
+        before = list(told)
+        assert fp.track(**Job().tracked).resume() == 1
+        fp.step()
+        assert fp.wait()
+    replaced.close()
+    assert {PartCommitted, VersionVerified} <= set(_kinds(told_other, 2))
+    assert told == before
+    assert set(_kinds(before, 1)) == {LoopHeld, PartCommitted, VersionVerified}
+
+
 def test_a_save_that_fails_is_told(base: Path) -> None:
     told: list[Event] = []
     job = Job()

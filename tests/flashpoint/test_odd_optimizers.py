@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -239,14 +238,6 @@ def test_a_failed_load_leaves_such_an_optimizer_as_it_was(base: Path) -> None:
         resumed(base, model=fresh, optimizer=restored)
     assert not restored.state
     assert restored.param_groups[0]["lr"] == 0.1
-
-
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    """A gloo group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("process_group")

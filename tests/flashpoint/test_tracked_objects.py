@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.parallel import DistributedDataParallel
 
 from ml_flashpoint import Flashpoint, open_version
 from tests.support.loops import Stored, assert_same_state, resumed, save, state_of, trained
@@ -124,11 +125,15 @@ _WRAPPED: dict[str, Callable[[], nn.Module]] = {
     "blocks compiled": lambda: nn.Sequential(_compiled(_Block()), nn.Linear(4, 2)),
     "compiled blocks checkpointed": lambda: nn.Sequential(checkpoint_wrapper(_compiled(_Block())), nn.Linear(4, 2)),
     "checkpointed blocks compiled": lambda: nn.Sequential(_compiled(checkpoint_wrapper(_Block())), nn.Linear(4, 2)),
-    "everything": lambda: _compiled(nn.Sequential(checkpoint_wrapper(_compiled(_Block())), nn.Linear(4, 2))),
+    "blocks in ddp": lambda: nn.Sequential(DistributedDataParallel(_Block()), nn.Linear(4, 2)),
+    "everything": lambda: _compiled(
+        nn.Sequential(checkpoint_wrapper(_compiled(DistributedDataParallel(_compiled(_Block())))), nn.Linear(4, 2))
+    ),
 }
 
 
-def test_a_resume_with_or_without_compile_finds_the_same_names(base: Path) -> None:
+@pytest.mark.usefixtures("process_group")
+def test_a_resume_with_or_without_wrappers_finds_the_same_names(base: Path) -> None:
     def made(wrapped: Callable[[], nn.Module]) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = wrapped()
         optimizer = torch.optim.AdamW(model.parameters())

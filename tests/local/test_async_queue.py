@@ -22,7 +22,7 @@ from ml_flashpoint.local import (
     CheckpointingException,
     LocalCheckpointManager,
 )
-from tests.support.forked import Child
+from tests.support.forked import Child, call_team
 
 
 @pytest.fixture
@@ -80,6 +80,31 @@ def test_what_fails_is_told_and_not_finalized(queue: AsyncCallsQueue) -> None:
         queue.maybe_finalize_async_calls(blocking=True)
     assert queue.maybe_finalize_async_calls(blocking=True) == [1]
     assert seen == [1]
+
+
+def _preload(report: Any, rank: int) -> None:
+    seen: list[int] = []
+    queue, preload = AsyncCallsQueue(), partial(fail, "cannot copy") if rank == 0 else nothing
+    assert queue.schedule_async_request(AsyncRequest(print, ("a", None), [], preload_fn=preload)) == 0
+    queue.schedule_async_request(AsyncRequest(nothing, (), [partial(seen.append, 1)]))
+    with pytest.raises(BackgroundWorkerError, match="asynchronous call 0 failed: ValueError: cannot copy"):
+        queue.maybe_finalize_async_calls(blocking=True)
+    queue.close()
+    assert seen == [1]
+
+
+def test_all_ranks_are_told_that_one_could_not_preload(tmp_path: Path) -> None:
+    call_team(_preload, tmp_path, 2)
+
+
+def test_a_call_for_which_there_is_no_thread_has_failed(
+    queue: AsyncCallsQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", partial(fail, "no more threads"))
+        assert queue.schedule_async_request(AsyncRequest(nothing, (), [])) == 0
+    with pytest.raises(BackgroundWorkerError, match="asynchronous call 0 failed: ValueError: no more threads"):
+        queue.maybe_finalize_async_calls(blocking=True)
 
 
 def test_a_finalization_may_fail(queue: AsyncCallsQueue) -> None:

@@ -263,6 +263,22 @@ def test_a_slot_is_made_ahead(tmpfs: Path) -> None:
     pool.close()
 
 
+def test_a_slot_that_is_made_ahead_is_free_as_soon_as_it_is_there(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    states: list[State] = []
+
+    def note(slot: Slot, state: State) -> None:
+        states.append(state)
+        vars(slot)["state"] = state
+
+    monkeypatch.setattr(Slot, "state", property(lambda slot: vars(slot)["state"], note), raising=False)
+    pool = opened(tmpfs)
+    assert pool.prepare(SIZE, request(1))
+    assert set(states) == {State.EMPTY}, "a save that comes meanwhile takes the slot, and is not skipped"
+    assert save(pool, 1) in pool.slots
+    assert State.WRITING in states
+    pool.close()
+
+
 def test_the_last_page_is_left_for_manifests(small_tmpfs: Path) -> None:
     pool = opened(small_tmpfs, keep=9)
     for step in range(1, 100):

@@ -35,8 +35,10 @@ def train(
     return job.digests()
 
 
-def exit_without_closing(report: Report, base: str, url: str) -> None:
-    """Saves, and ends."""
+def exit_without_closing(report: Report, base: str, url: str, forgets: bool) -> None:
+    """Saves, and ends. ``forgets`` what the parent registered, as children of multiprocessing do since Python 3.13."""
+    if forgets:
+        atexit._clear()
     fp = Flashpoint(base, persist=url)
     fp.track(**Job().tracked).resume()
     for _ in range(3):

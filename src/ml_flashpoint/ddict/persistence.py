@@ -10,7 +10,8 @@ is listed in one small file, written whole or not at all, anew with each change:
 
 A dictionary begins a file of its own when it first persists something, and with each restore: then with what led to the
 restored checkpoint. So what another one has persisted is never changed, and only a dictionary that goes on from it
-removes any of it.
+removes any of it. It takes the first number as soon as it has the lock, and counts on from there: what a dictionary
+that has ended may still write is never newer than the next one's.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
 from ml_flashpoint.format.object_format import encode_header, plan_layout
 from ml_flashpoint.format.records import MAX_RECORD_BYTES, decode_record, encode_record
 from ml_flashpoint.format.save_id import SaveId
-from ml_flashpoint.stores.durable import MARKER, DurableVersions, save_of, try_to_remove, version_of
+from ml_flashpoint.stores.durable import MARKER, DurableVersions, save_of, version_of
 from ml_flashpoint.stores.version_store import StoredObject, Version, stored_object
 
 if TYPE_CHECKING:
@@ -118,10 +119,11 @@ class History:
         self._is_ours = not configuration.options.read_only
         self._lock = threading.Lock()  # for as long as a file of the history takes
         self._held: AbstractContextManager[object] | None = None
-        self._number = 0  # of the file that this dictionary writes; 0: none yet
+        self._number = 0  # of the file that this dictionary writes
         self._checkpoints: Checkpoints | None = None  # that count; None: those of the newest file
         self._limit: int | None = None  # of a rollback that the store does not know of: what is above counts no more
         self._own: set[SaveId] = set()  # what this dictionary has written
+        self._listed: list[Version] = []  # by lists of ours that could not be written: those may be there all the same
         self._newest = 0
         self._told: set[str] = set()
 
@@ -143,13 +145,16 @@ class History:
                 path=error.path,
                 hint="give each dictionary a name, or a persist_path, of its own",
             ) from error
+        self._number = next_number(max(self._files(), default=0))  # with the lock: a later owner's is higher
         if self._held is not None:
             for version in self.store.versions():
                 if not version.counts and not version.problem:
                     self.remove(version)
 
     def close(self) -> None:
-        """Give the name up. Safe to call twice."""
+        """Give the name up: whoever is next goes on from what is listed, and this one removes none of it any more. Safe
+        to call twice."""
+        self._is_ours = False
         held, self._held = self._held, None
         if held is not None:
             held.__exit__(None, None, None)
@@ -233,10 +238,10 @@ class History:
         Args:
             version: of the attempt.
             keep: how many of the newest stay; -1 or 0: all.
-            is_off: returns true if the checkpoint was rolled back: then it does not count.
+            is_off: returns true if the checkpoint was rolled back, or the dictionary has ended: then it does not count.
 
         Raises:
-            FlashpointError: a part is not there, or the store failed: nothing has changed.
+            FlashpointError: a part is not there, or the store failed: nothing has changed. See `remove_failed`.
         """
         self.store.complete(version.save, version.world_size)
         with self._writing() as limit:
@@ -248,10 +253,12 @@ class History:
             if keep > 0:
                 oldest = sorted({*self._whole(before), version.step})[-keep:][0]
                 after = {each: its for each, its in after.items() if each >= oldest}
+            self._listed.append(version)
             self._record(after, limit)
+            goes, self._listed = [*before.values(), *self._listed], []
             self._own.add(version.save)
-            for each, its in before.items():
-                if after.get(each) is not its:
+            for its in goes:
+                if self._is_ours and after.get(its.step) is not its:
                     self.remove(its)
 
     def restored(self, checkpoint_id: int) -> None:
@@ -259,7 +266,7 @@ class History:
         refuses; nothing has changed."""
         if self._is_ours:
             with self._writing() as limit:
-                self._number = 0
+                self._number += 1
                 self._record({each: its for each, its in self._usable().items() if each <= checkpoint_id}, limit)
 
     def take_back(self, to: int) -> None:
@@ -282,7 +289,7 @@ class History:
             elif self._limit == limit:
                 self._limit = None
             for each in before.keys() - after.keys():
-                if before[each].save in self._own:
+                if self._is_ours and before[each].save in self._own:
                     self.remove(before[each])
 
     @contextlib.contextmanager
@@ -296,18 +303,25 @@ class History:
             self._lock.release()
 
     def _record(self, checkpoints: Checkpoints, limit: int | None) -> None:
-        number = self._number or next_number(max(self._files(), default=0))
         content = {"checkpoints": [save_of(checkpoints[each]) for each in sorted(checkpoints)]}
-        self.store.files.write(_name_of(number), [encode_record(_KIND, content)])
-        self._number, self._checkpoints = number, checkpoints
+        self.store.files.write(_name_of(self._number), [encode_record(_KIND, content)])
+        self._checkpoints = checkpoints
         if self._limit == limit:
             self._limit = None
 
+    def remove_failed(self, version: Version) -> None:
+        """Remove an attempt that has failed. One that a list may name stays until a list without it is written."""
+        if version not in self._listed:
+            self.remove(version)
+
     def remove(self, version: Version) -> None:
-        """Remove an attempt, as far as the store lets that happen."""
-        # The marker first: what is half gone must not look complete.
-        if try_to_remove(self.store.files.remove, f"{version.folder}/{MARKER}"):
-            try_to_remove(self.store.files.remove_folder, version.folder.partition("/")[0])
+        """Remove an attempt. Log it if the store refuses."""
+        try:
+            # The marker first: what is half gone must not look complete.
+            self.store.files.remove(f"{version.folder}/{MARKER}")
+            self.store.files.remove_folder(version.folder.partition("/")[0])
+        except Exception as error:  # of a persister of the user's own, perhaps
+            _log.warning("a persisted checkpoint that is not wanted any more cannot be removed: %s", error)
 
 
 def _name_of(number: int) -> str:
@@ -348,7 +362,7 @@ class Persisting:
         self._changed, self._write, self._history, self._keep = changed, write, history, keep
         self._waiting: list[_Wanted] = []
         self._current = -1
-        self._called_off = False  # the current one was rolled back
+        self._called_off = False  # the current one was rolled back, or all has ended
         self._outdated = False  # it was committed again
         self._done: set[int] = set()
         self._error: FlashpointError | None = None
@@ -438,13 +452,11 @@ class Persisting:
             raise DDictTimeoutError("checkpoints are still being persisted")
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Begin nothing more, and let what is under way not count."""
         with self._changed:
-            self._closing = True
+            self._closing = self._called_off = True
             self._changed.notify_all()
         self._thread.join(1.0)
-        if self._history is not None:
-            self._history.close()
 
     # ---- the thread ---------------------------------------------------------------------------------------
 
@@ -492,7 +504,7 @@ class Persisting:
             return None
         except Exception as error:  # the thread must go on
             if version is not None:
-                self.history.remove(version)
+                self.history.remove_failed(version)
             if isinstance(error, FlashpointError):
                 return error
             _log.exception("persisting checkpoint %d failed", checkpoint_id)

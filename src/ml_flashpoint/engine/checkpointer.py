@@ -133,8 +133,12 @@ class Checkpointer:
                 _log.warning("%s is opened again in this process, so the earlier Checkpointer is closed", self.base)
                 other.close(exit_deadline_s())
         with contextlib.ExitStack() as stack:
+            self._subscriptions = stack.enter_context(contextlib.ExitStack())  # ends last: closing emits events
             self._open(stack, discard_existing=discard_existing)
             self._stack = stack.pop_all()
+        if not _live:  # not at import: since Python 3.13, a child of multiprocessing forgets what its parent registered
+            atexit.unregister(_close_all)
+            atexit.register(_close_all)
         _live.add(self)
 
     # ---- opening -------------------------------------------------------------------------------------------
@@ -602,6 +606,10 @@ class Checkpointer:
     def _emit(self, kind: type[events.Event], step: int | None, **fields: Any) -> None:
         events.emit(kind, self.ranks, self.base, step, **fields)
 
+    def subscribe(self, on_event: events.Subscriber) -> None:
+        """Have a function called with each event of this base container, until this is closed: `events.subscribe`."""
+        self._subscriptions.callback(events.add_subscriber(on_event, self.base, argument="on_event"))
+
     def wait(self, deadline_s: float | None = None) -> bool:
         """Wait until all futures of all saves that were begun have ended. Return True if that was so in time."""
         self.check_usable()
@@ -749,10 +757,14 @@ class Checkpointer:
         return self._recovery.reader(version)
 
     def check_room(self, expected_bytes: int) -> None:
-        """Raise a `CapacityError`, on all ranks, if a node lacks room for the versions that its ranks keep. Collective.
+        """Check that each node has room for the versions that its ranks keep. Collective.
 
         Args:
             expected_bytes: bytes that this rank saves.
+
+        Raises:
+            CapacityError: a node lacks room, or another node cannot tell how much it has. On all ranks.
+            UnreadableError: this node cannot tell.
         """
         self._recovery.check_room(expected_bytes)
 
@@ -847,8 +859,9 @@ class Checkpointer:
             if not self.ranks.all_ok(self.finish(seal_deadline_s())):
                 _log.error("versions stay in memory: a rank has not ended its saves, or not persisted the newest one")
                 return
-            self.go_on_from(None)
+            self._end_run(seal_deadline_s())
             self.ranks.together(self._remove_all, SaveError("another rank cannot remove its versions"))
+            self.go_on_from(None)  # last: to record a run takes memory
         except FlashpointError as error:
             _log.error("versions stay in memory: %s", error)
 
@@ -912,6 +925,7 @@ _live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 def _close_all() -> None:
     for checkpointer in list(_live):
         checkpointer.close()
+    events.flush()  # the events of these
 
 
-atexit.register(_close_all)
+os.register_at_fork(after_in_child=_live.clear)

@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Final, TypeVar
 
 from ml_flashpoint import events
@@ -103,6 +102,7 @@ class Persister:
         self._pool, self._base, self._process = pool, base, os.getpid()
         self._failed_parts = _FailedParts(connect)
         self._open_store, self._period_s = open_store, period_s
+        self._opened: DurableVersions | None = None
         self._ownership: Ownership | None = None
         self._changed = threading.Condition()
         self._next: _Task | None = None
@@ -111,6 +111,7 @@ class Persister:
         self._newest: SaveId | None = None
         self._due: SaveId | None = None
         self._done: SaveId | None = None
+        self._gone: SaveId | None = None
         self._persisted: int | None = None
         self._error: str | None = None
         self._failures, self._tries_left = 0, _TRIES_AT_END
@@ -217,9 +218,12 @@ class Persister:
         """True once this process may persist there: on rank 0, no other job does."""
         return self._rank != 0 or (self._ownership is not None and self._ownership.taken)
 
-    @cached_property
+    @property
     def _store(self) -> DurableVersions:
-        return self._open_store(self.options.url)
+        """The store, opened by this class's thread when it is needed first. That may hang, so no lock is held."""
+        if self._opened is None:
+            self._opened = self._open_store(self.options.url)
+        return self._opened
 
     def _own(self) -> None:
         """Be the process that completes versions at this URL, and look which there are."""
@@ -243,6 +247,7 @@ class Persister:
         save, slot = task.save, task.slot
         self._go_on(task)
         if slot is None:
+            self._gone = save  # there is nothing to try again with
             raise PrunedError("the part has no slot any more", step=save.step, rank=self._rank)
         manifest = self._pool.container.read_manifest(save, self._rank)
         if self._rank == 0:
@@ -354,7 +359,8 @@ class Persister:
 
     def _has_ended(self, save: SaveId | None) -> bool:
         """Return True if a version is not tried again at the end of the job; always before the end."""
-        return save is None or save == self._done or self._closing or not self._hurrying or self._tries_left <= 0
+        has_ended = save in (None, self._done, self._gone)
+        return has_ended or self._closing or not self._hurrying or self._tries_left <= 0
 
     def hurry(self) -> None:
         """Persist the newest verified version now, and each one that is verified yet, without the limit on bytes a

@@ -17,7 +17,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ml_flashpoint import events
@@ -27,7 +27,14 @@ from ml_flashpoint.engine.reader import DurableParts, MemoryParts, VersionReader
 from ml_flashpoint.engine.rounds import Verdict
 from ml_flashpoint.engine.sidecars import carrier_of, sidecar_files
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.errors import CapacityError, FlashpointError, LoadError, ObjectNotFoundError, SaveError
+from ml_flashpoint.format.errors import (
+    CapacityError,
+    FlashpointError,
+    LoadError,
+    ObjectNotFoundError,
+    SaveError,
+    UnreadableError,
+)
 from ml_flashpoint.format.failure_kinds import as_ours, is_damage, is_transient, retrying, text_of
 from ml_flashpoint.format.knobs import recovery_deadline_s
 from ml_flashpoint.format.save_id import SaveId
@@ -128,13 +135,16 @@ class DurableTier:
 
     def __init__(self, url: str | None, ranks: RankGroup, open_store: Callable[[str], DurableVersions]) -> None:
         self.url, self._ranks, self._open_store = url, ranks, open_store
+        self._store: DurableVersions | None = None
         self.forget()
 
-    @cached_property
+    @property
     def store(self) -> DurableVersions:
-        """The store, which is opened when it is needed first."""
-        assert self.url is not None
-        return self._open_store(self.url)
+        """The store, which is opened when it is needed first. That may hang, so no lock is held."""
+        if self._store is None:
+            assert self.url is not None
+            self._store = self._open_store(self.url)
+        return self._store
 
     def forget(self) -> None:
         """List the store anew when that is needed next."""
@@ -281,7 +291,11 @@ class Recovery:
         # No round can be about it, for other ranks have written it: until a save of these is verified, the newest
         # version with all copies is the one that survives a loss.
         listed = (*line[1 - self.keep.versions or -1 :], chosen.save)
-        needed, free = self._room([sum(chosen.sizes) // world_size] * world_size, listed)
+        try:
+            needed, free = self._room([sum(chosen.sizes) // world_size] * world_size, listed)
+        except FlashpointError as error:  # the other ranks wait
+            _log.warning("%s alone is retained: %s", chosen.save.version, error)
+            needed, free = 1, 0
         return Verdict(0, listed if self.ranks.all_ok(needed <= free) else (chosen.save,), start)
 
     # ---- room ----------------------------------------------------------------------------------------------
@@ -290,10 +304,10 @@ class Recovery:
         """See `Checkpointer.check_room`."""
         ranks, versions = self.ranks, 1 + self.keep.versions
         sizes = [json.loads(blob) for blob in ranks.gather(json.dumps(expected_bytes).encode())]
-        needed, free = self._room(sizes, ())
-        needed *= versions
 
         def check() -> None:
+            needed, free = self._room(sizes, ())
+            needed *= versions
             if needed > free:
                 raise CapacityError(
                     f"{versions} versions of the ranks of this node, and of the parts that they hold copies of, need"
@@ -305,11 +319,12 @@ class Recovery:
                     " versions, or replicate less",
                 )
 
-        ranks.together(check, CapacityError("another node has too little room; its log says how much", rank=ranks.rank))
+        text = "another node has too little room, or cannot tell how much; its log says more"
+        ranks.together(check, CapacityError(text, rank=ranks.rank))
 
     def _room(self, sizes: Sequence[int], listed: Collection[SaveId]) -> tuple[int, int]:
         """Return the bytes that a save of all ranks needs on this node, with copies, and those that new slots can have:
-        free ones, and those of slots that are not listed."""
+        free ones, and those of slots that are not listed. Raise an `UnreadableError` if that cannot be known."""
         topology = self.ranks.topology
         here = topology.ranks_of(self.ranks.node)
         held = [each for rank in here for each in self.strategy.held_by(rank, topology)]
@@ -321,9 +336,9 @@ class Recovery:
                     status = path.stat()
                     save, _ = committed.get(status.st_ino, (None, 0))
                     free += status.st_size if save not in listed else 0
-        except (FlashpointError, OSError) as error:  # the other ranks wait
-            _log.warning("cannot tell how much room there is: %s", error)
-            return needed, 0
+        except (FlashpointError, OSError) as error:
+            text = f"cannot tell how much room there is: {text_of(error)}"
+            raise UnreadableError(text, path=self.container.base, rank=self.ranks.rank) from error
         return needed, free
 
     def heard(self, verdict: Verdict) -> None:

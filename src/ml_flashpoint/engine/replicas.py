@@ -313,7 +313,8 @@ def _get(store: SignedStore, key: str) -> bytes:
 
 
 def _get_large(store: SignedStore, key: str) -> bytes | None:
-    pieces = _get(store, key)
-    if not pieces:
+    count = _get(store, key)
+    if not count:
         return None
-    return zlib.decompress(b"".join(store.get(f"{key}/{number}") for number in range(int(pieces))))
+    pieces = [store.get(f"{key}/{number}") for number in range(int(count))]
+    return None if b"" in pieces else zlib.decompress(b"".join(pieces))

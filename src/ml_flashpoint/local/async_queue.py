@@ -185,7 +185,8 @@ class AsyncCallsQueue:
         self._at_exit = Finalize(None, self._end_with_process, exitpriority=20)
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
-        """Start a request, and return its number. It is frozen from now on.
+        """Start a request, and return its number. It is frozen from now on. One that cannot start, since ``preload_fn``
+        fails for example, has failed: finalizing it raises.
 
         Args:
             async_request: ours, or another named tuple with the same fields.
@@ -297,8 +298,13 @@ def _started(request: AsyncRequest) -> Future[Any]:
     if request.async_fn is None:
         future.set_result(None)
     else:
-        call = request.bound()
-        threading.Thread(target=_run, args=(call, future), name="flashpoint-call", daemon=True).start()
+        try:
+            call = request.bound()
+            threading.Thread(target=_run, args=(call, future), name="flashpoint-call", daemon=True).start()
+        except CallOrderError:  # on all ranks
+            raise
+        except Exception as error:  # the other ranks, whose calls have begun, learn of it as they finalize the request
+            _fail(future, f"{type(error).__name__}: {error}")
     return future
 
 

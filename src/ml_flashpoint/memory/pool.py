@@ -350,10 +350,7 @@ class Pool:
             if count >= most or not self._may_make(wanted, request.left_alone, count):
                 return False
             self._making += 1
-        made = self._make(wanted, replace(request, save=None), least=wanted)
-        if made is not None:
-            self.free(made)
-        return made is not None
+        return self._make(wanted, replace(request, save=None), State.EMPTY, least=wanted) is not None
 
     def _may_make(self, size: int, retained: Collection[SaveId], count: int) -> bool:
         """Return True if there is room for one slot more than ``count``, once each other pool of this node has as many,
@@ -376,8 +373,10 @@ class Pool:
     def _available(self) -> int:
         return available_bytes(self._folder) - ROOM
 
-    def _make(self, size: int, request: SlotRequest, *, least: int, old: Slot | None = None) -> Slot | None:
-        """Make a slot, in `State.WRITING`, of the least size where there is no room for more; None if there is none at
+    def _make(
+        self, size: int, request: SlotRequest, state: State = State.WRITING, *, least: int, old: Slot | None = None
+    ) -> Slot | None:
+        """Make a slot, in a state, of the least size where there is no room for more; None if there is none at
         all. ``old`` is removed first, for the other one may need its memory.
         """
         slot = None
@@ -396,7 +395,7 @@ class Pool:
                 self._making -= 1
                 self._made.notify_all()
                 if slot is not None:
-                    slot.state, slot.save, slot.used = State.WRITING, request.save, next(self._used)
+                    slot.state, slot.save, slot.used = state, request.save, next(self._used)
                     self._slots.append(slot)
         return slot
 

@@ -320,7 +320,8 @@ _live_servers: weakref.WeakSet[RequestServer] = weakref.WeakSet()
 
 
 def _close_live_servers() -> None:
-    # Before the interpreter is torn down: a daemon thread that logs just then can bring it down hard.
+    # Before the interpreter is torn down: a daemon thread that logs just then can bring it down hard. A child of
+    # multiprocessing, which forgets this since Python 3.13, ends without that.
     for server in list(_live_servers):
         server.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -40,9 +40,22 @@ def unwrapped(module: nn.Module) -> nn.Module:
             return module
 
 
+def _plain_names(module: nn.Module, names: Iterable[str]) -> list[str]:
+    """Return a module's own names of parameters or buffers without what wrappers, and DDP inside of it, add to them."""
+    plain = list(map(plain_name, names))
+    parts = module.named_modules(remove_duplicate=False)
+    inside = [plain_name(f"{name}.") for name, part in parts if isinstance(part, DistributedDataParallel)]
+    for prefix in reversed(inside):  # the innermost first
+        own = f"{prefix}module."
+        plain = [prefix + name[len(own) :] if name.startswith(own) else name for name in plain]
+    return plain
+
+
 def named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters by plain names; one that is tied by the first of its names."""
-    return [(plain_name(name), parameter) for name, parameter in unwrapped(module).named_parameters()]
+    inner = unwrapped(module)
+    own = dict(inner.named_parameters())
+    return list(zip(_plain_names(inner, own), own.values(), strict=True))
 
 
 def is_flat(module: nn.Module) -> bool:
@@ -98,8 +111,9 @@ class ModuleState:
         """
         state = self.current()
         if isinstance(self.module, DistributedDataParallel) and dist.get_rank(self.module.process_group) != 0:
-            for name, _ in unwrapped(self.module).named_buffers(remove_duplicate=False):
-                state.pop(plain_name(name), None)
+            module = unwrapped(self.module)
+            for name in _plain_names(module, dict(module.named_buffers(remove_duplicate=False))):
+                state.pop(name, None)
         return state
 
     def current(self) -> dict[str, Any]:
@@ -107,9 +121,10 @@ class ModuleState:
         packed, as it has no names."""
         with plain_modes():
             # FSDP's own `state_dict()` gathers everything.
-            flat = is_flat(self.module)
-            own = get_model_state_dict(self.module) if flat else unwrapped(self.module).state_dict()
-        self._names = {plain_name(name): name for name in own}
+            flat, module = is_flat(self.module), unwrapped(self.module)
+            own = get_model_state_dict(self.module) if flat else module.state_dict()
+        plain = map(plain_name, own) if flat else _plain_names(module, own)
+        self._names = dict(zip(plain, own, strict=True))
         return {
             name: value if isinstance(value, torch.Tensor) else PackedState(copied(value, name))
             for name, value in zip(self._names, own.values(), strict=True)

@@ -289,6 +289,23 @@ def test_a_save_that_never_starts_is_given_up(door: Door) -> None:
     assert_same(door.load(blank(_state(3)), 3), _state(3))
 
 
+def test_closing_the_writer_waits_for_a_first_save_whose_base_container_is_not_known_yet(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closing, reset = threading.Event(), door.writer.reset
+
+    def late(*args: Any) -> None:
+        assert closing.wait(RESULT_TIMEOUT_S)
+        reset(*args)
+
+    monkeypatch.setattr(door.writer, "reset", late)
+    monkeypatch.setattr(door.writer, "stop_watching", closing.set)  # closing begins with it
+    future = door.async_save(_state(1), 1)
+    door.writer.close()
+    assert door.object_path(1).exists()
+    future.result(RESULT_TIMEOUT_S)
+
+
 @pytest.mark.timeout(60)
 def test_a_saving_process_that_cannot_be_started_holds_up_no_later_save(
     door: Door, process_group: None, monkeypatch: pytest.MonkeyPatch

@@ -129,10 +129,17 @@ class LocalSaves:
 
     def wait(self, deadline_s: float) -> None:
         """Wait until saves in flight are committed, on whatever thread or process they are, at most for a time."""
-        self.give_up()
-        with self._lock:
-            begun = [each.save.committed for each in self._open if each.save is not None]
-        concurrent.futures.wait(begun, deadline_s)
+        until = time.monotonic() + deadline_s
+        while True:
+            self.give_up()
+            with self._lock:
+                waiting = list(self._open)
+            # A save that was staged before a base container was known begins once DCP's thread or process goes on.
+            if all(each.save is not None for each in waiting) or time.monotonic() > until:
+                break
+            time.sleep(_POLL_S)
+        begun = [each.save.committed for each in waiting if each.save is not None]
+        concurrent.futures.wait(begun, max(0.0, until - time.monotonic()))
 
     def begin(self, version: CheckpointContainerId, staged: Staged | None) -> Staged:
         """Start a save of what was staged, or of what `Staged.fill` is given if ``staged`` is None. Collective as

@@ -41,15 +41,17 @@ class CoordinatorServer:
         self.places: dict[int, Place] = {}
         here = locator(configuration) if host is None else Locator(own_node(), None, lambda timeout_s: self.places)
         self.links = Links(here, configuration.secret)
-        history = History(configuration) if configuration.options.persists else None
-        if history is not None:
-            history.begin()
-        self.coordinator = Coordinator(configuration.options, self._call, history)
+        self._history = History(configuration) if configuration.options.persists else None
+        if self._history is not None:
+            self._history.begin()
+        self.coordinator = Coordinator(configuration.options, self._call, self._history)
         unix_path = str(Path(configuration.base, "c.sock")) if host is None else None
         try:
             self._server = RequestServer(configuration.secret, self, REQUESTS, unix_path=unix_path, tcp_host=host)
         except BaseException:
             self.coordinator.close()
+            if self._history is not None:
+                self._history.close()
             raise
 
     @property
@@ -62,6 +64,8 @@ class CoordinatorServer:
         self.coordinator.close()
         self._server.close()
         self.links.close()
+        if self._history is not None:
+            self._history.close()  # last: whoever takes the name over finds none of this at work
 
     def _call(self, manager: int, request: Request, timeout_s: float) -> Fields:
         return self.links.call(manager, request, deadline=time.monotonic() + timeout_s).fields

@@ -6,8 +6,9 @@ and for each large value an item with its object, named by its value id.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -20,6 +21,7 @@ from ml_flashpoint.ddict.options import Configuration
 from ml_flashpoint.ddict.persistence import History, open_part, write_part
 from ml_flashpoint.ddict.wire.keys import described, place
 from ml_flashpoint.format.errors import DamagedError
+from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.stores.version_store import StoredObject, Version
 
 if TYPE_CHECKING:
@@ -65,13 +67,21 @@ class PersistedParts:
     _manager: int
     _slots: ValueSlots
     _read: tuple[Version, list[Entry]] | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # of the next one only
+    _begun: set[SaveId] = field(default_factory=set)
 
     @cached_property
     def _history(self) -> History:
         return History(self._configuration)
 
     def write(self, version: Version, entries: Sequence[Entry]) -> None:
-        """Write this manager's part, durably."""
+        """Write this manager's part of an attempt, durably. Raise a `DDictPersistError` if that was begun before: the
+        request is a second one, and the first may still be at work, and remove its file when it fails."""
+        with self._lock:
+            if version.save in self._begun:
+                text = "the part was begun before, for a request whose answer was lost"
+                raise DDictPersistError(text, manager=self._manager, checkpoint_id=version.step)
+            self._begun.add(version.save)
         own = PartRef(_INLINE, version.step)
         listed, segment = gather(own, entries, lambda value: PartRef(value.value_id, version.step))
         index = encode_index(Index(own, self._manager, version.world_size, (), listed))

@@ -570,12 +570,14 @@ class _Search:
     def _restore(self, found: Found) -> None:
         """Fetch what this rank lacks of the version, and of the others that stay, as far as there is room. Collective:
         all ranks hear of damage."""
-        size, keep = self._ranks.world_size, self._recovery.keep
+        recovery, size, keep = self._recovery, self._ranks.world_size, self._recovery.keep
         alike = [each for each in self._complete if each.save <= found.save and each.world_size == size]
         line = set(kept(sorted(each.save for each in alike), keep)) | {found.save}
         for version in (each for each in alike if each.save in line):
             retained = self._retained_beside(found.save) if version.save == found.save else line
             for fetch in self._mine(version):
+                if (version.save, fetch.rank) in recovery.checked:
+                    continue  # it was fetched before the vote
                 try:
                     self._fetch(version, fetch, retained, 0.0)
                 except Exception as error:  # good to have, and no reason to lose this recovery, or to wait

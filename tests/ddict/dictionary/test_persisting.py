@@ -335,7 +335,6 @@ def test_what_is_completed_after_it_was_rolled_back_does_not_count(
 def test_nobody_else_can_lock_a_name(make: Make, tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
-    (folder / "lock").touch(0o644)  # as an earlier version has made it
     make(persister_class=PosixCheckpointPersister, persist_path=str(tmp_path), name="mine", persist_count=-1)
 
     assert stat.S_IMODE((folder / "lock").stat().st_mode) == 0o600

@@ -57,9 +57,9 @@ def test_elements_that_share_memory_are_loaded_into_such(door: Door) -> None:
 
 def test_constructors_name_what_they_cannot_take(door: Door) -> None:
     wrong: Any = object()
-    with pytest.raises(InvalidArgumentError, match="storage_writer=<object"):
+    with pytest.raises(InvalidArgumentError, match="storage_writer must be a MemoryStorageWriter, got <object"):
         MLFlashpointMegatronAsyncSaveStrategy(storage_writer=wrong)
-    with pytest.raises(InvalidArgumentError, match="checkpoint_loader=<object"):
+    with pytest.raises(InvalidArgumentError, match=r"checkpoint_loader must be .*, got <object"):
         MLFlashpointMegatronLoadStrategy(checkpoint_loader=wrong)
 
 

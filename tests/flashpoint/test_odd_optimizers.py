@@ -305,6 +305,31 @@ def test_items_that_the_state_dict_leaves_out_or_renames(base: Path, change: Any
     assert_same_state(restored, optimizer)
 
 
+class Table(dict[str, torch.Tensor]):
+    """A type that torch's pytree does not know."""
+
+
+class WithTables(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] = Table(last=parameter.detach().clone())
+        return result
+
+
+def test_tables_of_a_type_of_their_own(base: Path) -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(4, 2)
+        return model, WithTables(model.parameters())
+
+    model, optimizer = make()
+    optimizer.step()
+    save(base, model=model, optimizer=optimizer)
+    fresh, restored = make()
+    assert resumed(base, model=fresh, optimizer=restored) == 1
+    assert_same_state(restored, optimizer)
+
+
 class Flattened:
     """Modules that FSDP has flattened, each by itself, and one optimizer over all of them."""
 
@@ -328,6 +353,7 @@ def flattened(report: Callable[..., None], rank: int, names: tuple[str, ...]) ->
     saved, restored = Flattened(*names), Flattened(*names)
     saved.set_gradients(rank)
     saved.optimizer.step()
+    restored.set_gradients(rank)  # that a program may have made before it resumes
     save(team_base(), **saved.modules, optimizer=saved.optimizer)
     assert resumed(team_base(), **restored.modules, optimizer=restored.optimizer) == 1
     for one, other in zip(saved.parameters, restored.parameters, strict=True):

@@ -23,7 +23,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -206,6 +206,15 @@ class BaseContainer:
             make_tree(self.base, folder)
             for name, content in {_INDEX: "\n".join(files).encode(), **files}.items():  # the index first
                 replace_file(folder / name, [content], fsync=False)
+
+    def expect_sidecars(self, save: SaveId, names: Iterable[str]) -> None:
+        """Make the folder of a version into which a framework itself writes files of these names. They go with the last
+        part; if there is none, `clean` removes them."""
+        folder = self._folder(save)
+        with writing(folder):
+            make_tree(self.base, folder)
+            if _INDEX not in os.listdir(folder):
+                replace_file(folder / _INDEX, ["\n".join(names).encode()], fsync=False)
 
     def reclaim(self, slot: Slot, rank: int) -> bool:
         """Take back a slot of a rank's parts, with the part that it holds. Return False if somebody reads it."""

@@ -77,7 +77,8 @@ class OptimizerState:
         if root is not None:
             state, groups = _by_torch(root, self.optimizer)
         else:
-            state = {names[number]: values for number, values in own["state"].items()}
+            # torch's pytree takes tables of other types for leaves.
+            state = {names[number]: dict(values) for number, values in own["state"].items()}
             groups = [{**each, "params": [names[number] for number in each["params"]]} for each in own["param_groups"]]
         packed = [
             {key: PackedState(each if key == "params" else copied(each, self._name)) for key, each in group.items()}
@@ -134,6 +135,8 @@ class OptimizerState:
             )
         parameters = parameters_of(self.optimizer)
         if root is not None:
+            if not self.optimizer.state:
+                self.optimizer.zero_grad(set_to_none=True)  # with gradients there, torch does not make the state
             with _not_frozen(parameters):
                 state, made = _by_torch(root, self.optimizer)
             names = [name for group in made for name in group["params"]]

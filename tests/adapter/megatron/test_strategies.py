@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import pathlib
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from ml_flashpoint import events
 from ml_flashpoint.adapter.megatron.load_strategies import MLFlashpointMegatronLoadStrategy
 from ml_flashpoint.adapter.megatron.save_strategies import MLFlashpointMegatronAsyncSaveStrategy
 from ml_flashpoint.adapter.megatron.save_utils import save_local_aware_megatron_checkpoint
-from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, InvalidNameError
+from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, InvalidNameError, UnaskedVersionsError
 from ml_flashpoint.memory.container import BaseContainer
 from tests.support.megatron import Door, TorchDist, without_cuda
 from tests.support.megatron_cases import check_load
@@ -36,12 +37,26 @@ without_cuda()
 
 
 @pytest.fixture
-def door(tmpfs: Path) -> Iterator[Door]:
+def make_door(tmpfs: Path) -> Iterator[Callable[[], Door]]:
+    """Makes doors on the same base container, one after the other; the last one is closed at the end."""
+    doors: list[Door] = []
+
+    def make() -> Door:
+        for door in doors:
+            door.close()
+        doors.append(Door(tmpfs / "job"))
+        return doors[-1]
+
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    door = Door(tmpfs / "job")
-    yield door
-    door.close()
+    yield make
+    for door in doors:
+        door.close()
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def door(make_door: Callable[[], Door]) -> Door:
+    return make_door()
 
 
 def test_elements_that_share_memory_are_loaded_into_such(door: Door) -> None:
@@ -57,9 +72,9 @@ def test_elements_that_share_memory_are_loaded_into_such(door: Door) -> None:
 
 def test_constructors_name_what_they_cannot_take(door: Door) -> None:
     wrong: Any = object()
-    with pytest.raises(InvalidArgumentError, match="storage_writer=<object"):
+    with pytest.raises(InvalidArgumentError, match="storage_writer must be a MemoryStorageWriter, got <object"):
         MLFlashpointMegatronAsyncSaveStrategy(storage_writer=wrong)
-    with pytest.raises(InvalidArgumentError, match="checkpoint_loader=<object"):
+    with pytest.raises(InvalidArgumentError, match=r"checkpoint_loader must be .*, got <object"):
         MLFlashpointMegatronLoadStrategy(checkpoint_loader=wrong)
 
 
@@ -131,6 +146,22 @@ def test_so_it_is_by_dist_checkpointing_itself(door: Door) -> None:
     dist_checkpointing.save(sharded_state(Layout(), 1) | {"extra": _Mine()}, door.version(1), door.save_strategy)
     assert re.search("common state.*holds .*_Mine", str(door.save_strategy.last_error))
     assert door.latest() is None
+
+
+@pytest.mark.parametrize("unasked", [False, True])
+def test_the_files_of_failed_saves_do_not_outlive_the_next_start(
+    door: Door, make_door: Callable[[], Door], unasked: bool
+) -> None:
+    door.save_megatron(sharded_state(Layout(), 1), 1)
+    other, extra = make_door(), _Mine() if not unasked else 1
+    if not unasked:
+        other.latest()
+    os.makedirs(other.version(2))
+    with pytest.raises(UnaskedVersionsError) if unasked else contextlib.nullcontext():
+        dist_checkpointing.save(sharded_state(Layout(), 2) | {"extra": extra}, other.version(2), other.save_strategy)
+    assert os.listdir(other.version(2))
+    assert make_door().latest() == 1
+    assert not os.path.exists(other.version(2))
 
 
 def test_a_common_state_of_many_kinds_comes_back(door: Door) -> None:

@@ -207,6 +207,8 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
             with collection_paused():
                 self._stage(writing, checkpointer, *split_common_state(sharded_state_dict))
         except UnaskedVersionsError:  # on all ranks, and no fault that will pass
+            if os.path.isdir(str(version)):  # it has files then of `dist_checkpointing.save`
+                self._expect_files(writing)
             raise
         except BaseException as error:
             writing.failure = error
@@ -311,12 +313,21 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         if writing.checkpointer is not None:
             writing.checkpointer.replicas.forget()
         _log.error("the save of step %s failed, training goes on: %s", writing.version.step, error)
-        if self._group.rank == 0:
-            # `dist_checkpointing.save` is about to write a file there.
-            try:
-                make_tree(Path(str(writing.version.parent)), Path(str(writing.version)))
-            except (FlashpointError, OSError) as refused:
-                _log.error("the folder of the failed save cannot be made: %s", refused)
+        self._expect_files(writing)
+
+    def _expect_files(self, writing: _Writing) -> None:
+        """Have the next start remove the files that `dist_checkpointing.save` writes before and after a failed save."""
+        version, checkpointer = writing.version, writing.checkpointer
+        if self._group.rank != 0:
+            return
+        try:
+            if checkpointer is None:
+                make_tree(Path(str(version.parent)), Path(str(version)))
+            else:
+                name = SaveId(checkpointer.run, version.step or 0)
+                checkpointer.container.expect_sidecars(name, [CONFIG_FNAME, COMMON_STATE_FNAME])
+        except (FlashpointError, OSError) as refused:
+            _log.error("the folder of the failed save cannot be made: %s", refused)
 
 
 def _nothing() -> None:

@@ -46,7 +46,7 @@ _NOT_RUN = {
     "python -m benchmarks.": "they measure for minutes, on a machine that does nothing else",
     "pip install ": "tests/test_release.py installs wheel and sdist, into environments of its own",
     "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1": "it is for the next line",
-    "torchrun --standalone --nproc-per-node 2 --max-restarts 3 train.py": "tests/e2e/test_hugging_face.py has such jobs",
+    "torchrun --standalone --nproc-per-node 2 --max-restarts 3 train.py": "tests/e2e has such jobs",
     "accelerate launch --multi_gpu --num_processes 2 --rdzv_backend": "tests/e2e/test_hugging_face.py launches so",
     "torchrun --nnodes=2 --nproc-per-node=8 ": "it takes two machines with GPUs; tests/e2e has jobs of two nodes",
 }

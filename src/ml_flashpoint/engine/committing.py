@@ -41,6 +41,7 @@ TensorItem = tuple[str, torch.Tensor]
 BytesItem = tuple[str, bytes]
 
 _APPEND_ALIGNMENT = 64
+_END_S = 2.0
 _IDLE_S = 0.25
 """Seconds after which the committing thread looks for saves past their deadlines."""
 _first, _second = itemgetter(0), itemgetter(1)
@@ -421,8 +422,11 @@ class CommittingThread:
         done.wait(deadline_s)
 
     def close(self) -> None:
-        """End the thread after what it was given. Does not wait for that."""
+        """End the thread after what it was given, and wait a moment for that: it may be making a slot, and whoever
+        opens the base container next removes what is half made."""
         self._given.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_END_S)
 
     def _run(self) -> None:
         has_more = False

@@ -73,8 +73,8 @@ Fallback = Callable[[], "int | None"]
 
 
 class _Written(NamedTuple):
-    """What this rank has, the ranks' agreement on who writes what, and what this rank writes, for states of one
-    structure."""
+    """For states of one structure: everything that this rank has, the ranks' agreement on who writes it, and this
+    rank's share."""
 
     offer: Offer
     table: Table

@@ -25,8 +25,11 @@ class FlashpointDoor(Door):
     def __init__(self, base: Path) -> None:
         super().__init__(base)
         self._holder = Holder()
-        self._fp = Flashpoint(str(base), strict=True, handle_sigterm=False).track(holder=self._holder)
+        self._fp = self.open()
         self._asked = False
+
+    def open(self) -> Flashpoint:
+        return Flashpoint(str(self.base), strict=True, handle_sigterm=False).track(holder=self._holder)
 
     def save(self, step: int, state: State) -> None:
         if not self._asked:

@@ -41,9 +41,10 @@ TensorItem = tuple[str, torch.Tensor]
 BytesItem = tuple[str, bytes]
 
 _APPEND_ALIGNMENT = 64
-_END_S = 2.0
 _IDLE_S = 0.25
 """Seconds after which the committing thread looks for saves past their deadlines."""
+_END_S = 2.0
+"""Seconds that its end is waited for."""
 _first, _second = itemgetter(0), itemgetter(1)
 _dtype, _shape = attrgetter("dtype"), attrgetter("shape")
 _data_ptr, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.is_contiguous

@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What is known of a save when it begins.
+    """The terms of a save, known when it begins.
 
     Attributes:
         base: base container. explicit, table: see `Checkpointer.begin`.

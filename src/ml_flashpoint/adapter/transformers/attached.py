@@ -374,7 +374,7 @@ class Trained(nn.Module):
 
 
 class _Rest:
-    """What a Trainer has besides model, optimizer, scheduler and scaler.
+    """The state of a Trainer besides model, optimizer, scheduler and scaler.
 
     Attributes:
         loaded: the state that was loaded; None unless one was.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from benchmarks.timing import RUNS, WARMUPS, Memcpy, Result, measure, of_peer
 from ml_flashpoint.adapter.transformers import attach
@@ -36,8 +36,8 @@ class _Waits(TrainerCallback):  # type: ignore[misc]
         self.flashpoint: TrainerFlashpoint | None = None
         self.blocked: list[float] = []
 
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        if self.flashpoint is not None and self.flashpoint.last_saved is not None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if self.flashpoint is not None and state.global_step:
             assert self.flashpoint.wait(60)
             self.blocked.append(self.flashpoint.health.blocked_s)
 

@@ -112,6 +112,14 @@ def test_versions_that_nobody_has_asked_for_stay(base: Path, tmp_path: Path) -> 
         attach(trainer_of(tmp_path), base).train()
 
 
+def test_versions_are_discarded_once(base: Path, tmp_path: Path) -> None:
+    attach(trainer_of(tmp_path, max_steps=2), base, strict=True).train()
+    trainer = attach(trainer_of(tmp_path, max_steps=3), base, discard_existing=True, strict=True)
+    trainer.train()
+    assert resume_path(trainer) is not None
+    assert trainer._ml_flashpoint.step_found == 3, "what it has saved itself stays"
+
+
 def test_what_was_found_must_be_taken(base: Path, tmp_path: Path) -> None:
     first = attach(trainer_of(tmp_path, max_steps=2), base, strict=True)
     first.train()

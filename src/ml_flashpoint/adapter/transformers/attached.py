@@ -189,6 +189,7 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
         self.trainer = trainer
         self._open = functools.partial(TrainerFlashpoint, base, every_n_steps=every_n_steps, **options)
         self.flashpoint = self._open()
+        self._open.keywords["discard_existing"] = False  # which is for the first one only
         self._is_tracking = False
         self._asked = False
         self._path: str | None = None  # what stands for the version that was found

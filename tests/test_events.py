@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
 import json
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -164,20 +165,37 @@ def test_a_forked_child_tells_nobody_of_its_parents(told: list[Event]) -> None:
     assert [event.step for event in told] == [1]
 
 
-def test_a_forked_child_that_ends_waits_for_its_subscribers(told: list[Event]) -> None:
+_CHILD_THAT_ENDS = """
+import atexit, os, signal, threading
+from ml_flashpoint import events
+
+class Rank:
+    rank, node = 3, "rack/7"
+
+def told(step, subscriber):
+    with events.subscribe(subscriber):
+        events.emit(events.VersionVerified, Rank, "/dev/shm/a", step, seconds=0.25)
+        yield
+
+for _ in told(1, print):
+    assert events.flush()
+child = os.fork()
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+    os._exit(0)
+signal.alarm(60)
+atexit._clear()
+goes_on, mine = threading.Event(), []
+for _ in told(2, lambda event: (goes_on.wait(20), mine.append(event.step))):
+    atexit.register(goes_on.set)  # runs first
+    atexit._run_exitfuncs()
+    os._exit(mine != [2])
+"""
+
+
+def test_a_forked_child_that_ends_waits_for_its_subscribers() -> None:
     """Also where it forgets what its parent registered, as children of multiprocessing do since Python 3.13."""
-
-    def child() -> None:
-        atexit._clear()
-        mine, goes_on = list[int | None](), threading.Event()
-        with events.subscribe(lambda event: (goes_on.wait(20), mine.append(event.step))):
-            _verify(2)
-            atexit.register(goes_on.set)  # runs first
-            atexit._run_exitfuncs()
-            assert mine == [2]
-
-    _verify(1)
-    _in_child(child)
+    subprocess.run([sys.executable, "-c", _CHILD_THAT_ENDS], check=True, timeout=120, stdout=subprocess.DEVNULL)
 
 
 # ---- the file -------------------------------------------------------------------------------------------------

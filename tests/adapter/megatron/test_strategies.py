@@ -159,7 +159,7 @@ def test_the_files_of_failed_saves_do_not_outlive_the_next_start(
     os.makedirs(other.version(2))
     with pytest.raises(UnaskedVersionsError) if unasked else contextlib.nullcontext():
         dist_checkpointing.save(sharded_state(Layout(), 2) | {"extra": extra}, other.version(2), other.save_strategy)
-    assert os.listdir(other.version(2))
+    assert unasked or os.listdir(other.version(2))
     assert make_door().latest() == 1
     assert not os.path.exists(other.version(2))
 

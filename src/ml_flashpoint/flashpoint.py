@@ -104,7 +104,7 @@ class Flashpoint:
         self._world, self._ranks = default_group(), rank_group()
         self._ranks.agree_on(every_n_steps=every_n_steps)
         self._checkpointer = Checkpointer(base, config, discard_existing=discard_existing)
-        self._loaders = Loaders()
+        self._loaders = Loaders(lambda: self._steps)
         self._tracked = self._tracked_type(self._ranks.rank, self._ranks.world_size)
         self._steps = 0
         self._tracking_ended = False
@@ -220,7 +220,6 @@ class Flashpoint:
         """
         self._check(saves=True)
         self._steps += 1
-        self._loaders.stepped()
         if self._steps % self._every == 0:
             self._save(self._steps, explicit=False)
         self._report()
@@ -238,7 +237,6 @@ class Flashpoint:
         """
         self._check(saves=True)
         step = self._steps if step is None else checked_integer("step", step, 0, MAX_STEP)
-        self._loaders.stepped()
         self._save(step, explicit=True)
         self._report()
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ml_flashpoint.format.arguments import checked_integer
 from ml_flashpoint.format.errors import InvalidArgumentError, TopologyError
 from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.ranks.strategies import CliqueStrategy, ReplicationStrategy, Topology, copies_within
@@ -31,21 +32,12 @@ def parse_group_sequence(replication_jump: int, replication_factor: int, world_s
         InvalidArgumentError: the jump or the world size is below 1, the factor below 2.
     """
     strategy = CliqueStrategy(replication_factor, replication_jump)
-    if type(world_size) is not int or world_size < 1:
-        raise InvalidArgumentError("must be an integer of at least 1", argument="world_size", value=world_size)
-    topology = Topology(("anywhere",) * world_size)
+    topology = Topology(("anywhere",) * checked_integer("world_size", world_size, 1))
     return [list(each) for each in sorted({strategy.members_of(rank, topology) for rank in range(world_size)})]
 
 
 class GroupWrapper:
-    """A process group, for programs that hand groups over in this form.
-
-    Args:
-        group: None for all ranks.
-
-    Raises:
-        InvalidArgumentError: ``group`` is no process group.
-    """
+    """A process group, for programs that hand groups over in this form; of all ranks, if it is None."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if group is not None and not isinstance(group, dist.ProcessGroup):
@@ -86,13 +78,10 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             lambda: _members(local_group, ranks.rank, ranks.world_size),
             TopologyError("another rank's group is no clique; its own error says why", rank=ranks.rank),
         )
-        # The lowest rank of each clique lists it; the others compare.
-        gathered = ranks.gather(json.dumps(members).encode() if members[0] == ranks.rank else b"")
-        self._cliques = [json.loads(blob) for blob in gathered if blob]
-        listed = sorted(rank for clique in self._cliques for rank in clique)
-        if not ranks.all_ok(members in self._cliques and len(set(listed)) == len(listed)):
+        self._clique_of = [tuple(json.loads(blob)) for blob in ranks.gather(json.dumps(members).encode())]
+        if any(self._clique_of[member] != clique for clique in self._clique_of for member in clique):
             raise TopologyError(
-                f"the groups of the ranks overlap: {sorted(self._cliques)}",
+                f"the groups of the ranks overlap: {self._clique_of}",
                 rank=ranks.rank,
                 hint="every rank must be in one clique, and all its ranks must name the same members",
             )
@@ -106,10 +95,10 @@ class CliqueReplicationStrategy(ReplicationStrategy):
 
     def copies_of(self, rank: int, topology: Topology) -> tuple[int, ...]:
         """Return a member on each other node of the clique: see `ReplicationStrategy.copies_of`."""
-        return copies_within(next((each for each in self._cliques if rank in each), [rank]), rank, topology)
+        return copies_within(self._clique_of[rank], rank, topology)
 
     def __repr__(self) -> str:
-        return f"cliques({self._cliques})"
+        return f"cliques({sorted(set(self._clique_of))})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CliqueReplicationStrategy) and repr(other) == repr(self)

@@ -533,8 +533,9 @@ def _deal(loader: DataLoader[Any], dealing: Mapping[str, int] | None = None) -> 
         sampler.__class__ = _Dealing  # which the loader's batch sampler need not know of
     if type(sampler) is _Dealing:
         sampler.given = given
-        if dealing and len(sampler.dataset) != dealing["samples"]:
-            raise LoadError(f"the epoch that was begun has {dealing['samples']} samples, not {len(sampler.dataset)}")
+        samples = len(cast(Sized, sampler.dataset))
+        if dealing and samples != dealing["samples"]:
+            raise LoadError(f"the epoch that was begun has {dealing['samples']} samples, not {samples}")
     elif given:
         text = f"the rest of an epoch was to be dealt, and the sampler is a {type(sampler).__name__}"
         raise LoadError(text, hint="make the loader with torch's DistributedSampler, on one rank too")

@@ -1,6 +1,6 @@
 """`AsyncRequest`: the rest of an asynchronous save. `AsyncCallsQueue`: finalizes requests in order, on all ranks alike.
 
-A local save ends with its engine's future. The function of a foreign request runs in a thread, which ends one.
+A local save ends with its engine's future, the function of a foreign request with that of an executor.
 """
 
 from __future__ import annotations
@@ -8,13 +8,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent import futures
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
@@ -120,7 +119,7 @@ def _announce(ended: Future[None], write_end: int, _: Future[Any]) -> None:
     with contextlib.suppress(OSError):  # nobody can read from it any more
         os.write(write_end, b".")
     os.close(write_end)
-    _end(ended)
+    ended.set_result(None)
 
 
 def _await_end(trainer: int, pipe: int) -> None:
@@ -139,14 +138,13 @@ class AsyncCallsQueue:
     Scheduling, finalizing and closing are collective. Functions of foreign requests run in threads of this process.
 
     Args:
-        is_daemon: the end of this process does not wait for functions that nobody has finalized.
-        persistent, unused: accepted, and ignored: there is no worker process.
+        persistent, is_daemon, unused: accepted, and ignored: there is no worker process.
     """
 
     def __init__(self, persistent: bool = True, is_daemon: bool = False, **unused: Any) -> None:
         ignored("AsyncCallsQueue", **unused)
-        self._is_daemon = is_daemon
-        self._calls: deque[tuple[AsyncRequest, Future[None]]] = deque()
+        self._executor = ThreadPoolExecutor(thread_name_prefix="flashpoint-call")
+        self._calls: deque[tuple[AsyncRequest, Future[Any]]] = deque()
         self._next_index = 0
         self._closed = False
 
@@ -170,22 +168,18 @@ class AsyncCallsQueue:
         self._calls.append((request, self._started(request)))
         return request.call_idx
 
-    def _started(self, request: AsyncRequest) -> Future[None]:
+    def _started(self, request: AsyncRequest) -> Future[Any]:
         """Start what a request has to run. Return a future that ends with it."""
         if isinstance(request.async_fn, BackgroundSave):
             return request.async_fn.ended
-        future: Future[None] = Future()
-        if request.async_fn is None:
-            _end(future)
-            return future
         try:
-            arguments = request.bound(), future, request.call_idx
-            threading.Thread(target=_run, args=arguments, name="flashpoint-call", daemon=self._is_daemon).start()
+            return self._executor.submit(request.bound())
         except CallOrderError:  # on all ranks
             raise
         except Exception as error:  # the other ranks, whose calls have begun, learn of it as they finalize the request
-            _end(future, f"{type(error).__name__}: {error}")
-        return future
+            failed: Future[Any] = Future()
+            failed.set_exception(error)
+            return failed
 
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
         """Finalize the requests that have ended on all ranks, oldest first, and return their numbers.
@@ -205,18 +199,19 @@ class AsyncCallsQueue:
             give_up = time.monotonic() + deadline_s
             while True:
                 futures.wait([future], _VOTE_S if blocking else 0.0)
-                if future.done() if no_dist else ranks.all_ok(future.done()):
+                is_over = future.done() or (blocking and time.monotonic() > give_up)
+                if is_over if no_dist else ranks.all_ok(is_over):
                     break
                 if not blocking:
                     return finalized
-                if time.monotonic() > give_up:
-                    _end(future, f"it has not ended within {deadline_s:.0f} s (FLASHPOINT_CALL_DEADLINE_S)")
             self._calls.popleft()
-            failure = str(future.exception() or "")
-            told = [failure.encode(errors="replace")] if no_dist else ranks.gather(failure.encode(errors="replace"))
-            for rank, why in enumerate(told):
-                if why:
-                    text = f"asynchronous call {request.call_idx} failed: {why.decode(errors='replace')}"
+            why = f"it has not ended within {deadline_s:.0f} s (FLASHPOINT_CALL_DEADLINE_S)"
+            if future.done():
+                why = "" if (error := future.exception()) is None else f"{type(error).__name__}: {error}"
+            told = [why.encode(errors="replace")] if no_dist else ranks.gather(why.encode(errors="replace"))
+            for rank, each in enumerate(told):
+                if each:
+                    text = f"asynchronous call {request.call_idx} failed: {each.decode(errors='replace')}"
                     raise BackgroundWorkerError(text, rank=ranks.rank if no_dist else rank)
             finalized.append(request.execute_finalize_fns(validate_matching_call_idx=not no_dist))
         return finalized
@@ -236,22 +231,4 @@ class AsyncCallsQueue:
             if self._calls:
                 _log.warning("process %d gave up %d asynchronous calls", os.getpid(), len(self._calls))
             self._calls.clear()
-
-
-def _run(call: Callable[[], Any], future: Future[None], number: int) -> None:
-    try:
-        call()
-    except BaseException as error:  # of whatever kind: finalizing the request raises it, if anybody does
-        _log.error("asynchronous call %d failed", number, exc_info=error)
-        _end(future, f"{type(error).__name__}: {error}")
-    else:
-        _end(future)
-
-
-def _end(future: Future[None], why: str | None = None) -> None:
-    """End a future, unless it has ended before, well or for a reason."""
-    with contextlib.suppress(InvalidStateError):
-        if why is None:
-            future.set_result(None)
-        else:
-            future.set_exception(BackgroundWorkerError(why))
+            self._executor.shutdown(wait=False)

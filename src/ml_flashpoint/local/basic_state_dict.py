@@ -1,10 +1,9 @@
-"""`TensorAwareStateDict`: the interface of states whose tensors can be told from their structure.
-`BasicTensorAwareStateDict`: any nesting of containers with tensors in it, as such a state."""
+"""`TensorAwareStateDict`: a state whose tensors can be told from their structure. `BasicTensorAwareStateDict`: any
+nesting of containers with tensors in it, as such a state."""
 
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
 from typing import Any
@@ -18,79 +17,20 @@ from ml_flashpoint.local.errors import CallOrderError
 from ml_flashpoint.state.archive import PLAIN_BASES, attributes_of, is_namedtuple, is_plain, new_instance
 
 
-class TensorAwareStateDict(ABC):
-    """A state to checkpoint, as `LocalCheckpointManager.save` takes it and `load` returns it.
+class TensorAwareStateDict:
+    """A state to checkpoint, as `LocalCheckpointManager.save` takes it and `load` returns it: its attributes.
 
-    A *hollow* state has had its tensors taken out, which is optional. Subclasses are stored by their attributes, which
-    may nest in any way that `BasicTensorAwareStateDict` describes, and are made again without their constructor.
+    These may nest in any way that `BasicTensorAwareStateDict` describes. A state is stored by them, and made again
+    without its constructor. Subclasses may have other ways to move their tensors. Of a DTensor, the methods about
+    tensors mean its local shard.
+
+    A *hollow* state has had its tensors taken out, and not put back. Methods about tensors raise a `CallOrderError`
+    while it is; those that put tensors in, while it is not.
     """
 
-    def pop_tensors(self) -> Sequence[torch.Tensor]:
-        """Take the tensors out, and return them. The state is hollow afterwards."""
-        raise self._cannot("pop_tensors")
-
-    @property
-    def tensors(self) -> Iterable[torch.Tensor]:
-        """Tensors, in the order in which `pop_tensors` returns them."""
-        raise self._cannot("tensors")
-
-    @property
-    def is_hollow(self) -> bool:
-        """True if the tensors were taken out and not put back."""
-        raise self._cannot("is_hollow")
-
-    def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:
-        """Put tensors in, as many and in the same order as they were taken out. Undoes `pop_tensors`."""
-        raise self._cannot("insert_tensors")
-
-    def init_tensors(self) -> None:
-        """Put new tensors in, of the shapes, dtypes and devices of those taken out, with undefined content."""
-        raise self._cannot("init_tensors")
-
-    @abstractmethod
-    def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
-        """Replace the tensors by copies on the CPU, which may still be under way on return with ``non_blocking``."""
-
-    @abstractmethod
-    def restore_tensor_device(self, non_blocking: bool = True) -> None:
-        """Move the tensors back to where `copy_tensors_to_cpu` found them."""
-
-    def values(self) -> ValuesView[Any]:
-        """Return the values of the attributes."""
-        return vars(self).values()
-
-    def _cannot(self, what: str) -> NotImplementedError:
-        return NotImplementedError(f"{type(self).__name__} has no {what}: it is stored whole")
-
-
-PLAIN_BASES.append(TensorAwareStateDict)
-
-
-class BasicTensorAwareStateDict(TensorAwareStateDict):
-    """A state of dicts, lists, tuples, namedtuples and dataclasses in any nesting, with tensors anywhere in it.
-
-    Tensors may be on any device; parameters and DTensors stay what they are. Of a DTensor, methods about tensors mean
-    its local shard. The containers of ``state_dict`` are copied here; the tensors are shared until
-    `copy_tensors_to_cpu`.
-
-    Raises:
-        InvalidArgumentError: ``state_dict`` is a `TensorAwareStateDict` already, or contains itself.
-        CallOrderError: from methods about tensors while the state is hollow; from those that put some in, while not.
-    """
-
-    def __init__(self, state_dict: Any) -> None:
-        if isinstance(state_dict, TensorAwareStateDict):
-            text = "is tensor-aware already: save it as it is"
-            raise InvalidArgumentError(text, argument="state_dict", value=type(state_dict))
-        self._nest = map_tensors(lambda tensor, _: tensor, state_dict)
-        self._is_hollow = False
-        # Of each tensor, in order, the device that it is away from; empty if none is.
-        self._origins: list[torch.device] = []
-
-    @property
-    def state_dict(self) -> Any:
-        """State; while it is hollow, with tensors on the meta device, which have no memory."""
-        return self._nest
+    _is_hollow = False
+    _origins: Sequence[torch.device] = ()
+    """Of each tensor, in order, the device that it is away from; empty if none is."""
 
     @property
     def is_hollow(self) -> bool:
@@ -108,8 +48,8 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
         return iter(self._locals("tensors"))
 
     def values(self) -> ValuesView[Any]:
-        """Return the values of the state, if it is a mapping."""
-        return self._nest.values() if isinstance(self._nest, Mapping) else super().values()
+        """Return the values of the attributes."""
+        return vars(self).values()
 
     def pop_tensors(self) -> list[torch.Tensor]:
         """Take the tensors out, and return them."""
@@ -129,7 +69,7 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
         self._replace(given)
         self._is_hollow = False
         if [tensor.device.type for tensor in given] == [origin.type for origin in self._origins]:
-            self._origins = []
+            self._origins = ()
 
     def init_tensors(self) -> None:
         """Put new, uninitialized tensors in the places of those popped, on the devices that these were on."""
@@ -137,7 +77,7 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
         self.insert_tensors([torch.empty_like(place, device=device) for place, device in places])
 
     def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
-        """Replace the tensors by copies on the CPU; those there already are copied as well, once."""
+        """Replace the tensors by copies on the CPU, once. Those of a device may be under way, with ``non_blocking``."""
         tensors = self._locals("copy_tensors_to_cpu")
         if not self._origins:
             self._origins = [tensor.device for tensor in tensors]
@@ -152,7 +92,7 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
         if self._origins:
             places = zip(tensors, self._origins, strict=True)
             self._replace([tensor.to(device, non_blocking=non_blocking) for tensor, device in places])
-            self._origins = []
+            self._origins = ()
 
     def _locals(self, what: str, *, hollow: bool = False) -> list[torch.Tensor]:
         """Return the tensors in order, of DTensors this rank's shards, for a method that needs them in or out."""
@@ -160,7 +100,7 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
             state = "hollow: its tensors were taken out" if self._is_hollow else "not hollow: its tensors are in it"
             raise CallOrderError(f"{what} cannot be used, the state is {state}")
         found: list[torch.Tensor] = []
-        map_tensors(lambda tensor, _: found.append(tensor), self._nest)
+        map_tensors(lambda tensor, _: found.append(tensor), vars(self))
         return [each.to_local().detach() if isinstance(each, DTensor) else each.detach() for each in found]
 
     def _replace(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -173,7 +113,34 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
                 layout = place.device_mesh, place.placements, place.shape, place.stride()
             return rewrap(next(remaining), flags_of(place), layout)
 
-        self._nest = map_tensors(put, self._nest)
+        vars(self).update(map_tensors(put, vars(self)))
+
+
+PLAIN_BASES.append(TensorAwareStateDict)
+
+
+class BasicTensorAwareStateDict(TensorAwareStateDict):
+    """A state of dicts, lists, tuples, namedtuples and dataclasses in any nesting, with tensors anywhere in it.
+
+    Tensors may be on any device; parameters and DTensors stay what they are. The containers of ``state_dict`` are
+    copied here; the tensors are shared until `copy_tensors_to_cpu`. Raises an `InvalidArgumentError` if ``state_dict``
+    is tensor-aware already, or contains itself.
+    """
+
+    def __init__(self, state_dict: Any) -> None:
+        if isinstance(state_dict, TensorAwareStateDict):
+            text = "is tensor-aware already: save it as it is"
+            raise InvalidArgumentError(text, argument="state_dict", value=type(state_dict))
+        self._nest = map_tensors(lambda tensor, _: tensor, state_dict)
+
+    @property
+    def state_dict(self) -> Any:
+        """State; while it is hollow, with tensors on the meta device, which have no memory."""
+        return self._nest
+
+    def values(self) -> ValuesView[Any]:
+        """Return the values of the state, if it is a mapping."""
+        return self._nest.values() if isinstance(self._nest, Mapping) else super().values()
 
 
 def flags_of(tensor: torch.Tensor) -> int:

@@ -50,11 +50,9 @@ def install() -> None:
     if isinstance(taken, _StandIn):
         return
     if taken is not None:
-        raise CompatibilityError(
-            f"{taken.__name__} is imported already, so its import path is taken",
-            path=getattr(taken, "__file__", None),
-            hint="call install() before anything imports it, or import from ml_flashpoint.local instead",
-        )
+        text = f"{taken.__name__} is imported already, so its import path is taken"
+        hint = "call install() before anything imports it, or import from ml_flashpoint.local instead"
+        raise CompatibilityError(text, path=getattr(taken, "__file__", None), hint=hint)
     is_installed = importlib.util.find_spec(PACKAGE) is not None
     for name, source in (_ALWAYS if is_installed else {**_WHERE_NONE_IS, **_ALWAYS}).items():
         sys.modules[name] = _StandIn(name, source)

@@ -59,16 +59,14 @@ class CheckpointId(NamedTuple):
 class LocalCheckpointManager(OverlappingDoor):
     """Local checkpoints of a job: one part a rank, in the memory of its node, and copies as a strategy says.
 
-    Construct it on all ranks, after ``init_process_group`` if there is one. Constructing it and calling
-    `find_latest`, `load`, `save` and `close` is collective, in the training thread. A failure of one rank is an error
-    on all of them. A second manager for the same folder takes over from the first, which is closed.
+    Construct it on all ranks, after ``init_process_group`` if there is one. Constructing it and calling `find_latest`,
+    `load`, `save` and `close` is collective, in the training thread. A failure of one rank is an error on all of them.
 
     Args:
         root_local_ckpt_dir: absolute path of a folder on a tmpfs of this node, with room for two parts of each of its
             ranks and of each rank whose copies they hold.
         session_id: name of a job within that folder.
-        repl_strategy: who holds copies of whose parts; by default nobody. Copies that exist are used for loading
-            either way.
+        repl_strategy: who holds copies of whose parts; by default nobody.
         settings: ``safe_globals``, ``keep``, ``persist``, ``persist_every``, ``persist_keep``, ``persist_bytes_per_s``,
             ``handle_sigterm``, ``grace_s``: see `Config.of`. Steps are iterations, and the URL belongs to this session.
 
@@ -76,8 +74,7 @@ class LocalCheckpointManager(OverlappingDoor):
         latest_iteration: the newest iteration found or saved, -1 if there is none or nobody has looked.
 
     Raises:
-        InvalidArgumentError: an argument is unusable.
-        FlashpointError: the folder cannot be used, or ranks cannot agree.
+        FlashpointError: an argument is unusable, the folder cannot be used, or ranks cannot agree.
     """
 
     def __init__(
@@ -103,11 +100,8 @@ class LocalCheckpointManager(OverlappingDoor):
         self._ranks = self._engine.ranks
         self._overlap = Overlap()
         if repl_strategy is not None and self.rank == 0 and not strategy.survivable_losses(self._ranks.topology):
-            _log.warning(
-                "%r protects no part, or not all, against the loss of a node: ranks of a clique share nodes, "
-                "the replication_jump should be at least the number of ranks of a node",
-                strategy,
-            )
+            text = "%r protects no part, or not all, against the loss of a node: raise the replication_jump"
+            _log.warning(text, strategy)
 
     @property
     def rank(self) -> int:
@@ -127,11 +121,8 @@ class LocalCheckpointManager(OverlappingDoor):
     # ---- finding and loading ------------------------------------------------------------------------------
 
     def find_latest(self) -> int:
-        """Find the newest iteration that all ranks can load, in memory or persisted. Parts that this node lacks are
-        brought here. The answer stays until the next save.
-
-        Returns:
-            The iteration; -1 if there is none, or only those of which some rank's part is on no node any more.
+        """Return the newest iteration that all ranks can load, in memory or persisted, until the next save. -1 if there
+        is none, or only those of which some rank's part is on no node any more.
 
         Raises:
             NoReplicasAvailableError: there are checkpoints whose parts are damaged or cannot be read.
@@ -161,13 +152,9 @@ class LocalCheckpointManager(OverlappingDoor):
         report, step = self._engine.last_recovery, None if version is None else version.step
         saved = None if report is None else report.world_size
         if step is not None and saved not in (None, self._ranks.world_size):
-            raise WorldSizeChangedError(
-                f"the newest checkpoint was saved by {saved} ranks, and there are {self._ranks.world_size} now",
-                step=step,
-                rank=self.rank,
-                path=self._base,
-                hint=f"go on with {saved} ranks, or begin a new session_id from another checkpoint",
-            )
+            text = f"the newest checkpoint was saved by {saved} ranks, and there are {self._ranks.world_size} now"
+            hint = f"go on with {saved} ranks, or begin a new session_id from another checkpoint"
+            raise WorldSizeChangedError(text, step=step, rank=self.rank, path=self._base, hint=hint)
         self.latest_iteration = -1 if step is None else step
         self._oldest_accepted = max(0, self.latest_iteration)
         self._version, self._looked = version, True
@@ -183,11 +170,10 @@ class LocalCheckpointManager(OverlappingDoor):
 
         Raises:
             LoadError: there is no such iteration in memory. Nothing has changed.
-            NoReplicasAvailableError: there are parts, but of no iteration those of all ranks can be read.
             CallOrderError: there is nothing to load.
             UnsafeContentError: the state needs a type that is not allowed here.
-            WorldSizeChangedError: another number of ranks saved it.
-            CheckpointingException: another rank could not load it.
+            CheckpointingException: no iteration can be loaded by all ranks (`NoReplicasAvailableError`), or there were
+                others (`WorldSizeChangedError`).
         """
         self._engine.check_usable()
         joint = JointLoad(self._engine)
@@ -251,8 +237,7 @@ class LocalCheckpointManager(OverlappingDoor):
             InvalidIterationError, StaleIterationError, InvalidArgumentError: an argument is unusable.
             CallOrderError: the state is hollow.
             UnaskedVersionsError: there are checkpoints of an earlier run, and `find_latest` was not called.
-            CheckpointingException: the save failed on some rank, and can be repeated. Asynchronously, finalizing the
-                request raises this.
+            CheckpointingException: the save failed on some rank, and can be repeated. Finalizing raises it, if async.
         """
         self._engine.check_usable()
         began = time.perf_counter()
@@ -338,8 +323,7 @@ class LocalCheckpointManager(OverlappingDoor):
         self.latest_iteration = max(self.latest_iteration, iteration)
 
     def close(self) -> None:
-        """Let saves in flight end, have the newest one persisted, if any are to be, and close the folder. Checkpoints
-        stay. Safe to call twice."""
+        """Let saves in flight end, and the newest be persisted, if any are. Checkpoints stay. Safe to call twice."""
         if not self._engine.is_closed:
             self.stop_watching()
             self._engine.close(seal_deadline_s())
@@ -360,7 +344,6 @@ def _check_state(state_dict: TensorAwareStateDict) -> None:
             argument="state_dict",
             value=type(state_dict),
         )
-    with contextlib.suppress(NotImplementedError):
-        hollow: Any = state_dict.is_hollow
-        if hollow() if callable(hollow) else hollow:  # some subclasses override the property by a method
-            raise CallOrderError("the state is hollow: its tensors were taken out", hint="call insert_tensors first")
+    hollow: Any = state_dict.is_hollow
+    if hollow() if callable(hollow) else hollow:  # some subclasses override the property by a method
+        raise CallOrderError("the state is hollow: its tensors were taken out", hint="call insert_tensors first")

@@ -27,9 +27,6 @@ def parse_group_sequence(replication_jump: int, replication_factor: int, world_s
 
     ``parse_group_sequence(2, 2, 8)`` is ``[[0, 2], [1, 3], [4, 6], [5, 7]]``. A world size that is no multiple of
     their product gives smaller cliques at the end, and none of a single rank if that can be helped.
-
-    Raises:
-        InvalidArgumentError: the jump or the world size is below 1, the factor below 2.
     """
     strategy = CliqueStrategy(replication_factor, replication_jump)
     topology = Topology(("anywhere",) * checked_integer("world_size", world_size, 1))
@@ -58,8 +55,7 @@ class GroupWrapper:
 class CliqueReplicationStrategy(ReplicationStrategy):
     """Every member of a clique of ranks holds copies of the others' parts, as far as they are on other nodes.
 
-    Members on one node hold nothing for each other, since they would be lost together: the members of a clique are best
-    on different nodes. Collective to construct.
+    Members on one node hold nothing for each other, since they would be lost together. Collective to construct.
 
     Args:
         local_group: the clique that this rank is in: a process group, or the global ranks.
@@ -80,11 +76,8 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         )
         self._clique_of = [tuple(json.loads(blob)) for blob in ranks.gather(json.dumps(members).encode())]
         if any(self._clique_of[member] != clique for clique in self._clique_of for member in clique):
-            raise TopologyError(
-                f"the groups of the ranks overlap: {self._clique_of}",
-                rank=ranks.rank,
-                hint="every rank must be in one clique, and all its ranks must name the same members",
-            )
+            hint = "every rank must be in one clique, and all its ranks must name the same members"
+            raise TopologyError(f"the groups of the ranks overlap: {self._clique_of}", rank=ranks.rank, hint=hint)
 
     @staticmethod
     def from_replication_params(
@@ -113,9 +106,6 @@ class LazyCliqueReplicationStrategy(CliqueReplicationStrategy):
     Args:
         replication_jump: best at least the number of ranks of a node; by default that of the node with most.
         replication_factor: ranks of a clique.
-
-    Raises:
-        InvalidArgumentError: the jump is below 1, or the factor below 2.
     """
 
     def __init__(self, replication_jump: int | None = None, replication_factor: int = 2) -> None:
@@ -142,7 +132,6 @@ def _members(group: Any, rank: int, world_size: int) -> list[int]:
     else:
         raise InvalidArgumentError("must be a process group or ranks", argument="local_group", value=group)
     if rank not in members or members[0] < 0 or members[-1] >= world_size:
-        raise InvalidArgumentError(
-            f"must hold this rank and others of the {world_size}", argument="local_group", value=members, rank=rank
-        )
+        text = f"must hold this rank and others of the {world_size}"
+        raise InvalidArgumentError(text, argument="local_group", value=members, rank=rank)
     return members

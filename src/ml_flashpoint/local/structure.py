@@ -7,8 +7,7 @@ which meshes DTensors have: all ranks make these together before a state is load
 
     {"wrapped": true, "devices": {name: device, ...}, "meshes": [mesh, ...]}
 
-A state comes back with the same values and types. Not part of a value are strides, memory shared by tensors that are
-not the same, read-only flags, and attributes that somebody has set on a tensor.
+Not part of a value are strides, memory shared by tensors that are not the same, and attributes set on a tensor.
 """
 
 from __future__ import annotations
@@ -60,10 +59,7 @@ class Meshes(dict[MeshKey, DeviceMesh]):
         return key
 
     def prepare(self, needed: Sequence[MeshKey], ranks: RankGroup) -> None:
-        """Make every mesh that any rank needs and some rank does not know, on all ranks in one order. Collective.
-
-        A rank need not be in a mesh to take part in making it.
-        """
+        """Make every mesh that any rank needs and some rank does not know, on all ranks in one order. Collective."""
         mine = [key for key in needed if ranks.rank == (members := _members(key))[0] or ranks.rank not in members]
         gathered = ranks.gather(json.dumps(mine).encode() if mine else b"")
         for key in {str(key): None for blob in gathered if blob for key in json.loads(blob)}:
@@ -83,12 +79,8 @@ def _members(key: MeshKey) -> list[int]:
 def encode(
     state: TensorAwareStateDict, allowed: Sequence[SafeGlobal], meshes: Meshes
 ) -> tuple[list[TensorItem], list[BytesItem]]:
-    """Take a state apart, into names and tensors to store, mostly the caller's own memory, and byte items.
-
-    Raises:
-        InvalidArgumentError: it contains itself.
-        UnsafeContentError: it holds something that cannot be stored, or a type that is not allowed.
-    """
+    """Take a state apart, into names and tensors to store, mostly the caller's own memory, and byte items. Raises an
+    `InvalidArgumentError` if it contains itself, an `UnsafeContentError` if something in it cannot be stored."""
     wrapped = type(state) is BasicTensorAwareStateDict and not state.is_away
     value = state.state_dict if wrapped else state  # type: ignore[attr-defined]
     paths: dict[int, str] = {}
@@ -162,8 +154,7 @@ class _Taken:
 
 
 class Header(NamedTuple):
-    """A header: True if the state was in a `BasicTensorAwareStateDict`, the devices of the tensors by name, the meshes
-    of DTensors."""
+    """A header; ``wrapped`` is True if the state was in a `BasicTensorAwareStateDict`."""
 
     wrapped: bool
     devices: dict[str, torch.device]
@@ -171,19 +162,11 @@ class Header(NamedTuple):
 
 
 def read_header(reader: ObjectReader) -> Header:
-    """Return the header in an object of a local checkpoint.
-
-    Raises:
-        CheckpointingException: the object is another adapter's.
-        DamagedError: it is none.
-    """
+    """Return the header in an object of a local checkpoint. Raises a `CheckpointingException` if the object is another
+    adapter's, a `DamagedError` if it is none."""
     if HEADER_KEY not in reader.layout.by_key:
-        raise CheckpointingException(
-            "this was not saved by a LocalCheckpointManager",
-            step=reader.manifest.step,
-            path=reader.path,
-            hint="load it by what has saved it, or use another folder",
-        )
+        text = "this was not saved by a LocalCheckpointManager: use another folder"
+        raise CheckpointingException(text, step=reader.manifest.step, path=reader.path)
     with _readable(reader):
         described = json.loads(bytes(reader.bytes_of(HEADER_KEY)))
         devices = {name: torch.device(str(device)) for name, device in described["devices"].items()}
@@ -203,15 +186,7 @@ def read_state(
     reader: ObjectReader, header: Header, allowed: Sequence[SafeGlobal], meshes: Meshes
 ) -> TensorAwareStateDict:
     """Return the state, in memory of its own, with its tensors on the devices that they were on, or, where there is no
-    CUDA device, on the CPU.
-
-    Args:
-        meshes: has all meshes of the header.
-
-    Raises:
-        UnsafeContentError: it needs a type that is not allowed.
-        DamagedError: it makes no sense.
-    """
+    CUDA device, on the CPU. Raises an `UnsafeContentError` if it needs a type that is not allowed."""
     with _readable(reader):
         sources = {name: reader.tensor(name) for name in header.devices}
         archive = reader.bytes_of(ARCHIVE_KEY)

@@ -290,38 +290,36 @@ class Checkpointer(engine.Checkpointer):
         """Do as `load` with what a `Flashpoint` tracks."""
         fallback = checked_callable("fallback", fallback, "without arguments that loads a state and returns its step")
         wanted = checked_wanted(step, fallback)
+        source: Source
         began, ranks = time.perf_counter(), self.ranks
         self.overlap.before_update()
         if not ranks.all_ok(self.await_commits(self.deadline_s)):
             raise DeadlineError("a save is still under way, on this rank or another one", rank=ranks.rank)
         load = _Load(self, tracked, wanted)
-        version = load.run()
-        load_s = time.perf_counter() - began - sum(each.detect_s + each.plan_s + each.fetch_s for each in load.reports)
+        version = load.run(may_fall_back=fallback is not None)
+        report, loaded_s = self.last_recovery or RecoveryReport(), time.perf_counter() - began
+        done, source = 0, "nothing"
         if version is not None:
-            done, source = version.step or 0, load.source
-        else:
-            load.refuse(may_fall_back=fallback is not None)
-            done, source = 0, "nothing"
-            if fallback is not None:
-                if why := load.why():
-                    _log.error("falling back, and what is in memory will be overwritten: %s", why)
-                done, source = self._fall_back(fallback), "fallback"
+            done, source = version.step or 0, report.tier
+        elif fallback is not None:
+            if why := load.why():
+                _log.error("falling back, and what is in memory will be overwritten: %s", why)
+            done, source = self._fall_back(fallback), "fallback"
         self.go_on_from(version)
         self.check_room(tracked.expected_bytes())
-        total_s = time.perf_counter() - began
         self.last_load = Recovery(
             step=done,
             source=source,
             version=None if version is None else version.name,
-            detect_s=sum(each.detect_s for each in load.reports),
-            plan_s=sum(each.plan_s for each in load.reports),
-            fetch_s=sum(each.fetch_s for each in load.reports),
-            load_s=load_s,
-            total_s=total_s,
-            fetched_bytes=sum(each.fetched_bytes for each in load.reports),
+            detect_s=report.detect_s,
+            plan_s=report.plan_s,
+            fetch_s=report.fetch_s,
+            load_s=loaded_s - report.detect_s - report.plan_s - report.fetch_s,
+            total_s=time.perf_counter() - began,
+            fetched_bytes=report.fetched_bytes,
             discarded=tuple(failure.version for failure in load.failures),
         )
-        events.emit(events.Resumed, ranks, self.base, done, source=source, seconds=total_s)
+        events.emit(events.Resumed, ranks, self.base, done, source=source, seconds=self.last_load.total_s)
         return done
 
     def _fall_back(self, fallback: Fallback) -> int:
@@ -379,7 +377,6 @@ class _Load:
 
     Attributes:
         failures: of the versions that could not be loaded, newest first.
-        source, reports: of the version that was looked for last, and of all.
     """
 
     def __init__(self, checkpointer: Checkpointer, tracked: TrackedState, wanted: int | None) -> None:
@@ -387,11 +384,9 @@ class _Load:
         self._joint = JointLoad(checkpointer)
         self._unloadable: NothingLoadableError | None = None
         self.failures = self._joint.failures
-        self.source: Source = "memory"
-        self.reports: list[RecoveryReport] = []
 
-    def run(self) -> CheckpointContainerId | None:
-        """Return the version that was loaded, if one was."""
+    def run(self, *, may_fall_back: bool) -> CheckpointContainerId | None:
+        """Return the version that was loaded, if one was. Raise where all ranks must stop."""
         fresh, generators, loaded = self._tracked.fresh(), capture_rng_state(), None
         try:
             loaded = self._joint.newest(self._next_version, self._load)
@@ -400,9 +395,11 @@ class _Load:
                 for each in fresh:
                     each.forget()
                 restore_rng_state(generators)
+        if loaded is None:
+            self._refuse(may_fall_back)
         return None if loaded is None else loaded[0]
 
-    def refuse(self, *, may_fall_back: bool) -> None:
+    def _refuse(self, may_fall_back: bool) -> None:
         """Raise if going on from elsewhere would bury a version, or the user has to decide first."""
         in_part = " (one was loaded in part)" if any(failure.touched for failure in self.failures) else ""
         rank = self.failures[0].rank if self.failures else self._checkpointer.ranks.rank
@@ -416,31 +413,28 @@ class _Load:
             if each.is_misfit:
                 text = f"version {each.version} does not fit what is tracked: {each.text}"
                 raise LoadError(text, rank=each.rank, hint=f"{anew}, or pass {or_discard}")
-        if self.failures and not may_fall_back:
+        if may_fall_back:
+            return
+        if self.failures:
             text = f"there are versions and none can be loaded{in_part}: {self.why()}"
             hint = f"{anew}, pass fallback=, or {or_discard}"
             raise NothingLoadableError(text, rank=rank, hint=hint) from self._unloadable
-        if self._unloadable is not None and not may_fall_back:
+        if self._unloadable is not None:
             raise self._unloadable
 
     def why(self) -> str:
         """Return why versions were passed over; nothing if there are none."""
         reasons = [f"{failure.version}: rank {failure.rank}: {failure.text}" for failure in self.failures]
-        return "; ".join(reasons + ([self._unloadable.message] if self._unloadable else []))
+        return "; ".join([*reasons, *([self._unloadable.message] if self._unloadable else ())])
 
     def _next_version(self) -> CheckpointContainerId | None:
-        version = None
         try:
             if self._wanted is None:
-                version = self._checkpointer.newest()
-            elif not self.failures:
-                version = self._checkpointer.bring(self._wanted)
+                return self._checkpointer.newest()
+            return None if self.failures else self._checkpointer.bring(self._wanted)
         except NothingLoadableError as error:
             self._unloadable = error
-        if (report := self._checkpointer.last_recovery) is not None:
-            self.source = report.tier
-            self.reports.append(report)
-        return version
+            return None
 
     def _load(self, version: CheckpointContainerId) -> None:
         """Load one version, in steps that all ranks vote on."""

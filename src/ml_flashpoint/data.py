@@ -1,6 +1,6 @@
 """The place of a tracked `DataLoader` in its data, and the way back to it, bit for bit.
 
-A program loops over ``fp.batches(loader)``. The loader itself stays as it is: iterating over it changes nothing.
+A program loops over ``fp.batches(loader)``. The loader itself stays as it is.
 
 * A plain loader has no state. A pass that goes on draws the same indices again, from the generators as they were at the
   begin of the pass, and leaves out those of the batches that were given. A checksum tells if they are others. No sample
@@ -240,17 +240,9 @@ class LoaderState(PlaceInData):
 
     def _is_next_epoch(self, epoch: Epoch) -> bool:
         """Return True if the program has gone on to the next epoch after the last batch of the one before."""
-        begun = self._set_epoch()
-        if begun == epoch.set_epoch:
-            return False
-        with contextlib.suppress(TypeError):
-            if epoch.position >= len(self.loader):
-                return True
-        raise LoadError(
-            f"the sampler of {self._name!r} was set to epoch {begun}, and its state is of the midst of epoch"
-            f" {epoch.set_epoch}",
-            hint=f"begin the loop over epochs with {epoch.set_epoch}, which is step // len({self._name})",
-        )
+        with contextlib.suppress(TypeError):  # it has no length
+            return self._set_epoch() != epoch.set_epoch and epoch.position >= len(self.loader)
+        return False
 
     def _begin_plain(self, before: Epoch, *, goes_on: bool) -> tuple[Epoch, Iterator[Any], deque[int]]:
         """Return the iterator of a loader like this one, whose indices are counted, and whose workers go on."""
@@ -386,8 +378,8 @@ class _Indices:
         given = sum(1 for _ in map(self._count, itertools.islice(self._indices, expected)))
         if (given, self._checksum) != (expected, self._epoch.checksum):
             raise LoadError(
-                f"{self._name!r} does not give the {expected} batches again that it gave before: its data, the "
-                "size of a batch or the sampler's seed are others, or the sampler has a state that nobody saves",
+                f"{self._name!r} does not give the {expected} batches again that it gave before: its data, the size of"
+                " a batch, the sampler's seed or its set_epoch() are others, or it has a state that nobody saves",
                 hint=f"make the loader as it was, {_STATEFUL}, or begin the epoch anew by not tracking {self._name!r}",
             )
 

@@ -1,7 +1,4 @@
-"""`AsyncRequest`: the rest of an asynchronous save. `AsyncCallsQueue`: finalizes requests in order, on all ranks alike.
-
-A local save ends with its engine's future, the function of a foreign request with that of an executor.
-"""
+"""`AsyncRequest`: the rest of an asynchronous save. `AsyncCallsQueue`: finalizes them in order, on all ranks alike."""
 
 from __future__ import annotations
 
@@ -133,12 +130,10 @@ def _await_end(trainer: int, pipe: int) -> None:
 
 
 class AsyncCallsQueue:
-    """Requests under way, in order. Not thread-safe: it belongs to the training thread.
+    """Requests under way, in order. Scheduling, finalizing and closing are collective, in the training thread.
 
-    Scheduling, finalizing and closing are collective. Functions of foreign requests run in threads of this process.
-
-    Args:
-        persistent, is_daemon, unused: accepted, and ignored: there is no worker process.
+    A local save ends with its engine's future; functions of foreign requests run in threads of this process. All
+    arguments are accepted, and ignored: there is no worker process.
     """
 
     def __init__(self, persistent: bool = True, is_daemon: bool = False, **unused: Any) -> None:

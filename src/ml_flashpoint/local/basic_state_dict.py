@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -46,10 +46,6 @@ class TensorAwareStateDict:
     def tensors(self) -> Iterator[torch.Tensor]:
         """Tensors, in the order of the nesting."""
         return iter(self._locals("tensors"))
-
-    def values(self) -> ValuesView[Any]:
-        """Return the values of the attributes."""
-        return vars(self).values()
 
     def pop_tensors(self) -> list[torch.Tensor]:
         """Take the tensors out, and return them."""
@@ -137,10 +133,6 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
     def state_dict(self) -> Any:
         """State; while it is hollow, with tensors on the meta device, which have no memory."""
         return self._nest
-
-    def values(self) -> ValuesView[Any]:
-        """Return the values of the state, if it is a mapping."""
-        return self._nest.values() if isinstance(self._nest, Mapping) else super().values()
 
 
 def flags_of(tensor: torch.Tensor) -> int:

@@ -39,7 +39,7 @@ from ml_flashpoint.local.errors import (
     StaleIterationError,
     WorldSizeChangedError,
 )
-from ml_flashpoint.local.structure import Meshes, encode, read_header, read_state
+from ml_flashpoint.local.structure import Meshes, encode, read_part, read_state
 from ml_flashpoint.ranks.strategies import NoReplicationStrategy, ReplicationStrategy, checked_strategy
 
 if TYPE_CHECKING:
@@ -138,9 +138,7 @@ class LocalCheckpointManager(OverlappingDoor):
         except NothingLoadableError as error:
             if not error.parts_lost:
                 hint = "try again when the cause is mended; or give these up: remove the folder on every node"
-                raise NoReplicasAvailableError(
-                    error.message, rank=self.rank, node=self._ranks.node, path=self._base, hint=hint
-                ) from error
+                raise NoReplicasAvailableError(error.message, rank=self.rank, path=self._base, hint=hint) from error
             self._lost = error
             if self._ranks.is_node_leader:
                 _log.error("find_latest() is -1, and saves replace what is left: %s", error.message)
@@ -202,10 +200,9 @@ class LocalCheckpointManager(OverlappingDoor):
         self._looked = False  # if this one cannot be loaded, another is looked for
         allowed = tuple(self._engine.config.safe_globals)
         with self._engine.open_version(version) as reader:
-            part = joint.step(version, partial(reader.open, self.rank))
-            header = joint.step(version, partial(read_header, part))
-            self._meshes.prepare(header.meshes, self._ranks)
-            state = joint.step(version, partial(read_state, part, header, allowed, self._meshes))
+            part = joint.step(version, lambda: read_part(reader.open(self.rank)))
+            self._meshes.prepare(part.meshes, self._ranks)
+            state = joint.step(version, partial(read_state, part, allowed, self._meshes))
             joint.step(version, state.restore_tensor_device)
             return state
 
@@ -234,8 +231,7 @@ class LocalCheckpointManager(OverlappingDoor):
             iteration: above that of the newest checkpoint. The one that was saved last is not saved again.
 
         Raises:
-            InvalidIterationError, StaleIterationError, InvalidArgumentError: an argument is unusable.
-            CallOrderError: the state is hollow.
+            InvalidArgumentError, StaleIterationError, CallOrderError: an argument is unusable, or the state hollow.
             UnaskedVersionsError: there are checkpoints of an earlier run, and `find_latest` was not called.
             CheckpointingException: the save failed on some rank, and can be repeated. Finalizing raises it, if async.
         """
@@ -243,8 +239,7 @@ class LocalCheckpointManager(OverlappingDoor):
         began = time.perf_counter()
         self._go_on()
         try:
-            self._check_iteration(iteration)
-            _check_state(state_dict)
+            self._check(state_dict, iteration)
             save = self._begin(state_dict, iteration, is_async)
         except FlashpointError as error:
             if not is_async:  # the other ranks wait to be told
@@ -253,14 +248,15 @@ class LocalCheckpointManager(OverlappingDoor):
                 with contextlib.suppress(CheckpointingException):
                     self._conclude(iteration, failed)
             raise
-        if not is_async:
+        request = None
+        if is_async:  # which ends once the save has its copies, or is known to get none
+            conclude = partial(self._conclude, iteration, save.committed)
+            request = AsyncRequest(BackgroundSave(save.verified), (), [conclude])
+        else:
             self._conclude(iteration, save.committed)
         seconds = time.perf_counter() - began
         events.emit(events.LoopHeld, self._ranks, self._base, iteration, seconds=seconds)
-        if not is_async:
-            return None
-        # Once it has its copies, or is known to get none.
-        return AsyncRequest(BackgroundSave(save.verified), (), [partial(self._conclude, iteration, save.committed)])
+        return request
 
     def _go_on(self) -> None:
         """Begin a run if none has begun, or a save of this one has failed: a step is saved once a run. Collective."""
@@ -271,13 +267,19 @@ class LocalCheckpointManager(OverlappingDoor):
             self._engine.go_on_from(self._version)
             self._last, self._failed = None, False
 
-    def _check_iteration(self, iteration: int) -> None:
+    def _check(self, state_dict: TensorAwareStateDict, iteration: int) -> None:
         if type(iteration) is not int or not 0 <= iteration <= MAX_STEP:
             raise InvalidIterationError("must be an integer of at least 0", argument="iteration", value=iteration)
         if iteration < self._oldest_accepted:
             text = f"is older than iteration {self._oldest_accepted}, which was saved or found before"
             hint = "to go back on purpose, load() an iteration that is kept, or use another session_id"
             raise StaleIterationError(text, argument="iteration", value=iteration, hint=hint)
+        text, kind = "must be a BasicTensorAwareStateDict or the like", type(state_dict)
+        if not issubclass(kind, TensorAwareStateDict):
+            raise InvalidArgumentError(text, argument="state_dict", value=kind)
+        hollow: Any = state_dict.is_hollow
+        if hollow() if callable(hollow) else hollow:  # some subclasses override the property by a method
+            raise CallOrderError("the state is hollow: its tensors were taken out", hint="call insert_tensors first")
 
     def _begin(self, state_dict: TensorAwareStateDict, iteration: int, is_async: bool) -> Save:
         """Copy a state, and have it committed. The futures of the save tell every failure."""
@@ -335,15 +337,3 @@ def _base_container(root: str | os.PathLike[str], session_id: str) -> Checkpoint
         return CheckpointContainerId.create_child(base, validate_segment(session_id)) if session_id != "" else base
     except InvalidNameError as error:
         raise InvalidArgumentError(f"must be a name: {error}", argument="session_id", value=session_id) from error
-
-
-def _check_state(state_dict: TensorAwareStateDict) -> None:
-    if not isinstance(state_dict, TensorAwareStateDict):
-        raise InvalidArgumentError(
-            "must be a TensorAwareStateDict: BasicTensorAwareStateDict(state_dict) makes one",
-            argument="state_dict",
-            value=type(state_dict),
-        )
-    hollow: Any = state_dict.is_hollow
-    if hollow() if callable(hollow) else hollow:  # some subclasses override the property by a method
-        raise CallOrderError("the state is hollow: its tensors were taken out", hint="call insert_tensors first")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -153,56 +153,48 @@ class _Taken:
 # ---- the way back -------------------------------------------------------------------------------------------------
 
 
-class Header(NamedTuple):
-    """A header; ``wrapped`` is True if the state was in a `BasicTensorAwareStateDict`."""
+class Part(NamedTuple):
+    """The content of an object; ``wrapped`` is True if the state was in a `BasicTensorAwareStateDict`."""
 
+    path: str
     wrapped: bool
-    devices: dict[str, torch.device]
+    tensors: list[tuple[str, torch.Tensor, torch.device]]
     meshes: list[MeshKey]
+    archive: Any
 
 
-def read_header(reader: ObjectReader) -> Header:
-    """Return the header in an object of a local checkpoint. Raises a `CheckpointingException` if the object is another
-    adapter's, a `DamagedError` if it is none."""
+def read_part(reader: ObjectReader) -> Part:
+    """Return the content of an object of a local checkpoint. Raises a `CheckpointingException` if the object is another
+    adapter's, a `DamagedError` if it makes no sense."""
     if HEADER_KEY not in reader.layout.by_key:
         text = "this was not saved by a LocalCheckpointManager: use another folder"
         raise CheckpointingException(text, step=reader.manifest.step, path=reader.path)
-    with _readable(reader):
-        described = json.loads(bytes(reader.bytes_of(HEADER_KEY)))
-        devices = {name: torch.device(str(device)) for name, device in described["devices"].items()}
-        return Header(bool(described["wrapped"]), devices, [str(mesh) for mesh in described["meshes"]])
-
-
-@contextlib.contextmanager
-def _readable(reader: ObjectReader) -> Iterator[None]:
     try:
-        yield
+        header = json.loads(bytes(reader.bytes_of(HEADER_KEY)))
+        devices = {name: torch.device(str(device)) for name, device in header["devices"].items()}
+        tensors = [(name, reader.tensor(name), device) for name, device in devices.items()]
+        meshes, archive = [str(mesh) for mesh in header["meshes"]], reader.bytes_of(ARCHIVE_KEY)
+        return Part(reader.path, bool(header["wrapped"]), tensors, meshes, archive)
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         text = f"its structure is not readable: {type(error).__name__}: {error}"
         raise DamagedError(text, path=reader.path) from error
 
 
-def read_state(
-    reader: ObjectReader, header: Header, allowed: Sequence[SafeGlobal], meshes: Meshes
-) -> TensorAwareStateDict:
+def read_state(part: Part, allowed: Sequence[SafeGlobal], meshes: Meshes) -> TensorAwareStateDict:
     """Return the state, in memory of its own, with its tensors on the devices that they were on, or, where there is no
     CUDA device, on the CPU. Raises an `UnsafeContentError` if it needs a type that is not allowed."""
-    with _readable(reader):
-        sources = {name: reader.tensor(name) for name in header.devices}
-        archive = reader.bytes_of(ARCHIVE_KEY)
-    has_cuda = bool(cuda.device_count())
-    copies: dict[str, torch.Tensor] = {}
-    for name, device in header.devices.items():
-        copies[name] = torch.empty_like(
-            sources[name], device="cpu" if device.type == "cuda" and not has_cuda else device
-        )
-    copy_all(list(copies.values()), list(sources.values()))
+    has_cuda, copies = bool(cuda.device_count()), dict[str, torch.Tensor]()
+    for name, source, device in part.tensors:
+        copies[name] = torch.empty_like(source, device="cpu" if device.type == "cuda" and not has_cuda else device)
+    copy_all(list(copies.values()), [source for _, source, _ in part.tensors])
     given = _Given(copies, meshes)
-    state = load_archive(archive, "state", path=reader.path, allowed=allowed, device_of=cuda.device_today, leaves=given)
-    if header.wrapped:
+    state = load_archive(
+        part.archive, "state", path=part.path, allowed=allowed, device_of=cuda.device_today, leaves=given
+    )
+    if part.wrapped:
         return BasicTensorAwareStateDict(state)
     if not isinstance(state, TensorAwareStateDict):
-        raise DamagedError(f"the object holds a {type(state).__name__}, no state", path=reader.path)
+        raise DamagedError(f"the object holds a {type(state).__name__}, no state", path=part.path)
     return state
 
 

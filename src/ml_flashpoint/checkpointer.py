@@ -284,9 +284,9 @@ class Checkpointer(engine.Checkpointer):
             FlashpointError: an argument is unusable, ranks lost each other, or their fallbacks failed or differ.
         """
         tracked = self._tracked_of(state, None if reshard is None else checked_reshard(reshard, state))
-        return self.load_tracked(tracked, step=step, fallback=fallback)
+        return self.load_tracked(tracked, step=step, fallback=fallback).step
 
-    def load_tracked(self, tracked: TrackedState, *, step: int | None, fallback: Fallback | None) -> int:
+    def load_tracked(self, tracked: TrackedState, *, step: int | None, fallback: Fallback | None) -> Recovery:
         """Do as `load` with what a `Flashpoint` tracks."""
         fallback = checked_callable("fallback", fallback, "without arguments that loads a state and returns its step")
         wanted = checked_wanted(step, fallback)
@@ -307,7 +307,7 @@ class Checkpointer(engine.Checkpointer):
             done, source = self._fall_back(fallback), "fallback"
         self.go_on_from(version)
         self.check_room(tracked.expected_bytes())
-        self.last_load = Recovery(
+        self.last_load = loaded = Recovery(
             step=done,
             source=source,
             version=None if version is None else version.name,
@@ -319,8 +319,8 @@ class Checkpointer(engine.Checkpointer):
             fetched_bytes=report.fetched_bytes,
             discarded=tuple(failure.version for failure in load.failures),
         )
-        events.emit(events.Resumed, ranks, self.base, done, source=source, seconds=self.last_load.total_s)
-        return done
+        events.emit(events.Resumed, ranks, self.base, done, source=source, seconds=loaded.total_s)
+        return loaded
 
     def _fall_back(self, fallback: Fallback) -> int:
         """Call a program's fallback, and return the step that it has loaded."""

@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from types import TracebackType
 from typing import Any
 
 from torch.optim import Optimizer
@@ -146,8 +145,7 @@ class Flashpoint:
             named: anything with ``state_dict()`` and ``load_state_dict()``, by the name to save it under.
 
         Raises:
-            InvalidArgumentError: a name is taken or no identifier, an object has no state, or ``reshard`` is unusable.
-            FlashpointError: it is too late.
+            FlashpointError: a name, an object or ``reshard`` is unusable, or it is too late.
         """
         self._check(tracked=False)
         if self._tracking_ended:
@@ -174,15 +172,12 @@ class Flashpoint:
     def resume(self, fallback: Callable[[], int | None] | None = None, *, step: int | None = None) -> int:
         """Restore the newest state that all ranks can load, or that of a step. Collective.
 
-        May be called again during training, to go back. For the arguments and errors see `Checkpointer.load`.
-
-        Returns:
-            The number of steps done, which is where to go on; 0 if there is nothing to go on from.
+        May be called again during training, to go back. Returns the steps done, 0 if there is nothing to go on from.
+        For the arguments and errors see `Checkpointer.load`.
         """
         self._check()
-        self._steps = self._checkpointer.load_tracked(self._tracked, step=step, fallback=fallback)
-        recovery = self._checkpointer.last_load
-        assert recovery is not None
+        recovery = self._checkpointer.load_tracked(self._tracked, step=step, fallback=fallback)
+        self._steps = recovery.step
         self._resumed_from = None if recovery.version is None else self._steps
         announce(_log, self._ranks.rank, "%s", recovery.in_words(str(self._checkpointer.base)))
         return self._steps
@@ -323,15 +318,10 @@ class Flashpoint:
     def scalars(self, prefix: str = "flashpoint/") -> dict[str, float]:
         """Return the numbers of `health` and the newest steps by name, for TensorBoard and the like; those known."""
         saved, copied, recovery = self.last_saved, self.last_replicated, self.last_recovery
-        found = self.health.scalars(prefix)
-        if saved is not None:
-            found[f"{prefix}last_saved"] = float(saved)
-        if copied is not None:
-            found[f"{prefix}last_replicated"] = float(copied)
-            found[f"{prefix}copies_lag"] = float(max(0, (saved or 0) - copied))
-        if recovery is not None:
-            found[f"{prefix}recovery_s"] = recovery.total_s
-        return found
+        lag = None if copied is None else max(0, (saved or 0) - copied)
+        more: dict[str, float | None] = {"last_saved": saved, "last_replicated": copied, "copies_lag": lag}
+        more["recovery_s"] = None if recovery is None else recovery.total_s
+        return self.health.scalars(prefix) | {f"{prefix}{k}": float(v) for k, v in more.items() if v is not None}
 
     # ---- life ---------------------------------------------------------------------------------------------
 
@@ -341,8 +331,7 @@ class Flashpoint:
         return self._checkpointer.is_closed
 
     def close(self) -> None:
-        """Let saves under way finish, within a deadline, and end. Versions stay. Safe to call twice. Raises as `step`
-        does."""
+        """Let saves under way finish, and end. Versions stay. Safe to call twice. Raises as `step` does."""
         self._close(self._checkpointer.deadline_s)
         self._report()
 
@@ -355,9 +344,7 @@ class Flashpoint:
     def __enter__(self) -> Flashpoint:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
         else:

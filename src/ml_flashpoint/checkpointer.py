@@ -22,11 +22,7 @@ from ml_flashpoint import events
 from ml_flashpoint.adapter.pytorch.memory_stager import MemoryStager
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
-from ml_flashpoint.adapter.pytorch.metadata_format import (
-    METADATA_KEY,
-    merged_metadata,
-    metadata_of_share,
-)
+from ml_flashpoint.adapter.pytorch.metadata_format import METADATA_KEY, merged_metadata, metadata_of_share
 from ml_flashpoint.config import Config
 from ml_flashpoint.copy import cuda
 from ml_flashpoint.copy.collection import collection_paused

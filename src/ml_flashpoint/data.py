@@ -81,13 +81,13 @@ class Loaders:
 
 
 class LoaderBatches:
-    """The batches of a tracked loader. Each ``for`` loop over this is one pass."""
+    """The batches of a tracked loader, whose ``place`` begins each pass. Each ``for`` loop over this is one."""
 
-    def __init__(self, place: LoaderState, through: Through | None) -> None:
+    def __init__(self, place: Any, through: Through | None = None) -> None:
         self._place, self._through = place, through
 
     def __iter__(self) -> Iterator[Any]:
-        return self._place.begin(self._through)
+        return cast("Iterator[Any]", self._place.begin(self._through))
 
     def __len__(self) -> int:
         return len(self._place.loader)
@@ -210,8 +210,7 @@ class LoaderState(PlaceInData):
     # ---- a pass over the loader ---------------------------------------------------------------------------
 
     def begin(self, through: Through | None) -> Iterator[Any]:
-        """Return the iterator for a new ``for`` loop. Raises a `LoadError` if the loader does not give again what it
-        gave to the run that was saved."""
+        """Return the iterator for a new loop, or raise a `LoadError` if that would not give again what was given."""
         done = self._loaders.steps_done()
         if self._begun_at is not None and (done != self._begun_at or self.epoch.ended):
             self._pending = None  # training has gone on, or nothing was left of what was loaded

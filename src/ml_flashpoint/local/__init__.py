@@ -23,5 +23,5 @@ from ml_flashpoint.local.local_manager import CheckpointId as CheckpointId
 from ml_flashpoint.local.local_manager import LocalCheckpointManager as LocalCheckpointManager
 from ml_flashpoint.local.replication import CliqueReplicationStrategy as CliqueReplicationStrategy
 from ml_flashpoint.local.replication import LazyCliqueReplicationStrategy as LazyCliqueReplicationStrategy
-from ml_flashpoint.local.replication import ReplicationStrategy as ReplicationStrategy
 from ml_flashpoint.local.replication import parse_group_sequence as parse_group_sequence
+from ml_flashpoint.ranks.strategies import ReplicationStrategy as ReplicationStrategy

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import time
 import weakref
@@ -21,7 +20,6 @@ from ml_flashpoint.format.knobs import call_deadline_s, seal_deadline_s
 from ml_flashpoint.local.errors import BackgroundWorkerError, CallOrderError, CheckpointingException
 from ml_flashpoint.ranks.rank_group import rank_group
 
-_log = logging.getLogger(__name__)
 _VOTE_S = 1.0
 """A blocking wait asks the other ranks this often: those that are done must not wait beyond a collective's deadline."""
 
@@ -216,14 +214,11 @@ class AsyncCallsQueue:
         return len(self._calls)
 
     def close(self, abort: bool = False) -> None:
-        """Finalize everything, as `maybe_finalize_async_calls` does; or, with ``abort``, give up what is under way (not
-        collective). Safe to call twice."""
+        """Finalize everything, or, with ``abort``, give up what is under way (not collective). Safe to call twice."""
         self._closed = True
         try:
             if not abort:
                 self.maybe_finalize_async_calls(blocking=True)
         finally:
-            if self._calls:
-                _log.warning("process %d gave up %d asynchronous calls", os.getpid(), len(self._calls))
             self._calls.clear()
             self._executor.shutdown(wait=False)

@@ -59,7 +59,7 @@ def install() -> None:
 
 
 class _StandIn(types.ModuleType):
-    """A module with the classes of another one, or a package."""
+    """A module with the public names of another one, or a package."""
 
     def __init__(self, name: str, source: types.ModuleType | None) -> None:
         super().__init__(name, "Stand-in: see ml_flashpoint.local.compat.")
@@ -67,6 +67,5 @@ class _StandIn(types.ModuleType):
             self.__path__: list[str] = []
             return
         for each in (errors, source):
-            vars(self).update((name, value) for name, value in vars(each).items() if name[0].isupper())
-            vars(self).update((name, vars(each)[name]) for name in getattr(each, "__all__", ()))
+            vars(self).update((name, value) for name, value in vars(each).items() if name[0] != "_")
         self.BaseCheckpointManager = local_manager.LocalCheckpointManager

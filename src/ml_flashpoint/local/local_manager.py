@@ -72,9 +72,6 @@ class LocalCheckpointManager(OverlappingDoor):
 
     Attributes:
         latest_iteration: the newest iteration found or saved, -1 if there is none or nobody has looked.
-
-    Raises:
-        FlashpointError: an argument is unusable, the folder cannot be used, or ranks cannot agree.
     """
 
     def __init__(
@@ -198,10 +195,10 @@ class LocalCheckpointManager(OverlappingDoor):
     def _load_part(self, joint: JointLoad, version: CheckpointContainerId) -> TensorAwareStateDict:
         """Load this rank's part of a version. Collective."""
         self._looked = False  # if this one cannot be loaded, another is looked for
-        allowed = tuple(self._engine.config.safe_globals)
         with self._engine.open_version(version) as reader:
             part = joint.step(version, lambda: read_part(reader.open(self.rank)))
             self._meshes.prepare(part.meshes, self._ranks)
+            allowed = self._engine.config.safe_globals
             state = joint.step(version, partial(read_state, part, allowed, self._meshes))
             joint.step(version, state.restore_tensor_device)
             return state

@@ -13,14 +13,6 @@ from ml_flashpoint.format.errors import InvalidArgumentError, TopologyError
 from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.ranks.strategies import CliqueStrategy, ReplicationStrategy, Topology, copies_within
 
-__all__ = [
-    "CliqueReplicationStrategy",
-    "GroupWrapper",
-    "LazyCliqueReplicationStrategy",
-    "ReplicationStrategy",
-    "parse_group_sequence",
-]
-
 
 def parse_group_sequence(replication_jump: int, replication_factor: int, world_size: int) -> list[list[int]]:
     """Return the cliques of a job: ranks that are ``replication_jump`` apart, ``replication_factor`` of them each.

@@ -94,10 +94,8 @@ def encode(
 
 def _portable(device: torch.device) -> str:
     """Return a device as the rank that loads will have it: the current one by its kind alone."""
-    if device.index is None or device.type == "cpu":
-        return device.type
     with contextlib.suppress(RuntimeError, AttributeError):
-        if torch.get_device_module(device).current_device() == device.index:
+        if device.type == "cpu" or torch.get_device_module(device).current_device() == device.index:
             return device.type
     return str(device)
 

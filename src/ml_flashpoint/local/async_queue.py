@@ -165,14 +165,16 @@ class AsyncCallsQueue:
         """Start what a request has to run. Return a future that ends with it."""
         if isinstance(request.async_fn, BackgroundSave):
             return request.async_fn.ended
+        ended: Future[Any] = Future()
         try:
-            return self._executor.submit(request.bound())
+            if request.async_fn is not None:
+                return self._executor.submit(request.bound())
+            ended.set_result(None)
         except CallOrderError:  # on all ranks
             raise
         except Exception as error:  # the other ranks, whose calls have begun, learn of it as they finalize the request
-            failed: Future[Any] = Future()
-            failed.set_exception(error)
-            return failed
+            ended.set_exception(error)
+        return ended
 
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
         """Finalize the requests that have ended on all ranks, oldest first, and return their numbers.

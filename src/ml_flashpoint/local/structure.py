@@ -166,7 +166,7 @@ def read_part(reader: ObjectReader) -> Part:
     adapter's, a `DamagedError` if it makes no sense."""
     if HEADER_KEY not in reader.layout.by_key:
         text = "this was not saved by a LocalCheckpointManager: use another folder"
-        raise CheckpointingException(text, step=reader.manifest.step, path=reader.path)
+        raise CheckpointingException(text, step=reader.manifest.save.step, path=reader.path)
     try:
         header = json.loads(bytes(reader.bytes_of(HEADER_KEY)))
         devices = {name: torch.device(str(device)) for name, device in header["devices"].items()}

@@ -26,7 +26,7 @@ def test_no_flipped_bit_changes_what_a_record_says() -> None:
                 found = decode_record("kind", bytes(altered))
             except DamagedError:
                 continue
-            assert found == CONTENT  # one kind of white space for another
+            assert found == CONTENT  # one spelling of an escape for another
 
 
 def test_no_truncated_record_is_read() -> None:

@@ -22,10 +22,12 @@ from ml_flashpoint.format.errors import (
     ObjectNotFoundError,
 )
 from ml_flashpoint.format.manifest import (
+    MAX_RECORD_BYTES,
     Manifest,
     ObjectRecord,
     decode,
     encode,
+    encode_record,
     read_manifest,
     write_manifest,
 )
@@ -39,7 +41,6 @@ from ml_flashpoint.format.names import (
     parse_manifest_name,
     parse_object_name,
 )
-from ml_flashpoint.format.records import MAX_RECORD_BYTES, encode_record
 
 RECORD = ObjectRecord(24, 4096, ("0123456789abcdef", "00000000000000ff"), 16)
 MANIFEST = Manifest(SaveId(7, 5), 3, 8, "node-1", RECORD, {"kind": "dcp"})

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ml_flashpoint.format.errors import DamagedError
-from ml_flashpoint.format.records import decode_record, encode_record
+from ml_flashpoint.format.manifest import decode_record, encode_record
 
 CONTENT = {"run": "a", "parent": None, "list": [1, 2, "ü"]}
 

@@ -19,9 +19,8 @@ from ml_flashpoint.format.errors import (
     ProtocolError,
     ReplicationError,
 )
-from ml_flashpoint.format.manifest import ObjectRecord, encode
+from ml_flashpoint.format.manifest import ObjectRecord, encode, encode_record
 from ml_flashpoint.format.names import SaveId
-from ml_flashpoint.format.records import encode_record
 from ml_flashpoint.net import transfers
 from ml_flashpoint.net.channel import ConnectionLostError
 from ml_flashpoint.net.transfers import BlockChecker, PartName, PeerConnection

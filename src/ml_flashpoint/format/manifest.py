@@ -1,16 +1,27 @@
-"""Manifests: the records by which ranks commit their parts of versions. A part exists once its manifest does."""
+"""Records, which are small JSON files that show any flipped byte and any truncation; and manifests.
+
+A record is one JSON object with the fields `kind`, `digest` and `content`. The digest is the xxh3_128 of the content
+with sorted keys and no blanks. It finds accidents, and is no defence against forgery: for that, peers authenticate.
+
+By a manifest, a record, one rank commits its part of a version. A part exists once its manifest does.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+import xxhash
 
 from ml_flashpoint.format.digest import BLOCK_SIZE, block_count
 from ml_flashpoint.format.errors import (
+    DamagedError,
+    InvalidArgumentError,
     ManifestError,
     ObjectNotFoundError,
     UnreadableError,
@@ -27,7 +38,9 @@ from ml_flashpoint.format.names import (
     object_name,
     validate_segment,
 )
-from ml_flashpoint.format.records import MAX_RECORD_BYTES, decode_record, encode_record
+
+MAX_RECORD_BYTES: Final = 64 * 2**20
+"""Largest record. As a manifest: the digests of some 50 TiB."""
 
 MAX_BLOCK_SIZE = 2**30
 """Largest block that digests may be kept by, in bytes."""
@@ -35,6 +48,47 @@ MAX_BLOCK_SIZE = 2**30
 _MAX_SIZE = 2**63 - 1
 _KIND = "mlflashpoint-manifest-1"
 _DIGEST = re.compile(r"[0-9a-f]{16}")
+
+
+def encode_record(kind: str, content: dict[str, Any]) -> bytes:
+    """Return the file of a record, whose content is plain JSON. Equal contents give equal bytes.
+
+    Raises:
+        InvalidArgumentError: it would be larger than `MAX_RECORD_BYTES`.
+    """
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    data = f'{{"kind":"{kind}","digest":"{xxhash.xxh3_128_hexdigest(text.encode())}","content":{text}}}'.encode()
+    if len(data) > MAX_RECORD_BYTES:
+        what = f"a record must not exceed {MAX_RECORD_BYTES} bytes"
+        raise InvalidArgumentError(what, argument="content", value=len(data))
+    return data
+
+
+def decode_record(
+    kind: str, data: bytes, path: str | os.PathLike[str] | None = None, *, error: type[DamagedError] = DamagedError
+) -> dict[str, Any]:
+    """Return the content of a record. What is in it remains to be checked.
+
+    Raises:
+        DamagedError: `data` is no record of this kind. It is an ``error``.
+    """
+    if len(data) > MAX_RECORD_BYTES:
+        raise error(f"a record must not exceed {MAX_RECORD_BYTES} bytes", path=path)
+    try:
+        record = json.loads(data.decode("ascii"))
+        content = record["content"]
+        if record["kind"] != kind or not isinstance(content, dict):
+            raise ValueError("of another kind")
+        canonical = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+        is_right = record["digest"] == xxhash.xxh3_128_hexdigest(canonical)
+    except (ValueError, KeyError, TypeError, RecursionError, MemoryError) as caught:
+        raise error(f"this is no record of kind {kind}", path=path) from caught
+    if not is_right:
+        raise error("the record was altered: its digest does not match", path=path)
+    return content
+
+
+# ---- manifests -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

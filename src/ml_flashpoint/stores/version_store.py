@@ -26,10 +26,9 @@ from ml_flashpoint.format.errors import (
     UnreadableError,
     is_damage,
 )
-from ml_flashpoint.format.manifest import Manifest, ObjectRecord, decode, encode
+from ml_flashpoint.format.manifest import MAX_RECORD_BYTES, Manifest, ObjectRecord, decode, encode
 from ml_flashpoint.format.names import SaveId, manifest_name
 from ml_flashpoint.format.object_format import Entry, Layout, header_length, parse_header
-from ml_flashpoint.format.records import MAX_RECORD_BYTES
 from ml_flashpoint.memory.lineage import RunRecord
 from ml_flashpoint.stores.files import PIECE_BYTES, Files
 

@@ -132,14 +132,6 @@ class RanksMissing(Event):
     ranks: tuple[int, ...]
     seconds: float
 
-    @property
-    def text(self) -> str:
-        """The event in words."""
-        named = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
-        plural = len(self.ranks) > 1
-        step = "" if self.step is None else f" of step {self.step}"
-        return f"rank{'s' * plural} {named} {'have' if plural else 'has'} not come to the save{step}"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartPersisted(Event):
@@ -181,13 +173,7 @@ class SteppedBack(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionRecovered(Event):
-    """A version is on its nodes, whole and verified, after ``tries`` plans.
-
-    Attributes:
-        detect_s, plan_s, fetch_s: seconds for reading and gathering what there is; for planning; for fetching from
-            peers, checking, voting.
-        fetched_bytes: bytes that this rank received from peers.
-    """
+    """A version is on its nodes, whole and verified, after ``tries`` plans. For the rest see `Recovery`."""
 
     detect_s: float
     plan_s: float
@@ -394,14 +380,7 @@ class _Emitter(Protocol):
 
 
 def emit(kind: type[Event], by: _Emitter, base: object, step: int | None, **fields: Any) -> None:
-    """Emit an event. Never raises, and waits for nobody.
-
-    Args:
-        kind: its class.
-        by: the rank that emits it.
-        base, step: see `Event`.
-        fields: the other attributes of its class.
-    """
+    """Emit an event of a rank, with the attributes of its kind. Never raises, and waits for nobody."""
     pattern = os.environ.get("FLASHPOINT_EVENTS", "")
     if _bus.subscriptions or pattern:
         where = "" if base is None else _resolved(str(base))

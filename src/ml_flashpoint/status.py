@@ -118,7 +118,9 @@ class Status:
             case events.AgreementFailed():
                 change = {"agreement_error": error}
             case events.RanksMissing():
-                change = {"agreement_error": f"{event.text}, for {event.seconds:.0f} s"}
+                named = ", ".join(map(str, event.ranks[:8])) + (", ..." if len(event.ranks) > 8 else "")
+                text = f"ranks {named} have not come to the save of step {step}, for {event.seconds:.0f} s"
+                change = {"agreement_error": text}
             case events.PartPersisted():
                 change = {"persisted": step, "persist_error": None}
             case events.PersistFailed():
@@ -153,17 +155,8 @@ _NOT_WRITTEN_AFTER = (events.LoopHeld, events.PartCommitted, events.SaveSkipped,
 
 
 class StatusFile:
-    """The status of this rank, and its file. Events change both, on the thread of events.
-
-    Args:
-        container: base container.
-        lock: of the job on this node; nothing is written once it is lost.
-        ranks: this rank, and the others.
-        strategy: who holds copies of whose parts.
-
-    Attributes:
-        status: the newest status.
-    """
+    """The newest `status` of this rank, and its file, which is not written once the job's lock is lost. Events change
+    both, on the thread of events."""
 
     def __init__(
         self, container: BaseContainer, lock: JobLock, ranks: RankGroup, strategy: ReplicationStrategy

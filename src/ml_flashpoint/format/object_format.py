@@ -72,9 +72,7 @@ class Entry:
         key: its name, unique in the object.
         dtype: dtype of the tensor, by its name in `format.dtypes`; ``uint8`` for a byte item.
         shape: shape of the tensor; the number of bytes for a byte item.
-        begin: offset of its first byte from the start of the file.
-        end: offset after its last byte.
-        kind: ``bytes`` for a byte item.
+        begin, end: offsets of its first byte, and after its last one, from the start of the file.
     """
 
     key: str
@@ -128,8 +126,7 @@ def plan_layout(
 ) -> Layout:
     """Return a layout without gaps.
 
-    Tensors come by falling element size and then as given; byte items come after them as given. The same tensors,
-    aliases and keys of byte items give the same `data_start`, whatever the lengths of the byte items.
+    The same tensors, aliases and keys of byte items give the same `data_start`, whatever the lengths of the byte items.
 
     Args:
         tensors: key, dtype and shape of each.
@@ -166,12 +163,7 @@ def plan_layout(
 
 
 def layout_from_entries(entries: Iterable[Entry], data_start: int, aliases: Mapping[str, str] | None = None) -> Layout:
-    """Return the layout of tensors whose places were decided elsewhere. They may leave gaps.
-
-    Args:
-        entries: of tensors, each as long as its dtype and shape say, in any order.
-        data_start: a multiple of `ALIGNMENT`, with room for the header before it.
-        aliases: for each further name of an entry, its key.
+    """Return the layout of tensors, in any order, whose places were decided elsewhere. They may leave gaps.
 
     Raises:
         InvalidArgumentError: entries overlap, lie before ``data_start`` or are not aligned to their elements, or have
@@ -197,9 +189,6 @@ def with_byte_items(layout: Layout, byte_items: Iterable[tuple[str, int]], begin
         layout: the layout as it is.
         byte_items: key and length in bytes of each.
         begin: byte items lie at or behind this offset, too.
-
-    Raises:
-        InvalidArgumentError: a key is used twice or is reserved, or an alias leads nowhere.
     """
     end = layout.tensors[-1].end if layout.tensors else layout.data_start
     size = first = max(begin, end)
@@ -257,14 +246,8 @@ def _check_names(layout: Layout) -> None:
 def encode_header(layout: Layout, file_size: int, metadata: Mapping[str, str] | None = None) -> bytes:
     """Return the first `layout.data_start` bytes of the file of an object.
 
-    Args:
-        layout: the places of its entries.
-        file_size: bytes of the whole file; what lies after `layout.size` is marked as unused.
-        metadata: text about the object, under any keys but ``__flashpoint__``. ``format: pt`` is added unless there
-            is a `format`.
-
-    Raises:
-        CapacityError: the header does not fit.
+    What lies after `layout.size` is marked as unused. ``metadata`` may have any keys but ``__flashpoint__``. Raise a
+    `CapacityError` if the header does not fit.
     """
     content = _header_text(layout, file_size, metadata or {}).encode("ascii")
     start = layout.data_start
@@ -314,23 +297,14 @@ def _members(content: Mapping[str, object]) -> str:
 
 
 class ParsedHeader(NamedTuple):
-    """The content of an object's header.
-
-    Attributes:
-        layout: the places of its entries. Those of an object from elsewhere need not be aligned.
-        metadata: text about the object.
-    """
+    """The content of an object's header. Entries of an object from elsewhere need not be aligned."""
 
     layout: Layout
     metadata: Mapping[str, str]
 
 
 def header_length(prefix: Buffer, file_size: int, path: str | os.PathLike[str] | None = None) -> int:
-    """Return how many bytes of a file `parse_header` needs, from its first 8 bytes.
-
-    Raises:
-        ObjectFormatError: no valid file of this size starts like this.
-    """
+    """Return how many bytes of a file `parse_header` needs, from its first 8. Raise an `ObjectFormatError` like it."""
     with memoryview(prefix) as view, view.cast("B") as octets:
         if len(octets) < _LENGTH.size or file_size < _LENGTH.size:
             raise ObjectFormatError("the file is too short for the length of a header", path=path)

@@ -197,10 +197,10 @@ def with_byte_items(layout: Layout, byte_items: Iterable[tuple[str, int]], begin
         placed.append(Entry(key, "uint8", (length,), size, size + length, "bytes"))
         size += length
     # A gap between tensors was there before, and may be there behind them.
-    gaps = tuple(gap for gap in layout.gaps if gap[1] <= end)
+    gaps = [gap for gap in layout.gaps if gap[1] <= end]
     if placed and first > end:
-        gaps += ((end, first),)
-    changed = replace(layout, byte_items=tuple(placed), size=size if placed else end, gaps=gaps)
+        gaps.append((end, first))
+    changed = replace(layout, byte_items=tuple(placed), size=size if placed else end, gaps=tuple(gaps))
     if changed.size > MAX_SIZE:
         raise InvalidArgumentError(f"an object must not exceed {MAX_SIZE} bytes", argument="size")
     _check_names(changed)

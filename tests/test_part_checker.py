@@ -63,4 +63,4 @@ def test_what_is_cut_missing_or_elsewhere_is_found(checker: PartChecker, version
     path.write_bytes(data)
     assert checker.problems(version.parent) == []
     version.rename(version.parent / "step-4_ckpt")
-    assert "it is the manifest of" in checker.problems(version.parent)[0]
+    assert "it is the manifest step-3_ckpt" in checker.problems(version.parent)[0]

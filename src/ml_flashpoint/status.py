@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from ml_flashpoint import events
 from ml_flashpoint.format.errors import JobInUseError, UnsafePathError
-from ml_flashpoint.format.files import read_file
-from ml_flashpoint.format.private_folders import make_tree, open_own
+from ml_flashpoint.format.files import make_tree, open_own, read_file
 from ml_flashpoint.memory.container import STATUS, BaseContainer
 
 if TYPE_CHECKING:

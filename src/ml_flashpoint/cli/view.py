@@ -17,8 +17,8 @@ from typing import Any, Final
 
 import psutil
 
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidArgumentError, ObjectNotFoundError
+from ml_flashpoint.format.names import CheckpointContainerId
 from ml_flashpoint.memory.container import SLOTS, STATUS
 from ml_flashpoint.memory.lineage import newest_begun
 from ml_flashpoint.memory.lock import PRIVATE, is_open

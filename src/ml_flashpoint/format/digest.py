@@ -37,11 +37,6 @@ def digest_block(buf: Buffer) -> str:
     return xxhash.xxh3_64(buf).hexdigest()
 
 
-def is_digest(text: object) -> bool:
-    """Return True for text of the form that `digest_block` gives."""
-    return isinstance(text, str) and _DIGEST.fullmatch(text) is not None
-
-
 def digest_blocks(buffer: Buffer, *, block_size: int = BLOCK_SIZE) -> tuple[str, ...]:
     """Return the digests of all blocks of a contiguous buffer, in order.
 

@@ -25,7 +25,7 @@ from ml_flashpoint.config import Config, Persist
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.format.arguments import checked_base, checked_bool, checked_integer, checked_seconds, ignored
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, NothingLoadableError
-from ml_flashpoint.format.private_folders import make_private
+from ml_flashpoint.format.files import make_private
 from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.ranks.retention import Keep
 

@@ -28,10 +28,9 @@ from ml_flashpoint.copy.late import LateCopy
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.engine.committing import BytesItem, TensorItem
 from ml_flashpoint.engine.save import Save
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidArgumentError, NotStagedError, ProtocolError, SaveError
 from ml_flashpoint.format.knobs import seal_deadline_s
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import CheckpointContainerId, SaveId
 from ml_flashpoint.net.messages import Fields, list_of, text
 from ml_flashpoint.net.server import Peer, RequestServer
 from ml_flashpoint.ranks.rank_group import RankGroup

@@ -117,7 +117,7 @@ def test_damaged_parts_are_refused(tmpfs: Path) -> None:
     os.truncate(path, PAGE)
     with pytest.raises(DamagedError), container.open_part(SAVE, 0):
         pass
-    next((tmpfs / "step-40_ckpt").glob("*.manifest")).write_bytes(b"MLFLASHPOINT-MANIFEST 9 ")
+    next((tmpfs / "step-40_ckpt").glob("*.manifest")).write_bytes(b'{"kind":"mlflashpoint-manifest-9"}')
     with pytest.raises(ManifestError):
         container.read_manifest(SAVE, 0)
 

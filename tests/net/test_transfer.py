@@ -9,7 +9,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import xxhash
 
 from ml_flashpoint.format.errors import (
     CapacityError,
@@ -20,7 +19,7 @@ from ml_flashpoint.format.errors import (
     ProtocolError,
     ReplicationError,
 )
-from ml_flashpoint.format.manifest import ObjectRecord, encode
+from ml_flashpoint.format.manifest import ObjectRecord, encode, encode_record
 from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.net import transfers
 from ml_flashpoint.net.channel import ConnectionLostError
@@ -341,14 +340,12 @@ def test_names_that_leave_their_directory_never_reach_the_backend() -> None:
 
 
 def altered_manifest(**changes: object) -> bytes:
-    """A manifest that `encode` would not make, with a checksum that is right nevertheless."""
-    header, body = encode(manifest_of(record_of(b"x"))).split(b"\n", 1)
-    content = json.loads(body)
+    """A manifest that `encode` would not make, with a digest that is right nevertheless."""
+    record = json.loads(encode(manifest_of(record_of(b"x"))))
+    content = record["content"]
     for name, value in changes.items():
         (content["object"] if name in content["object"] else content)[name] = value
-    altered = json.dumps(content, separators=(",", ":")).encode() + b"\n"
-    magic = header.rsplit(b" ", 1)[0]
-    return magic + b" " + xxhash.xxh3_128_hexdigest(altered).encode() + b"\n" + altered
+    return encode_record(record["kind"], content)
 
 
 def test_a_manifest_with_such_names_or_sizes_never_reaches_the_backend() -> None:

@@ -17,9 +17,8 @@ from ml_flashpoint.format.errors import (
     ObjectNotFoundError,
     SaveError,
 )
-from ml_flashpoint.format.manifest import Manifest, ObjectRecord, encode
+from ml_flashpoint.format.manifest import MAX_RECORD_BYTES, Manifest, ObjectRecord, encode, encode_record
 from ml_flashpoint.format.names import SaveId, manifest_name, object_name
-from ml_flashpoint.format.records import MAX_RECORD_BYTES, encode_record
 from ml_flashpoint.stores.durable import MARKER, DurableVersions, folder_of, save_of, version_of
 from ml_flashpoint.stores.files import Directory, UrlFiles
 from ml_flashpoint.stores.version_store import Version

@@ -18,7 +18,7 @@ from typing import IO, Any
 import xxhash
 from safetensors import safe_open
 
-_MAGIC = "MLFLASHPOINT-MANIFEST 1 "
+_KIND = "mlflashpoint-manifest-1"
 
 
 def problems_in(folder: Path, any_bytes: bool = False) -> list[str]:
@@ -39,10 +39,11 @@ def problems_in(folder: Path, any_bytes: bool = False) -> list[str]:
 
 
 def _check(path: Path, any_bytes: bool) -> list[str]:
-    first, _, body = path.read_bytes().partition(b"\n")
-    if first.decode() != _MAGIC + xxhash.xxh3_128(body).hexdigest():
-        return [f"{path}: its first line does not fit the rest"]
-    content = json.loads(body)
+    record = json.loads(path.read_bytes())
+    content = record["content"]
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    if (record["kind"], record["digest"]) != (_KIND, xxhash.xxh3_128(canonical).hexdigest()):
+        return [f"{path}: its digest does not fit the rest"]
     named = f"step-{content['step']}_ckpt/rank-{content['rank']:05d}-{content['run']:08d}.manifest"
     wrong = [] if str(path).endswith(f"/{named}") else [f"{path}: it is the manifest {named}"]
     return wrong + _check_object(path.with_suffix(".safetensors"), content["object"], any_bytes)

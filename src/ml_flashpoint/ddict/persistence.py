@@ -39,10 +39,9 @@ from ml_flashpoint.format.errors import (
     ObjectNotFoundError,
 )
 from ml_flashpoint.format.files import as_octets
-from ml_flashpoint.format.manifest import Manifest, ObjectRecord
+from ml_flashpoint.format.manifest import MAX_RECORD_BYTES, Manifest, ObjectRecord, decode_record, encode_record
 from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.format.object_format import encode_header, plan_layout
-from ml_flashpoint.format.records import MAX_RECORD_BYTES, decode_record, encode_record
 from ml_flashpoint.stores.durable import MARKER, DurableVersions, save_of, version_of
 from ml_flashpoint.stores.version_store import StoredObject, Version, stored_object
 

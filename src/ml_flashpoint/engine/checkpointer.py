@@ -599,7 +599,7 @@ class Checkpointer:
 
     def subscribe(self, on_event: events.Subscriber) -> None:
         """Have a function called with each event of this base container, until this is closed: `events.subscribe`."""
-        self._subscriptions.callback(events.add_subscriber(on_event, self.base, argument="on_event"))
+        self._subscriptions.enter_context(events.subscribe(on_event, self.base))
 
     def wait(self, deadline_s: float | None = None) -> bool:
         """Wait until all futures of all saves that were begun have ended. Return True if that was so in time."""

@@ -65,13 +65,14 @@ class FlashpointError(Exception):
         named = (("step", self.step), ("rank", self.rank), ("node", self.node), ("path", self.path))
         return [f"{name} {value}" for name, value in named if value is not None]
 
+    def __str__(self) -> str:
+        context = self._context()
+        shown = f"{self._sentence} [{', '.join(context)}]" if context else self._sentence
+        return f"{shown}; {self.hint}" if self.hint else shown
+
+    @property
     def _sentence(self) -> str:
         return self.message
-
-    def __str__(self) -> str:
-        context, sentence = self._context(), self._sentence()
-        shown = f"{sentence} [{', '.join(context)}]" if context else sentence
-        return f"{shown}; {self.hint}" if self.hint else shown
 
 
 class InvalidNameError(FlashpointError, ValueError):
@@ -95,16 +96,14 @@ class InvalidArgumentError(FlashpointError, ValueError):
         self.argument = argument
         self.value = reprlib.repr(value)
 
-    @property
-    def _is_about_argument(self) -> bool:
-        return self.argument is not None and self.message.startswith(_VERBS)
-
-    def _sentence(self) -> str:
-        return f"{self.argument} {self.message}, got {self.value}" if self._is_about_argument else self.message
-
     def _context(self) -> list[str]:
-        named = self.argument is not None and not self._is_about_argument
-        return [*([f"{self.argument}={self.value}"] if named else []), *super()._context()]
+        is_named = self.argument is None or self._sentence != self.message
+        return super()._context() if is_named else [f"{self.argument}={self.value}", *super()._context()]
+
+    @property
+    def _sentence(self) -> str:
+        is_about_argument = self.argument is not None and self.message.startswith(_VERBS)
+        return f"{self.argument} {self.message}, got {self.value}" if is_about_argument else self.message
 
 
 class DamagedError(FlashpointError):
@@ -313,7 +312,7 @@ def pauses(until: float) -> Iterator[None]:
 
 
 def retrying(work: Callable[[], _T], until: float, what: str, *, also: tuple[type[FlashpointError], ...] = ()) -> _T:
-    """Call ``work`` once, and again while it fails for a reason that may pass and ``until`` has not. Not collective.
+    """Call ``work``, and again while it fails for a reason that may pass and ``until`` has not.
 
     Args:
         work: called; its last failure is raised.
@@ -321,18 +320,15 @@ def retrying(work: Callable[[], _T], until: float, what: str, *, also: tuple[typ
         what: for the log.
         also: further errors that may pass.
     """
-    waiting = pauses(until)
-    tries = 0
+    waiting, has_told = pauses(until), False
     while True:
         try:
             return work()
         except Exception as error:
             if not is_transient(error) and not isinstance(error, also):
                 raise
-            tries += 1
-            if tries == 1:
+            if not has_told:
                 _log.warning("%s failed, trying again for %.0f s: %s", what, max(0.0, until - time.monotonic()), error)
-            try:
-                next(waiting)
-            except StopIteration:
-                raise error from None
+            has_told = True
+            if next(waiting, True):  # there is no time left; None after a pause
+                raise

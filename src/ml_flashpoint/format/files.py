@@ -79,12 +79,8 @@ def as_octets(buffer: Buffer) -> memoryview:
 
 
 def open_regular(path: Path, flags: int) -> int:
-    """Open a regular file, made with mode 0600 if need be. Waits for nothing that lies there instead.
-
-    Raises:
-        UnsafePathError: something else lies there.
-        OSError: it cannot be opened.
-    """
+    """Open a regular file, made with mode 0600 if need be. Raise an `UnsafePathError` if something else lies there,
+    without waiting for it, and an `OSError` if it cannot be opened."""
     try:
         # Without O_NONBLOCK, a FIFO of this name would block for good.
         descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
@@ -108,13 +104,8 @@ def read_file(path: Path, limit: int) -> bytes:
 def replace_file(target: Path, chunks: Iterable[Buffer], *, fsync: bool, mode: int = 0o600) -> int:
     """Write or replace a file from contiguous buffers: it has all of the new content or none. Return the bytes.
 
-    A writer that is killed leaves at most a hidden ``.*.tmp`` file.
-
-    Args:
-        target: path of the file, in a folder that exists.
-        chunks: its content.
-        fsync: True to make the file and its name durable.
-        mode: of the file.
+    The folder exists. A writer that is killed leaves at most a hidden ``.*.tmp`` file. With ``fsync``, the file and its
+    name are durable.
     """
     temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
@@ -169,12 +160,8 @@ def text_of_system(error: Exception) -> str:
 
 
 def open_folder(folder: Path) -> int:
-    """Return a descriptor of a folder of this user.
-
-    Raises:
-        UnsafePathError: it is a symbolic link, no folder, or somebody else's.
-        OSError: it cannot be opened, or is not there.
-    """
+    """Return a descriptor of a folder of this user. Raise an `UnsafePathError` if it is a link, no folder, or somebody
+    else's, and an `OSError` if it cannot be opened."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:

@@ -1,7 +1,9 @@
-"""Manifests: the record by which one rank commits its part of a version. A part exists once its manifest does.
+"""Records, which are small JSON files that show any flipped byte and any truncation; and manifests.
 
-A manifest file is one line, `MLFLASHPOINT-MANIFEST 1 <xxh3_128 of the rest>`, and then JSON, so that any flipped byte
-and any truncation shows. The checksum is no defence against forgery: that is what peers authenticate for.
+A record is one JSON object with the fields `kind`, `digest` and `content`. The digest is the xxh3_128 of the content
+with sorted keys and no blanks. It finds accidents, and is no defence against forgery: for that, peers authenticate.
+
+By a manifest, a record, one rank commits its part of a version. A part exists once its manifest does.
 """
 
 from __future__ import annotations
@@ -12,13 +14,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import xxhash
 
 from ml_flashpoint.format.digest import BLOCK_SIZE, block_count
 from ml_flashpoint.format.errors import (
-    FlashpointError,
+    DamagedError,
     InvalidArgumentError,
     ManifestError,
     ObjectNotFoundError,
@@ -37,16 +39,56 @@ from ml_flashpoint.format.names import (
     validate_segment,
 )
 
-MAX_MANIFEST_BYTES = 64 * 2**20
-"""Largest encoded manifest: the digests of some 50 TiB."""
+MAX_RECORD_BYTES: Final = 64 * 2**20
+"""Largest record. As a manifest: the digests of some 50 TiB."""
 
 MAX_BLOCK_SIZE = 2**30
 """Largest block that digests may be kept by, in bytes."""
 
 _MAX_SIZE = 2**63 - 1
-_MAGIC = b"MLFLASHPOINT-MANIFEST 1 "
-_HEADER_LENGTH = len(_MAGIC) + 32 + 1
+_KIND = "mlflashpoint-manifest-1"
 _DIGEST = re.compile(r"[0-9a-f]{16}")
+
+
+def encode_record(kind: str, content: dict[str, Any]) -> bytes:
+    """Return the file of a record, whose content is plain JSON. Equal contents give equal bytes.
+
+    Raises:
+        InvalidArgumentError: it would be larger than `MAX_RECORD_BYTES`.
+    """
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    data = f'{{"kind":"{kind}","digest":"{xxhash.xxh3_128_hexdigest(text.encode())}","content":{text}}}'.encode()
+    if len(data) > MAX_RECORD_BYTES:
+        what = f"a record must not exceed {MAX_RECORD_BYTES} bytes"
+        raise InvalidArgumentError(what, argument="content", value=len(data))
+    return data
+
+
+def decode_record(
+    kind: str, data: bytes, path: str | os.PathLike[str] | None = None, *, error: type[DamagedError] = DamagedError
+) -> dict[str, Any]:
+    """Return the content of a record. What is in it remains to be checked.
+
+    Raises:
+        DamagedError: `data` is no record of this kind. It is an ``error``.
+    """
+    if len(data) > MAX_RECORD_BYTES:
+        raise error(f"a record must not exceed {MAX_RECORD_BYTES} bytes", path=path)
+    try:
+        record = json.loads(data.decode("ascii"))
+        content = record["content"]
+        if record["kind"] != kind or not isinstance(content, dict):
+            raise ValueError("of another kind")
+        canonical = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+        is_right = record["digest"] == xxhash.xxh3_128_hexdigest(canonical)
+    except (ValueError, KeyError, TypeError, RecursionError, MemoryError) as caught:
+        raise error(f"this is no record of kind {kind}", path=path) from caught
+    if not is_right:
+        raise error("the record was altered: its digest does not match", path=path)
+    return content
+
+
+# ---- manifests -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,28 +138,13 @@ def encode(m: Manifest) -> bytes:
     """Return the content of the file of a manifest; equal manifests give equal bytes.
 
     Raises:
-        InvalidArgumentError: it would be larger than `MAX_MANIFEST_BYTES`.
+        InvalidArgumentError: it would be larger than a record may be.
     """
     record = m.record
-    content = {
-        "run": m.save.run,
-        "step": m.save.step,
-        "rank": m.rank,
-        "world_size": m.world_size,
-        "node": m.node,
-        "object": {
-            "size": record.size,
-            "file_size": record.file_size,
-            "digests": record.digests,
-            "block_size": record.block_size,
-        },
-        "labels": dict(sorted(m.labels.items())),
-    }
-    body = json.dumps(content, separators=(",", ":")).encode("ascii") + b"\n"
-    if _HEADER_LENGTH + len(body) > MAX_MANIFEST_BYTES:
-        text = f"a manifest must not exceed {MAX_MANIFEST_BYTES} bytes"
-        raise InvalidArgumentError(text, argument="m", value=len(body))
-    return _MAGIC + xxhash.xxh3_128_hexdigest(body).encode() + b"\n" + body
+    described = {"size": record.size, "file_size": record.file_size, "block_size": record.block_size}
+    content = {"run": m.save.run, "step": m.save.step, "rank": m.rank, "world_size": m.world_size, "node": m.node}
+    content |= {"object": {**described, "digests": record.digests}, "labels": dict(m.labels)}
+    return encode_record(_KIND, content)
 
 
 def decode(data: bytes, path: str | os.PathLike[str] | None = None) -> Manifest:
@@ -129,23 +156,16 @@ def decode(data: bytes, path: str | os.PathLike[str] | None = None) -> Manifest:
             of its directory, if it is a version's at all, that of the version in it.
 
     Raises:
-        ManifestError: ``data`` is not exactly what `encode` gives for some manifest, or disagrees with ``path``.
+        ManifestError: ``data`` is not what `encode` gives for some manifest, or disagrees with ``path``.
     """
-    if len(data) > MAX_MANIFEST_BYTES:
-        raise ManifestError(f"the manifest has {len(data)} bytes, more than {MAX_MANIFEST_BYTES}", path=path)
-    header, body = data[:_HEADER_LENGTH], data[_HEADER_LENGTH:]
-    if not header.startswith(_MAGIC):
-        raise ManifestError("this is not a manifest, or of another format version", path=path)
-    if header != _MAGIC + xxhash.xxh3_128_hexdigest(body).encode() + b"\n":
-        raise ManifestError("the manifest is truncated or altered: its checksum does not match", path=path)
+    content = decode_record(_KIND, data, path, error=ManifestError)
     try:
-        manifest = _parsed(json.loads(body.decode("ascii")))
-        if encode(manifest) != data:
-            raise ValueError("it is not written as manifests are")
-    except (ValueError, KeyError, AttributeError, RecursionError, MemoryError, TypeError, FlashpointError) as error:
+        manifest = _parsed(content)
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ManifestError(f"the manifest is not valid: {error}", path=path) from error
-    save, place = manifest.save, Path(manifest_name(manifest.rank, manifest.save.text) if path is None else path)
-    if place.name != manifest_name(manifest.rank, save.text):
+    save, name = manifest.save, manifest_name(manifest.rank, manifest.save.text)
+    place = Path(name if path is None else path)
+    if place.name != name:
         text = f"the manifest is of rank {manifest.rank}, run {save.run}, unlike its file name"
         raise ManifestError(text, path=path)
     if CheckpointContainerId.parse_version_container(place.parent.name) not in (None, save.step):
@@ -195,7 +215,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
         UnreadableError: it is there and cannot be read just now.
     """
     try:
-        data = read_file(Path(path), MAX_MANIFEST_BYTES + 1)
+        data = read_file(Path(path), MAX_RECORD_BYTES + 1)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ObjectNotFoundError("there is no such manifest", path=path) from error
     except UnsafePathError as error:

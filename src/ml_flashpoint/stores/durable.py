@@ -26,9 +26,8 @@ from ml_flashpoint.format.errors import (
     ManifestError,
     ObjectNotFoundError,
 )
-from ml_flashpoint.format.manifest import Manifest
+from ml_flashpoint.format.manifest import MAX_RECORD_BYTES, Manifest, decode_record, encode_record
 from ml_flashpoint.format.names import MAX_WORLD_SIZE, RUN_PATTERN, CheckpointContainerId, SaveId, parse_manifest_name
-from ml_flashpoint.format.records import MAX_RECORD_BYTES, decode_record, encode_record
 from ml_flashpoint.stores.bounded import watched_files
 from ml_flashpoint.stores.files import Files
 from ml_flashpoint.stores.ownership import PERIOD_S, owned_files

@@ -26,7 +26,7 @@ from ml_flashpoint.format.errors import (
     UnreadableError,
     is_damage,
 )
-from ml_flashpoint.format.manifest import MAX_MANIFEST_BYTES, Manifest, ObjectRecord, decode, encode
+from ml_flashpoint.format.manifest import MAX_RECORD_BYTES, Manifest, ObjectRecord, decode, encode
 from ml_flashpoint.format.names import SaveId, manifest_name
 from ml_flashpoint.format.object_format import Entry, Layout, header_length, parse_header
 from ml_flashpoint.memory.lineage import RunRecord
@@ -143,7 +143,7 @@ class VersionStore(ABC):
 
     def _manifest(self, name: str) -> Manifest:
         path = self.files.path_of(name)
-        return decode(self.files.read(name, limit=MAX_MANIFEST_BYTES), path)
+        return decode(self.files.read(name, limit=MAX_RECORD_BYTES), path)
 
     def check_size(self, manifest: Manifest) -> None:
         """Check that the object of a part is there, and as long as it should be. Raises what `manifest` raises."""

@@ -167,7 +167,7 @@ class Checkpointer(engine.Checkpointer):
             hint = "let the handler set a flag, and save in the loop"
             raise SaveError(text, step=step, rank=self.ranks.rank, hint=hint)
         answer_sigterm()
-        self.check_asked("load(state)")
+        self.check_usable("load(state)")
         tracked = self._tracked_of(state)
         cuda.settle()  # what the device still has to do of the step is not time that a save holds the loop
         began = time.perf_counter()
@@ -182,7 +182,7 @@ class Checkpointer(engine.Checkpointer):
             events.emit(events.LoopHeld, self.ranks, self.base, step, seconds=seconds)
 
     def _save(self, step: int, tracked: TrackedState, *, explicit: bool) -> Save:
-        may_be_there = step == self._attempted or self.is_between_runs
+        may_be_there = step == self._attempted or self.phase is engine.Phase.BETWEEN_RUNS
         if may_be_there and (last := self._already(step)) is not None:
             return last
         self._attempted = max(step, self._attempted)
@@ -200,9 +200,9 @@ class Checkpointer(engine.Checkpointer):
                 raise tree
             self._stage(save, tree)
         except Exception as caught:
-            self.fail(save, caught)
+            save.fail(caught)
         except BaseException:  # the program is being interrupted
-            self.fail(save, SaveError("interrupted", step=step, rank=self.ranks.rank))
+            save.fail(SaveError("interrupted", step=step, rank=self.ranks.rank))
             raise
         return save
 
@@ -238,15 +238,14 @@ class Checkpointer(engine.Checkpointer):
         written = self._written
         assert written is not None
         captured = written.share.capture(tree)
-        copies = self.stage(
-            save,
+        copies = save.stage(
             captured.tensors,
             [*written.share.byte_keys, METADATA_KEY],
             kind=captured.plan,
             late=self.overlap.begin(tensor for _, tensor in captured.tensors),
         )
         captured.tensors = ()
-        self.commit(save, items=partial(self._items, written, captured, copies))
+        save.commit(items=partial(self._items, written, captured, copies))
 
     def _items(
         self, written: _Written, captured: Captured, copies: Sequence[torch.Tensor]

@@ -265,7 +265,7 @@ class Flashpoint:
     def _prepare(self) -> None:
         answer_sigterm()
         self._check_usable()
-        self._checkpointer.check_asked("resume()", hint=_IF_UNASKED)
+        self._checkpointer.check_usable("resume()", hint=_IF_UNASKED)
 
     def before_update(self) -> None:
         """Have what this thread gives to its devices from now on wait for the copy of the latest save. With

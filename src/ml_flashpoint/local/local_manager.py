@@ -328,7 +328,7 @@ class LocalCheckpointManager(OverlappingDoor):
         if self._engine.run and not self._failed:
             return
         if not self._looked:
-            self._engine.check_asked("find_latest()")
+            self._engine.check_usable("find_latest()")
             self.find_latest()
         self._engine.go_on_from(self._version)
         self._last, self._failed = None, False
@@ -359,7 +359,7 @@ class LocalCheckpointManager(OverlappingDoor):
             try:
                 self._fill(save, state_dict, is_async)
             except BaseException as error:
-                self._engine.fail(save, error)
+                save.fail(error)
                 if not isinstance(error, Exception):
                     raise
         return save.committed, save.verified
@@ -368,10 +368,10 @@ class LocalCheckpointManager(OverlappingDoor):
         with collection_paused():
             tensors, byte_items = encode(state_dict, self._allowed, self._meshes)
             late = self._overlap.begin(tensor for _, tensor in tensors) if is_async else None
-            staged = self._engine.stage(save, tensors, late=late)
+            staged = save.stage(tensors, late=late)
             named = [(name, copied) for (name, _), copied in zip(tensors, staged, strict=True)]
-            self._engine.fill(save, named, byte_items)
-            self._engine.commit(save)
+            save.fill(named, byte_items)
+            save.commit()
 
     def _conclude(self, iteration: int, committed: Future[Manifest]) -> None:
         """Wait until a save has ended here, and raise if it failed on any rank. Collective."""

@@ -13,7 +13,7 @@ from typing import Any
 from ml_flashpoint import events
 from ml_flashpoint.adapter.pytorch.saving_process import RemoteSaves, SaveServer
 from ml_flashpoint.adapter.pytorch.staging import GIVEN_S, Staged, StagedStateDict
-from ml_flashpoint.engine.checkpointer import Checkpointer
+from ml_flashpoint.engine.checkpointer import Checkpointer, Phase
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidArgumentError, SaveError
 from ml_flashpoint.format.knobs import seal_deadline_s
@@ -79,7 +79,7 @@ class LocalSaves:
         checkpointer = self._open_base(version.parent)
         with self._entering:
             name = SaveId(checkpointer.run, version.step)
-            if checkpointer.is_between_runs or (checkpointer.run and name <= self._entered):
+            if checkpointer.phase is Phase.BETWEEN_RUNS or (checkpointer.run and name <= self._entered):
                 checkpointer.latest()
             self._entered = SaveId(checkpointer.run, version.step)
         return checkpointer

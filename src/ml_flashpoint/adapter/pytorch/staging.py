@@ -249,7 +249,7 @@ class Staged:
         if self._checkpointer is None:
             return cpu_clones([tensor for _, tensor in tensors])
         self.save, self._late = self._checkpointer.begin(explicit=True), late
-        copies = self._checkpointer.stage(self.save, tensors, late=late)
+        copies = self.save.stage(tensors, late=late)
         if late is None:  # else nothing is digested before it is committed
             self._copies = [(copied, copied._version) for copied in copies]
         return copies
@@ -272,12 +272,12 @@ class Staged:
         """Give the save its step, on the thread that saves it. Raises `FlashpointError`, also if staging failed."""
         self.thread = self.thread or threading.current_thread()
         self.await_copies()
-        failure, self._checkpointer = self.error, checkpointer
+        failure = self.error
         try:
             if self.save is None:
                 self.save = checkpointer.begin(step, explicit=True)
             else:
-                checkpointer.name(self.save, step)
+                self.save.name(step)
             if failure is not None:
                 raise failure
         except Exception as error:
@@ -289,24 +289,24 @@ class Staged:
     def fill(self, tensors: Sequence[TensorItem], byte_items: Sequence[BytesItem]) -> None:
         """Bring all items into one object. Raises `SaveError` if the planner has written to a copy: its digest may be
         made already."""
-        checkpointer, save = self._begun
+        save = self._begun
         copies, self._copies = self._copies, []
         if any(copied._version != version for copied, version in copies):
             hint = "have it return other tensors, or save in a process (AsyncCheckpointerType.PROCESS)"
             raise SaveError("the planner has written to a tensor that was staged", hint=hint)
-        checkpointer.fill(save, tensors, byte_items)
+        save.fill(tensors, byte_items)
 
     def commit(self, extra: Sequence[BytesItem] = ()) -> None:
         """Commit the object; return when this rank's part is committed."""
-        checkpointer, save = self._begun
-        checkpointer.commit(save, extra=extra)
+        save = self._begun
+        save.commit(extra=extra)
         save.committed.result()
 
     def fail(self, error: BaseException) -> None:
         """Give it up. Safe to repeat, and after it was committed."""
         self.error, self._copies = self.error or error, []
-        if self.save is not None and self._checkpointer is not None:
-            self._checkpointer.fail(self.save, error)
+        if self.save is not None:
+            self.save.fail(error)
 
     @property
     def has_ended(self) -> bool:
@@ -327,10 +327,10 @@ class Staged:
         return current is self._stager and all(each.name.startswith("flashpoint-") for each in started)
 
     @property
-    def _begun(self) -> tuple[Checkpointer, Save]:
-        if self.save is None or self._checkpointer is None:
+    def _begun(self) -> Save:
+        if self.save is None:
             raise SaveError("nothing was staged")
-        return self._checkpointer, self.save
+        return self.save
 
     # ---- for another process ----------------------------------------------------------------------------------
 
@@ -344,16 +344,14 @@ class Staged:
 
     def place_of(self, tensor: torch.Tensor) -> tuple[str, int] | None:
         """Return file and offset of one of the copies; None for any other tensor."""
-        if self.save is None or self._checkpointer is None:
-            return None
-        return self._checkpointer.place_of(self.save, tensor)
+        return None if self.save is None else self.save.place_of(tensor)
 
     def tensor_at(self, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """Return the copy, or a part of it, that lies at an offset. Raises `SaveError` if there is none."""
-        checkpointer, save = self._begun
+        save = self._begun
         if self.error is not None:
             raise self.error
-        return checkpointer.tensor_at(save, offset, dtype, shape)
+        return save.tensor_at(offset, dtype, shape)
 
 
 # ---- what need not be staged --------------------------------------------------------------------------------------

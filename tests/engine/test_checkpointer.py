@@ -49,9 +49,9 @@ def test_a_save_is_staged_committed_and_verified(checkpointer: Checkpointer) -> 
     save.verified.result(30)
     assert save.staged.done()
     assert save.id == SaveId(1, 5)
-    assert str(save.version) == str(checkpointer.id(5)) == f"{checkpointer.base}/step-5_ckpt"
+    assert str(checkpointer.id(5)) == f"{checkpointer.base}/step-5_ckpt"
     assert dict(manifest.labels) == {"door": "test", "table": "t1"}
-    found = safetensors.torch.load_file(Path(save.version) / manifest.objects[0].name)
+    found = safetensors.torch.load_file(Path(checkpointer.id(5)) / manifest.objects[0].name)
     assert found["model.w"].tolist() == [500.0] * jobs.SIZE
     assert bytes(found["note"]) == b"nnnnn"
     assert (checkpointer.stats.committed, checkpointer.stats.last_verified) == (1, 5)
@@ -154,7 +154,7 @@ def test_a_save_that_nobody_goes_on_with_ends_at_its_deadline(tmpfs: Path, monke
 def test_a_step_that_is_known_late_and_tensors_that_another_process_reads(checkpointer: Checkpointer) -> None:
     save = checkpointer.begin(explicit=True)
     (copy, other) = save.stage(jobs.state_of(0, 7))
-    assert save.version is None
+    assert save.step is None
     place = save.place_of(copy[10:20])
     assert place is not None
     assert call(jobs.read_at, *place, 10) == 7000.0
@@ -174,7 +174,7 @@ def test_a_step_that_is_known_late_and_tensors_that_another_process_reads(checkp
     save.fill([("part", copy[10:20]), ("b", other), ("more", torch.ones(9))])
     save.commit()
     save.verified.result(30)
-    found = safetensors.torch.load_file(Path(str(save.version)) / save.committed.result().objects[0].name)
+    found = safetensors.torch.load_file(Path(checkpointer.id(8)) / save.committed.result().objects[0].name)
     assert [found[key].tolist() for key in ("part", "more")] == [[800.0] * 10, [1.0] * 9]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +74,7 @@ class Slots:
         self._folder, self._count = folder, itertools.count()
         self.free: list[Slot] = []
 
-    def take(self, size: int, old: Slot | None, *, exact: bool = False) -> Slot:
+    def take(self, size: int, old: Slot | None, exact: bool) -> Slot:
         """Give a slot that is just large enough."""
         self.free += [] if old is None or exact else [old]
         for slot in self.free:
@@ -112,7 +114,7 @@ def seal_and_check(
     extra: Sequence[BytesItem] = (),
 ) -> None:
     """Recompute the digests, and compare every item with what `safetensors` finds."""
-    slot, record = writer.seal(part, some.take, extra, NAME, deadline_s=10)
+    slot, record = writer.seal(part, some.take, extra, NAME)
     data, size = bytes(slot.buffer), record.block_size
     blocks = range(0, record.size, size)
     assert record.digests == tuple(digest_block(data[at : min(at + size, record.size)]) for at in blocks)
@@ -133,12 +135,12 @@ def run(case: Case, writer: PartWriter, some: Slots) -> None:
     extra = [(f"extra{i}", noise(n, i).numpy().tobytes()) for i, n in enumerate(case.extra)]
     with mock.patch.dict("os.environ", {BLOCK_BYTES_VARIABLE: str(case.block_size)}):
         sources = [(key, tensor.clone()) for key, tensor in originals]
-        part = Part()
+        part = Part(math.inf)
         copies = writer.stage(part, some.take, sources)
         for _, source in sources:
             source.zero_()  # the program goes on
         tensors = [(case.prefix + originals[i][0], copies[i]) for i in case.named] + made(case.added, "added")
-        writer.fill(part, some.take, tensors, byte_items, deadline_s=10)
+        writer.fill(part, some.take, tensors, byte_items)
         expected = [(case.prefix + originals[i][0], originals[i][1]) for i in case.named] + made(case.added, "added")
         seal_and_check(writer, some, part, expected, byte_items, extra)
 
@@ -165,8 +167,8 @@ def test_what_was_not_staged_is_stored_once_under_all_its_names(case: Case) -> N
     with mock.patch.dict("os.environ", {BLOCK_BYTES_VARIABLE: str(case.block_size)}), slots() as some:
         writer = PartWriter()
         for _ in range(2):
-            part = Part()
-            writer.fill(part, some.take, tensors, byte_items, deadline_s=10)
+            part = Part(math.inf)
+            writer.fill(part, some.take, tensors, byte_items)
             seal_and_check(writer, some, part, tensors, byte_items, extra)
             assert part.layout is not None
             assert len(part.layout.tensors) == len(tensors) - sum(1 for i in case.named if tensors[i][1].numel())
@@ -194,9 +196,9 @@ def test_views_that_cannot_be_named_as_they_lie_are_copied_once_more(
     expected = list(zip("xy", change([tensor for _, tensor in sources]), strict=True))
     with slots() as some:
         writer = PartWriter()
-        part = Part()
+        part = Part(math.inf)
         tensors = list(zip("xy", change(writer.stage(part, some.take, sources)), strict=True))
-        writer.fill(part, some.take, tensors, deadline_s=10)
+        writer.fill(part, some.take, tensors)
         seal_and_check(writer, some, part, expected, [])
 
 
@@ -207,13 +209,13 @@ def test_a_view_that_is_read_otherwise_is_another_tensor() -> None:
     items += [("again", whole.conj()), ("rows", whole.expand(2, 3000)), ("columns", whole.expand(2, 3000).t())]
     with slots() as some:
         writer = PartWriter()
-        part = Part()
-        writer.fill(part, some.take, items, deadline_s=10)
+        part = Part(math.inf)
+        writer.fill(part, some.take, items)
         seal_and_check(writer, some, part, items, [])
-        part = Part()
+        part = Part(math.inf)
         (copy,) = writer.stage(part, some.take, [("x", whole)])
         items = [("x", copy), ("conjugate", copy.conj()), ("imaginary", whole.imag)]
-        writer.fill(part, some.take, items, deadline_s=10)
+        writer.fill(part, some.take, items)
         expected = [("x", whole), ("conjugate", whole.conj()), ("imaginary", whole.imag)]
         seal_and_check(writer, some, part, expected, [])
 
@@ -227,10 +229,10 @@ def test_where_only_content_changes_nothing_is_planned_anew() -> None:
         for step in range(3):
             for _, tensor in sources:
                 tensor.add_(step)
-            part = Part()
+            part = Part(math.inf)
             copies = writer.stage(part, some.take, sources, kind=kind)
             views.append(copies)
-            writer.fill(part, some.take, list(zip("abcdefghijklmnopqrst", copies, strict=True)), deadline_s=10)
+            writer.fill(part, some.take, list(zip("abcdefghijklmnopqrst", copies, strict=True)))
             assert part.layout is not None
             layouts.append(part.layout)
             expected = list(zip("abcdefghijklmnopqrst", (tensor for _, tensor in sources), strict=True))
@@ -244,11 +246,11 @@ def test_what_is_staged_in_vain_takes_no_room_for_long() -> None:
     tensors = made([(torch.uint8, 40_000)] * 4, "t")
     with slots() as some:
         writer = PartWriter()
-        part = Part()
+        part = Part(math.inf)
         copies = writer.stage(part, some.take, tensors)
         staged = part.slot
         mine = [(key, view) for (key, _), view in zip(tensors, copies, strict=True)][1:3]
-        writer.fill(part, some.take, mine, deadline_s=10)
+        writer.fill(part, some.take, mine)
         assert part.slot is not None
         assert staged is not None
         assert part.slot.size < 160_000 < staged.size
@@ -266,20 +268,20 @@ def test_a_late_copy_is_awaited_and_checked_before_the_object_is_sealed(
     expected = [(key, tensor.clone()) for key, tensor in sources]
     with slots() as some, played.played():
 
-        def take(size: int, old: Slot | None, *, exact: bool = False) -> Slot:
-            slot = some.take(size, old, exact=exact)
+        def take(size: int, old: Slot | None, exact: bool) -> Slot:
+            slot = some.take(size, old, exact)
             pinned._process.locked[slot.address] = slot.address + slot.size
             return slot
 
-        part, writer, late = Part(), PartWriter(), LateCopy([0], lambda: None)
+        part, writer, late = Part(time.monotonic() + 10), PartWriter(), LateCopy([0], lambda: None)
         copies = writer.stage(part, take, sources, late=late)
         named = [(key, view) for (key, _), view in zip(sources, copies, strict=True)]
-        writer.fill(part, take, named, deadline_s=10)
+        writer.fill(part, take, named)
         assert not late.over
         if changes:
             sources[0][1].zero_()
             with pytest.raises(SaveError, match="'late' was changed"):
-                part.wait(10)
+                part.wait()
         else:
-            part.wait(10)
+            part.wait()
             seal_and_check(writer, some, part, expected, [])

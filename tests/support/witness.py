@@ -41,9 +41,9 @@ class Witness:
     def latest_is_in(self, base: Path) -> bool:
         """Whether the save that was staged last was committed, as it was staged, by this rank alone on this node."""
         save, copies = self._staged[-1]
-        if save.version is None or save.id is None:
+        if save.id is None:
             return False
-        objects = [each for each in (base / save.version.name).glob("rank-*.safetensors") if save.id.text in each.name]
+        objects = [each for each in (base / save.id.version).glob("rank-*.safetensors") if save.id.text in each.name]
         if len(objects) != 1 or not copies:
             return False
         found = safetensors.torch.load_file(objects[0])

@@ -11,11 +11,12 @@ import itertools
 import logging
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter, itemgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -33,6 +34,9 @@ _log = logging.getLogger(__name__)
 
 TensorItem = tuple[str, torch.Tensor]
 BytesItem = tuple[str, bytes]
+Take = Callable[[int, "Slot | None", bool], Slot]
+"""Gives a slot of at least so many bytes, in place of another one, whose bytes are of no use any more. If the last
+argument is true, the other one is removed, and the slot is not much larger than that."""
 
 _APPEND_ALIGNMENT = 64
 _IDLE_S = 0.25
@@ -45,28 +49,20 @@ _data_ptr, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
 _is_neg, _is_conj = torch.Tensor.is_neg, torch.Tensor.is_conj
 
 
-class Take(Protocol):
-    """Gives a slot of at least so many bytes, in place of another one, whose bytes are of no use any more. An exact one
-    is not much larger, and the other one is removed."""
-
-    def __call__(self, size: int, old: Slot | None, *, exact: bool = False) -> Slot:
-        """Return the slot."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class Part:
     """The object of one save, on its way.
 
     Attributes:
+        until: deadline of the save (`time.monotonic`).
         slot: the slot that it is written to; None before, and while another one is taken.
-        begin, end: the tensors that were copied lie between; before is room for the header, and behind for what is
-            added later.
+        begin, end: where the copied tensors lie. Before is room for the header, behind for what is added later.
         layout: places of the tensors under their final names; None before `PartWriter.fill`.
-        byte_items: written by `PartWriter.seal`, which writes the header, too.
+        byte_items: are written by `PartWriter.seal`.
         late: the copy that CUDA devices are still at; None if there is none.
     """
 
+    until: float
     slot: Slot | None = None
     begin: int = 0
     end: int = 0
@@ -74,17 +70,18 @@ class Part:
     byte_items: Sequence[BytesItem] = ()
     late: LateCopy | None = None
 
-    def wait(self, deadline_s: float) -> None:
+    def wait(self) -> None:
         """Wait until all is copied. Raise a `SaveError` if a source has changed, or the copy was not over in time."""
         if self.late is not None:
-            self.late.wait(deadline_s)
+            self.late.wait(max(self.until - time.monotonic(), 0.0))
             self.late = None
 
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    """A layout, and the tensors that it was made for: their names, dtypes, shapes and aliases, the keys of the byte
-    items, and what brings the caller's tensors in the order of the entries, and back. For ``kind`` see `stage`."""
+    """A layout, and the tensors that it was made for: their names, dtypes, shapes and aliases, and the keys of the byte
+    items. ``to_file`` brings the caller's tensors in the order of the entries, ``to_caller`` back; ``views`` are the
+    tensors in each slot. For ``kind`` see `Save.stage`."""
 
     kind: object
     signature: tuple[object, ...]
@@ -93,7 +90,6 @@ class _Plan:
     to_file: Callable[[Sequence[Any]], Sequence[Any]]
     to_caller: Callable[[Sequence[Any]], Sequence[Any]]
     views: weakref.WeakKeyDictionary[Slot, Sequence[torch.Tensor]] = field(default_factory=weakref.WeakKeyDictionary)
-    """The tensors in each slot, in the order of the entries."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,17 +120,7 @@ class PartWriter:
         kind: object = None,
         late: LateCopy | None = None,
     ) -> Sequence[torch.Tensor]:
-        """Copy tensors into a slot, to be named by `fill`. Return the copies, in order.
-
-        Args:
-            part: is empty.
-            take: gives the slot.
-            tensors: plain strided tensors on any device. Names only size the header, and must differ.
-            byte_keys: names of byte items, if they are many: the header gets room for them.
-            kind: the same object as before only if keys, dtypes and shapes are the same, in the same order; None: they
-                are compared.
-            late: is started for those of the tensors that it takes.
-        """
+        """Copy tensors into a slot, to be named by `fill`. Return the copies, in order. See `Save.stage`."""
         values = list(map(_second, tensors))
         plan = self._plan
         if plan is None or kind is None or plan.kind is not kind:
@@ -155,7 +141,7 @@ class PartWriter:
         """Take a slot of a size and copy tensors there as planned. Return the copies in the order of the entries."""
         layout, sources = plan.layout, plan.to_file(values)
         old, part.slot, part.layout = part.slot, None, None
-        slot = part.slot = take(size, old, exact=exact)
+        slot = part.slot = take(size, old, exact)
         part.begin, part.end = layout.data_start, layout.size
         views = plan.views.get(slot)
         if views is None:
@@ -174,26 +160,10 @@ class PartWriter:
             late.start(names, [views[n] for n in later], [sources[n] for n in later])
         return views
 
-    def fill(
-        self,
-        part: Part,
-        take: Take,
-        tensors: Sequence[TensorItem],
-        byte_items: Sequence[BytesItem] = (),
-        *,
-        deadline_s: float,
-    ) -> None:
-        """Bring items into one object.
-
-        Args:
-            part: if it is staged, tensors that lie in it are taken as they are, others are copied in behind them.
-            take: gives a slot.
-            tensors: plain strided tensors on any device, with names that differ.
-            byte_items: keys and contents.
-            deadline_s: seconds at most to wait for a late copy, where what was staged must be copied once more.
-        """
+    def fill(self, part: Part, take: Take, tensors: Sequence[TensorItem], byte_items: Sequence[BytesItem] = ()) -> None:
+        """Bring items into one object. Tensors that were staged stay as they lie, others are copied behind them."""
         if not self._name(part, tensors, byte_items):
-            self._place(part, take, tensors, byte_items, deadline_s)
+            self._place(part, take, tensors, byte_items)
         part.byte_items = list(byte_items)
 
     def _name(self, part: Part, tensors: Sequence[TensorItem], byte_items: Sequence[BytesItem]) -> bool:
@@ -224,20 +194,13 @@ class PartWriter:
         part.layout = named.layout
         return True
 
-    def _place(
-        self,
-        part: Part,
-        take: Take,
-        tensors: Sequence[TensorItem],
-        byte_items: Sequence[BytesItem],
-        deadline_s: float,
-    ) -> None:
+    def _place(self, part: Part, take: Take, tensors: Sequence[TensorItem], byte_items: Sequence[BytesItem]) -> None:
         """Copy all tensors into a slot, under a header that fits."""
         tensors, aliases = _without_aliases(tensors)
         names, values = list(map(_first, tensors)), list(map(_second, tensors))
         was_staged = part.slot is not None
         if was_staged:  # some of them lie in the slot, which may be taken again
-            part.wait(deadline_s)
+            part.wait()
             values = cpu_clones(values)
         plan = self._plan = _planned(self._plan, names, values, list(map(_first, byte_items)), aliases)
         size = plan.layout.size + max(self._behind, sum(len(data) for _, data in byte_items))
@@ -245,31 +208,25 @@ class PartWriter:
         self._copy(part, take, plan, values, slot_size(size) if exact else size, exact=exact)
         part.layout = plan.layout
 
-    def seal(
-        self, part: Part, take: Take, extra: Sequence[BytesItem], name: str, *, deadline_s: float
-    ) -> tuple[Slot, ObjectRecord]:
-        """Add further byte items, write the header and complete the digests of an object. Return its slot, which is
-        another one if these items did not fit, and its entry for the manifest. For ``deadline_s`` see `fill`."""
+    def seal(self, part: Part, take: Take, extra: Sequence[BytesItem], name: str) -> tuple[Slot, ObjectRecord]:
+        """Add further byte items, write the header and complete the digests. Return the slot, which is another one if
+        these items did not fit, and the object's entry for the manifest."""
         items = [*part.byte_items, *extra]
-        try:
-            return self._seal(part, items, name)
-        except CapacityError:
+        was_placed = False
+        while True:
             slot, layout = part.slot, part.layout
             assert slot is not None
             assert layout is not None
-            lying = [(entry.key, _view(slot, entry)) for entry in layout.tensors]
-            lying += [(alias, _view(slot, layout.by_key[kept])) for alias, kept in layout.aliases.items()]
-            self._place(part, take, lying, items, deadline_s)
-            return self._seal(part, items, name)
-
-    def _seal(self, part: Part, items: Sequence[BytesItem], name: str) -> tuple[Slot, ObjectRecord]:
-        slot, layout = part.slot, part.layout
-        if slot is None or layout is None:
-            raise SaveError("the part is not filled")
-        layout = with_byte_items(layout, [(key, len(data)) for key, data in items], part.end)
-        record = slot.seal(name, layout, list(map(_second, items)))
-        self._behind = layout.size - part.end  # about as long the next time
-        return slot, record
+            whole = with_byte_items(layout, [(key, len(data)) for key, data in items], part.end)
+            self._behind = whole.size - part.end  # about as long the next time
+            try:
+                return slot, slot.seal(name, whole, list(map(_second, items)))
+            except CapacityError:
+                if was_placed:
+                    raise
+            lying = [(key, _view(slot, entry)) for key, entry in layout.by_key.items() if entry.kind == "tensor"]
+            self._place(part, take, lying, items)
+            was_placed = True
 
 
 def _wastes(nbytes: int, part: Part) -> bool:
@@ -355,11 +312,8 @@ def _without_aliases(tensors: Sequence[TensorItem]) -> tuple[Sequence[TensorItem
 class CommittingThread:
     """The committing executor: one thread that does what it is given, in turn.
 
-    Args:
-        idle: called when there is nothing to do. True if it is to be called again at once.
-
-    Raises:
-        SaveError: no thread can be started.
+    ``idle`` is called when there is nothing to do, and again at once if it returns True. Raises a `SaveError` if no
+    thread can be started.
     """
 
     def __init__(self, idle: Callable[[], bool]) -> None:
@@ -387,8 +341,8 @@ class CommittingThread:
         done.wait(deadline_s)
 
     def close(self) -> None:
-        """End the thread after what it was given, and wait a moment for that: it may be making a slot, and whoever
-        opens the base container next removes what is half made."""
+        """End the thread after what it was given. Wait a moment: it may be making a slot, and whoever opens the base
+        container next removes what is half made."""
         self._given.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(_END_S)

@@ -106,22 +106,17 @@ class Save:
 
     _saves: Saves = field(repr=False)
     terms: Terms
+    part: Part = field(repr=False)
     id: SaveId | None = None
     staged: Future[None] = field(default_factory=_future)
     committed: Future[Manifest] = field(default_factory=_future)
     verified: Future[None] = field(default_factory=_future)
-    part: Part = field(default_factory=Part, repr=False)
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     @property
     def step(self) -> int | None:
         """The step; None as long as `id` is."""
         return None if self.id is None else self.id.step
-
-    @property
-    def version(self) -> CheckpointContainerId | None:
-        """Path of the version; None as long as `id` is."""
-        return None if self.id is None else CheckpointContainerId.create_child(self._saves.base, self.id.version)
 
     def name(self, step: int) -> None:
         """Give a save that was begun without a step its step. Raises as `Checkpointer.begin` does.
@@ -190,7 +185,7 @@ class Save:
     def fill(self, tensors: Sequence[TensorItem], byte_items: Sequence[BytesItem] = ()) -> None:
         """Bring all items into one object. Tensors that were staged are not copied again. Raises as `stage` does."""
         with self._working():
-            self._saves.writer.fill(self.part, self._take, tensors, byte_items, deadline_s=self.terms.left_s)
+            self._saves.writer.fill(self.part, self._take, tensors, byte_items)
             if self.part.late is None:
                 _resolve(self.staged)
 
@@ -223,10 +218,10 @@ class Save:
             with self._working():
                 if items is not None:
                     self.fill(*items())
-                part.wait(self.terms.left_s)
+                part.wait()
                 _resolve(self.staged)
                 name = object_name(saves.ranks.rank, self.id.text)
-                slot, record = saves.writer.seal(part, take, extra, name, deadline_s=self.terms.left_s)
+                slot, record = saves.writer.seal(part, take, extra, name)
                 manifest = Manifest(
                     version=self.id.version,
                     rank=saves.ranks.rank,
@@ -236,7 +231,7 @@ class Save:
                     objects=(record,),
                     labels=labels,
                 )
-                self.part = Part()
+                self.part = Part(self.terms.until)
                 saves.pool.commit(slot, manifest)
         except FlashpointError:  # which is that of the futures
             return
@@ -269,7 +264,7 @@ class Save:
         """Free the slot of a save that has failed, unless a thread is at work in it, which comes here afterwards."""
         if self._lock.acquire(blocking=False):
             try:
-                part, self.part = self.part, Part()
+                part, self.part = self.part, Part(self.terms.until)
                 if part.late is not None:
                     part.late.settle()
                 if part.slot is not None:
@@ -277,7 +272,7 @@ class Save:
             finally:
                 self._lock.release()
 
-    def _take(self, size: int, old: Slot | None, *, exact: bool = False) -> Slot:
+    def _take(self, size: int, old: Slot | None, exact: bool) -> Slot:
         """Return a slot (`committing.Take`). Without one, an explicit save waits, and another is skipped."""
         saves, explicit = self._saves, self.terms.explicit
         if old is not None:
@@ -360,7 +355,8 @@ class Saves:
     def begin(self, step: int | None, *, explicit: bool, table: str) -> Save:
         """Begin a save; see `Checkpointer.begin`."""
         now = time.monotonic()
-        save = Save(self, Terms(explicit, table, now, now + seal_deadline_s()))
+        until = now + seal_deadline_s()
+        save = Save(self, Terms(explicit, table, now, until), Part(until))
         if step is not None:
             save.id = self.call(step, save.terms)
         with self.changed:

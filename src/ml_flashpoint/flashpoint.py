@@ -17,7 +17,6 @@ from ml_flashpoint.checkpointer import Checkpointer
 from ml_flashpoint.config import Config
 from ml_flashpoint.data import LoaderBatches, Loaders, Through
 from ml_flashpoint.engine.recovery import KeptVersion
-from ml_flashpoint.engine.schedule import checked_every
 from ml_flashpoint.engine.signals import answer_sigterm
 from ml_flashpoint.events import announce
 from ml_flashpoint.format.arguments import (
@@ -92,7 +91,7 @@ class Flashpoint:
         config: Config | None = None,
         **settings: Any,
     ) -> None:
-        every_n_steps = checked_every(every_n_steps)
+        every_n_steps = checked_integer("every_n_steps", every_n_steps, 1)
         self._every, self._strict = every_n_steps, checked_bool("strict", strict)
         on_event = checked_callable("on_event", on_event, "of one event")
         if config is not None and settings:

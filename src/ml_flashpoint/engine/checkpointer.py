@@ -289,10 +289,7 @@ class Checkpointer:
             self._persister.heard(verdict)
         self._saves.heard(verdict)
         if verdict.total:
-            self._remove_left(verdict)
-
-    def _remove_left(self, verdict: Verdict) -> None:
-        self._pool.remove_left(verdict.retained, () if verdict.recovered is None else (verdict.recovered,))
+            self._pool.remove_left(verdict.retained, () if verdict.recovered is None else (verdict.recovered,))
 
     def _emit(self, kind: type[events.Event], step: int | None, **fields: Any) -> None:
         events.emit(kind, self.ranks, self.base, step, **fields)
@@ -323,7 +320,7 @@ class Checkpointer:
 
     @property
     def last_recovery(self) -> RecoveryReport | None:
-        """Report of the last `newest`, `bring` or `latest`; None before."""
+        """Report of the last `newest` or `bring`; None before."""
         return self._recovery.report
 
     def newest(self) -> CheckpointContainerId | None:
@@ -336,11 +333,7 @@ class Checkpointer:
         return self._find(None)
 
     def bring(self, step: int) -> CheckpointContainerId:
-        """Do the same with the version of a step. Collective.
-
-        Raises:
-            LoadError: there is no such version, or it cannot be loaded. On all ranks.
-        """
+        """Do the same with the version of a step. Raise a `LoadError`, on all ranks, if that cannot be loaded."""
         found = self._find(checked_integer("step", step, 0))
         assert found is not None
         return found
@@ -374,7 +367,7 @@ class Checkpointer:
         persist, saves = self.config.persist, self._saves
         self._held_copies.end()
         run, verdict = self._recovery.record(chosen)
-        self._remove_left(verdict)
+        self._pool.remove_left(verdict.retained, () if verdict.recovered is None else (verdict.recovered,))
         board = Board(
             Member(verdict, self.config.rule),
             rank=self.ranks.rank,
@@ -405,8 +398,9 @@ class Checkpointer:
             self.phase = Phase.BETWEEN_RUNS
         if board is not None:
             board.close(max(give_up - time.monotonic(), 0.0), last)
-        named = [save for save in saves.under_way if save.id is not None]  # others get the new run's
-        saves.give_up(named, SupersededError, "the save was not verified before its run ended")
+        for save in list(saves.under_way):
+            if save.id is not None:  # others get the new run's
+                saves.give_up(save, SupersededError, "the save was not verified before its run ended")
 
     def latest(self) -> CheckpointContainerId | None:
         """Find and bring the newest version (`newest`) and go on from it (`go_on_from`). Collective."""
@@ -441,15 +435,8 @@ class Checkpointer:
         return self._recovery.reader(version)
 
     def check_room(self, expected_bytes: int) -> None:
-        """Check that each node has room for the versions that its ranks keep. Collective.
-
-        Args:
-            expected_bytes: bytes that this rank saves.
-
-        Raises:
-            CapacityError: a node lacks room, or another node cannot tell how much it has. On all ranks.
-            UnreadableError: this node cannot tell.
-        """
+        """Check that each node has room for the versions that its ranks keep, if this rank saves so many bytes. Raise a
+        `CapacityError` or an `UnreadableError` if not. Collective."""
         self._recovery.check_room(expected_bytes)
 
     # ---- life ----------------------------------------------------------------------------------------------
@@ -471,32 +458,26 @@ class Checkpointer:
         return self.phase in (Phase.CLOSED, Phase.FORKED)
 
     def check_usable(self, ask: str | None = None, *, hint: str | None = None) -> None:
-        """Raise if this process may not use it.
+        """Raise a `SaveError` if it is closed, a `JobInUseError` in a forked child; and with ``ask`` an
+        `UnaskedVersionsError`, on all ranks, if there are versions that nobody has asked about.
 
         Args:
-            ask: what the user calls to ask about versions of an earlier run. Raise, on all ranks, also if there are
-                some and nobody has.
-            hint: of that error.
-
-        Raises:
-            JobInUseError: this process is a forked child.
-            SaveError: it is closed.
-            UnaskedVersionsError: there are versions that nobody has asked about.
+            ask: what the user calls to ask. hint: of that error.
         """
-        rank, node, path = self.ranks.rank, self.ranks.node, self.base
+        rank = self.ranks.rank
         if self.phase is Phase.FORKED:
             text = "this belongs to another process, which this one was forked from"
             raise JobInUseError(text, rank=rank, hint="save, load and wait in the process that it was constructed in")
         if self.phase is Phase.CLOSED:
-            raise SaveError("the checkpointer is closed", rank=rank, path=path)
+            raise SaveError("the checkpointer is closed", rank=rank, path=self.base)
         if self.phase is Phase.UNASKED and ask is not None:
             # What to do is in the message: of what DCP passes on, users see no hints.
             raise UnaskedVersionsError(
                 "there are checkpoints of an earlier run here that nobody has asked about, and saving would overwrite"
                 f" them: call {ask} before the first save, to go on from them or give them up, or use another folder",
                 rank=rank,
-                node=node,
-                path=path,
+                node=self.ranks.node,
+                path=self.base,
                 hint=hint,
             )
 
@@ -506,11 +487,8 @@ class Checkpointer:
         return self._status.status
 
     def finish(self, deadline_s: float) -> bool:
-        """Have saves in flight committed and copied, and the newest version persisted. Not collective.
-
-        Returns:
-            True if all was done in time.
-        """
+        """Have saves in flight committed and copied, and the newest version persisted. Return True if all was done in
+        time. Not collective."""
         give_up = time.monotonic() + deadline_s
         if self._persister is not None:
             self._persister.hurry()  # at once: a save that other ranks have not begun may take all the time there is
@@ -554,8 +532,9 @@ class Checkpointer:
             self.phase = Phase.CLOSED
         give_up = time.monotonic() + exit_deadline_s()
         self._saves.thread.drain(exit_deadline_s())
-        left = [save for save in self._saves.under_way if not save.committed.done()]
-        self._saves.give_up(left, SaveError, "the checkpointer was closed before the save was committed")
+        for save in list(self._saves.under_way):
+            if not save.committed.done():
+                self._saves.give_up(save, SaveError, "the checkpointer was closed before the save was committed")
         if not self._wait_for_copies(max(give_up - time.monotonic(), 0.0)):
             _log.info("closed before the last saves were verified; they are committed on this node")
         if self._persister is not None:

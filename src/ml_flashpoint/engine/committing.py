@@ -185,7 +185,7 @@ class PartWriter:
             if named is None:
                 return False
             self._named = named
-        size = max(named.layout.size, end) + sum(len(data) for _, data in byte_items)
+        size = max(named.layout.size, end) + sum(map(len, map(_second, byte_items)))
         if size > slot.size or _wastes(named.nbytes, part):
             return False
         if named.appended:
@@ -203,7 +203,7 @@ class PartWriter:
             part.wait()
             values = cpu_clones(values)
         plan = self._plan = _planned(self._plan, names, values, list(map(_first, byte_items)), aliases)
-        size = plan.layout.size + max(self._behind, sum(len(data) for _, data in byte_items))
+        size = plan.layout.size + max(self._behind, sum(map(len, map(_second, byte_items))))
         exact = was_staged and _wastes(size, part)
         self._copy(part, take, plan, values, slot_size(size) if exact else size, exact=exact)
         part.layout = plan.layout

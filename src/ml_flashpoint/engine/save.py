@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -51,13 +51,7 @@ _POLL_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The terms of a save, known when it begins.
-
-    Attributes:
-        explicit: without a slot, wait for one up to the deadline; other saves are skipped at once.
-        table: name of the ranks' agreement on who writes what (`engine.replicas`), if there is one.
-        began, until: when the save began, and its deadline (`time.monotonic`).
-    """
+    """The terms of a save: see `Checkpointer.begin`. It ends by ``until`` (`time.monotonic`)."""
 
     explicit: bool
     table: str
@@ -89,8 +83,7 @@ def _resolve(future: Future[Any], result: object = None, error: BaseException | 
 class Save:
     """One rank's part of a version on its way: staged, committed, verified. Begun by `Checkpointer.begin`.
 
-    Its calls, in this order: `stage` (optional), `fill`, `commit`; or `fail` at any time. One that raises makes the
-    save fail.
+    The order of its calls is `stage` (optional), `fill`, `commit`; or `fail`. The save fails if one of them raises.
 
     Attributes:
         terms: what is known since it began.
@@ -273,7 +266,7 @@ class Save:
                 self._lock.release()
 
     def _take(self, size: int, old: Slot | None, exact: bool) -> Slot:
-        """Return a slot (`committing.Take`). Without one, an explicit save waits, and another is skipped."""
+        """Return a slot (`committing.Take`)."""
         saves, explicit = self._saves, self.terms.explicit
         if old is not None:
             (saves.pool.remove if exact else saves.pool.free)(old)
@@ -332,6 +325,7 @@ class Saves:
 
     Attributes:
         run, board: of the run that has begun; 0 and None between runs.
+        under_way: all that are not verified yet, and some that have ended; under the lock of `changed`.
         changed: notified when a slot may be free, or a verdict was heard.
 
     Raises:
@@ -347,7 +341,7 @@ class Saves:
         self.stats = SaveStats()
         self.writer = PartWriter()
         self.changed = threading.Condition()
-        self._under_way: set[Save] = set()
+        self.under_way: set[Save] = set()
         self._is_skipping = False
         self._size_ahead: int | None = None  # of slots to be made
         self.thread = CommittingThread(self._idle)
@@ -360,7 +354,7 @@ class Saves:
         if step is not None:
             save.id = self.call(step, save.terms)
         with self.changed:
-            self._under_way.add(save)
+            self.under_way.add(save)
         return save
 
     def call(self, step: int, terms: Terms) -> SaveId:
@@ -383,26 +377,20 @@ class Saves:
         with self.changed:
             self.changed.notify_all()
 
-    @property
-    def under_way(self) -> list[Save]:
-        """The saves that are not verified yet, and some of those that have ended."""
-        with self.changed:
-            return list(self._under_way)
-
     def wait(self, deadline_s: float, *, verified: bool = True) -> bool:
         """Wait until all saves are committed or have failed, and, if asked for, verified or passed over. Return True if
         that was so in time."""
-        saves = self.under_way
+        with self.changed:
+            saves = list(self.under_way)
         futures: list[Future[Any]] = [save.committed for save in saves]
         futures += [save.verified for save in saves if verified]
         return not concurrent.futures.wait(futures, deadline_s).not_done
 
-    def give_up(self, saves: Iterable[Save], kind: type[FlashpointError], text: str) -> None:
-        """Have saves fail that are not committed, and `Save.verified` of those that are."""
-        for save in saves:
-            error = kind(text, step=save.step, rank=self.ranks.rank)
-            save.fail(error)
-            _resolve(save.verified, error=error)
+    def give_up(self, save: Save, kind: type[FlashpointError], text: str) -> None:
+        """Have a save fail, or `Save.verified` if it is committed."""
+        error = kind(text, step=save.step, rank=self.ranks.rank)
+        save.fail(error)
+        _resolve(save.verified, error=error)
 
     # ---- what becomes of them -------------------------------------------------------------------------------
 
@@ -443,12 +431,11 @@ class Saves:
         if self._look is not None:
             self._look()
         with self.changed:
-            self._under_way = {each for each in self._under_way if not (each.committed.done() and each.verified.done())}
-            late = [each for each in self._under_way if each.terms.until <= time.monotonic()]
+            self.under_way = {each for each in self.under_way if not (each.committed.done() and each.verified.done())}
+            late = [each for each in self.under_way if each.terms.until <= time.monotonic()]
         for save in late:
-            what = "verified" if save.committed.done() else "committed"
-            seconds = save.terms.until - save.terms.began
-            self.give_up([save], DeadlineError, f"the save was not {what} within {seconds:.0f} s")
+            what, seconds = "verified" if save.committed.done() else "committed", save.terms.until - save.terms.began
+            self.give_up(save, DeadlineError, f"the save was not {what} within {seconds:.0f} s")
         board, size = self.board, self._size_ahead
         if board is None or size is None:
             return False
@@ -459,11 +446,11 @@ class Saves:
 
     def heard(self, verdict: Verdict) -> None:
         """Resolve the saves that a verdict decides about. On the board's thread."""
-        named = {save.id: save for save in self.under_way if save.id is not None and save.id.run == self.run}
-        for name in sorted(named):
-            self._judge(named[name], name, verdict)
         with self.changed:
             self.changed.notify_all()
+            named = {save.id: save for save in self.under_way if save.id is not None and save.id.run == self.run}
+        for name in sorted(named):
+            self._judge(named[name], name, verdict)
 
     def _judge(self, save: Save, name: SaveId, verdict: Verdict) -> None:
         """End `Save.verified` if a verdict decides about the save."""

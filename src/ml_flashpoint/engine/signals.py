@@ -80,7 +80,8 @@ def interrupts_held() -> Iterator[None]:
         held.append(number)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever insists is not held up
 
-    if not _in_main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
     signal.signal(signal.SIGINT, hold)

@@ -29,7 +29,6 @@ from ml_flashpoint.memory.slot import Slot, round_up
 from tests.support.played_streams import PlayedStreams
 from tests.support.tmpfs import make_folder, remove_folder
 
-NAME = "rank-00000-00000001.safetensors"
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float64)
 # Around the boundaries of blocks, and far from them.
 SIZES = st.one_of(
@@ -114,7 +113,7 @@ def seal_and_check(
     extra: Sequence[BytesItem] = (),
 ) -> None:
     """Recompute the digests, and compare every item with what `safetensors` finds."""
-    slot, record = writer.seal(part, some.take, extra, NAME)
+    slot, record = writer.seal(part, some.take, extra)
     data, size = bytes(slot.buffer), record.block_size
     blocks = range(0, record.size, size)
     assert record.digests == tuple(digest_block(data[at : min(at + size, record.size)]) for at in blocks)

@@ -28,7 +28,6 @@ from ml_flashpoint.engine.save import Save, Saves
 from ml_flashpoint.engine.signals import InFlight, answer_sigterm, hold_up_sigterm, let_go_of_sigterm
 from ml_flashpoint.engine.store import open_store
 from ml_flashpoint.format.arguments import checked_base, checked_bool, checked_integer
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import (
     FlashpointError,
     InvalidArgumentError,
@@ -38,8 +37,9 @@ from ml_flashpoint.format.errors import (
     SupersededError,
     UnaskedVersionsError,
     UnreadableError,
+    is_shortage,
+    retrying,
 )
-from ml_flashpoint.format.failure_kinds import is_shortage, retrying
 from ml_flashpoint.format.knobs import (
     copy_threads,
     exit_deadline_s,
@@ -47,7 +47,7 @@ from ml_flashpoint.format.knobs import (
     recovery_deadline_s,
     seal_deadline_s,
 )
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import CheckpointContainerId, SaveId
 from ml_flashpoint.memory.container import BaseContainer, Owner
 from ml_flashpoint.memory.lock import JobLock
 from ml_flashpoint.memory.pool import Pool
@@ -296,7 +296,7 @@ class Checkpointer:
 
     def subscribe(self, on_event: events.Subscriber) -> None:
         """Have a function called with each event of this base container, until this is closed: `events.subscribe`."""
-        self._subscriptions.callback(events.add_subscriber(on_event, self.base, argument="on_event"))
+        self._subscriptions.enter_context(events.subscribe(on_event, self.base))
 
     def wait(self, deadline_s: float | None = None) -> bool:
         """Wait until all futures of all saves that were begun have ended. Return True if that was so in time."""

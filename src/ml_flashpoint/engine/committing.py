@@ -208,7 +208,7 @@ class PartWriter:
         self._copy(part, take, plan, values, slot_size(size) if exact else size, exact=exact)
         part.layout = plan.layout
 
-    def seal(self, part: Part, take: Take, extra: Sequence[BytesItem], name: str) -> tuple[Slot, ObjectRecord]:
+    def seal(self, part: Part, take: Take, extra: Sequence[BytesItem]) -> tuple[Slot, ObjectRecord]:
         """Add further byte items, write the header and complete the digests. Return the slot, which is another one if
         these items did not fit, and the object's entry for the manifest."""
         items = [*part.byte_items, *extra]
@@ -220,7 +220,7 @@ class PartWriter:
             whole = with_byte_items(layout, [(key, len(data)) for key, data in items], part.end)
             self._behind = whole.size - part.end  # about as long the next time
             try:
-                return slot, slot.seal(name, whole, list(map(_second, items)))
+                return slot, slot.seal(whole, list(map(_second, items)))
             except CapacityError:
                 if was_placed:
                     raise

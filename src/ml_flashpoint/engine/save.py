@@ -24,11 +24,10 @@ from ml_flashpoint.engine.board import Board
 from ml_flashpoint.engine.committing import BytesItem, CommittingThread, Part, PartWriter, TensorItem
 from ml_flashpoint.engine.rounds import Fate, Verdict
 from ml_flashpoint.format.arguments import checked_integer
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import DeadlineError, FlashpointError, SaveError, SkippedError, SupersededError
 from ml_flashpoint.format.knobs import seal_deadline_s
-from ml_flashpoint.format.manifest import Manifest, object_name
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.manifest import Manifest
+from ml_flashpoint.format.names import CheckpointContainerId, SaveId
 from ml_flashpoint.memory.pool import Pool, SlotRequest
 from ml_flashpoint.memory.slot import Slot
 from ml_flashpoint.ranks.rank_group import RankGroup
@@ -213,17 +212,9 @@ class Save:
                     self.fill(*items())
                 part.wait()
                 _resolve(self.staged)
-                name = object_name(saves.ranks.rank, self.id.text)
-                slot, record = saves.writer.seal(part, take, extra, name)
-                manifest = Manifest(
-                    version=self.id.version,
-                    rank=saves.ranks.rank,
-                    world_size=saves.ranks.world_size,
-                    save_id=self.id.text,
-                    node=saves.ranks.node,
-                    objects=(record,),
-                    labels=labels,
-                )
+                slot, record = saves.writer.seal(part, take, extra)
+                ranks = saves.ranks
+                manifest = Manifest(self.id, ranks.rank, ranks.world_size, ranks.node, record, labels)
                 self.part = Part(self.terms.until)
                 saves.pool.commit(slot, manifest)
         except FlashpointError:  # which is that of the futures
@@ -396,7 +387,7 @@ class Saves:
 
     def note_commit(self, save: Save, name: SaveId, manifest: Manifest) -> None:
         """Take note of a save that is committed: it may be verified already."""
-        size, seconds = manifest.objects[0].size, time.monotonic() - save.terms.began
+        size, seconds = manifest.record.size, time.monotonic() - save.terms.began
         with self.changed:
             self.stats.committed += 1
             self.stats.last_committed = name.step

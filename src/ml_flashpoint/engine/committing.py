@@ -218,7 +218,7 @@ class PartWriter:
             assert slot is not None
             assert layout is not None
             whole = with_byte_items(layout, [(key, len(data)) for key, data in items], part.end)
-            self._behind = whole.size - part.end  # about as long the next time
+            self._behind = max(0, whole.size - part.end)  # about as long the next time
             try:
                 return slot, slot.seal(whole, list(map(_second, items)))
             except CapacityError:

@@ -23,14 +23,7 @@ import transformers
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import nn
-from transformers import (
-    EarlyStoppingCallback,
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
@@ -44,20 +37,15 @@ _log = logging.getLogger(__name__)
 
 _ATTACHED = "_ml_flashpoint"
 # What a run gives itself, whatever was saved.
-_OF_THE_RUN = (
-    "max_steps",
-    "num_train_epochs",
+_OF_THE_RUN = {
     "is_local_process_zero",
     "is_world_process_zero",
     "is_hyper_param_search",
-)
-_OF_THE_LOOP = (
-    "_tr_loss",
-    "_total_loss_scalar",
-    "_globalstep_last_logged",
-    "_initial_global_step",  # of which the total is the loss
-    "current_flos",
-)
+    "max_steps",
+    "num_train_epochs",
+}
+# The total is the loss since the initial step.
+_OF_THE_LOOP = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos")
 
 
 def attach(trainer: Trainer, base: str | os.PathLike[str], *, every_n_steps: int = 1, **options: Any) -> Trainer:
@@ -160,8 +148,6 @@ class TrainerFlashpoint(Flashpoint):
 
 class _Attached(TrainerCallback):  # type: ignore[misc]
     """Stands between a Trainer and its `TrainerFlashpoint`: takes the place of some of the Trainer's methods.
-
-    Args: as of `attach`.
 
     Attributes:
         flashpoint: of the latest ``train()``.
@@ -292,9 +278,7 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
 
     # ---- training -------------------------------------------------------------------------------------------
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin to save."""
         self._step, self._put_off = state.global_step, False
         if self._rest.loaded is not None:
@@ -320,9 +304,7 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
         if not control.should_training_stop:
             given(**kwargs)
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Have the step wait for the copy under way."""
         self.flashpoint.before_update()
 
@@ -353,19 +335,13 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
         done = self.trainer.state.global_step - self._began
         return 0 if done == self._updates else int(done * self.trainer.args.gradient_accumulation_steps)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End saving. Versions stay."""
         self.flashpoint.close()
 
 
 class Trained(nn.Module):
-    """The parameters of a module that are trained, as a module: of an adapter in a large model, only its own.
-
-    Args:
-        module: stays as it is.
-    """
+    """The parameters of a module that are trained, as a module: of an adapter in a large model, only its own."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -394,10 +370,9 @@ class _Rest:
         history = trainer.state.log_history
         del self._logs[len(history) :]
         self._logs += [json.dumps(entry, default=float) for entry in history[len(self._logs) :]]
-        left_out = (*_OF_THE_RUN, "log_history")
-        fields = (each.name for each in dataclasses.fields(trainer.state) if each.name not in left_out)
+        fields = {each.name for each in dataclasses.fields(trainer.state)} - _OF_THE_RUN - {"log_history"}
         return {
-            "state": {name: getattr(trainer.state, name) for name in fields},
+            "state": {name: getattr(trainer.state, name) for name in sorted(fields)},
             "history": "\n".join(self._logs),
             "callbacks": [(type(each).__name__, each.state()["attributes"]) for each in self._callbacks()],
             "loop": {name: getattr(trainer, name) for name in _OF_THE_LOOP},

@@ -199,7 +199,7 @@ def recover_and_save(job: Job, plan: Plan) -> dict[str, Any]:
             told["run"], told["verified"], told["recovered"] = run, verdict.verified, verdict.recovered
             for step in plan.steps:
                 job.save(run, step, verdict.retained)
-                verdict = replace(verdict, verified=(*verdict.verified, SaveId(run, step))[-plan.keep :], total=1)
+                verdict = verdict._replace(verified=(*verdict.verified, SaveId(run, step))[-plan.keep :], total=1)
                 if plan.heard:
                     job.recovery.heard(verdict)
         told["kept"] = [(each.step, each.verified, each.world_size) for each in job.recovery.versions()]

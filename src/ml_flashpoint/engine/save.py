@@ -209,7 +209,7 @@ class Save:
         try:
             with self._working():
                 if items is not None:
-                    self.fill(*items())
+                    saves.writer.fill(part, take, *items())
                 part.wait()
                 _resolve(self.staged)
                 slot, record = saves.writer.seal(part, take, extra)

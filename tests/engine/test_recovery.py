@@ -361,7 +361,7 @@ def test_a_full_tmpfs_is_an_error_on_all_ranks_until_there_is_room(small_tmpfs: 
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("engine.inventory.read_records", "LoadError"),
+        ("engine.recovery.read_records", "LoadError"),
         ("engine.copying.Copies.fetch_part", "NothingLoadableError"),
         ("engine.reader.MemoryParts.open_here", "NothingLoadableError"),
         ("memory.container.BaseContainer.write_sidecars", "NothingLoadableError"),

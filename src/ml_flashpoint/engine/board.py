@@ -64,7 +64,7 @@ class Board:
         connect: Callable[[], SignedStore],
         push: Callable[[SaveId, Verdict], None],
         heard: Callable[[Verdict], None],
-        also: Callable[[], None] = lambda: None,
+        also: Callable[[], None] | None = None,
         emit: Callable[..., None] = lambda kind, **fields: None,
         persist_every: int = 0,
         persister_is_busy: Callable[[], bool] = lambda: False,
@@ -190,7 +190,8 @@ class Board:
                 _log.exception("rank %d: the board goes on", self._rank)
         if self._store is None:
             self._store, self._published = self._connected(verdict), None
-        self._also()
+        if self._also is not None:
+            self._also()
         answered = self._answer(self._store, verdict)
         if self._leader is not None:
             newer = self._decide(self._store, self._leader, verdict.number)

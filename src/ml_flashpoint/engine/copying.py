@@ -30,7 +30,7 @@ from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.capacity import most_bytes
 from ml_flashpoint.memory.container import BaseContainer
 from ml_flashpoint.memory.pool import Pool, SlotRequest
-from ml_flashpoint.memory.slot import PAGE, Slot, State
+from ml_flashpoint.memory.slot import PAGE, Slot, State, no_room
 from ml_flashpoint.net.messages import Fields, integer
 from ml_flashpoint.net.reachable import reachable_host
 from ml_flashpoint.net.transfers import Address, BlockChecker, PartName, PeerConnection, TransferService, push_to_all
@@ -258,11 +258,8 @@ class Copies:
 
     @contextlib.contextmanager
     def _in_turn(self, rank: int, run: int, number: int) -> Iterator[None]:
-        """Receive one push of a rank at a time: of this run, and of no earlier round.
-
-        What is left of a connection that the rank has given up could take the slot of a newer push, which is retained
-        only once this rank, too, has come to the round's save.
-        """
+        """Receive one push of a rank at a time, of this run and of no earlier round: what is left of a connection that
+        the rank has given up could take the slot of a newer push."""
         with self._changed:
             # Ranks begin a run together, but not at one instant. A push whose connection broke ends soon.
             self._changed.wait_for(lambda: run <= self._run and rank not in self._receiving, ROOM_S)
@@ -291,13 +288,7 @@ class Copies:
             raise ManifestError(f"no slot has {size} bytes", rank=rank)
         most = most_bytes(self._container.base)
         if size > most:
-            raise CapacityError(
-                "the part is larger than the filesystem of its holder",
-                needed_bytes=size,
-                available_bytes=most,
-                path=self._container.base,
-                hint="enlarge the tmpfs (mount -o remount,size=...), or let larger nodes hold copies of one another",
-            )
+            raise no_room("a part that is larger than the filesystem of its holder", size, self._container.base, most)
         return pool
 
     def _is_held(self, pool: Pool, save: SaveId, manifest: Manifest) -> bool:
@@ -315,9 +306,7 @@ def _taken(pool: Pool, manifest: Manifest, retained: Collection[SaveId]) -> Slot
     size, save = manifest.objects[0].file_size, PartName.of(manifest).save
     slot = pool.take(size, SlotRequest(save, frozenset(retained) - {save}), exact=True)
     if slot is None:
-        text = "there is no free slot, and no room for one more"
-        hint = "enlarge the tmpfs (mount -o remount,size=...), free memory, or lower keep"
-        raise CapacityError(text, needed_bytes=size, step=manifest.step, rank=manifest.rank, hint=hint)
+        raise no_room("one more slot, and there is no free one", size, pool.container.base)
     return slot
 
 

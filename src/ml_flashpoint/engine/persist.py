@@ -110,7 +110,7 @@ class Persister:
         self._check: Callable[[], None] | None = None  # raises if this process does not own the store any more
         self._changed = threading.Condition()
         self._task: _Task | None = None
-        self._hurrying = self._closing = False
+        self._is_refused = self._hurrying = self._closing = False
         self._newest: SaveId | None = None
         self._due: SaveId | None = None
         self._done: SaveId | None = None
@@ -146,7 +146,7 @@ class Persister:
     @property
     def is_busy(self) -> bool:
         """True while no other version should become due: asked on rank 0."""
-        return self._task is not None or not self.owns_store
+        return self._task is not None or self._is_refused
 
     def _give(self, save: SaveId) -> None:
         """Have the thread write a part, in place of an earlier one."""
@@ -179,6 +179,7 @@ class Persister:
             with self._changed:
                 if has_ended and self._task is task:
                     self._task = None
+                self._is_refused = not self.owns_store
                 self._changed.notify_all()
                 tried = self._task if self._task is task else None
                 pause_s = min(self._period_s / 4, _LAST_POLL_S) if not self.owns_store or tried is not None else None
@@ -229,6 +230,8 @@ class Persister:
             if self._error is not None:
                 _log.warning("persisting works again from step %d on", save.step)
             self._persisted, self._done, self._error = save.step, save, None
+            if self._task is task:
+                self._task = None  # the next one may become due while older versions are removed
             self._changed.notify_all()
         if self._rank == 0:
             self._remove_old(save)

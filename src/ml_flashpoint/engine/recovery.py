@@ -52,6 +52,7 @@ from ml_flashpoint.memory.lineage import (
     write_record,
 )
 from ml_flashpoint.memory.pool import ROOM, Pool, slot_size
+from ml_flashpoint.memory.slot import no_room
 from ml_flashpoint.ranks.rank_group import RankGroup
 from ml_flashpoint.ranks.recovery import (
     CompleteVersion,
@@ -273,8 +274,8 @@ def _lost_parts(reports: Sequence[NodeReport]) -> list[str]:
 
 
 class Listing(NamedTuple):
-    """The content of a durable store: the versions that count, newest first, and the problems of others. ``unknown`` is
-    the reason why that is not known. ``run`` is the highest run of which anything is there, be it whole or not."""
+    """The content of a durable store: versions that count, newest first; problems of others; the reason why that is
+    ``unknown``; the highest run of which anything is there, be it whole or not."""
 
     versions: tuple[Version, ...] = ()
     problems: tuple[str, ...] = ()
@@ -335,8 +336,7 @@ class Recovery:
     by rank; ``durable`` is the URL of the durable store.
 
     Attributes:
-        found: the version that was found last; None if there was none.
-        report: report of the last `find`; None before.
+        found, report: the version that the last `find` found, and its work; None if there was none.
         damaged: parts that were found damaged and not replaced yet.
         checked: parts of this node that this process has checked.
         is_marked: True once the run's record says that a version is verified: `mark`.
@@ -491,15 +491,8 @@ class Recovery:
             needed, free = self._room(sizes, ())
             needed *= versions
             if needed > free:
-                raise CapacityError(
-                    f"{versions} versions of the ranks of this node, and of the parts that they hold copies of, need"
-                    f" {needed} bytes, and {free} are available",
-                    needed_bytes=needed,
-                    available_bytes=free,
-                    path=self.container.base,
-                    hint="enlarge the tmpfs (mount -o remount,size=...) or the container, free memory, keep fewer"
-                    " versions, or replicate less",
-                )
+                what = f"{versions} versions of the ranks of this node, and copies that they hold"
+                raise no_room(what, needed, self.container.base, free)
 
         text = "another node has too little room, or cannot tell how much; its log says more"
         ranks.together(check, CapacityError(text, rank=ranks.rank))

@@ -22,11 +22,13 @@ from ml_flashpoint.format.errors import (
     ManifestError,
     ObjectNotFoundError,
     ReplicationError,
+    as_ours,
+    is_transient,
+    retrying,
 )
-from ml_flashpoint.format.failure_kinds import as_ours, is_transient, retrying
 from ml_flashpoint.format.knobs import recovery_deadline_s, transfer_deadline_s
 from ml_flashpoint.format.manifest import Manifest, encode
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.memory.capacity import most_bytes
 from ml_flashpoint.memory.container import BaseContainer
 from ml_flashpoint.memory.pool import Pool, SlotRequest
@@ -119,9 +121,9 @@ class Copies:
         """
         manifest = pool.container.read_manifest(save, self._ranks.rank)
         rider = {"run": self._run, "verdict": verdict}
-        with pool.reading(save) as slot, slot.buffer[: manifest.objects[0].size] as view:
+        with pool.reading(save) as slot, slot.buffer[: manifest.record.size] as view:
             push_to_all(list(self._holders), lambda rank: self._holders[rank].push(manifest, view, rider))
-        return manifest.objects[0].size
+        return manifest.record.size
 
     def fetch_part(
         self,
@@ -152,7 +154,7 @@ class Copies:
             slot = _taken(pool, manifest, retained)
             with (
                 _committing(pool, manifest, slot) as view,
-                BlockChecker(manifest.objects[0], view, str(part)) as blocks,
+                BlockChecker(manifest.record, view, str(part)) as blocks,
             ):
                 self._ask(nodes, part, lambda peer: peer.fetch(part, blocks), until, failures)
 
@@ -170,7 +172,7 @@ class Copies:
         """Fill a buffer with whole blocks of a part's object, checked, from ``first_block`` on. Raise a
         `FlashpointError` if none of the nodes gives the blocks."""
         part, until = PartName(save, manifest.rank), time.monotonic() + recovery_deadline_s()
-        with BlockChecker(manifest.objects[0], buffer, str(part), first_block) as blocks:
+        with BlockChecker(manifest.record, buffer, str(part), first_block) as blocks:
             self._ask(nodes, part, lambda peer: peer.fetch(part, blocks), until)
 
     def _ask(
@@ -253,7 +255,7 @@ class Copies:
             except CapacityError as error:
                 # The save is lost only where no slot could be had later, either: slots that are read are free again
                 # soon, and the filesystem may be full for a moment.
-                lasting = pool.shortage(manifest.objects[0].file_size, self._retained())
+                lasting = pool.shortage(manifest.record.file_size, self._retained())
                 raise lasting or ReplicationError(f"no copy can be taken in just now: {error}") from error
 
     @contextlib.contextmanager
@@ -281,7 +283,7 @@ class Copies:
 
     def _pool_for(self, manifest: Manifest) -> Pool:
         """Return the pool for a part that is pushed; refuse what cannot be right."""
-        rank, size, pool = manifest.rank, manifest.objects[0].file_size, self._held.get(manifest.rank)
+        rank, size, pool = manifest.rank, manifest.record.file_size, self._held.get(manifest.rank)
         if pool is None or pool.owner.world_size != manifest.world_size:
             raise ReplicationError(f"this rank holds no copies of rank {rank} of {manifest.world_size}", rank=rank)
         if size <= 0 or size % PAGE:
@@ -303,7 +305,7 @@ class Copies:
 
 def _taken(pool: Pool, manifest: Manifest, retained: Collection[SaveId]) -> Slot:
     """Take a slot of just the size in a manifest; raise `CapacityError` if there is none now."""
-    size, save = manifest.objects[0].file_size, PartName.of(manifest).save
+    size, save = manifest.record.file_size, PartName.of(manifest).save
     slot = pool.take(size, SlotRequest(save, frozenset(retained) - {save}), exact=True)
     if slot is None:
         raise no_room("one more slot, and there is no free one", size, pool.container.base)
@@ -314,7 +316,7 @@ def _taken(pool: Pool, manifest: Manifest, retained: Collection[SaveId]) -> Slot
 def _committing(pool: Pool, manifest: Manifest, slot: Slot) -> Iterator[memoryview]:
     """Yield the bytes of a part's object in a slot, to be filled, and commit the part; if that fails, free the slot."""
     try:
-        with slot.buffer[: manifest.objects[0].size] as view:
+        with slot.buffer[: manifest.record.size] as view:
             yield view
     except BaseException:
         pool.free(slot)

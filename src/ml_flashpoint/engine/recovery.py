@@ -26,7 +26,6 @@ from ml_flashpoint.engine.copying import Copies, Failures
 from ml_flashpoint.engine.reader import DurableParts, MemoryParts, VersionReader, waited_for
 from ml_flashpoint.engine.rounds import Verdict
 from ml_flashpoint.engine.sidecars import carrier_of, sidecar_files
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import (
     CapacityError,
     DamagedError,
@@ -36,10 +35,15 @@ from ml_flashpoint.format.errors import (
     ObjectNotFoundError,
     SaveError,
     UnreadableError,
+    as_ours,
+    is_damage,
+    is_transient,
+    pauses,
+    retrying,
+    text_of,
 )
-from ml_flashpoint.format.failure_kinds import as_ours, is_damage, is_transient, pauses, retrying, text_of
 from ml_flashpoint.format.knobs import recovery_deadline_s
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import CheckpointContainerId, SaveId
 from ml_flashpoint.memory.capacity import available_bytes
 from ml_flashpoint.memory.container import BaseContainer
 from ml_flashpoint.memory.lineage import (
@@ -193,13 +197,13 @@ def _read_parts(container: BaseContainer) -> tuple[list[PartRecord], list[tuple[
     for save, rank in [(save, rank) for save, ranks in listed.items() for rank in sorted(ranks)]:
         try:
             manifest = container.read_manifest(save, rank)
-            record = manifest.objects[0]
-            path = container.base / save.version / record.name
+            record = manifest.record
+            path = container.base / save.version / manifest.object_name
             if os.stat(path).st_size != record.file_size:
                 text = f"the object does not have {record.file_size} bytes"
                 raise DamagedError(text, step=save.step, rank=rank, path=path)
             table = manifest.labels.get(TABLE_LABEL, "")
-            parts.append(PartRecord(save, manifest.rank, manifest.world_size, manifest.total_size, table))
+            parts.append(PartRecord(save, manifest.rank, manifest.world_size, manifest.record.size, table))
         except (ObjectNotFoundError, FileNotFoundError):
             continue  # removed meanwhile
         except (FlashpointError, OSError) as error:
@@ -729,9 +733,9 @@ class _Search:
             finally:
                 self.damage += [(node, save, rank) for node, error in failures if is_damage(error)]
             self.mended.append((ranks.node, save, rank))
-            self.report.fetched_bytes += manifest.total_size
+            self.report.fetched_bytes += manifest.record.size
             recovery.checked.add((save, rank))
-            done = {"part_rank": rank, "bytes": manifest.total_size, "seconds": time.monotonic() - began}
+            done = {"part_rank": rank, "bytes": manifest.record.size, "seconds": time.monotonic() - began}
             events.emit(events.PartFetched, ranks, recovery.container.base, save.step, **done)
 
     def _vote(self, found: Found, error: FlashpointError | None) -> bool:

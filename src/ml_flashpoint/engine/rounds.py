@@ -18,11 +18,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ml_flashpoint.engine.schedule import passes_multiple
 from ml_flashpoint.format.errors import InvalidArgumentError, ProtocolError
 from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.memory.pool import SlotRequest
-from ml_flashpoint.ranks.retention import Keep, kept
+from ml_flashpoint.ranks.retention import Keep, kept, passes_multiple
 
 NOTHING = SaveId(0, 0)
 """Older than every save."""

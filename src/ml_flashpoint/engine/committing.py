@@ -33,7 +33,7 @@ from ml_flashpoint.format.object_format import (
 )
 from ml_flashpoint.memory.pool import slot_size
 from ml_flashpoint.memory.slot import Slot, round_up
-from ml_flashpoint.state.tree import elements
+from ml_flashpoint.state.plan import elements
 
 _log = logging.getLogger(__name__)
 

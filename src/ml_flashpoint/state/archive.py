@@ -1,6 +1,6 @@
 """Python objects as archives of ``torch.save``, read by ``torch.load(weights_only=True)`` without trusting them.
 
-Owns the allow-list: what torch allows, plain values of the standard library, NumPy arrays and scalars, dataclasses,
+Allowed are the types that torch allows, plain values of the standard library, NumPy arrays and scalars, dataclasses,
 namedtuples and enums of modules that this process has imported, and types that users list. NumPy's values and
 instances are written as calls of one function, which checks its arguments: no pickle of NumPy is read, no constructor
 of a dataclass runs, and no module is imported because an archive names it.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import copyreg
 import dataclasses
 import datetime
@@ -29,7 +30,7 @@ import types
 import uuid
 import zipfile
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -37,15 +38,15 @@ import numpy as np
 import torch
 from torch.torch_version import TorchVersion
 
-from ml_flashpoint.format.errors import DamagedError, FlashpointError, UnsafeContentError
+from ml_flashpoint.copy.tensors import is_plain_strided
+from ml_flashpoint.format.errors import DamagedError, FlashpointError, SaveError, UnsafeContentError
 from ml_flashpoint.format.numpy_values import array_of, describe_dtype, dtype_of, scalar_of
-from ml_flashpoint.state.plain_modes import plain_modes
+from ml_flashpoint.state.private import tree_leaves
 
 SafeGlobal = Callable[..., Any] | tuple[Callable[..., Any], str]
 
 _log = logging.getLogger(__name__)
-_INLINE_BYTES = 1024
-_MOST_KNOWN = 100_000
+_INLINE_BYTES = 4096
 _SAFE_SINCE = "2.10"
 _HINT = "keep plain values in it, or list the type as safe_globals=[{}] where it is saved and loaded, if you trust it"
 
@@ -60,6 +61,22 @@ class Leaves(Protocol):
     def give(self, *described: Any) -> Any:
         """Return the tensor that ``take`` described so. The description is not trusted."""
         ...
+
+
+@contextlib.contextmanager
+def plain_modes() -> Iterator[None]:
+    """Have torch's own functions make tensors on the CPU, tracked by autograd, whatever the program has set.
+
+    Not for calls of the program's code. The tensors that this package makes name their device and dtype.
+    """
+    with contextlib.ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            # Nothing else lets tensors that are made now be changed in place later.
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        yield
 
 
 # ---- writing ------------------------------------------------------------------------------------------------------
@@ -78,66 +95,60 @@ def save_archive(
     Raises:
         UnsafeContentError: it holds something that cannot be pickled, or a type that is not allowed. Names the place.
     """
-    made = _tried(value, allowed, leaves)
-    if isinstance(made, bytes):
-        return made
-    if isinstance(made, UnsafeContentError):
-        raise made
-    if isinstance(made, RecursionError):
-        raise UnsafeContentError(f"the state of {name!r} is nested too deeply, or contains itself")
-    where = place_of(value, name, lambda each: not isinstance(_tried(each, allowed, leaves), bytes))
-    if isinstance(made, _UnknownNameError):
-        text = f"the state of {where!r} holds {made}, which loading would refuse, because such types may run code"
-        raise UnsafeContentError(text, hint=_HINT.format(made))
-    raise UnsafeContentError(f"the state of {where!r} cannot be saved: {_text(made)}") from made
-
-
-def _tried(value: Any, allowed: Sequence[SafeGlobal] | None, leaves: Leaves | None) -> bytes | Exception:
-    """Return the archive of a value, or why there is none that would be loaded."""
-    pickler, stream = _pickler_of(_Reducers(leaves)), io.BytesIO()
-    pickled = _MEMORY
+    make = partial(_archive, allowed=allowed, leaves=leaves)
     try:
-        if leaves is not None:  # torch.save asks of each object whether it is the memory of a tensor
-            pickler(stream, protocol=2).dump(value)
-            pickled = stream.getvalue()
-            stream = _zipped({"data.pkl": pickled, "byteorder": sys.byteorder.encode(), "version": b"3\n"})
-        if _MEMORY in pickled:
-            stream = io.BytesIO()
-            with plain_modes():
-                torch.save(value, stream, pickle_module=types.SimpleNamespace(__name__="pickle", Pickler=pickler))
-            pickled = pickler.file.getvalue()
-        data = stream.getvalue()
-        # Values of the same types load alike, except for integers that torch has no opcode for, and what it calls.
-        names = frozenset(name for _, name in by_name(allowed or ()))
-        kinds = frozenset(_GLOBALS.findall(pickled)), b"\x8b" in pickled, names
-        if allowed is not None and (_CALLS in pickled or kinds not in _loadable):
-            _load(data, allowed, None, leaves)
-            if len(_loadable) >= _MOST_KNOWN:
-                _loadable.clear()
-            _loadable.add(kinds)
-        return data
+        return make(value)
+    except UnsafeContentError:
+        raise
+    except RecursionError:
+        raise UnsafeContentError(f"the state of {name!r} is nested too deeply, or contains itself") from None
     except Exception as error:  # of whatever kind pickling raises
-        return error
+        where = place_of(value, name, partial(raises, make))
+        if not isinstance(error, _UnknownNameError):
+            raise UnsafeContentError(f"the state of {where!r} cannot be saved: {_text(error)}") from error
+        text = f"the state of {where!r} holds {error}, which loading would refuse, because such types may run code"
+        raise UnsafeContentError(text, hint=_HINT.format(error)) from None
+
+
+def _archive(value: Any, allowed: Sequence[SafeGlobal] | None, leaves: Leaves | None) -> bytes:
+    pickler: Any = _Pickler
+    stream = io.BytesIO()
+    if leaves is not None:
+        pickler = type("_Pickler", (_Pickler,), {"dispatch_table": _Reducers(leaves)})
+    try:
+        pickler(stream, protocol=2).dump(value)
+        pickled = stream.getvalue()
+        stream = _zipped({"data.pkl": pickled, "byteorder": sys.byteorder.encode(), "version": b"3\n"})
+    except _HoldsMemoryError:
+        stream = io.BytesIO()
+        with plain_modes():
+            torch.save(value, stream, pickle_module=types.SimpleNamespace(__name__="pickle", Pickler=pickler))
+        with zipfile.ZipFile(stream) as file:
+            pickled = _read(file, file.getinfo("archive/data.pkl"))
+    data = stream.getvalue()
+    # Values of the same types load alike, except for integers that torch has no opcode for, and what torch calls.
+    kinds = frozenset(_GLOBALS.findall(pickled)), b"\x8b" in pickled, tuple(allowed or ())
+    if allowed is not None and (_CALLS in pickled or kinds not in _loadable):
+        _load(data, allowed, None, leaves)
+        _loadable.add(kinds)
+    return data
 
 
 # Most items that are no tensors are of the same types in every save, such as the settings of an optimizer.
 _loadable: set[tuple[Any, ...]] = set()
 
 
-def _pickler_of(table: _Reducers) -> Any:
-    class Pickler(pickle.Pickler):
-        dispatch_table = table
-        file: Any = None
-
-        def __init__(self, file: Any, *args: Any, **kwargs: Any) -> None:
-            super().__init__(file, *args, **kwargs)
-            Pickler.file = file
-
-    return Pickler
+def raises(call: Callable[[Any], object], value: Any) -> bool:
+    """Return True if a call with a value raises."""
+    try:
+        call(value)
+    except Exception:  # of whatever kind
+        return True
+    return False
 
 
 def place_of(value: Any, name: str, is_bad: Callable[[Any], bool]) -> str:
-    """Return the name of the innermost value of a kind, in dicts, lists and tuples; ``value`` itself is of it."""
+    """Return the name of the innermost bad value in dicts, lists and tuples. ``value`` itself is bad."""
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Mapping):
         items = value.items()
@@ -154,6 +165,43 @@ def by_name(allowed: Iterable[SafeGlobal]) -> tuple[tuple[Callable[..., Any], st
     return tuple(
         each if isinstance(each, tuple) else (each, f"{each.__module__}.{each.__qualname__}") for each in allowed
     )
+
+
+# ---- values that are saved as bytes -----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedState:
+    """State that is one item of a checkpoint. It is archived on the committing executor, and nothing changes it."""
+
+    value: Any = None
+    name: str = ""  # in errors
+
+
+def packed(value: Any, name: str) -> PackedState:
+    """Return a copy of a value, to be archived while training goes on.
+
+    Raises:
+        SaveError: it cannot be copied; names the place.
+    """
+    try:
+        made, devices = _copied(value)
+    except Exception as error:  # of whatever kind a value's own copying raises
+        where = place_of(value, name, partial(raises, _copied)) if not isinstance(error, RecursionError) else name
+        raise SaveError(f"the state of {where!r} cannot be saved: {type(error).__name__}: {error}") from error
+    for device in devices:  # another thread writes the copy, for which the device works in another order
+        torch.cuda.current_stream(device).synchronize()
+    return PackedState(made, name)
+
+
+def _copied(value: Any) -> tuple[Any, set[torch.device]]:
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    known: dict[int, Any] = {
+        id(each): each.detach().clone().requires_grad_(each.requires_grad)
+        for each in tensors
+        if each.grad_fn is not None or not is_plain_strided(each)  # of which torch makes no deep copies
+    }
+    return copy.deepcopy(value, known), {each.device for each in tensors if each.is_cuda}
 
 
 # ---- reading ------------------------------------------------------------------------------------------------------
@@ -221,15 +269,14 @@ def check_bytes(data: Any, key: str, *, path: str, allowed: Sequence[SafeGlobal]
 def warn_of_old_torch() -> None:
     """Log one warning in this process if torch reads forged archives less safely than it should."""
     global _warned
-    if _warned or TorchVersion(torch.__version__) >= _SAFE_SINCE:
-        return
-    _warned = True
-    _log.warning(
-        "torch %s can be made to write outside of its memory by a forged checkpoint (CVE-2026-24747): use torch %s or "
-        "later where others can write to checkpoints",
-        torch.__version__,
-        _SAFE_SINCE,
-    )
+    if not _warned and TorchVersion(torch.__version__) < _SAFE_SINCE:
+        _warned = True
+        _log.warning(
+            "torch %s can be made to write outside of its memory by a forged checkpoint (CVE-2026-24747): use torch %s"
+            " or later where others can write to checkpoints",
+            torch.__version__,
+            _SAFE_SINCE,
+        )
 
 
 _warned = False
@@ -244,11 +291,13 @@ class _UnknownNameError(Exception):
     pass
 
 
+class _HoldsMemoryError(Exception):
+    """A value has the memory of tensors, which only `torch.save` writes."""
+
+
 # In a pickle, and in the text of torch's errors.
 _GLOBALS = re.compile(rb"c([\w.\x80-\xff]+\n[\w.\x80-\xff]+)\n")
 _REFUSED = re.compile(r"GLOBAL ([^\s]+)")
-# What pickle itself calls for the memory of a tensor.
-_MEMORY = b"_load_from_bytes"
 # Torch calls whatever this function of its own is given.
 _CALLS = b"_rebuild_from_type"
 # Torch would call these: of NumPy if the program has allowed it, the others unchecked.
@@ -260,8 +309,7 @@ def _load(data: Any, allowed: Sequence[SafeGlobal], device_of: Any, leaves: Leav
         records = _records(whole)
     pickled = records["data.pkl"]
     _check_names(pickled)
-    maker = _Maker(allowed, pickled)
-    words = [*_WORDS, *by_name(allowed), (maker, f"{__name__}._made")]
+    words = [*_WORDS, *by_name(allowed), (_Maker(allowed, pickled), f"{__name__}._made")]
     if leaves is not None:
         words.append((leaves.give, f"{__name__}._leaf"))
     # Torch leaves sparse tensors unchecked unless it is asked to check them.
@@ -289,8 +337,7 @@ def _records(whole: memoryview) -> dict[str, bytes]:
             for entry in entries:
                 if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > len(whole):
                     raise ValueError(f"its record {entry.filename!r} is not stored plainly")
-                entry.CRC = None  # type: ignore[assignment] # torch can be told to write none
-            found = {entry.filename.partition("/")[2]: file.read(entry) for entry in entries}
+            found = {entry.filename.partition("/")[2]: _read(file, entry) for entry in entries}
     except zipfile.BadZipFile:
         raise _NoArchiveError from None
     if len({name.lower() for name in found}) < len(entries):  # torch finds records by names in any case
@@ -298,6 +345,11 @@ def _records(whole: memoryview) -> dict[str, bytes]:
     if "constants.pkl" in found or "data.pkl" not in found:
         raise _NoArchiveError
     return {"version": b"3\n", **found}
+
+
+def _read(file: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
+    entry.CRC = None  # type: ignore[assignment] # torch can be told to write none
+    return file.read(entry)
 
 
 def _check_names(pickled: bytes) -> None:
@@ -358,38 +410,30 @@ class _Maker:
         self._torch_calls = _CALLS in pickled
 
     def __call__(self, kind: str, *args: Any) -> Any:
-        own: dict[str, Callable[..., Any]]
-        own = {"instance": self._instance, "tuple": self._tuple, "member": self._member}
-        return (own.get(kind) or _MAKERS[kind])(*args)
-
-    def _found(self, name: Any, is_such: Callable[[type], bool]) -> Any:
-        found = self._listed.get(name.replace(":", ".")) or imported(name)
-        if not isinstance(found, type) or not is_such(found):
+        if kind in _MAKERS:
+            return _MAKERS[kind](*args)
+        name, content = args
+        found: Any = self._listed.get(name.replace(":", ".")) or imported(name)
+        if not isinstance(found, type) or not _KINDS[kind](found):
             raise _UnknownNameError(name.replace(":", "."))
-        return found
-
-    def _instance(self, name: Any, attributes: Any) -> Any:
-        if type(attributes) is not dict or not all(type(each) is str for each in attributes):
+        if kind == "member":
+            return found._member_map_[content]  # type: ignore[attr-defined]
+        if kind == "tuple":
+            if type(content) is not tuple or len(found._fields) != len(content):  # type: ignore[attr-defined]
+                raise TypeError(f"{name} is no namedtuple of these fields")
+            return tuple.__new__(found, content)
+        if type(content) is not dict or not all(type(each) is str for each in content):
             raise TypeError("attributes that are no dict")
-        made = new_instance(self._found(name, is_plain), attributes)
+        made = new_instance(found, content)
         if self._torch_calls and callable(made):
             raise TypeError(f"{name} can be called, and the archive has a tensor with attributes or of another class")
         return made
-
-    def _tuple(self, name: Any, values: Any) -> Any:
-        kind = self._found(name, is_namedtuple)
-        if type(values) is not tuple or len(kind._fields) != len(values):
-            raise TypeError(f"{name} is no namedtuple of these fields")
-        return tuple.__new__(kind, values)
-
-    def _member(self, name: Any, member: Any) -> Any:
-        return self._found(name, lambda kind: issubclass(kind, enum.Enum))._member_map_[member]
 
 
 class _Reducers(dict[type, Any]):
     """Functions that pickle values, by type; for pickle, which asks for each type that it has no opcode for."""
 
-    def __init__(self, leaves: Leaves | None) -> None:
+    def __init__(self, leaves: Leaves | None = None) -> None:
         super().__init__(_REDUCERS)
         self._leaves = leaves
 
@@ -399,6 +443,8 @@ class _Reducers(dict[type, Any]):
         reducer: Any = copyreg.dispatch_table.get(kind, operator.methodcaller("__reduce_ex__", 2))
         if issubclass(kind, torch.Tensor):
             reducer = partial(_of_tensor, self._leaves)
+        elif issubclass(kind, (torch.UntypedStorage, torch.TypedStorage)):
+            reducer = _of_memory
         elif issubclass(kind, np.dtype):
             reducer = lambda value: (_made, ("dtype", describe_dtype(value)))  # noqa: E731
         elif issubclass(kind, np.generic):
@@ -406,11 +452,15 @@ class _Reducers(dict[type, Any]):
         elif issubclass(kind, enum.Enum):
             reducer = _of_enum
         elif is_namedtuple(kind):
-            reducer = lambda value: (_made, ("tuple", _checked_name(type(value)), tuple(value)))  # noqa: E731
+            reducer = lambda value: (_made, ("tuple", _checked_name(kind), tuple(value)))  # noqa: E731
         elif is_plain(kind):
-            reducer = lambda value: (_made, ("instance", _checked_name(type(value)), attributes_of(value)))  # noqa: E731
+            reducer = lambda value: (_made, ("instance", _checked_name(kind), attributes_of(value)))  # noqa: E731
         self[kind] = reducer
         return reducer
+
+
+def _of_memory(value: Any) -> Any:
+    raise _HoldsMemoryError
 
 
 def _of_tensor(leaves: Leaves | None, value: torch.Tensor) -> Any:
@@ -470,6 +520,10 @@ _REDUCERS: dict[type, Any] = {
     io.BytesIO: lambda value: (_made, ("stream", value.getvalue(), value.tell())),
     torch.Generator: lambda value: (_made, ("generator", str(value.device), value.get_state())),
 }
+
+
+class _Pickler(pickle.Pickler):
+    dispatch_table = _Reducers()
 
 
 def _array(octets: Any, described: Any, shape: Any, by_columns: Any) -> Any:
@@ -539,6 +593,12 @@ _MAKERS: dict[str, Callable[..., Any]] = {
     "stream": _stream,
 }
 
+
+_KINDS: dict[str, Callable[[type], bool]] = {
+    "instance": lambda kind: is_plain(kind),
+    "tuple": lambda kind: is_namedtuple(kind),
+    "member": lambda kind: issubclass(kind, enum.Enum),
+}
 
 _WORDS: list[SafeGlobal] = [
     (lambda: b"", "builtins.bytes"),  # called for no bytes alone

@@ -26,12 +26,9 @@ from ml_flashpoint.copy.dtypes import octets_of
 from ml_flashpoint.copy.tensors import is_plain_strided
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import ReshardError
-from ml_flashpoint.state.archive import SafeGlobal, load_archive, save_archive
-from ml_flashpoint.state.packed_state import packed_items
-from ml_flashpoint.state.plain_modes import plain_modes
-from ml_flashpoint.state.planner import Reader
+from ml_flashpoint.state.archive import SafeGlobal, load_archive, plain_modes, save_archive
 from ml_flashpoint.state.random_numbers import GeneratorState, new_seed, seed_of, seeded_rng_state
-from ml_flashpoint.state.tracked import RNG, LoadTarget, TrackedState
+from ml_flashpoint.state.tracked import RNG, Reader, TrackedLoad, TrackedState, packed_items
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +50,7 @@ class Resharding:
     def __init__(
         self,
         tracked: TrackedState,
-        target: LoadTarget,
+        target: TrackedLoad,
         version: CheckpointContainerId,
         *,
         safe_globals: Sequence[SafeGlobal],
@@ -85,7 +82,7 @@ class Resharding:
         raw: dict[str, dict[int, bytes]] = {} if self._keep else {name: {} for name in tracked.reshards}
         for rank in share:
             wanted = [name for name in target.packed_by[rank] if self._is_wanted(name, rank)]
-            for name, data in packed_items(reader.read_items, rank, wanted).items():
+            for name, data in packed_items(reader, rank, wanted).items():
                 value = load_archive(data, name, path=str(self._version), allowed=self._safe_globals)
                 if rank == 0 and isinstance(generator := tracked.others.get(name), GeneratorState):
                     seeds[name] = generator.seed_of(value)

@@ -36,8 +36,8 @@ from ml_flashpoint.engine.committing import BytesItem, TensorItem
 from ml_flashpoint.engine.save import Save
 from ml_flashpoint.format.errors import NotStagedError, SaveError
 from ml_flashpoint.format.knobs import seal_deadline_s
+from ml_flashpoint.state.plan import Structure, Tree
 from ml_flashpoint.state.private import ShardedTensor, tree_unflatten
-from ml_flashpoint.state.tree import Structure, Tree
 
 if TYPE_CHECKING:
     from _collections_abc import dict_items

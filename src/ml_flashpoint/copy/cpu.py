@@ -90,16 +90,12 @@ def threads_for(nbytes: int) -> int:
     ``FLASHPOINT_COPY_THREADS`` sets another limit. Where torch has several threads, as outside of torchrun, it copies
     by those, and one thread calls it.
     """
-    limit = knobs.copy_threads() or min(_MAX_THREADS, len(os.sched_getaffinity(0)) // _ranks_here())
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")  # of torchrun
+    ranks_here = int(text) if text.isascii() and text.isdecimal() and len(text) < 6 else 1
+    limit = knobs.copy_threads() or min(_MAX_THREADS, len(os.sched_getaffinity(0)) // max(1, ranks_here))
     if torch.get_num_threads() > 1:
         limit = 1
     return max(1, min(limit, nbytes // PIECE))
-
-
-def _ranks_here() -> int:
-    """Return the number of ranks on this host, as torchrun sets it."""
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, int(text)) if text.isascii() and text.isdecimal() and len(text) < 6 else 1
 
 
 # ---- the copy ---------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ml_flashpoint.copy import cuda, pinned
+from ml_flashpoint.copy import cuda
 from ml_flashpoint.copy.dtypes import as_integers, bytes_of
 
 TRANSFER = 32 << 20
@@ -44,7 +44,7 @@ def copy_through_streams(
         def begin(index: int) -> Any:
             stream = cuda.stream(index, "now")
             stream.start()
-            pinned.note_device(index)
+            cuda.note_device(index)
             stack.callback(lambda: stream.event().wait())
             return stream
 
@@ -72,9 +72,9 @@ def transfers(host: torch.Tensor, device: torch.Tensor) -> list[Pair] | None:
     if host.nbytes < SMALL or not _are_alike(host, device) or not (host.is_contiguous() and device.is_contiguous()):
         return None
     here, there, begin = bytes_of(host), bytes_of(device), host.data_ptr()
-    spans = pinned.slices(begin, begin + host.nbytes, TRANSFER)
+    spans = cuda.slices(begin, begin + host.nbytes, TRANSFER)
     pairs = [(here[first - begin : last - begin], there[first - begin : last - begin]) for first, last in spans]
-    return pairs if all(pinned.is_locked(part.data_ptr(), part.nbytes) for part, _ in pairs) else None
+    return pairs if all(cuda.is_locked(part.data_ptr(), part.nbytes) for part, _ in pairs) else None
 
 
 def _move(stream: Any, pairs: Sequence[Pair], down: bool, copy_on_host: CopyOnHost) -> None:

@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Self
 
-    from ml_flashpoint.copy.late import LateCopy
+    from ml_flashpoint.copy.overlap import LateCopy
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")

@@ -20,8 +20,8 @@ from typing import Any, Protocol
 import torch
 
 from ml_flashpoint.copy.cpu import Piece, copy_all, cpu_clones, cut, view_identity
-from ml_flashpoint.copy.dtypes import described, dtype_name, torch_dtype
-from ml_flashpoint.copy.late import LateCopy
+from ml_flashpoint.copy.dtypes import DTYPES, described, dtype_name
+from ml_flashpoint.copy.overlap import LateCopy
 from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, SaveError
 from ml_flashpoint.format.manifest import ObjectRecord
 from ml_flashpoint.format.object_format import (
@@ -308,7 +308,7 @@ def _sizes(byte_items: Iterable[BytesItem]) -> list[tuple[str, int]]:
 
 
 def _view(slot: Slot, entry: Entry) -> torch.Tensor:
-    return slot.view(entry.begin, entry.end, torch_dtype(entry.dtype), entry.shape)
+    return slot.view(entry.begin, entry.end, DTYPES[entry.dtype], entry.shape)
 
 
 def _body(slot: Slot, layout: Layout) -> Staged:

@@ -37,8 +37,7 @@ from ml_flashpoint.adapter.pytorch.staging import (
     tensor_names,
 )
 from ml_flashpoint.copy.collection import collection_paused
-from ml_flashpoint.copy.late import LateCopy
-from ml_flashpoint.copy.overlap import Overlap, OverlappingDoor
+from ml_flashpoint.copy.overlap import LateCopy, Overlap, OverlappingDoor
 from ml_flashpoint.copy.tensors import is_plain_strided, materialized
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.engine.committing import BytesItem, TensorItem

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from ml_flashpoint.copy import cuda
 from ml_flashpoint.copy.cpu import cpu_clones, view_identity
-from ml_flashpoint.copy.late import LateCopy
+from ml_flashpoint.copy.overlap import LateCopy
 from ml_flashpoint.copy.tensors import is_plain_strided, materialized, storable_name, whole_copy
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.engine.committing import BytesItem, TensorItem

@@ -2,8 +2,8 @@
 
 Allowed are the types that torch allows, plain values of the standard library, NumPy arrays and scalars, dataclasses,
 namedtuples and enums of modules that this process has imported, and types that users list. NumPy's values and
-instances are written as calls of one function, which checks its arguments: no pickle of NumPy is read, no constructor
-of a dataclass runs, and no module is imported because an archive names it.
+instances are written as calls of functions of this module, which check their arguments: no pickle of NumPy is read, no
+constructor of a dataclass runs, and no module is imported because an archive names it.
 """
 
 from __future__ import annotations
@@ -219,7 +219,6 @@ def load_archive(
     """Return the value in an archive, in memory of its own.
 
     Args:
-        data: the archive, any buffer of bytes.
         key: what errors call the archive. path: of the object that holds it.
         allowed: types it may be made of, beyond those that always are allowed.
         device_of: where a tensor is loaded to that was on the device of this name; the CPU if it is None.
@@ -238,11 +237,10 @@ def load_archive(
             hint="pass trust_bytes=True to the reader if its planner does not unpickle it",
         ) from None
     except _UnknownNameError as error:
-        hint = "import its module if it is a dataclass, namedtuple or enum; else list it in safe_globals to trust it"
-        if str(error).startswith("numpy."):
-            hint = "no pickle of NumPy is read: this was written by an older version of this package, or by a planner"
         raise UnsafeContentError(
-            f"item {key!r} needs {error}, which may run code when it is loaded", path=path, hint=hint
+            f"item {key!r} needs {error}, which may run code when it is loaded",
+            path=path,
+            hint="import its module if it is a dataclass, namedtuple or enum; else list it in safe_globals to trust it",
         ) from None
     except FlashpointError:
         raise
@@ -309,7 +307,11 @@ def _load(data: Any, allowed: Sequence[SafeGlobal], device_of: Any, leaves: Leav
         records = _records(whole)
     pickled = records["data.pkl"]
     _check_names(pickled)
-    words = [*_WORDS, *by_name(allowed), (_Maker(allowed, pickled), f"{__name__}._made")]
+    words: list[SafeGlobal] = [
+        *_WORDS,
+        *by_name(allowed),
+        (_data if _CALLS in pickled else _instance, f"{__name__}._instance"),
+    ]
     if leaves is not None:
         words.append((leaves.give, f"{__name__}._leaf"))
     # Torch leaves sparse tensors unchecked unless it is asked to check them.
@@ -389,45 +391,7 @@ def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-# ---- what a name stands for ---------------------------------------------------------------------------------------
-
-
-def _made(kind: str, *args: Any) -> Any:
-    """Stand in a pickle for what `_Maker` makes."""
-    return _Maker((), b"")(kind, *args)
-
-
-def _leaf(*described: Any) -> Any:
-    """Stand in a pickle for a tensor that is kept outside."""
-    raise ValueError("a tensor is kept outside of the archive")
-
-
-class _Maker:
-    """A function that makes values from arguments that it does not trust."""
-
-    def __init__(self, allowed: Sequence[SafeGlobal], pickled: bytes) -> None:
-        self._listed = {name: kind for kind, name in by_name(allowed)}
-        self._torch_calls = _CALLS in pickled
-
-    def __call__(self, kind: str, *args: Any) -> Any:
-        if kind in _MAKERS:
-            return _MAKERS[kind](*args)
-        name, content = args
-        found: Any = self._listed.get(name.replace(":", ".")) or imported(name)
-        if not isinstance(found, type) or not _KINDS[kind](found):
-            raise _UnknownNameError(name.replace(":", "."))
-        if kind == "member":
-            return found._member_map_[content]  # type: ignore[attr-defined]
-        if kind == "tuple":
-            if type(content) is not tuple or len(found._fields) != len(content):  # type: ignore[attr-defined]
-                raise TypeError(f"{name} is no namedtuple of these fields")
-            return tuple.__new__(found, content)
-        if type(content) is not dict or not all(type(each) is str for each in content):
-            raise TypeError("attributes that are no dict")
-        made = new_instance(found, content)
-        if self._torch_calls and callable(made):
-            raise TypeError(f"{name} can be called, and the archive has a tensor with attributes or of another class")
-        return made
+# ---- what values are pickled as: calls of functions of the next section ---------------------------------------------
 
 
 class _Reducers(dict[type, Any]):
@@ -446,15 +410,15 @@ class _Reducers(dict[type, Any]):
         elif issubclass(kind, (torch.UntypedStorage, torch.TypedStorage)):
             reducer = _of_memory
         elif issubclass(kind, np.dtype):
-            reducer = lambda value: (_made, ("dtype", describe_dtype(value)))  # noqa: E731
+            reducer = lambda value: (dtype_of, (describe_dtype(value),))  # noqa: E731
         elif issubclass(kind, np.generic):
             reducer = _of_scalar
         elif issubclass(kind, enum.Enum):
             reducer = _of_enum
         elif is_namedtuple(kind):
-            reducer = lambda value: (_made, ("tuple", _checked_name(kind), tuple(value)))  # noqa: E731
+            reducer = lambda value: (_named_tuple, (_checked_name(kind), tuple(value)))  # noqa: E731
         elif is_plain(kind):
-            reducer = lambda value: (_made, ("instance", _checked_name(kind), attributes_of(value)))  # noqa: E731
+            reducer = lambda value: (_instance, (_checked_name(kind), attributes_of(value)))  # noqa: E731
         self[kind] = reducer
         return reducer
 
@@ -467,58 +431,57 @@ def _of_tensor(leaves: Leaves | None, value: torch.Tensor) -> Any:
     if leaves is not None and (described := leaves.take(value)) is not None:
         return _leaf, described
     if value.requires_grad and value.layout is not torch.strided and type(value) in (torch.Tensor, torch.nn.Parameter):
-        return _made, ("gradient", value.detach(), type(value) is torch.nn.Parameter)  # which torch forgets
-    if type(value) is torch.Tensor and value.is_quantized and value.dtype in _QUANTIZED:
+        return _gradient, (value.detach(), type(value) is torch.nn.Parameter)  # which torch forgets
+    if type(value) is torch.Tensor and value.is_quantized and value.dtype in (torch.quint8, torch.qint8, torch.qint32):
         if value.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-            return _made, ("quantized", value.int_repr(), value.dtype, value.q_scale(), value.q_zero_point())
+            return _quantized, (value.int_repr(), value.dtype, value.q_scale(), value.q_zero_point())
         channels = value.q_per_channel_scales(), value.q_per_channel_zero_points(), value.q_per_channel_axis()
-        return _made, ("quantized", value.int_repr(), value.dtype, *channels)
+        return _quantized, (value.int_repr(), value.dtype, *channels)
     return value.__reduce_ex__(2)  # type: ignore[no-untyped-call]
 
 
 def _of_array(value: Any) -> Any:
     if value.dtype == object and value.dtype.names is None:
-        return _made, ("objects", value.shape, list(value.flat))
+        return _objects, (value.shape, list(value.flat))
     by_columns = value.flags.f_contiguous and not value.flags.c_contiguous
     value = value.T if by_columns else value
     octets: Any = value.tobytes()
     if len(octets) > _INLINE_BYTES:
         octets = torch.frombuffer(bytearray(octets), dtype=torch.uint8)
-    return _made, ("array", octets, describe_dtype(value.dtype), value.shape, by_columns)
+    return _array, (octets, describe_dtype(value.dtype), value.shape, by_columns)
 
 
 def _of_scalar(value: Any) -> Any:
     if type(value) in (np.str_, np.bytes_):  # an array's lose trailing zeros
-        return _made, ("string", str.__str__(value) if isinstance(value, str) else bytes(value))
+        return _string, (str.__str__(value) if isinstance(value, str) else bytes(value),)
     if type(value) is not value.dtype.type:
         return value.__reduce_ex__(2)
-    return _made, ("scalar", value.tobytes(), describe_dtype(value.dtype))
+    return scalar_of, (value.tobytes(), describe_dtype(value.dtype))
 
 
 def _of_enum(value: Any) -> Any:
     if type(value)._member_map_.get(value.name or "") is not value:  # a combination of flags
         return value.__reduce_ex__(2)
-    return _made, ("member", _checked_name(type(value)), value.name)
+    return _member, (_checked_name(type(value)), value.name)
 
 
 def _of_defaultdict(value: Any) -> Any:
     factory = value.default_factory
     name = next((name for name, each in _FACTORIES.items() if each is factory), None)
-    return _made, ("defaultdict", name or factory, dict(value))
+    return _defaultdict, (name or factory, dict(value))
 
 
 # As protocol 4 has them, with `fold`.
 _of_time = operator.methodcaller("__reduce_ex__", 4)
 _FACTORIES: dict[Any, Any] = {each.__name__: each for each in (dict, list, set, int, float, str)}
-_QUANTIZED = (torch.quint8, torch.qint8, torch.qint32)
 _REDUCERS: dict[type, Any] = {
     np.ndarray: _of_array,
     collections.defaultdict: _of_defaultdict,
-    collections.deque: lambda value: (_made, ("deque", list(value), value.maxlen)),
+    collections.deque: lambda value: (_deque, (list(value), value.maxlen)),
     datetime.time: _of_time,
     datetime.datetime: _of_time,
-    io.BytesIO: lambda value: (_made, ("stream", value.getvalue(), value.tell())),
-    torch.Generator: lambda value: (_made, ("generator", str(value.device), value.get_state())),
+    io.BytesIO: lambda value: (_stream, (value.getvalue(), value.tell())),
+    torch.Generator: lambda value: (_generator, (str(value.device), value.get_state())),
 }
 
 
@@ -526,10 +489,16 @@ class _Pickler(pickle.Pickler):
     dispatch_table = _Reducers()
 
 
+# ---- functions that make values, and do not trust their arguments --------------------------------------------------
+
+
+def _leaf(*described: Any) -> Any:
+    raise ValueError("a tensor is kept outside of the archive")
+
+
 def _array(octets: Any, described: Any, shape: Any, by_columns: Any) -> Any:
-    made = array_of(
-        _exactly(octets).numpy().tobytes() if isinstance(octets, torch.Tensor) else octets, described, shape
-    )
+    octets = _exactly(octets).numpy().tobytes() if isinstance(octets, torch.Tensor) else octets
+    made = array_of(octets, described, shape)
     return made.T if by_columns else made
 
 
@@ -538,6 +507,10 @@ def _objects(shape: Any, values: Any) -> Any:
     for place, value in enumerate(values):
         flat[place] = value
     return flat.reshape(shape)
+
+
+def _string(value: Any) -> Any:
+    return np.str_(value) if type(value) is str else np.bytes_(value)
 
 
 def _quantized(values: Any, dtype: Any, scale: Any, zero: Any, axis: Any = None) -> torch.Tensor:
@@ -553,14 +526,22 @@ def _quantized(values: Any, dtype: Any, scale: Any, zero: Any, axis: Any = None)
     return made
 
 
+def _gradient(value: Any, is_parameter: Any) -> torch.Tensor:
+    return torch.nn.Parameter(_exactly(value)) if is_parameter else _exactly(value).requires_grad_()
+
+
 def _generator(device: Any, state: Any) -> torch.Generator:
     made = torch.Generator(str(device))
     made.set_state(_exactly(state))
     return made
 
 
-def _string(value: Any) -> Any:
-    return np.str_(value) if type(value) is str else np.bytes_(value)
+def _deque(items: Any, most: Any) -> Any:
+    return collections.deque(items, most)
+
+
+def _defaultdict(factory: Any, items: Any) -> Any:
+    return collections.defaultdict(_FACTORIES[factory] if type(factory) is str else factory, items)
 
 
 def _stream(data: Any, position: Any) -> io.BytesIO:
@@ -575,32 +556,40 @@ def _exactly(value: Any) -> torch.Tensor:
     return value
 
 
-_MAKERS: dict[str, Callable[..., Any]] = {
-    "array": _array,
-    "objects": _objects,
-    "scalar": scalar_of,
-    "string": _string,
-    "dtype": dtype_of,
-    "quantized": _quantized,
-    "gradient": lambda value, is_parameter: (
-        torch.nn.Parameter(_exactly(value)) if is_parameter else _exactly(value).requires_grad_()
-    ),
-    "generator": _generator,
-    "deque": lambda items, most: collections.deque(items, most),
-    "defaultdict": lambda factory, items: collections.defaultdict(
-        _FACTORIES[factory] if type(factory) is str else factory, items
-    ),
-    "stream": _stream,
-}
+def _instance(name: Any, attributes: Any) -> Any:
+    if type(attributes) is not dict or not all(type(each) is str for each in attributes):
+        raise TypeError("attributes that are no dict")
+    return new_instance(_found(name, is_plain), attributes)
 
 
-_KINDS: dict[str, Callable[[type], bool]] = {
-    "instance": lambda kind: is_plain(kind),
-    "tuple": lambda kind: is_namedtuple(kind),
-    "member": lambda kind: issubclass(kind, enum.Enum),
-}
+def _data(name: Any, attributes: Any) -> Any:
+    """Make an `_instance` in an archive in which torch calls whatever it is given."""
+    if callable(made := _instance(name, attributes)):
+        raise TypeError(f"{name} can be called, and the archive has a tensor with attributes or of another class")
+    return made
 
-_WORDS: list[SafeGlobal] = [
+
+def _named_tuple(name: Any, values: Any) -> Any:
+    kind = _found(name, is_namedtuple)
+    if type(values) is not tuple or len(kind._fields) != len(values):
+        raise TypeError(f"{name} is no namedtuple of these fields")
+    return tuple.__new__(kind, values)
+
+
+def _member(name: Any, member: Any) -> Any:
+    return _found(name, lambda kind: issubclass(kind, enum.Enum))._member_map_[member]
+
+
+def _found(name: Any, is_such: Callable[[type], bool]) -> Any:
+    found = imported(name)
+    if found is None or not is_such(found):
+        raise _UnknownNameError(name.replace(":", "."))
+    return found
+
+
+_WORDS: tuple[SafeGlobal, ...] = (
+    *(_array, _objects, scalar_of, _string, dtype_of, _quantized, _gradient, _generator, _deque, _defaultdict, _stream),
+    *(_named_tuple, _member),
     (lambda: b"", "builtins.bytes"),  # called for no bytes alone
     *(frozenset, slice, range, datetime.date, datetime.time, datetime.datetime, datetime.timedelta, datetime.timezone),
     *(decimal.Decimal, fractions.Fraction, uuid.UUID, Namespace),
@@ -609,7 +598,7 @@ _WORDS: list[SafeGlobal] = [
         for sub in ("", "._local")  # of Python 3.13
         for kind in (pathlib.Path, pathlib.PosixPath, pathlib.PurePosixPath)
     ),
-]
+)
 
 
 # ---- types that are found by their names --------------------------------------------------------------------------

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import operator
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -160,11 +160,7 @@ class ModuleState:
 
 
 class OptimizerState:
-    """One tracked optimizer.
-
-    Args:
-        name: of the optimizer in the checkpoint.
-        modules: the modules tracked beside it, by name. May still grow.
+    """One tracked optimizer, and the modules tracked beside it, by name, which may still grow.
 
     Attributes:
         lacking: names of items that the optimizer has, as a program that has just started makes it, and that the
@@ -185,21 +181,19 @@ class OptimizerState:
 
     def to_save(self, named: Mapping[str, Named]) -> _State | None:
         """Return references to the state by names of parameters, and a copy of the groups; None if the optimizer has to
-        be saved whole.
-
-        Args:
-            named: the parameters of the modules.
-        """
+        be saved whole. ``named`` are the parameters of the modules."""
         self._is_under_way = True
         (names, root), own = self._names(named), self.optimizer.state_dict()
         if names is None or not _is_table(own, len(names)):
+            why = "its state is no table of tensors; if it is sharded, only as many ranks can load it"
+            if names is None:
+                why = (
+                    "no tracked module has its parameters; track the model, too, unless something else that is tracked"
+                )
+                why += " has these weights: a restart would have those that the program makes"
             if not self._is_told:
-                self._is_told = True
-                why = "its state is no table of tensors; if it is sharded, only as many ranks can load it"
-                if names is None:
-                    why = "no tracked module has its parameters; track the model, too, unless something else that is"
-                    why += " tracked has these weights: a restart would have those that the program makes"
                 _log.warning("optimizer %r is saved whole by each rank: %s", self._name, why)
+            self._is_told = True
             return None
         if root is None:
             # torch's pytree takes tables of other types for leaves.
@@ -230,10 +224,7 @@ class OptimizerState:
     # ---- loading ------------------------------------------------------------------------------------------
 
     def current(self, metadata: Metadata, groups: list[_State]) -> _State:
-        """Return what a checkpoint is loaded into. A fresh optimizer gets its state made.
-
-        Args:
-            groups: the saved ones.
+        """Return what a checkpoint with these groups is loaded into. A fresh optimizer gets its state made.
 
         Raises:
             LoadError: no tracked module has the optimizer's parameters.
@@ -276,8 +267,7 @@ class OptimizerState:
 
     def _lacking_options(self, groups: list[_State]) -> list[str]:
         """Return the names of hyper-parameters that the groups have, and saved ones lack."""
-        saved = [*groups, *({} for _ in self.optimizer.param_groups[len(groups) :])]
-        pairs = enumerate(zip(self.optimizer.param_groups, saved, strict=False))
+        pairs = enumerate(itertools.zip_longest(self.optimizer.param_groups, groups, fillvalue=()))
         return [f"{self._name}.param_groups.{n}.{key}" for n, (own, its) in pairs for key in own if key not in its]
 
     def _made(self, names: list[str]) -> _State:
@@ -306,11 +296,8 @@ class OptimizerState:
         return {name: own[number] for number, name in enumerate(names) if number in own}
 
     def load(self, state: _State) -> None:
-        """Hand loaded state, as :meth:`current` gave it, to the optimizer.
-
-        Raises:
-            LoadError: parameters of one group come from groups with other hyper-parameters.
-        """
+        """Hand loaded state, as :meth:`current` gave it, to the optimizer. Raises a `LoadError` if parameters of one
+        group come from groups with other hyper-parameters."""
         self._is_under_way = True
         loaded, groups = state["state"], state["param_groups"]
         _, root = self._names({name: named_parameters(each.module) for name, each in self._modules.items()})
@@ -362,11 +349,8 @@ class OptimizerState:
                 del self.optimizer.state[parameters[name]]
 
     def load_whole(self, state: Any) -> None:
-        """Hand the optimizer a state that was saved whole.
-
-        Raises:
-            LoadError: it was another optimizer's, and lacks what this one needs.
-        """
+        """Hand the optimizer a state that was saved whole. Raises a `LoadError` if it was another optimizer's, and lacks
+        what this one needs."""
         groups: Any = state.get("param_groups") if isinstance(state, dict) else None
         is_usual = isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
         if is_usual and (lacking := self._lacking_options(groups)):
@@ -420,21 +404,18 @@ def _by_torch(root: nn.Module, optimizer: Optimizer) -> tuple[dict[str, _State],
 
 
 def _is_table(own: Mapping[str, Any], count: int) -> bool:
-    """Return True if all of a state dict has a name of its own in a checkpoint, under which it comes back as it was.
-
-    Args:
-        count: number of parameters.
-    """
+    """Return True if all of a state dict of so many parameters has a name of its own in a checkpoint, under which it
+    comes back as it was."""
     if own.keys() != {"state", "param_groups"}:
         return False
     tables, numbers = list(own["state"].values()), list(range(count))
     if [kind for kind in set(map(type, tables)) if not issubclass(kind, dict)]:
         return False
-    kinds = set(map(type, chain.from_iterable(map(operator.methodcaller("values"), tables))))
+    kinds = set(map(type, itertools.chain.from_iterable(map(operator.methodcaller("values"), tables))))
     return (
         [number for group in own["param_groups"] for number in group["params"]] == numbers
         and own["state"].keys() <= set(numbers)
-        and set(map(type, chain.from_iterable(tables))) <= {str}
+        and set(map(type, itertools.chain.from_iterable(tables))) <= {str}
         and not [kind for kind in kinds if not issubclass(kind, _SIMPLE)]
     )
 
@@ -449,11 +430,8 @@ def _is_alike(one: _State, other: _State) -> bool:
 
 
 def _places(held: _State, entries: Mapping[Any, object], parameter: torch.Tensor) -> _State:
-    """Return what to load items of a parameter's state into that do not fit what there is.
-
-    DCP loads into what there is, and a new optimizer only has what its first step makes. An item that is sharded
-    otherwise than the parameter gets no place: loading says so.
-    """
+    """Return what to load items of a parameter's state into that do not fit what there is. An item that is sharded
+    otherwise than the parameter gets no place: loading says so."""
     made: _State = {}
     for kind, entry in entries.items():
         value = held.get(kind)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -27,7 +27,7 @@ from ml_flashpoint.copy.cpu import view_identity
 from ml_flashpoint.copy.tensors import check_storable, is_plain_strided, materialized, storable_name, whole_copy
 from ml_flashpoint.format.errors import NotStagedError
 from ml_flashpoint.state.archive import PackedState, plain_modes
-from ml_flashpoint.state.private import MappingKey, SequenceKey, ShardedTensor, tree_flatten, tree_flatten_with_path
+from ml_flashpoint.state.private import SequenceKey, ShardedTensor, tree_flatten, tree_flatten_with_path
 from ml_flashpoint.state.replicas import Replica
 
 Path = tuple[str | int, ...]
@@ -50,13 +50,9 @@ def elements(numbers: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...
 class Tree:
     """A nested state, flattened.
 
-    Args:
-        state: dictionaries and lists of tensors and other values.
-        is_leaf: says of a value that it is no container; by default those are that torch's pytree knows.
-
     Attributes:
-        state: the same.
-        leaves: tensors and other values.
+        state: dictionaries and lists of tensors and other values.
+        leaves: these.
         spec: the containers and their keys; equal for two states if their leaves are in the same places.
     """
 
@@ -68,13 +64,11 @@ class Tree:
     def places(self) -> dict[Path, int]:
         """Return the number of each leaf by its path."""
         found, _ = tree_flatten_with_path(self.state, self._is_leaf)
-        return {tuple(map(_part, keys)): number for number, (keys, _) in enumerate(found)}
-
-
-def _part(key: object) -> str | int:
-    if isinstance(key, SequenceKey):
-        return key.idx
-    return str(key.key if isinstance(key, MappingKey) else key)
+        paths = (
+            [each.idx if isinstance(each, SequenceKey) else str(getattr(each, "key", each)) for each in keys]
+            for keys, _ in found
+        )
+        return {tuple(path): number for number, path in enumerate(paths)}
 
 
 class Structure:
@@ -97,16 +91,11 @@ def _tensors_of(tree: Tree) -> tuple[list[Any], ...]:
     tensors = [tree.leaves[number] for number in numbers]
     kinds, shards = list(map(type, tensors)), list[Any]()
     if not set(kinds) <= _PLAIN:
-        shards = [_shards(each) for each in tensors if isinstance(each, (DTensor, ShardedTensor))]
+        shards = [(each._spec, each._local_tensor.shape) for each in tensors if isinstance(each, DTensor)]
+        for value in (each for each in tensors if isinstance(each, ShardedTensor)):
+            shards.append((value.metadata(), [(each.metadata, each.tensor.dtype) for each in value.local_shards()]))
         tensors = [each for each in tensors if not isinstance(each, ShardedTensor)]  # which has no layout to ask for
     return numbers, kinds, list(map(_aspects, tensors)), shards
-
-
-def _shards(value: Any) -> object:
-    """Return which part of a tensor is on this rank."""
-    if isinstance(value, DTensor):
-        return value._spec, value._local_tensor.shape
-    return value.metadata(), [(shard.metadata, shard.tensor.dtype) for shard in value.local_shards()]
 
 
 # ---- what a rank has ----------------------------------------------------------------------------------------------
@@ -129,16 +118,15 @@ class _Source:
 
 
 class Offer:
-    """Everything that a rank has to save, in states of one structure.
+    """Everything that a rank has to save, in states of the structure of ``tree``.
 
     Args:
-        tree: the first of them.
-        rank, ranks: this rank, and the number of ranks.
         own: second part of the names of what belongs to this rank alone.
 
     Attributes:
-        structure: what other states must have to be saved by this offer.
+        structure: of the states.
         plan: DCP's plan of all items, whichever rank writes them.
+        sources: of all items.
         replicas: items that other ranks may have, too, by number: all but this rank's shards and its own state.
 
     Raises:
@@ -170,8 +158,8 @@ class Offer:
     @functools.cached_property
     def digests(self) -> tuple[str, str]:
         """Digests of the replicated items, equal on ranks that have the same, and of the whole plan."""
-        items = self.plan.items
-        return _digest(map(_described, (items[number] for number in self.replicas))), _digest(map(_described, items))
+        described = list(map(_described, self.plan.items))
+        return _digest([described[number] for number in self.replicas]), _digest(described)
 
     def written(self, names: Collection[str]) -> list[int]:
         """Return the numbers of the items that this rank writes: its own, and replicated ones of these names."""
@@ -209,8 +197,8 @@ def _described(item: WriteItem) -> tuple[object, ...]:
     return index.fqn, tuple(chunk.offsets), tuple(chunk.sizes), tuple(data.size), described
 
 
-def _digest(described: Iterable[object]) -> str:
-    return hashlib.blake2b(repr(list(described)).encode(), digest_size=16).hexdigest()
+def _digest(described: object) -> str:
+    return hashlib.blake2b(repr(described).encode(), digest_size=16).hexdigest()
 
 
 # ---- what it writes -----------------------------------------------------------------------------------------------
@@ -263,10 +251,8 @@ class Captured:
     """The data that one rank writes of one state. Training may go on once the tensors are copied.
 
     Attributes:
-        plan: the way it was taken out.
         tensors: to be copied, under the names of the plan.
-        values: by item, what is written as bytes, and its name for errors; of tensors that are more than their
-            memory, copies.
+        values: by item, what is written as bytes, and its name for errors.
     """
 
     plan: Plan
@@ -277,13 +263,8 @@ class Captured:
 class Share:
     """The items of an offer that one rank writes.
 
-    Args:
-        wanted: numbers of the items, in order.
-
     Attributes:
-        items: the items.
-        keys: the name of each in the object.
-        byte_keys: names of those that are no tensors.
+        keys: the name of each item in the object. byte_keys: of those that are no tensors.
     """
 
     def __init__(self, offer: Offer, wanted: Sequence[int]) -> None:

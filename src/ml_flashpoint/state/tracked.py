@@ -81,15 +81,10 @@ class Stateful(Protocol):
 
 
 class PlaceInData:
-    """The base of what tracks the place of a loop in its data.
+    """The base of what tracks the place of a loop in its data."""
 
-    Attributes:
-        loader: the object that the program has tracked.
-        restored: the generators as the latest load has restored them; None if there was none.
-    """
-
-    loader: Any
-    restored: RestoredRng | None = None
+    loader: Any  # that the program has tracked
+    restored: RestoredRng | None = None  # the generators as the latest load has restored them
 
     def forget(self) -> None:
         """Undo a `load_state_dict` that was part of a load that failed elsewhere."""
@@ -115,12 +110,9 @@ def packed_items(reader: Reader, rank: int, names: Iterable[str]) -> dict[str, b
 class TrackedLoad(DefaultLoadPlanner):
     """The load of one checkpoint on this rank: of everything that was saved of the tracked objects, or of nothing.
 
-    Args:
+    Attributes:
         state: what DCP loads into.
         structured: names of the objects whose state is in it, and nowhere else; the others' is packed.
-        read: makes a value of the bytes and the name of an item.
-
-    Attributes:
         left: tensors of these objects that would stay behind.
         saved_by: number of ranks that saved it.
         source_rank: the rank whose packed states this rank takes. states: these, by name.
@@ -188,14 +180,8 @@ class TrackedState:
         self._given: list[object] = []
 
     def add(self, name: str, value: object, reshard: Reshard | None = None) -> None:
-        """Track one more object.
-
-        Args:
-            reshard: makes a rank's state on another number of ranks.
-
-        Raises:
-            InvalidArgumentError: the name is taken or unusable, or the object has no state or another name.
-        """
+        """Track one more object. Raises an `InvalidArgumentError` if the name is taken or unusable, or the object has no
+        state or another name."""
         if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
             raise InvalidArgumentError(
                 "a tracked name must be an identifier without a leading underscore", argument="name", value=name
@@ -291,8 +277,7 @@ class TrackedState:
     # ---- loading ------------------------------------------------------------------------------------------
 
     def target(self, metadata: Metadata, reader: Reader, *, path: str, allowed: Sequence[SafeGlobal]) -> TrackedLoad:
-        """Return the load of a checkpoint with this metadata, whose packed states of this rank are read. Nothing is
-        touched.
+        """Return the load of a checkpoint, whose packed states of this rank are read. Nothing is touched.
 
         Args:
             path: of the version, for errors.
@@ -401,30 +386,26 @@ class TrackedState:
 
 
 def check_fit(
-    state: Mapping[str, Any], metadata: Metadata, *, without_state: Sequence[str] = (), lacking: Sequence[str] = ()
+    state: Mapping[str, Any], metadata: Metadata, *, without_state: Sequence[str], lacking: Sequence[str]
 ) -> None:
-    """Compare what is to be loaded into with what the checkpoint has.
+    """Raise a `LoadError` that lists all differences between what is to be loaded into and what the checkpoint has.
 
     What the checkpoint has too much is no difference by itself: another rank may have the place for it.
 
     Args:
         without_state: names of tracked objects that the checkpoint has nothing of.
         lacking: further names of items that it should have.
-
-    Raises:
-        LoadError: they differ; lists all differences.
     """
     flat, _ = flatten_state_dict(dict(state))
     saved = metadata.state_dict_metadata
     missing = [*(key for key in flat if key not in saved), *lacking]
     others = [text for key, value in flat.items() if key in saved and (text := _difference(key, value, saved[key]))]
-    if not (without_state or missing or others):
-        return
-    unexpected = _unplaced(metadata, state, flat)
-    told = [f"the checkpoint has no state of {', '.join(map(repr, without_state))}"] if without_state else []
-    told += [f"the checkpoint lacks {', '.join(missing)}"] if missing else []
-    told += [f"the checkpoint has {', '.join(unexpected)}, for which there is no place"] if unexpected else []
-    raise LoadError("; ".join([*told, *others]), hint=AS_SAVED)
+    if without_state or missing or others:
+        unexpected = _unplaced(metadata, state, flat)
+        told = [f"the checkpoint has no state of {', '.join(map(repr, without_state))}"] if without_state else []
+        told += [f"the checkpoint lacks {', '.join(missing)}"] if missing else []
+        told += [f"the checkpoint has {', '.join(unexpected)}, for which there is no place"] if unexpected else []
+        raise LoadError("; ".join([*told, *others]), hint=AS_SAVED)
 
 
 def _unplaced(metadata: Metadata, structured: Collection[str], wanted: Collection[str]) -> list[str]:

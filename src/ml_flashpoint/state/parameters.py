@@ -187,10 +187,8 @@ class OptimizerState:
         if names is None or not _is_table(own, len(names)):
             why = "its state is no table of tensors; if it is sharded, only as many ranks can load it"
             if names is None:
-                why = (
-                    "no tracked module has its parameters; track the model, too, unless something else that is tracked"
-                )
-                why += " has these weights: a restart would have those that the program makes"
+                why = "no tracked module has its parameters; track the model, too, unless something else that is"
+                why += " tracked has these weights: a restart would have those that the program makes"
             if not self._is_told:
                 _log.warning("optimizer %r is saved whole by each rank: %s", self._name, why)
             self._is_told = True
@@ -349,8 +347,7 @@ class OptimizerState:
                 del self.optimizer.state[parameters[name]]
 
     def load_whole(self, state: Any) -> None:
-        """Hand the optimizer a state that was saved whole. Raises a `LoadError` if it was another optimizer's, and lacks
-        what this one needs."""
+        """Hand the optimizer a state that was saved whole. Raises a `LoadError` if it lacks what is needed."""
         groups: Any = state.get("param_groups") if isinstance(state, dict) else None
         is_usual = isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
         if is_usual and (lacking := self._lacking_options(groups)):

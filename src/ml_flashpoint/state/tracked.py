@@ -180,8 +180,8 @@ class TrackedState:
         self._given: list[object] = []
 
     def add(self, name: str, value: object, reshard: Reshard | None = None) -> None:
-        """Track one more object. Raises an `InvalidArgumentError` if the name is taken or unusable, or the object has no
-        state or another name."""
+        """Track one more object. Raises an `InvalidArgumentError` if the name is taken or unusable, or the object has
+        no state or another name."""
         if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
             raise InvalidArgumentError(
                 "a tracked name must be an identifier without a leading underscore", argument="name", value=name

@@ -251,11 +251,8 @@ def load_archive(
 def check_bytes(data: Any, key: str, *, path: str, allowed: Sequence[SafeGlobal] = ()) -> io.BytesIO:
     """Return an item as a plain archive, for a planner that unpickles it without restriction, as DCP's do.
 
-    The item is loaded here and saved again: what the planner gets was written by this process.
-
-    Raises:
-        UnsafeContentError: it names something that is not allowed.
-        DamagedError: it makes no sense.
+    The item is loaded here and saved again: what the planner gets was written by this process. Raises what
+    `load_archive` raises.
     """
     value = load_archive(data, key, path=path, allowed=allowed)
     stream = io.BytesIO()
@@ -307,19 +304,18 @@ def _load(data: Any, allowed: Sequence[SafeGlobal], device_of: Any, leaves: Leav
         records = _records(whole)
     pickled = records["data.pkl"]
     _check_names(pickled)
-    words: list[SafeGlobal] = [
-        *_WORDS,
-        *by_name(allowed),
-        (_data if _CALLS in pickled else _instance, f"{__name__}._instance"),
-    ]
+    words = _WORDS | {name: kind for kind, name in by_name(allowed)}
+    if _CALLS in pickled:
+        words[f"{__name__}._instance"] = _uncallable
     if leaves is not None:
-        words.append((leaves.give, f"{__name__}._leaf"))
+        words[f"{__name__}._leaf"] = leaves.give
     # Torch leaves sparse tensors unchecked unless it is asked to check them.
     sparse = torch.sparse.check_sparse_tensor_invariants(enable=True)  # type: ignore[no-untyped-call]
     with _lock, plain_modes(), sparse:
         # The list is the process's: what the program has put there must still be there afterwards.
         present = set(torch.serialization.get_safe_globals())
-        with torch.serialization.safe_globals([word for word in words if word not in present]):
+        further: list[Any] = [word for word in zip(words.values(), words, strict=True) if word not in present]
+        with torch.serialization.safe_globals(further):
             try:
                 return torch.load(_zipped(records), map_location=_Devices(device_of), weights_only=True, mmap=False)
             except pickle.UnpicklingError as error:
@@ -562,8 +558,8 @@ def _instance(name: Any, attributes: Any) -> Any:
     return new_instance(_found(name, is_plain), attributes)
 
 
-def _data(name: Any, attributes: Any) -> Any:
-    """Make an `_instance` in an archive in which torch calls whatever it is given."""
+def _uncallable(name: Any, attributes: Any) -> Any:
+    """Make an `_instance` for an archive in which torch calls whatever it is given."""
     if callable(made := _instance(name, attributes)):
         raise TypeError(f"{name} can be called, and the archive has a tensor with attributes or of another class")
     return made
@@ -587,18 +583,16 @@ def _found(name: Any, is_such: Callable[[type], bool]) -> Any:
     return found
 
 
-_WORDS: tuple[SafeGlobal, ...] = (
-    *(_array, _objects, scalar_of, _string, dtype_of, _quantized, _gradient, _generator, _deque, _defaultdict, _stream),
-    *(_named_tuple, _member),
-    (lambda: b"", "builtins.bytes"),  # called for no bytes alone
-    *(frozenset, slice, range, datetime.date, datetime.time, datetime.datetime, datetime.timedelta, datetime.timezone),
-    *(decimal.Decimal, fractions.Fraction, uuid.UUID, Namespace),
-    *(
-        (kind, f"pathlib{sub}.{kind.__name__}")
-        for sub in ("", "._local")  # of Python 3.13
-        for kind in (pathlib.Path, pathlib.PosixPath, pathlib.PurePosixPath)
-    ),
-)
+_MAKERS = (_array, _objects, _string, _quantized, _gradient, _generator, _deque, _defaultdict, _stream, _named_tuple)
+_TIMES = (datetime.date, datetime.time, datetime.datetime, datetime.timedelta, datetime.timezone)
+_VALUES = (frozenset, slice, range, *_TIMES, decimal.Decimal, fractions.Fraction, uuid.UUID, Namespace)
+_PATHS = (pathlib.Path, pathlib.PosixPath, pathlib.PurePosixPath)
+_WORDS: dict[str, Callable[..., Any]] = {
+    "builtins.bytes": lambda: b"",  # called for no bytes alone
+    **{name: each for each, name in by_name((*_MAKERS, _instance, _member, dtype_of, scalar_of, *_VALUES))},
+    # Of Python 3.13, too.
+    **{f"pathlib{sub}.{kind.__name__}": kind for sub in ("", "._local") for kind in _PATHS},
+}
 
 
 # ---- types that are found by their names --------------------------------------------------------------------------

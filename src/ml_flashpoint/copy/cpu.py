@@ -32,21 +32,13 @@ _MAX_THREADS = 8  # more do not help: memory bandwidth is used up
 
 
 def typed_view(data: torch.Tensor, begin: int, end: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """Return bytes ``begin:end`` of a 1-D uint8 tensor as a contiguous tensor; no copy.
-
-    ``begin`` must be aligned to the dtype's size, relative to the memory of ``data``.
-    """
-    piece = data[begin:end]
-    if dtype is torch.uint8:
-        return piece.view(shape)
-    return piece.view(dtype).view(shape)
+    """Return bytes ``begin:end`` of a 1-D uint8 tensor as a contiguous tensor; no copy. They must be aligned to the
+    dtype's size."""
+    return data[begin:end].view(dtype).view(shape)
 
 
 def view_identity(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return a key that two plain strided tensors share only if they are the same view of the same memory.
-
-    Tensors without elements have no memory, and no meaningful key.
-    """
+    """Return a key that two plain strided tensors with elements share only if they are the same view of one memory."""
     lazily = (tensor.is_conj(), tensor.is_neg())  # these bits are of the view, and its memory does not know of them
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device, *lazily
 
@@ -56,10 +48,7 @@ def view_identity(tensor: torch.Tensor) -> tuple[object, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive tensors that one call copies: those numbered ``start`` up to ``stop``.
-
-    ``done`` is the number of bytes of all tensors up to ``stop``.
-    """
+    """Consecutive tensors that one call copies, ``start`` up to ``stop``. Those up to ``stop`` have ``done`` bytes."""
 
     start: int
     stop: int
@@ -192,12 +181,8 @@ def _check_memory(tensors: Sequence[torch.Tensor], argument: str) -> None:
 
 
 def _do_all(jobs: Iterator[Callable[[], None]], threads: int) -> None:
-    """Do jobs that this thread and some of the pool take from one iterator. Return, or raise, once no thread is at
-    work: the memory may go then.
-
-    Raises:
-        BaseException: the error of the first job that failed, or an interrupt. The other jobs are not done.
-    """
+    """Do jobs that this thread and some of the pool take from one iterator. Return, or raise the first error or an
+    interrupt, once no thread is at work: the memory may go then."""
     inference = torch.is_inference_mode_enabled()  # of a thread each, and says what may be written to
     taking, failures = threading.Lock(), list[BaseException]()
 

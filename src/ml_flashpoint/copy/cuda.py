@@ -69,7 +69,6 @@ def device_today(saved: str, ours: Collection[torch.device] = ()) -> torch.devic
     """Return the device to load a tensor to that was on ``saved`` at its save, maybe by another rank or node.
 
     Args:
-        saved: the device's name. Its index means nothing today, unless this process works on several devices.
         ours: the devices that this process works on, if the caller knows them.
 
     Returns:

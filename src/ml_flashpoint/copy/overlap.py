@@ -34,8 +34,8 @@ _WORD = 8
 class LateCopy:
     """A copy of CUDA tensors into page-locked memory that goes on after a save has returned.
 
-    The save starts it. The program's stream is held until it is over before anything may change a source. The executor
-    that commits waits for it, and compares the sum of each copy with that of its source at the save.
+    The program's stream is held until it is over before anything may change a source. The executor that commits waits
+    for it, and compares the sum of each copy with that of its source at the save.
 
     Args:
         numbers: of the save's tensors that may be copied late.
@@ -105,14 +105,8 @@ class LateCopy:
             event.wait()
 
     def wait(self, deadline_s: float) -> None:
-        """Wait until the copy is over, and check it.
-
-        Args:
-            deadline_s: seconds at most.
-
-        Raises:
-            SaveError: a source has changed, or the copy was not over in time.
-        """
+        """Wait until the copy is over, and check it. Raises a `SaveError` if a source has changed, or the copy was not
+        over in time."""
         if not all(event.wait(deadline_s) for event in self._events):
             raise SaveError(f"the devices have not copied the state within {deadline_s:.0f} s")
         with self._checking:

@@ -176,6 +176,7 @@ class OptimizerState:
         # At loading: parameters by their names, and state that the optimizer starts with and the checkpoint lacks.
         self._parameters: dict[str, torch.Tensor] = {}
         self._absent: dict[str, _State] = {}
+        self._root: nn.Module | None = None  # the module, if FSDP has flattened it
         # Whether this program has saved or loaded it: its own earlier versions may lack what has come since.
         self._is_under_way = False
 
@@ -228,6 +229,7 @@ class OptimizerState:
             LoadError: no tracked module has the optimizer's parameters.
         """
         names, root = self._names({name: named_parameters(each.module) for name, each in self._modules.items()})
+        self._root = root
         if names is None:
             raise LoadError(
                 f"optimizer {self._name!r} was saved by parameter names, and no tracked module has its parameters",
@@ -298,9 +300,8 @@ class OptimizerState:
         group come from groups with other hyper-parameters."""
         self._is_under_way = True
         loaded, groups = state["state"], state["param_groups"]
-        _, root = self._names({name: named_parameters(each.module) for name, each in self._modules.items()})
-        if root is not None:
-            self._load_flat(root, loaded, groups)
+        if self._root is not None:
+            self._load_flat(self._root, loaded, groups)
         else:
             with plain_modes():
                 # Names take the place of numbers: groups and state only have to call a parameter the same.

@@ -56,7 +56,7 @@ from ml_flashpoint.state.archive import save_archive
 from ml_flashpoint.state.plan import Captured, Offer, Share, Tree
 from ml_flashpoint.state.random_numbers import capture_rng_state, restore_rng_state
 from ml_flashpoint.state.resharding import Resharding
-from ml_flashpoint.state.tracked import Reshard, Stateful, TrackedState, checked_reshard, rank_key
+from ml_flashpoint.state.tracked import Reshard, Stateful, TrackedLoad, TrackedState, checked_reshard, rank_key
 from ml_flashpoint.status import Recovery, Source
 
 _log = logging.getLogger(__name__)
@@ -468,7 +468,7 @@ class _Load:
         tracked, step = self._tracked, partial(self._joint.step, version)
         metadata = step(reader.read_metadata)
         reader.set_up_storage_reader(metadata, ranks.rank == 0)
-        target = step(lambda: tracked.target(metadata, reader, path=str(version), allowed=allowed))
+        target = step(lambda: TrackedLoad(tracked, metadata, reader, path=str(version), allowed=allowed))
         change = None
         if target.saved_by != ranks.world_size:
             keep = self._checkpointer.config.on_world_size_change == "keep"

@@ -48,7 +48,7 @@ class Resharding:
 
     Args:
         tracked: what is loaded into.
-        target: see `TrackedState.target`; of another number of ranks.
+        target: the load, of another number of ranks.
         version: what is loaded.
         safe_globals: see `Flashpoint`.
         keep: True if rank r takes what rank r modulo the old number had, whatever it is.

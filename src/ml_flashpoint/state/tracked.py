@@ -110,6 +110,12 @@ def packed_items(reader: Reader, rank: int, names: Iterable[str]) -> dict[str, b
 class TrackedLoad(DefaultLoadPlanner):
     """The load of one checkpoint on this rank: of everything that was saved of the tracked objects, or of nothing.
 
+    Making one reads the packed states of this rank, and touches nothing.
+
+    Args:
+        path: of the version, for errors.
+        allowed: further types that may be loaded, see `Flashpoint`.
+
     Attributes:
         state: what DCP loads into.
         structured: names of the objects whose state is in it, and nowhere else; the others' is packed.
@@ -118,28 +124,35 @@ class TrackedLoad(DefaultLoadPlanner):
         source_rank: the rank whose packed states this rank takes. states: these, by name.
         packed_by: names of the packed states, by the rank that saved them; only of another number of ranks.
         touched: True once tensors may have been written to.
+
+    Raises:
+        LoadError: the checkpoint does not hold what is tracked.
     """
 
     def __init__(
-        self,
-        state: dict[str, Any],
-        metadata: Metadata,
-        *,
-        structured: Collection[str],
-        read: Callable[[Any, str], Any],
-        saved_by: int,
-        source_rank: int,
-        packed_by: Mapping[int, Collection[str]],
-        states: Mapping[str, Any],
+        self, tracked: TrackedState, metadata: Metadata, reader: Reader, *, path: str, allowed: Sequence[SafeGlobal]
     ) -> None:
         super().__init__()
-        self.state, self.structured, self._read = state, structured, read
-        self.saved_by, self.source_rank, self.packed_by, self.states = saved_by, source_rank, packed_by, states
+        names_by: dict[int, set[str]] = {}
+        for match in filter(None, map(_PACKED_KEY.fullmatch, metadata.state_dict_metadata)):
+            names_by.setdefault(int(match[1]), set()).add(match[2])
+        if not names_by:
+            raise LoadError("the checkpoint was not saved by a Flashpoint", rank=tracked.rank)
+        self.saved_by, self.source_rank = len(names_by), tracked.rank % len(names_by)
+        self.packed_by = names_by if self.saved_by != tracked.world_size else {}
+        self._read = partial(load_archive, path=path, allowed=allowed, device_of=tracked.device_of())
+        own = names_by.get(self.source_rank, set())
+        saved = own.union(*self.packed_by.values())
+        self.state = tracked.places(metadata, reader, self.source_rank, self._read, saved)
+        self.structured = tracked.structured(self.state)
+        wanted = own & {RNG, FROZEN, *tracked.names}
+        items = packed_items(reader, self.source_rank, wanted)
+        self.states = {name: self._read(data, name) for name, data in items.items()}
         self.touched = False
         with plain_modes():
-            self.set_up_planner(state, metadata, is_coordinator=False)
+            self.set_up_planner(self.state, metadata, is_coordinator=False)
             self._plan = self.create_local_plan()
-        self.left = _unplaced(metadata, structured, {item.dest_index.fqn for item in self._plan.items})
+        self.left = _unplaced(metadata, self.structured, {item.dest_index.fqn for item in self._plan.items})
 
     def check_left(self, left: Collection[str]) -> None:
         """Raise a `LoadError` if something stays behind on all ranks."""
@@ -275,38 +288,6 @@ class TrackedState:
         return own + largest_share(alike, self.world_size)
 
     # ---- loading ------------------------------------------------------------------------------------------
-
-    def target(self, metadata: Metadata, reader: Reader, *, path: str, allowed: Sequence[SafeGlobal]) -> TrackedLoad:
-        """Return the load of a checkpoint, whose packed states of this rank are read. Nothing is touched.
-
-        Args:
-            path: of the version, for errors.
-            allowed: further types that may be loaded, see `Flashpoint`.
-
-        Raises:
-            LoadError: it does not hold what is tracked.
-        """
-        names_by: dict[int, set[str]] = {}
-        for match in filter(None, map(_PACKED_KEY.fullmatch, metadata.state_dict_metadata)):
-            names_by.setdefault(int(match[1]), set()).add(match[2])
-        if not names_by:
-            raise LoadError("the checkpoint was not saved by a Flashpoint", rank=self.rank)
-        source_rank = self.rank % len(names_by)
-        packed_by = names_by if len(names_by) != self.world_size else {}
-        read = partial(load_archive, path=path, allowed=allowed, device_of=self.device_of())
-        own = names_by.get(source_rank, set())
-        state = self.places(metadata, reader, source_rank, read, own.union(*packed_by.values()))
-        wanted = own & {RNG, FROZEN, *self._optimizers, *self.others}
-        return TrackedLoad(
-            state,
-            metadata,
-            structured=self.structured(state),
-            read=read,
-            saved_by=len(names_by),
-            source_rank=source_rank,
-            packed_by=packed_by,
-            states={name: read(data, name) for name, data in packed_items(reader, source_rank, wanted).items()},
-        )
 
     def structured(self, state: Mapping[str, Any]) -> frozenset[str]:
         """Return the names in a state of :meth:`places` of which every item needs a place on some rank."""

@@ -56,19 +56,15 @@ class Leaves(Protocol):
 
     def take(self, tensor: torch.Tensor) -> tuple[Any, ...] | None:
         """Keep a tensor. Return what the archive holds in its place; None if the archive is to hold the tensor."""
-        ...
 
     def give(self, *described: Any) -> Any:
         """Return the tensor that ``take`` described so. The description is not trusted."""
-        ...
 
 
 @contextlib.contextmanager
 def plain_modes() -> Iterator[None]:
-    """Have torch's own functions make tensors on the CPU, tracked by autograd, whatever the program has set.
-
-    Not for calls of the program's code. The tensors that this package makes name their device and dtype.
-    """
+    """Have torch's own functions make tensors on the CPU, tracked by autograd, whatever the program has set. Tensors of
+    this package name their device and dtype."""
     with contextlib.ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             # Nothing else lets tensors that are made now be changed in place later.
@@ -179,11 +175,7 @@ class PackedState:
 
 
 def packed(value: Any, name: str) -> PackedState:
-    """Return a copy of a value, to be archived while training goes on.
-
-    Raises:
-        SaveError: it cannot be copied; names the place.
-    """
+    """Return a copy of a value, to be archived while training goes on. Raises a `SaveError` that names the place."""
     try:
         made, devices = _copied(value)
     except Exception as error:  # of whatever kind a value's own copying raises

@@ -50,19 +50,15 @@ from ml_flashpoint.state.random_numbers import GeneratorState, RestoredRng, capt
 
 _log = logging.getLogger(__name__)
 
-PACKED = "_flashpoint"
-"""Top-level key of the packed items, ``_flashpoint.rank-00003.<name>``; no tracked name starts like it."""
-
-RNG = "_rng"
-"""Name of the packed random number generators."""
-
-FROZEN = "_frozen"
-"""Name of what is packed of modules: names of frozen parameters, by module."""
+PACKED, RNG, FROZEN = "_flashpoint", "_rng", "_frozen"
+"""Keys of packed items; no tracked name starts like them."""
 
 Reshard = Callable[[list[Any], int, int], Any]
 """``reshard(states, rank, world_size)``: this rank's state, of those of all ranks that saved, by rank."""
 
 _PACKED_KEY = re.compile(rf"{PACKED}\.rank-(\d{{5,}})\.(\w+)")
+Read = Callable[[Any, str], Any]
+"""Makes a value of the bytes and the name of an item."""
 
 
 def rank_key(rank: int) -> str:
@@ -175,15 +171,13 @@ class TrackedState:
     """The tracked objects of one rank. Belongs to the training thread.
 
     Attributes:
-        rank, world_size: of this process.
         names: of everything tracked.
         reshards: functions that make a rank's state on another number of ranks, by name.
         others: what is neither module nor optimizer, by name.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self.rank = rank
-        self.world_size = world_size
+        self.rank, self.world_size = rank, world_size
         self.names: tuple[str, ...] = ()
         self._key = rank_key(rank)
         self._modules: dict[str, ModuleState] = {}
@@ -196,9 +190,8 @@ class TrackedState:
         """Track one more object. Raises an `InvalidArgumentError` if the name is taken or unusable, or the object has
         no state or another name."""
         if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
-            raise InvalidArgumentError(
-                "a tracked name must be an identifier without a leading underscore", argument="name", value=name
-            )
+            text = "a tracked name must be an identifier without a leading underscore"
+            raise InvalidArgumentError(text, argument="name", value=name)
         if name in self.names:
             raise InvalidArgumentError("this name is tracked already", argument="name", value=name)
         given = value.loader if isinstance(value, PlaceInData) else value
@@ -206,9 +199,8 @@ class TrackedState:
             value = GeneratorState(value)
         methods = (getattr(value, "state_dict", None), getattr(value, "load_state_dict", None))
         if isinstance(value, type) or not all(map(callable, methods)):
-            raise InvalidArgumentError(
-                "must have the methods state_dict and load_state_dict", argument=name, value=value
-            )
+            text = "must have the methods state_dict and load_state_dict"
+            raise InvalidArgumentError(text, argument=name, value=value)
         if any(given is other for other in self._given):
             raise InvalidArgumentError("this object is tracked already, under another name", argument=name, value=given)
         if reshard is not None:
@@ -225,8 +217,7 @@ class TrackedState:
             self.others[name] = cast(Stateful, value)
 
     def is_place(self, name: str, value: Any) -> bool:
-        """Return True if a state is, or has in it, a place in the data: of a loader, or of anything else to loop
-        over."""
+        """Return True if a state is, or has in it, a place in the data: of whatever a program loops over."""
         other = self.others.get(name)
         says = getattr(other, "has_place", None)
         return isinstance(other, PlaceInData) or hasattr(type(other), "__iter__") or (says is not None and says(value))
@@ -243,11 +234,8 @@ class TrackedState:
     # ---- saving -------------------------------------------------------------------------------------------
 
     def to_save(self) -> dict[str, Any]:
-        """Return the state: references to tensors, and packed copies of everything else.
-
-        Raises:
-            SaveError: an object could not be packed; says which.
-        """
+        """Return the state: references to tensors, and packed copies of everything else. Raises a `SaveError` that
+        names the object which cannot be packed."""
         state: dict[str, Any] = {name: tensors for name, each in self._modules.items() if (tensors := each.to_save())}
         own: dict[str, PackedState] = {}
         named = {name: named_parameters(each.module) for name, each in self._modules.items()}
@@ -294,16 +282,12 @@ class TrackedState:
         return frozenset(state)
 
     def places(
-        self, metadata: Metadata, reader: Reader, source_rank: int, read: Callable[[Any, str], Any], names: set[str]
+        self, metadata: Metadata, reader: Reader, source_rank: int, read: Read, names: set[str]
     ) -> dict[str, Any]:
-        """Return the nested state that DCP loads into.
+        """Return the nested state that DCP loads into. Raises a `LoadError` with all that does not fit.
 
         Args:
             source_rank: the rank whose packed states this rank takes. names: of all packed states.
-            read: makes a value of the bytes and the name of an item.
-
-        Raises:
-            LoadError: the checkpoint does not fit; says all that differs.
         """
         structured = {key.partition(".")[0] for key in metadata.state_dict_metadata} - {PACKED}
         with plain_modes():
@@ -372,10 +356,6 @@ def check_fit(
     """Raise a `LoadError` that lists all differences between what is to be loaded into and what the checkpoint has.
 
     What the checkpoint has too much is no difference by itself: another rank may have the place for it.
-
-    Args:
-        without_state: names of tracked objects that the checkpoint has nothing of.
-        lacking: further names of items that it should have.
     """
     flat, _ = flatten_state_dict(dict(state))
     saved = metadata.state_dict_metadata
@@ -419,12 +399,9 @@ def checked_reshard(
     if callable(value):
         by_name = {name: value for name, each in named.items() if not isinstance(each, (nn.Module, Optimizer))}
     if not isinstance(by_name, Mapping) or not by_name or not all(map(callable, by_name.values())):
-        raise InvalidArgumentError(
-            "must be a function of all saved states, the rank and the number of ranks, or a dict of such by the names"
-            " of what is tracked in the same call",
-            argument="reshard",
-            value=value,
-        )
+        text = "must be a function of all saved states, the rank and the number of ranks, or a dict of such by the"
+        text += " names of what is tracked in the same call"
+        raise InvalidArgumentError(text, argument="reshard", value=value)
     if others := [name for name in by_name if name not in named]:
         raise InvalidArgumentError(f"nothing is tracked here as {others[0]!r}", argument="reshard", value=value)
     return by_name

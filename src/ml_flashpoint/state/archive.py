@@ -166,7 +166,7 @@ def by_name(allowed: Iterable[SafeGlobal]) -> tuple[tuple[Callable[..., Any], st
 # ---- values that are saved as bytes -----------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class PackedState:
     """State that is one item of a checkpoint. It is archived on the committing executor, and nothing changes it."""
 
@@ -627,11 +627,7 @@ def attributes_of(instance: object) -> dict[str, Any]:
 
 
 def new_instance(kind: type, attributes: Mapping[str, Any]) -> Any:
-    """Return an instance with these attributes, made without running anything of the type's own.
-
-    Raises:
-        TypeError, AttributeError: it cannot have them.
-    """
+    """Return an instance with these attributes, made without running anything of the type's own."""
     instance: Any = object.__new__(kind)
     slots = _slots_of(kind)
     for name, value in attributes.items():
@@ -648,7 +644,7 @@ def _slots_of(kind: type) -> dict[str, types.MemberDescriptorType]:
 
 
 def imported(name: str) -> type | None:
-    """Return the type ``module:qualified.name`` of a module that this process has imported, None if there is none."""
+    """Return the type ``module:qualified.name``; None if this process has not imported the module."""
     module, _, qualified = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in qualified.split("."):
@@ -660,8 +656,6 @@ def imported(name: str) -> type | None:
 def _checked_name(kind: type) -> str:
     name = f"{kind.__module__}:{kind.__qualname__}"
     if imported(name) is not kind:
-        raise UnsafeContentError(
-            f"the type {name.replace(':', '.')} cannot be found again by its name",
-            hint="define it at the top level of a module",
-        )
+        text = f"the type {name.replace(':', '.')} cannot be found again by its name"
+        raise UnsafeContentError(text, hint="define it at the top level of a module")
     return name

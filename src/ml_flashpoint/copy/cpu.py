@@ -183,6 +183,10 @@ def _check_memory(tensors: Sequence[torch.Tensor], argument: str) -> None:
 def _do_all(jobs: Iterator[Callable[[], None]], threads: int) -> None:
     """Do jobs that this thread and some of the pool take from one iterator. Return, or raise the first error or an
     interrupt, once no thread is at work: the memory may go then."""
+    if threads == 1:
+        for job in jobs:
+            job()
+        return
     inference = torch.is_inference_mode_enabled()  # of a thread each, and says what may be written to
     taking, failures = threading.Lock(), list[BaseException]()
 

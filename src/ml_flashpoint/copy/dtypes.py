@@ -23,11 +23,7 @@ STORABLE_DTYPES: Final = frozenset(_NAMES)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a storable dtype, such as ``float32``.
-
-    Raises:
-        InvalidArgumentError: the dtype is not storable.
-    """
+    """Return the name of a dtype, such as ``float32``. Raises an `InvalidArgumentError` if it is not storable."""
     try:
         return _NAMES[dtype]
     except (KeyError, TypeError):
@@ -40,11 +36,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the dtype of this name.
-
-    Raises:
-        ObjectFormatError: this torch has none.
-    """
+    """Return the dtype of this name. Raises an `ObjectFormatError` if this torch has none."""
     try:
         return DTYPES[name]
     except KeyError:

@@ -29,14 +29,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 def copy_through_streams(
     targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], copy_on_host: CopyOnHost
 ) -> None:
-    """Copy every source into its target, some of which are on devices. Return when the bytes are there.
-
-    Args:
-        copy_on_host: copies between CPU tensors.
-
-    Raises:
-        SaveError: a CUDA graph is being captured.
-    """
+    """Copy every source into its target, some of which are on devices. Return when the bytes are there. Raises a
+    `SaveError` while a CUDA graph is being captured."""
     moves: dict[tuple[int, bool], list[Pair]] = {}  # by device, and whether they go down
     hosts: list[Pair] = []
     with contextlib.ExitStack() as stack:

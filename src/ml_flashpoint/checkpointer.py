@@ -472,7 +472,7 @@ class _Load:
         change = None
         if target.saved_by != ranks.world_size:
             keep = self._checkpointer.config.on_world_size_change == "keep"
-            change = Resharding(tracked, target, version, safe_globals=allowed, keep=keep)
+            change = Resharding(tracked, target, version, keep=keep)
             reports = ranks.gather(step(lambda: change.read(reader, metadata)))
             step(lambda: change.decide(reports))
         left = ranks.gather(json.dumps(target.left).encode())

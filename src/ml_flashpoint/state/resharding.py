@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import io
-import itertools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +23,7 @@ from ml_flashpoint.copy.dtypes import octets_of
 from ml_flashpoint.copy.tensors import is_plain_strided
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import ReshardError
-from ml_flashpoint.state.archive import SafeGlobal, load_archive, plain_modes, save_archive
+from ml_flashpoint.state.archive import load_archive, plain_modes, save_archive
 from ml_flashpoint.state.random_numbers import GeneratorState, new_seed, seed_of, seeded_rng_state
 from ml_flashpoint.state.tracked import RNG, Reader, TrackedLoad, TrackedState, packed_items
 
@@ -48,9 +47,7 @@ class Resharding:
 
     Args:
         tracked: what is loaded into.
-        target: the load, of another number of ranks.
-        version: what is loaded.
-        safe_globals: see `Flashpoint`.
+        target: the load, of a version of another number of ranks.
         keep: True if rank r takes what rank r modulo the old number had, whatever it is.
 
     Attributes:
@@ -58,25 +55,15 @@ class Resharding:
     """
 
     def __init__(
-        self,
-        tracked: TrackedState,
-        target: TrackedLoad,
-        version: CheckpointContainerId,
-        *,
-        safe_globals: Sequence[SafeGlobal],
-        keep: bool,
+        self, tracked: TrackedState, target: TrackedLoad, version: CheckpointContainerId, *, keep: bool
     ) -> None:
-        self._tracked, self._target, self._version = tracked, target, version
+        self._tracked, self._target, self._version, self._keep = tracked, target, version, keep
         self._functions = {} if keep else tracked.reshards
-        self._safe_globals, self._keep = tuple(safe_globals), keep
         self.states: dict[str, Any] = {}
 
     def read(self, reader: Reader, metadata: Metadata) -> bytes:
         """Read this rank's share, of ranks that saved: its own, and those that nobody has the number of any more.
-
-        Returns:
-            A report to the other ranks.
-        """
+        Return a report to the other ranks."""
         tracked, target = self._tracked, self._target
         share = range(tracked.rank, target.saved_by, tracked.world_size)
         if state := tracked.of_ranks(metadata, share):
@@ -86,13 +73,11 @@ class Resharding:
                 reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
         report: list[_Had] = []
         for rank in share:
-            wanted = [
-                name for name in target.packed_by[rank] if name in tracked.names and name not in target.structured
-            ]
+            wanted = set(target.packed_by[rank]).intersection(tracked.names) - target.structured
             if rank == 0:  # of which new ranks get their seeds; the others have theirs
-                wanted.append(RNG)
+                wanted.add(RNG)
             for name, data in packed_items(reader, rank, wanted).items():
-                value = load_archive(data, name, path=str(self._version), allowed=self._safe_globals)
+                value = target.read(data, name)
                 if name == RNG:
                     report.append(_Had(name, rank, b"", seed_of(value), False, b""))
                     continue
@@ -108,22 +93,22 @@ class Resharding:
         Raises:
             ReshardError: there is state of which nobody says what becomes of it, or a function failed.
         """
-        tracked, target, path = self._tracked, self._target, str(self._version)
+        tracked, target, count = self._tracked, self._target, self._target.saved_by
         had: dict[str, dict[int, _Had]] = {}
-        for fields in itertools.chain.from_iterable(load_archive(blob, "report", path=path) for blob in reports):
-            had.setdefault(fields[0], {})[fields[1]] = _Had(*fields)
-        seed, saved = had.pop(RNG)[0].seed or 0, range(target.saved_by)
-        differ = [
-            n for n, by in sorted(had.items()) if len(by) < len(saved) or len({h.digest for h in by.values()}) > 1
-        ]
+        for blob in reports:
+            for fields in load_archive(blob, "report", path=str(self._version)):
+                had.setdefault(fields[0], {})[fields[1]] = _Had(*fields)
+        seed = had.pop(RNG)[0].seed or 0
+        digests = {name: [each.digest for each in by_rank.values()] for name, by_rank in sorted(had.items())}
+        differ = [name for name, each in digests.items() if len(each) < count or len(set(each)) > 1]
         functions = sorted(self._functions.keys() & had.keys())
         if self._keep:
             if lacking := sorted(name for name, by_rank in had.items() if target.source_rank not in by_rank):
                 raise ReshardError(f"rank {target.source_rank} had no state of {_listed(lacking)}", rank=tracked.rank)
         else:
-            alone = [name for name in differ if name not in functions and len(had[name]) == len(saved)]
+            alone = [name for name in differ if name not in functions and len(had[name]) == count]
             generators = {name: each for name in alone if isinstance(each := tracked.others.get(name), GeneratorState)}
-            self._check_decided({n: by for n, by in had.items() if n not in {*functions, *generators}}, differ)
+            self._check_decided(had, differ, decided={*functions, *generators})
             if target.source_rank != tracked.rank:
                 rank, step = tracked.rank, self._version.step or 0
                 self.states[RNG] = seeded_rng_state(seed, rank, step)
@@ -135,11 +120,13 @@ class Resharding:
         for name in functions:
             self.states[name] = self._resharded(name, had[name])
 
-    def _check_decided(self, had: Mapping[str, Mapping[int, _Had]], differ: Sequence[str]) -> None:
-        """Raise if state is a place in the data, or differs between the ranks that saved it."""
+    def _check_decided(
+        self, had: Mapping[str, Mapping[int, _Had]], differ: Sequence[str], *, decided: Collection[str]
+    ) -> None:
+        """Raise if any other state is a place in the data, or differs between the ranks that saved it."""
         undecided = {}
-        for name, by_rank in sorted(had.items()):
-            if any(each.is_place for each in by_rank.values()):
+        for name in sorted(had.keys() - decided):
+            if any(each.is_place for each in had[name].values()):
                 undecided[name] = "whose place in the data means something else now"
             elif name in differ:
                 undecided[name] = "which differs between the ranks that saved it"
@@ -167,10 +154,9 @@ class Resharding:
 
     def _resharded(self, name: str, by_rank: Mapping[int, _Had]) -> Any:
         """Call the function for an object's state, with the states of all ranks that saved."""
-        tracked, states = self._tracked, list[Any]()
-        options: Any = {"path": str(self._version), "allowed": self._safe_globals, "device_of": tracked.device_of()}
-        for rank in range(self._target.saved_by):
-            states.append(load_archive(by_rank[rank].archive, name, **options) if rank in by_rank else None)
+        tracked, target = self._tracked, self._target
+        archives = [by_rank[rank].archive if rank in by_rank else None for rank in range(target.saved_by)]
+        states = [None if archive is None else target.read(archive, name) for archive in archives]
         try:
             return tracked.reshards[name](states, tracked.rank, tracked.world_size)
         except Exception as error:

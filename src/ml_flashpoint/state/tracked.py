@@ -119,6 +119,7 @@ class TrackedLoad(DefaultLoadPlanner):
         saved_by: number of ranks that saved it.
         source_rank: the rank whose packed states this rank takes. states: these, by name.
         packed_by: names of the packed states, by the rank that saved them; only of another number of ranks.
+        read: makes a value of the bytes and the name of an item.
         touched: True once tensors may have been written to.
 
     Raises:
@@ -136,14 +137,13 @@ class TrackedLoad(DefaultLoadPlanner):
             raise LoadError("the checkpoint was not saved by a Flashpoint", rank=tracked.rank)
         self.saved_by, self.source_rank = len(names_by), tracked.rank % len(names_by)
         self.packed_by = names_by if self.saved_by != tracked.world_size else {}
-        self._read = partial(load_archive, path=path, allowed=allowed, device_of=tracked.device_of())
+        self.read = partial(load_archive, path=path, allowed=allowed, device_of=tracked.device_of())
         own = names_by.get(self.source_rank, set())
         saved = own.union(*self.packed_by.values())
-        self.state = tracked.places(metadata, reader, self.source_rank, self._read, saved)
+        self.state = tracked.places(metadata, reader, self.source_rank, self.read, saved)
         self.structured = tracked.structured(self.state)
-        wanted = own & {RNG, FROZEN, *tracked.names}
-        items = packed_items(reader, self.source_rank, wanted)
-        self.states = {name: self._read(data, name) for name, data in items.items()}
+        items = packed_items(reader, self.source_rank, own & {RNG, FROZEN, *tracked.names})
+        self.states = {name: self.read(data, name) for name, data in items.items()}
         self.touched = False
         with plain_modes():
             self.set_up_planner(self.state, metadata, is_coordinator=False)
@@ -164,7 +164,7 @@ class TrackedLoad(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Load an item that is no tensor."""
         fqn = read_item.dest_index.fqn
-        set_element(self.original_state_dict, self.mappings[fqn], self._read(value.getbuffer(), fqn))
+        set_element(self.original_state_dict, self.mappings[fqn], self.read(value.getbuffer(), fqn))
 
 
 class TrackedState:

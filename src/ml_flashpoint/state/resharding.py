@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ml_flashpoint.copy.dtypes import octets_of
 from ml_flashpoint.copy.tensors import is_plain_strided
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import ReshardError
+from ml_flashpoint.format.names import CheckpointContainerId
 from ml_flashpoint.state.archive import load_archive, plain_modes, save_archive
 from ml_flashpoint.state.random_numbers import GeneratorState, new_seed, seed_of, seeded_rng_state
 from ml_flashpoint.state.tracked import RNG, Reader, TrackedLoad, TrackedState, packed_items

@@ -237,28 +237,26 @@ class TrackedState:
         """Return the state: references to tensors, and packed copies of everything else. Raises a `SaveError` that
         names the object which cannot be packed."""
         state: dict[str, Any] = {name: tensors for name, each in self._modules.items() if (tensors := each.to_save())}
-        own: dict[str, PackedState] = {}
         named = {name: named_parameters(each.module) for name, each in self._modules.items()}
+        whole: dict[str, Any] = {}
         for name, optimizer in self._optimizers.items():
             if (structured := optimizer.to_save(named)) is not None:
                 state[name] = structured
             else:
-                own[name] = self._pack(name, optimizer.optimizer.state_dict)
-        for name, other in self.others.items():
-            own[name] = self._pack(name, other.state_dict)
+                whole[name] = optimizer.optimizer
+        own: dict[str, PackedState] = {}
+        for name, each in {**whole, **self.others}.items():
+            try:
+                own[name] = packed(each.state_dict(), name)
+            except SaveError:
+                raise
+            except Exception as error:  # of whatever kind a program raises
+                text = f"the state of {name!r} cannot be saved: {type(error).__name__}: {error}"
+                raise SaveError(text, rank=self.rank) from error
         own[RNG] = PackedState(capture_rng_state(), RNG)
-        frozen = {name: [each for each, p in pairs if not p.requires_grad] for name, pairs in named.items()}
+        frozen = {name: [n for n, parameter in pairs if not parameter.requires_grad] for name, pairs in named.items()}
         own[FROZEN] = PackedState(frozen, FROZEN)
         return {**state, PACKED: {self._key: own}}
-
-    def _pack(self, name: str, state_dict: Callable[[], Any]) -> PackedState:
-        try:
-            return packed(state_dict(), name)
-        except SaveError:
-            raise
-        except Exception as error:
-            text = f"the state of {name!r} cannot be saved: {type(error).__name__}: {error}"
-            raise SaveError(text, rank=self.rank) from error
 
     def expected_bytes(self) -> int:
         """Return the bytes of a rank's part when training is under way. Of what is replicated, each rank saves a share;
@@ -305,7 +303,17 @@ class TrackedState:
                 key = f"{name}.param_groups"
                 state[name] = optimizer.current(metadata, read(reader.read_items([key])[key], key))
                 lacking += optimizer.lacking
-        check_fit(state, metadata, without_state=without_state, lacking=lacking)
+        flat, _ = flatten_state_dict(dict(state))
+        entries = metadata.state_dict_metadata
+        missing = [*(key for key in flat if key not in entries), *lacking]
+        others = [text for key in flat if key in entries and (text := _difference(key, flat[key], entries[key]))]
+        if without_state or missing or others:
+            # What the checkpoint has too much is no difference by itself: another rank may have the place for it.
+            unexpected = _unplaced(metadata, state, flat)
+            told = [f"the checkpoint has no state of {', '.join(map(repr, without_state))}"] if without_state else []
+            told += [f"the checkpoint lacks {', '.join(missing)}"] if missing else []
+            told += [f"the checkpoint has {', '.join(unexpected)}, for which there is no place"] if unexpected else []
+            raise LoadError("; ".join([*told, *others]), hint=AS_SAVED)
         return state
 
     def of_ranks(self, metadata: Metadata, ranks: Iterable[int]) -> dict[str, Any]:
@@ -348,25 +356,6 @@ class TrackedState:
 
     def _places_in_data(self) -> list[PlaceInData]:
         return [other for other in self.others.values() if isinstance(other, PlaceInData)]
-
-
-def check_fit(
-    state: Mapping[str, Any], metadata: Metadata, *, without_state: Sequence[str], lacking: Sequence[str]
-) -> None:
-    """Raise a `LoadError` that lists all differences between what is to be loaded into and what the checkpoint has.
-
-    What the checkpoint has too much is no difference by itself: another rank may have the place for it.
-    """
-    flat, _ = flatten_state_dict(dict(state))
-    saved = metadata.state_dict_metadata
-    missing = [*(key for key in flat if key not in saved), *lacking]
-    others = [text for key, value in flat.items() if key in saved and (text := _difference(key, value, saved[key]))]
-    if without_state or missing or others:
-        unexpected = _unplaced(metadata, state, flat)
-        told = [f"the checkpoint has no state of {', '.join(map(repr, without_state))}"] if without_state else []
-        told += [f"the checkpoint lacks {', '.join(missing)}"] if missing else []
-        told += [f"the checkpoint has {', '.join(unexpected)}, for which there is no place"] if unexpected else []
-        raise LoadError("; ".join([*told, *others]), hint=AS_SAVED)
 
 
 def _unplaced(metadata: Metadata, structured: Collection[str], wanted: Collection[str]) -> list[str]:

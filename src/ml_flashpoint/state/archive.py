@@ -46,7 +46,7 @@ from ml_flashpoint.state.private import tree_leaves
 SafeGlobal = Callable[..., Any] | tuple[Callable[..., Any], str]
 
 _log = logging.getLogger(__name__)
-_INLINE_BYTES = 4096
+_INLINE_BYTES = 8192
 _SAFE_SINCE = "2.10"
 _HINT = "keep plain values in it, or list the type as safe_globals=[{}] where it is saved and loaded, if you trust it"
 
@@ -433,10 +433,12 @@ def _of_array(value: Any) -> Any:
         return _objects, (value.shape, list(value.flat))
     by_columns = value.flags.f_contiguous and not value.flags.c_contiguous
     value = value.T if by_columns else value
-    octets: Any = value.tobytes()
+    octets, described = value.tobytes(), describe_dtype(value.dtype)
     if len(octets) > _INLINE_BYTES:
-        octets = torch.frombuffer(bytearray(octets), dtype=torch.uint8)
-    return _array, (octets, describe_dtype(value.dtype), value.shape, by_columns)
+        tensor = torch.frombuffer(bytearray(octets), dtype=torch.uint8)
+        return _array, (tensor, described, value.shape, by_columns)
+    # Text, since the length of pickled bytes depends on what they are, and the next save is to be of the same size.
+    return _array, (octets.hex(), described, value.shape, by_columns)
 
 
 def _of_scalar(value: Any) -> Any:
@@ -485,7 +487,7 @@ def _leaf(*described: Any) -> Any:
 
 
 def _array(octets: Any, described: Any, shape: Any, by_columns: Any) -> Any:
-    octets = _exactly(octets).numpy().tobytes() if isinstance(octets, torch.Tensor) else octets
+    octets = bytes.fromhex(octets) if isinstance(octets, str) else _exactly(octets).numpy().tobytes()
     made = array_of(octets, described, shape)
     return made.T if by_columns else made
 

@@ -108,8 +108,8 @@ def freeze_parameters(module: nn.Module, names: Collection[str]) -> None:
 class ModuleState:
     """One tracked module: plain, compiled, or wrapped by DDP, FSDP2 or FSDP, or with DTensors for parameters."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name, self.module = name, module
         self._names: dict[str, str] = {}  # the module's own names, by plain ones
 
     @functools.cached_property
@@ -132,17 +132,17 @@ class ModuleState:
     def current(self) -> _State:
         """Return the state dict, of references; also what a checkpoint is loaded into. Extra state that is no tensor is
         packed, as it has no names."""
-        if self.is_flat:  # FSDP's own `state_dict()` gathers everything
-            with plain_modes():
+        with plain_modes():
+            if self.is_flat:  # FSDP's own `state_dict()` gathers everything
                 own = get_model_state_dict(self.module)
-            names = list(map(_plain, own))
-        else:
-            module = _unwrapped(self.module)
-            own = module.state_dict()
-            names = _plain_names(module, own)
+                names = list(map(_plain, own))
+            else:
+                module = _unwrapped(self.module)
+                own = module.state_dict()
+                names = _plain_names(module, own)
         self._names = dict(zip(names, own, strict=True))
         return {
-            name: value if isinstance(value, torch.Tensor) else packed(value, name)
+            name: value if isinstance(value, torch.Tensor) else packed(value, f"{self.name}.{name}")
             for name, value in zip(names, own.values(), strict=True)
         }
 

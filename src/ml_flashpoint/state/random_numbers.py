@@ -18,7 +18,7 @@ from ml_flashpoint.copy import cuda
 
 
 def capture_rng_state() -> dict[str, Any]:
-    """Return the state of all global generators: new plain values, arrays and bytes, tensors of CUDA devices.
+    """Return the state of all global generators: new plain values and arrays, tensors of CUDA devices.
 
     CUDA generators are left out while CUDA is not in use by this process: nothing was drawn from them.
     """
@@ -26,7 +26,7 @@ def capture_rng_state() -> dict[str, Any]:
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),
-        "torch": torch.get_rng_state().numpy().tobytes(),
+        "torch": torch.get_rng_state().numpy(),
         "cuda": torch.cuda.get_rng_state_all() if in_use else [],
         "device": torch.cuda.current_device() if in_use else None,
     }
@@ -45,7 +45,7 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
         return
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
-    torch.set_rng_state(_tensor(state["torch"]))
+    torch.set_rng_state(torch.from_numpy(state["torch"]))
     saved = state["cuda"]
     if not saved:  # nor is CUDA asked about anything, in a job without
         return
@@ -58,10 +58,6 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(each, device)
     if not cuda.in_use() and before is not None and cuda.device_count():
         torch.cuda.set_rng_state(saved[before], "cuda")  # whichever is the current one then
-
-
-def _tensor(octets: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(octets), dtype=torch.uint8)
 
 
 class RestoredRng:
@@ -87,7 +83,7 @@ def new_seed(saved: int, rank: int, step: int, what: str) -> int:
 def seed_of(state: Mapping[str, Any]) -> int:
     """Return the seed of torch's CPU generator, by a state that :func:`capture_rng_state` took."""
     generator = torch.Generator("cpu")
-    generator.set_state(_tensor(state["torch"]))
+    generator.set_state(torch.from_numpy(state["torch"]))
     return generator.initial_seed()
 
 

@@ -210,7 +210,7 @@ class TrackedState:
         self._given.append(given)
         self.names += (name,)
         if isinstance(value, nn.Module):
-            self._modules[name] = ModuleState(value)
+            self._modules[name] = ModuleState(name, value)
         elif isinstance(value, Optimizer):
             self._optimizers[name] = OptimizerState(name, value, self._modules)
         else:
@@ -288,8 +288,7 @@ class TrackedState:
             source_rank: the rank whose packed states this rank takes. names: of all packed states.
         """
         structured = {key.partition(".")[0] for key in metadata.state_dict_metadata} - {PACKED}
-        with plain_modes():
-            current = {name: module.current() for name, module in self._modules.items()}
+        current = {name: module.current() for name, module in self._modules.items()}
         # A module without any parameter or buffer leaves no trace in a checkpoint.
         saved = names | structured
         without_state = sorted({*self._optimizers, *self.others} - saved)

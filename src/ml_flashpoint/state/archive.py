@@ -437,8 +437,8 @@ def _of_array(value: Any) -> Any:
     if len(octets) > _INLINE_BYTES:
         tensor = torch.frombuffer(bytearray(octets), dtype=torch.uint8)
         return _array, (tensor, described, value.shape, by_columns)
-    # Text, since the length of pickled bytes depends on what they are, and the next save is to be of the same size.
-    return _array, (octets.hex(), described, value.shape, by_columns)
+    # Text, since pickled bytes are longer or shorter by what they are. In capitals: `_GLOBALS` looks for a small c.
+    return _array, (octets.hex().upper(), described, value.shape, by_columns)
 
 
 def _of_scalar(value: Any) -> Any:

@@ -245,9 +245,9 @@ class TrackedState:
             else:
                 whole[name] = optimizer.optimizer
         own: dict[str, PackedState] = {}
-        for name, each in {**whole, **self.others}.items():
+        for name, other in {**whole, **self.others}.items():
             try:
-                own[name] = packed(each.state_dict(), name)
+                own[name] = packed(other.state_dict(), name)
             except SaveError:
                 raise
             except Exception as error:  # of whatever kind a program raises
@@ -287,7 +287,8 @@ class TrackedState:
         Args:
             source_rank: the rank whose packed states this rank takes. names: of all packed states.
         """
-        structured = {key.partition(".")[0] for key in metadata.state_dict_metadata} - {PACKED}
+        entries = metadata.state_dict_metadata
+        structured = {key.partition(".")[0] for key in entries} - {PACKED}
         current = {name: module.current() for name, module in self._modules.items()}
         # A module without any parameter or buffer leaves no trace in a checkpoint.
         saved = names | structured
@@ -300,10 +301,10 @@ class TrackedState:
         for name, optimizer in self._optimizers.items():
             if name in structured:
                 key = f"{name}.param_groups"
-                state[name] = optimizer.current(metadata, read(reader.read_items([key])[key], key))
+                groups = read(reader.read_items([key])[key], key) if key in entries else []
+                state[name] = optimizer.current(metadata, groups)
                 lacking += optimizer.lacking
         flat, _ = flatten_state_dict(dict(state))
-        entries = metadata.state_dict_metadata
         missing = [*(key for key in flat if key not in entries), *lacking]
         others = [text for key in flat if key in entries and (text := _difference(key, flat[key], entries[key]))]
         if without_state or missing or others:

@@ -277,12 +277,8 @@ class Share:
         self._addresses: list[int] = []
 
     def capture(self, tree: Tree) -> Captured:
-        """Take what is written out of a state.
-
-        Raises:
-            NotStagedError: a tensor has no data.
-            SaveError: checkpoints have no place for a tensor of such a kind.
-        """
+        """Take what is written out of a state. Raises a `NotStagedError` if a tensor has no data, a `SaveError` if
+        checkpoints have no place for a tensor of such a kind."""
         plan, sources = self._plan, self._sources
         tensors: Sequence[torch.Tensor] = () if plan is None else plan.tensors(tree)
         if plan is not None:
@@ -337,11 +333,6 @@ class Share:
     def named(
         self, captured: Captured, copies: Sequence[torch.Tensor], encode: Callable[[Any, str], bytes]
     ) -> tuple[list[tuple[str, torch.Tensor]], list[tuple[str, bytes]]]:
-        """Return the items under their names: tensors and bytes.
-
-        Args:
-            copies: of ``captured.tensors``.
-            encode: makes bytes of a value with a name.
-        """
+        """Return the items under their names: tensors, which ``copies`` are of, and what ``encode`` makes of values."""
         tensors = [(self.keys[number], copies[index]) for number, index in captured.plan.numbers.items()]
         return tensors, [(self.keys[number], encode(*value)) for number, value in captured.values.items()]

@@ -46,8 +46,6 @@ class Resharding:
     """The decision about one version, on one rank. :meth:`read`, then :meth:`decide`.
 
     Args:
-        tracked: what is loaded into.
-        target: the load, of a version of another number of ranks.
         keep: True if rank r takes what rank r modulo the old number had, whatever it is.
 
     Attributes:
@@ -88,11 +86,8 @@ class Resharding:
         return save_archive([tuple(each) for each in report], "report")
 
     def decide(self, reports: Sequence[bytes]) -> None:
-        """Decide, as every rank does, and call the functions.
-
-        Raises:
-            ReshardError: there is state of which nobody says what becomes of it, or a function failed.
-        """
+        """Decide, as every rank does, and call the functions. Raises a `ReshardError` if there is state of which nobody
+        says what becomes of it, or a function failed."""
         tracked, target, count = self._tracked, self._target, self._target.saved_by
         had: dict[str, dict[int, _Had]] = {}
         for blob in reports:

@@ -16,7 +16,6 @@ from ml_flashpoint.checkpointer import Checkpointer
 from ml_flashpoint.config import Config
 from ml_flashpoint.data import LoaderBatches, Loaders, Through
 from ml_flashpoint.engine.recovery import KeptVersion
-from ml_flashpoint.engine.schedule import checked_every
 from ml_flashpoint.engine.signals import answer_sigterm
 from ml_flashpoint.format.arguments import (
     checked_base,
@@ -86,7 +85,7 @@ class Flashpoint:
         config: Config | None = None,
         **settings: Any,
     ) -> None:
-        every_n_steps = checked_every(every_n_steps)
+        every_n_steps = checked_integer("every_n_steps", every_n_steps, 1)
         self._every, self._strict = every_n_steps, checked_bool("strict", strict)
         on_event = checked_callable("on_event", on_event, "of one event")
         if config is not None and settings:
@@ -124,7 +123,7 @@ class Flashpoint:
             self._tracking_ended = True
         if saves:
             hint = "call resume() before the first step, or construct with discard_existing=True"
-            self._checkpointer.check_asked("resume()", hint=hint)
+            self._checkpointer.check_usable("resume()", hint=hint)
 
     # ---- what is saved ------------------------------------------------------------------------------------
 

@@ -21,14 +21,14 @@ from typing import Any
 import torch
 
 from ml_flashpoint.copy.cpu import Piece, copy_all, cpu_clones, cut, view_identity
-from ml_flashpoint.copy.dtypes import described, dtype_name, torch_dtype
-from ml_flashpoint.copy.late import LateCopy
+from ml_flashpoint.copy.dtypes import DTYPES, described, dtype_name
+from ml_flashpoint.copy.overlap import LateCopy
 from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, SaveError
 from ml_flashpoint.format.manifest import ObjectRecord
 from ml_flashpoint.format.object_format import Entry, Layout, layout_from_entries, plan_layout, with_byte_items
 from ml_flashpoint.memory.pool import slot_size
 from ml_flashpoint.memory.slot import Slot, round_up
-from ml_flashpoint.state.tree import elements
+from ml_flashpoint.state.plan import elements
 
 _log = logging.getLogger(__name__)
 
@@ -237,7 +237,7 @@ def _wastes(nbytes: int, part: Part) -> bool:
 
 
 def _view(slot: Slot, entry: Entry) -> torch.Tensor:
-    return slot.view(entry.begin, entry.end, torch_dtype(entry.dtype), entry.shape)
+    return slot.view(entry.begin, entry.end, DTYPES[entry.dtype], entry.shape)
 
 
 def _planned(

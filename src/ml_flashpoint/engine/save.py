@@ -35,7 +35,7 @@ from ml_flashpoint.ranks.rank_group import RankGroup
 if TYPE_CHECKING:
     import torch
 
-    from ml_flashpoint.copy.late import LateCopy
+    from ml_flashpoint.copy.overlap import LateCopy
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ml_flashpoint import events
 from ml_flashpoint.config import Config
 from ml_flashpoint.engine.board import Board
-from ml_flashpoint.engine.copying import Copies, HeldCopies
+from ml_flashpoint.engine.copying import Copies
 from ml_flashpoint.engine.persist import Persister, PersistHealth
 from ml_flashpoint.engine.reader import VersionReader
 from ml_flashpoint.engine.recovery import Found, KeptVersion, Recovery, RecoveryReport
@@ -145,8 +145,7 @@ class Checkpointer:
         stack.callback(self._status.close)
         self._held: dict[int, Pool] = {}
         self._pool = self._together(partial(self._pools, stack))
-        self._held_copies = HeldCopies(self.container, self._held)
-        self._copies = Copies(ranks, self.strategy, self._held_copies)
+        self._copies = Copies(ranks, self.strategy, self.container, self._held)
         stack.callback(self._copies.close)
         self._store = open_store(ranks)
         stack.callback(self._store.close)
@@ -284,7 +283,8 @@ class Checkpointer:
 
     def _heard(self, verdict: Verdict) -> None:
         """Take a verdict into use. On the board's thread."""
-        self._recovery.heard(verdict)
+        if verdict.total and not self._recovery.is_marked:
+            self._recovery.mark()
         if self._persister is not None:  # before anybody learns that the save is verified
             self._persister.heard(verdict)
         self._saves.heard(verdict)
@@ -340,8 +340,7 @@ class Checkpointer:
 
     def _find(self, wanted: int | None) -> CheckpointContainerId | None:
         self.check_usable()
-        board = self._saves.board
-        retained = frozenset() if board is None else board.retained
+        retained = frozenset() if (board := self._saves.board) is None else board.retained
         self._found = self._recovery.find(wanted, excluded=self._excluded, retained=retained)
         return None if self._found is None else self.id(self._found.save.step)
 
@@ -365,7 +364,7 @@ class Checkpointer:
 
     def _begin_run(self, chosen: Found | None) -> None:
         persist, saves = self.config.persist, self._saves
-        self._held_copies.end()
+        self._copies.end()
         run, verdict = self._recovery.record(chosen)
         self._pool.remove_left(verdict.retained, () if verdict.recovered is None else (verdict.recovered,))
         board = Board(
@@ -375,7 +374,7 @@ class Checkpointer:
             connect=lambda: self._store.connect(f"run-{run}"),
             push=self._push,
             heard=self._heard,
-            also=self.replicas.answer,
+            also=self.replicas.answer if self.ranks.world_size > 1 else None,
             emit=self._emit,
             persist_every=0 if persist is None else persist.every,
             persister_is_busy=lambda: self._persister is not None and self._persister.is_busy,
@@ -385,7 +384,7 @@ class Checkpointer:
         if self._persister is not None:
             self._persister.heard(verdict)
         # Before a board pushes what was recovered.
-        self._held_copies.serve(run, board.hear, lambda: board.retained)
+        self._copies.serve(run, board.hear, lambda: board.retained)
         self.ranks.together(board.start, SaveError("another rank cannot begin the run; its log says why"))
         self.phase = Phase.RUNNING
 
@@ -405,15 +404,13 @@ class Checkpointer:
     def latest(self) -> CheckpointContainerId | None:
         """Find and bring the newest version (`newest`) and go on from it (`go_on_from`). Collective."""
         self.reconsider()
-        found = self.newest()
-        self.go_on_from(found)
+        self.go_on_from(found := self.newest())
         return found
 
     def go_back(self, step: int) -> CheckpointContainerId:
         """Bring the version of a step (`bring`) and go on from it (`go_on_from`). Collective."""
         self.reconsider()
-        found = self.bring(step)
-        self.go_on_from(found)
+        self.go_on_from(found := self.bring(step))
         return found
 
     def discard(self, version: CheckpointContainerId) -> None:
@@ -449,8 +446,7 @@ class Checkpointer:
     @property
     def board_error(self) -> str | None:
         """The reason why nothing new can be verified now; None while the board works."""
-        board = self._saves.board
-        return None if board is None else board.error
+        return None if (board := self._saves.board) is None else board.error
 
     @property
     def is_closed(self) -> bool:

@@ -14,13 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from ml_flashpoint.ddict.client.codec import encode
-from ml_flashpoint.ddict.client.shared_memory import ValueWriter, object_blobs, object_size, read_object, read_value
+from ml_flashpoint.ddict.client.values import ValueWriter, encode, object_blobs, object_size, read_object, read_value
 from ml_flashpoint.ddict.errors import StaleValueError
 from ml_flashpoint.ddict.links import allow_many_files
 from ml_flashpoint.ddict.manager.shard import StoredValue
-from ml_flashpoint.ddict.manager.slots import ValueSlots, in_pieces
-from ml_flashpoint.ddict.manager.store import PartStore
+from ml_flashpoint.ddict.manager.store import PartStore, ValueSlots, in_pieces
 from ml_flashpoint.format.digest import block_count
 from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, JobInUseError, ObjectFormatError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
@@ -270,7 +268,7 @@ def test_no_room_is_a_typed_error_and_no_leak(small_tmpfs: Path) -> None:
 def test_values_from_another_node_are_filled_in(
     slots: ValueSlots, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
 ) -> None:
-    monkeypatch.setattr("ml_flashpoint.ddict.manager.slots._PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr("ml_flashpoint.ddict.manager.store._PIECE_BYTES", piece_bytes)
     value = {"a": torch.randn(COUNT), "b": np.arange(10)}
     encoded = encode(value)
     room = slots.allocate(object_size(encoded))

@@ -20,15 +20,19 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from safetensors.torch import load_file
 
-from ml_flashpoint.ddict.client.codec import INLINE_LIMIT, Encoded, encode, from_inline, to_inline
-from ml_flashpoint.ddict.client.shared_memory import (
+from ml_flashpoint.ddict.client.values import (
+    INLINE_LIMIT,
+    Encoded,
+    encode,
+    from_inline,
     object_blobs,
     object_size,
     read_object,
+    to_inline,
     write_object,
 )
 from ml_flashpoint.ddict.errors import StaleValueError
-from ml_flashpoint.ddict.manager.slots import check_header, inline_number, number_to_inline
+from ml_flashpoint.ddict.manager.store import check_header, inline_number, number_to_inline
 from ml_flashpoint.format.errors import CapacityError, DamagedError, FlashpointError, InvalidArgumentError
 from ml_flashpoint.format.object_format import encode_header, parse_header, plan_layout
 

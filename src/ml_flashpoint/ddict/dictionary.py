@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeAlias
 
-from ml_flashpoint.ddict.client import codec
+from ml_flashpoint.ddict.client import values
 from ml_flashpoint.ddict.client.handle import Batch, Handle
 from ml_flashpoint.ddict.errors import (
     DDictError,
@@ -208,7 +208,7 @@ class DDict(MutableMapping[Any, Any]):
         Whatever else changes the key later (`put`, `update`, `fetch_add`, `pop`, `del`), does so at every manager, too.
         """
         deadline = self._begin()
-        encoded_key, encoded = encode_key(key), codec.encode(value)
+        encoded_key, encoded = encode_key(key), values.encode(value)
         for manager in self._access.managers:
             self._access.write(manager, encoded_key, encoded, BROADCAST, deadline=deadline)
 
@@ -233,11 +233,11 @@ class DDict(MutableMapping[Any, Any]):
 
     def _put(self, batch: Batch | None, key: Any, value: Any, deadline: float, flags: int = 0) -> None:
         manager, encoded_key = self._access.located(key)
-        encoded = codec.encode(value)
+        encoded = values.encode(value)
         if batch is not None:
             if encoded.inline and not flags:
                 self._access.check_writable()
-                batch.add(manager, encoded_key, codec.to_inline(encoded), deadline)
+                batch.add(manager, encoded_key, values.to_inline(encoded), deadline)
                 return
             batch.discard(manager, encoded_key)
         self._access.write(manager, encoded_key, encoded, flags, deadline=deadline)
@@ -296,7 +296,7 @@ class DDict(MutableMapping[Any, Any]):
             try:
                 return self._access.get(manager, encoded_key, deadline=deadline).value
             except DDictKeyError:
-                if self._access.write(manager, encoded_key, codec.encode(default), expected=0, deadline=deadline):
+                if self._access.write(manager, encoded_key, values.encode(default), expected=0, deadline=deadline):
                     return default
 
     def fetch_add(self, key: Any, amount: float = 1, default: float = 0) -> float:

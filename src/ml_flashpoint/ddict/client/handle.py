@@ -20,7 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from ml_flashpoint.ddict.client import codec, shared_memory
+from ml_flashpoint.ddict.client import values
 from ml_flashpoint.ddict.client.keepalive import Client, Standing, await_leaves, client_of
 from ml_flashpoint.ddict.errors import (
     REQUESTS,
@@ -175,8 +175,7 @@ class Handle:
             time.sleep(_PAUSE_S)  # there is no event for a manager that is behind
 
     def in_one_epoch(self, make: Callable[[], _Result], deadline: float) -> _Result:
-        """Make several requests, all in one epoch: what they find is of one cut. ``make``: makes them; again, if an
-        epoch began in their midst. Raises `DDictTimeoutError`: epochs began all the time."""
+        """Make several requests, all in one epoch: what they find is of one cut."""
         while True:
             epoch = self.standing.epoch
             found = make()
@@ -253,8 +252,7 @@ class Handle:
         again: bool,
         flags: int = 0,
     ) -> _Result:
-        """Write at one manager. With `PERSISTENT`, the write belongs to no checkpoint, and does not make this a writing
-        handle. Raises `DDictWritesLostError`: what this handle wrote before is lost, and it has not gone back yet."""
+        """Write at one manager."""
         standing, flags = self.standing, flags | (0 if self.only is None else DIRECT)
         at, epoch = -1, standing.epoch
         self.check_writable()
@@ -283,8 +281,7 @@ class Handle:
     # ---- one key ------------------------------------------------------------------------------------------
 
     def get(self, manager: int, key: bytes, *, deadline: float, copy: bool = False, wait: bool = False) -> Found:
-        """Read a key at one manager; ``wait``: for the key to be written, if the dictionary does. Raises `DDictError`:
-        the value cannot be made here."""
+        """Read a key at one manager; ``wait``: for the key to be written, if the dictionary does."""
         try:
             return self._get(manager, key, deadline=deadline, copy=copy, wait=wait)
         except FlashpointError:
@@ -305,14 +302,14 @@ class Handle:
         return self.call(manager, request, deadline)
 
     def write(
-        self, manager: int, key: bytes, encoded: codec.Encoded, flags: int = 0, *, expected: int = -1, deadline: float
+        self, manager: int, key: bytes, encoded: values.Encoded, flags: int = 0, *, expected: int = -1, deadline: float
     ) -> bool:
         """Write a key at one manager. Returns false if ``expected`` is not the number of the key's entry (0: none)."""
 
         def put(exchange: Exchange, whose: Whose, flags: int) -> dict[str, Any]:
             told = Put(whose, flags, "", expected)
             if encoded.inline:
-                return exchange.request(told, key, codec.to_inline(encoded)).fields
+                return exchange.request(told, key, values.to_inline(encoded)).fields
             return self._put_large(exchange, key, encoded, told)
 
         again = expected < 0  # a conditional write that was done would fail the second time
@@ -340,14 +337,14 @@ class Handle:
         encoded = encode_key(key)
         return place(encoded, self.configuration.managers) if self.only is None else self.only, encoded
 
-    def _put_large(self, exchange: Exchange, key: bytes, encoded: codec.Encoded, told: Put) -> dict[str, Any]:
-        size = shared_memory.object_size(encoded)
+    def _put_large(self, exchange: Exchange, key: bytes, encoded: values.Encoded, told: Put) -> dict[str, Any]:
+        size = values.object_size(encoded)
         reserved = exchange.request(Allocate(told.whose, size), key).fields
         value_id = reserved["v"]
         told = told._replace(value_id=value_id)
         try:
             if not exchange.local:
-                blobs = shared_memory.object_blobs(encoded, reserved["size"], value_id)
+                blobs = values.object_blobs(encoded, reserved["size"], value_id)
                 return exchange.request(told, key, *blobs).fields
             with self.client.writer.writing(reserved["path"], value_id) as write:
                 write(encoded)
@@ -445,9 +442,7 @@ class Handle:
     # ---- checkpoints --------------------------------------------------------------------------------------
 
     def move(self, checkpoint_id: int, deadline: float, *, onwards: bool = False) -> None:
-        """Go to another checkpoint; with ``onwards``, or to the next one that nobody has skipped. Raises
-        `DDictWritesLostError`: what this handle wrote is lost, and it has not gone back yet; `DDictTimeoutError`: an
-        older checkpoint cannot retire, as others have not done their part in time."""
+        """Go to another checkpoint; with ``onwards``, or to the next one that nobody has skipped."""
         with self._turn(deadline):
             self.standing.check_whole()
             self._finish_rollback(deadline)
@@ -475,8 +470,7 @@ class Handle:
         standing.astray = False
 
     def rollback(self, to: int, *, discard: bool, deadline: float) -> None:
-        """Go back to a checkpoint, and discard what this handle wrote above it. If a manager cannot be reached,
-        whatever the handle does next begins with finishing this."""
+        """Go back to a checkpoint, and discard what this handle wrote above it."""
         with self._turn(deadline):
             if to <= self.standing.checkpoint_id:
                 if discard or self.standing.lost is not None:
@@ -515,10 +509,7 @@ class Handle:
             )
 
     def await_commit(self, checkpoint_id: int, deadline: float, *, if_written: bool = False) -> int:
-        """Wait until a checkpoint is committed. Returns the newest that is. ``if_written``: do not wait where nobody
-        writes. Raises `InvalidArgumentError`: this handle writes there, or below, so it would wait for itself;
-        `DDictWritesLostError`: what this handle wrote is lost, so it will not be; `DDictTimeoutError`: it was not in
-        time."""
+        """Wait until a checkpoint is committed. Returns the newest that is."""
         with self._turn(deadline):  # to the end: what is heard is of where the handle is now
             self.standing.check_whole()
             self._finish_rollback(deadline)
@@ -579,12 +570,12 @@ class Handle:
 
 def _found(fields: dict[str, Any], blobs: Sequence[bytes], copy: bool) -> Found:
     if "path" in fields:
-        value = shared_memory.read_value(fields["path"], fields["v"], copy=copy)
+        value = values.read_value(fields["path"], fields["v"], copy=copy)
     elif "v" in fields:
         whole = blobs[0] if len(blobs) == 1 else bytearray().join(blobs)
-        value = shared_memory.read_object(whole, fields["v"], copy=copy, file_size=fields["size"])
+        value = values.read_object(whole, fields["v"], copy=copy, file_size=fields["size"])
     else:
-        value = codec.from_inline(blobs[0], copy=copy)
+        value = values.from_inline(blobs[0], copy=copy)
     return Found(value, fields["s"])
 
 
@@ -601,8 +592,7 @@ class Batch:
         self._bytes: Counter[int] = Counter()
 
     def add(self, manager: int, key: bytes, inline: bytes, deadline: float) -> None:
-        """Collect a write; sends what there is for this manager if that is much. ``inline``: the value, by
-        `codec.to_inline`. Raises `FlashpointError`: what was sent could not be written."""
+        """Collect a write; sends what there is for this manager if that is much."""
         self._items[manager][key] = inline
         self._bytes[manager] += len(key) + len(inline)
         if len(self._items[manager]) >= _MOST or self._bytes[manager] >= _MOST_BYTES:
@@ -613,8 +603,7 @@ class Batch:
         self._items[manager].pop(key, None)
 
     def flush(self, deadline: float) -> None:
-        """Send everything. Raises `FlashpointError`: some of it could not be written. That stays, to be sent again,
-        unless it is `DDictWritesLostError`: then all is lost with what the handle has written before."""
+        """Send everything."""
         try:
             for manager in list(self._items):
                 self._send(manager, deadline)
@@ -656,10 +645,8 @@ _leaves_at_exit = 0  # process that has said that it does
 
 
 def _leave_at_exit() -> None:
-    """Have the handles of this process say that they leave when it ends in an orderly way: what they wrote counts then.
-
-    By `multiprocessing`, whose children run nothing else at their end; in other processes it is run by `atexit`.
-    """
+    """Have the handles of this process say that they leave when it ends in an orderly way: what they wrote counts
+    then."""
     global _leaves_at_exit
     if _leaves_at_exit != os.getpid():
         _leaves_at_exit = os.getpid()

@@ -15,7 +15,7 @@ import time
 import weakref
 from typing import Any
 
-from ml_flashpoint.ddict.client.shared_memory import ValueWriter
+from ml_flashpoint.ddict.client.values import ValueWriter
 from ml_flashpoint.ddict.errors import (
     DDictCheckpointRetiredError,
     DDictDestroyedError,
@@ -71,8 +71,7 @@ class Standing:
         return self.joined or self.astray or self.going_back is not None or self.written != Written()
 
     def whose(self, *, writes: bool = False) -> Whose:
-        """Return whose a request is. Raises `StaleRequestError`: it has to be told something first; or it ``writes``,
-        and has to go back."""
+        """Return whose a request is."""
         with self._lock:
             if self.untold is not None or (writes and (self.lost is not None or self.going_back is not None)):
                 raise StaleRequestError("this handle has something else to do first")
@@ -187,8 +186,7 @@ class Keepalive:
         _keepalives.add(self)
 
     def begin(self, deadline: float) -> None:
-        """Have a session. Raises `DDictManagerLostError`: the coordinator is not there, or has as many as it can
-        take."""
+        """Have a session."""
         with self._lock:
             if not self._threads:
                 self._threads = [

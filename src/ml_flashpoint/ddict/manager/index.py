@@ -45,8 +45,7 @@ def plan_object(index_bytes: int, segment_bytes: int) -> Layout:
 
 
 def split_object(data: memoryview, file_size: int, path: str) -> tuple[memoryview, memoryview]:
-    """Index and segment of the object of a snapshot; views. ``data``: the object, up to its used size. ``file_size``:
-    bytes of its whole file. Raises `DamagedError`: it is not such an object."""
+    """Index and segment of the object of a snapshot; views. ``data``: the object, up to its used size."""
     entries = parse_header(data, file_size, path).layout.by_key
     found = []
     for key in ("index", "segment"):
@@ -155,8 +154,7 @@ NO_SNAPSHOT: Final = BuiltSnapshot(PartRef("", -1), (), frozenset(), frozenset()
 
 
 def fold(indices: Iterable[Index]) -> list[IndexEntry]:
-    """Return what the last of these says: a full one, and those of its chain after it. Raises `DamagedError`: these are
-    no chain."""
+    """Return what the last of these says: a full one, and those of its chain after it."""
     found: dict[bytes, IndexEntry] = {}
     chain: list[PartRef] = []
     for index in indices:
@@ -189,8 +187,7 @@ def encode_index(index: Index) -> bytes:
 
 
 def decode_index(data: memoryview, own: PartRef, manager: int, managers: int, path: str) -> Index:
-    """Return what `encode_index` made `data` from. ``own``: the part that it is in. ``manager``, ``managers``: whose it
-    must be, of how many. Raises `DamagedError`: it is no index, or another one's."""
+    """Return what `encode_index` made `data` from. ``own``: the part that it is in."""
     try:
         if bytes(data[: len(_BEGIN)]) != _BEGIN:
             raise ValueError("it was written by another version, or is none")

@@ -24,9 +24,8 @@ from ml_flashpoint.ddict.errors import (
 from ml_flashpoint.ddict.links import Links, allow_many_files, locator
 from ml_flashpoint.ddict.manager.parts import PersistedParts
 from ml_flashpoint.ddict.manager.shard import ENTRY_BYTES, Entry, Shard
-from ml_flashpoint.ddict.manager.slots import ValueSlots
 from ml_flashpoint.ddict.manager.snapshots import Snapshots
-from ml_flashpoint.ddict.manager.store import PartStore, part_ref
+from ml_flashpoint.ddict.manager.store import PartStore, ValueSlots, part_ref
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
 from ml_flashpoint.ddict.wire import requests as asked
 from ml_flashpoint.ddict.wire.fence import Fence
@@ -125,8 +124,7 @@ class Manager:
     # ---- life ---------------------------------------------------------------------------------------------
 
     def begin_at(self, addresses: Sequence[Address]) -> None:
-        """Begin, reached at these addresses. One that was restarted is ready when the epoch has begun that it asks
-        for."""
+        """Begin, reached at these addresses."""
         if self._restarted:
             threading.Thread(target=self._return, args=(addresses,), name="ddict-return", daemon=True).start()
         else:
@@ -252,8 +250,7 @@ class Manager:
 
     def make_room(self, nbytes: int, key: bytes, checkpoint_id: int, writer: str, deadline: float) -> None:
         """Wait a moment for checkpoints that are about to retire, if there is no room for a value in place of what its
-        put replaces; under the lock, which is let go of meanwhile: look at the shard after this, not before. Raises
-        `DDictFullError`: there still is no room."""
+        put replaces; under the lock, which is let go of meanwhile: look at the shard after this, not before."""
         limit = self.rules.limit_bytes
         nbytes += ENTRY_BYTES + len(key)
 
@@ -271,8 +268,7 @@ class Manager:
             )
 
     def wait_for(self, holds: Callable[[], bool], deadline: float, is_gone: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until ``holds()``; under the lock, which is let go of meanwhile. Returns whether it does. ``is_gone``:
-        whether nobody waits for the answer any more. Raises `StaleEpochError`: another epoch has begun meanwhile."""
+        """Wait until ``holds()``; under the lock, which is let go of meanwhile. Returns whether it does."""
         self.waiting += 1
         epoch = self.epoch
         try:
@@ -301,15 +297,13 @@ class Manager:
     # ---- epochs -------------------------------------------------------------------------------------------
 
     def check_epoch(self, epoch: object) -> None:
-        """Refuse what belongs to another epoch; under the lock. Raises `StaleEpochError`: this does;
-        `DDictManagerLostError`: this manager is lost, and begins none."""
+        """Refuse what belongs to another epoch; under the lock."""
         if epoch != self.epoch:
             at = f"is in epoch {self.epoch}" if self.epoch >= 0 else "has not begun any epoch yet"
             raise self._lost or StaleEpochError(f"manager {self.number} {at}", manager=self.number)
 
     def begin(self, told: asked.Begin) -> None:
-        """Begin an epoch; see `Begin`. Raises `DDictManagerLostError`: this one was lost, and cannot go on from
-        there."""
+        """Begin an epoch; see `Begin`."""
         with self._begun:  # the coordinator may ask again before it has heard an answer
             if self._lost is not None:
                 raise self._lost
@@ -393,8 +387,7 @@ class Manager:
             self.snapshots.forget_after(told.committed)
 
     def seal(self, told: asked.Seal, deadline: float) -> str:
-        """Have verified copies of a prepared cut; returns the name of the snapshot's part. Raises `FlashpointError`:
-        not now."""
+        """Have verified copies of a prepared cut; returns the name of the snapshot's part."""
         with self.changed:
             self.check_epoch(told.epoch)
             entries = self._prepared(told.cut)

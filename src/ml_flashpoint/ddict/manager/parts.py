@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from ml_flashpoint.ddict.errors import DDictPersistError
 from ml_flashpoint.ddict.manager.index import INLINE, Index, IndexEntry, decode_index, encode_index, fold, gather
 from ml_flashpoint.ddict.manager.shard import BROADCAST, DIRECT, Entry, StoredValue
-from ml_flashpoint.ddict.manager.slots import ValueSlots, header_anew
-from ml_flashpoint.ddict.manager.store import PartRef
+from ml_flashpoint.ddict.manager.store import PartRef, ValueSlots, header_anew
 from ml_flashpoint.ddict.options import Configuration
 from ml_flashpoint.ddict.persistence import History, open_part, write_part
 from ml_flashpoint.ddict.wire.keys import described, place
@@ -75,8 +74,7 @@ class PersistedParts:
         return History(self._configuration)
 
     def write(self, version: Version, entries: Sequence[Entry]) -> None:
-        """Write this manager's part of an attempt, durably. Raise a `DDictPersistError` if that was begun before: the
-        request is a second one, and the first may still be at work, and remove its file when it fails."""
+        """Write this manager's part of an attempt, durably."""
         with self._lock:
             if version.save in self._begun:
                 text = "the part was begun before, for a request whose answer was lost"
@@ -110,13 +108,7 @@ class PersistedParts:
         self._read = None
 
     def read(self, version: Version) -> list[Entry]:
-        """Return the entries of a checkpoint that this manager is to have.
-
-        Raises:
-            DDictPersistError: several values of one key would come to one manager.
-            DamagedError: something is not what was written.
-            FlashpointError: it cannot be read, or there is no room.
-        """
+        """Return the entries of a checkpoint that this manager is to have."""
 
         @lru_cache(_OPEN_PARTS)
         def part_of(manager: int) -> StoredObject:

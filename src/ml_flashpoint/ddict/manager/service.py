@@ -28,7 +28,7 @@ from ml_flashpoint.ddict.errors import (
 )
 from ml_flashpoint.ddict.manager.manager import Manager
 from ml_flashpoint.ddict.manager.shard import BROADCAST, DIRECT, Entry, InlineValue, Value
-from ml_flashpoint.ddict.manager.slots import in_pieces, inline_number, number_to_inline
+from ml_flashpoint.ddict.manager.store import in_pieces, inline_number, number_to_inline
 from ml_flashpoint.ddict.wire import requests as asked
 from ml_flashpoint.ddict.wire.keys import MAX_KEY_BYTES, place
 from ml_flashpoint.ddict.wire.requests import Request, Result, Whose
@@ -122,8 +122,7 @@ class _Call:
             self.manager.fence.hear(whose.handle, whose.generation, self.manager.epoch)
 
     def check_change(self, whose: Whose) -> Fields:
-        """Refuse a change that came too late, or may not be made. Under the lock, just before the change. Return what
-        all changes answer."""
+        """Refuse a change that came too late, or may not be made. Under the lock, just before the change."""
         manager = self.manager
         manager.check_epoch(whose.epoch)
         manager.fence.hear(whose.handle, whose.generation, manager.epoch)

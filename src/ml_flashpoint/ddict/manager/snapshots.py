@@ -46,8 +46,7 @@ from ml_flashpoint.ddict.manager.index import (
     split_object,
 )
 from ml_flashpoint.ddict.manager.shard import Entry, StoredValue, Value
-from ml_flashpoint.ddict.manager.slots import ValueSlots, value_id_of
-from ml_flashpoint.ddict.manager.store import HeldPart, PartRef, PartStore, is_part
+from ml_flashpoint.ddict.manager.store import HeldPart, PartRef, PartStore, ValueSlots, is_part, value_id_of
 from ml_flashpoint.ddict.options import check_checkpoint_id, next_number
 from ml_flashpoint.ddict.wire.requests import DropCopies, Hello, Request
 from ml_flashpoint.format.digest import digest_blocks, verify_blocks
@@ -126,12 +125,7 @@ class Copies:
         )
 
     def push(self, parts: Sequence[PartRef], needed: Collection[PartRef], deadline: float) -> None:
-        """Have every holder have every part, in this order: what others refer to comes before them.
-
-        A part that is damaged or was dropped meanwhile is left out unless it is ``needed``: what it belongs to is lost
-        or of no use, and must not keep the newest from being copied. Raises `DeadlineError`: it took too long;
-        `FlashpointError`: a holder is not there or refuses; others may have everything.
-        """
+        """Have every holder have every part, in this order: what others refer to comes before them."""
         push_to_all(self.holders, lambda holder: self._push_to(holder, list(parts), needed, deadline))
 
     def _push_to(self, number: int, parts: list[PartRef], needed: Collection[PartRef], deadline: float) -> None:
@@ -266,8 +260,7 @@ class Recoverer:
         return self._store.number
 
     def recover(self, snapshots: Iterable[PartRef]) -> None:
-        """Recover these snapshots, each that can be had whole. Whatever else is in the store is dropped with the next
-        :meth:`retain`. Return the entries of each, by checkpoint, and why others could not be recovered."""
+        """Recover these snapshots, each that can be had whole."""
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="ddict-recover") as pool:
             for ref in sorted(snapshots, key=lambda ref: ref.step, reverse=True):
                 try:
@@ -450,13 +443,7 @@ class Snapshots:
 
     def seal(self, checkpoint_id: int, entries: Sequence[Entry], deadline_s: float) -> PartRef:
         """Have a verified snapshot of this checkpoint, with the entries of all keys that there are, here and at every
-        holder; return its part.
-
-        What is there already is not written or sent again, as long as the entries are the same objects. Sealing a
-        checkpoint again with other entries replaces its snapshot. Copies of earlier snapshots that a holder has lost
-        are pushed first. Raises `DeadlineError`: not all holders had it in time; `CapacityError`: no room, here or at a
-        holder; `FlashpointError`: a holder is not there or refuses.
-        """
+        holder; return its part."""
         check_checkpoint_id(checkpoint_id)
         deadline = time.monotonic() + deadline_s
         with self._turn(deadline):
@@ -476,8 +463,7 @@ class Snapshots:
             self._sealing.release()
 
     def _build(self, checkpoint_id: int, entries: Sequence[Entry], deadline: float) -> BuiltSnapshot:
-        """Commit a snapshot, and before it every large value that is no part yet. Takes time proportional to what
-        changed, but for a few passes in C. If the store refuses, there is no snapshot, but values may be parts."""
+        """Commit a snapshot, and before it every large value that is no part yet."""
         newest = max(self._snapshots, default=-1)
         before = self._snapshots.get(newest, NO_SNAPSHOT)
         if checkpoint_id < newest:
@@ -561,8 +547,7 @@ class Snapshots:
         return PartRef(SaveId(self._next_number(), checkpoint_id).text, checkpoint_id)
 
     def replicate(self, deadline_s: float) -> None:
-        """Push whatever a holder lacks of the snapshots here, oldest first: after a holder came back without them.
-        Raises `FlashpointError`: as :meth:`seal`."""
+        """Push whatever a holder lacks of the snapshots here, oldest first: after a holder came back without them."""
         deadline = time.monotonic() + deadline_s
         with self._turn(deadline):
             self._push(deadline)
@@ -610,9 +595,7 @@ class Snapshots:
         return [part.save.text for part in mine if part.save in needed]
 
     def drop_copies(self, of: int, copies: Collection[str], before: int) -> None:
-        """Drop, as a holder, what this manager has of another one, but for the ``copies`` that it still
-        needs. ``before``: parts with this number or a higher one stay: they were sealed after the message was written.
-        Raises `InvalidArgumentError`: nothing is held of that one."""
+        """Drop, as a holder, what this manager has of another one, but for the ``copies`` that it still needs."""
         if of not in self.held:
             raise InvalidArgumentError("nothing is held of this one", argument="of", value=of)
         held, kept = self._store.parts_of(of), set(copies)
@@ -621,8 +604,7 @@ class Snapshots:
     # ---- recovery -----------------------------------------------------------------------------------------
 
     def recover(self, snapshots: Iterable[PartRef]) -> tuple[dict[int, list[Entry]], dict[int, FlashpointError]]:
-        """Recover these snapshots, each that can be had whole. Whatever else is in the store is dropped with the next
-        :meth:`retain`. Return the entries of each, by checkpoint, and why others could not be recovered."""
+        """Recover these snapshots, each that can be had whole."""
         with self._building:
             recoverer = Recoverer(self._store, self._values, self.copies, self._closed.is_set)
             with collection_paused():

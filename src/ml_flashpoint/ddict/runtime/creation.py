@@ -22,8 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 def create(options: Options) -> tuple[Configuration, Coordinator | None, Runtime]:
-    """Start the coordinator and the managers of a new dictionary. The coordinator is None where its runtime has it.
-    Raises `InvalidArgumentError`: the options do not go together; `DDictError`: a manager did not start."""
+    """Start the coordinator and the managers of a new dictionary. The coordinator is None where its runtime has it."""
     if options.replicated and options.n_nodes == 1:
         _log.warning("replication has no other node to copy to: with n_nodes=1 it survives managers, not the machine")
     kind = options.runtime or ("ray" if is_on_ray() else "embedded")

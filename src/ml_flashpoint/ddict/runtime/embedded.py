@@ -43,8 +43,7 @@ class Runtime:
         return self._is_stopped or self._creator != os.getpid()
 
     def stop(self, timeout_s: float = END_GRACE_S) -> None:
-        """End all managers, and with them their folders. Nothing happens the second time, or in a forked child.
-        ``timeout_s``: seconds that managers get to end by themselves; then they are killed."""
+        """End all managers, and with them their folders. Nothing happens the second time, or in a forked child."""
         if self._creator == os.getpid():
             with self._stopping:
                 atexit.unregister(self.stop)

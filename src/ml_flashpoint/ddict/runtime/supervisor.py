@@ -90,11 +90,7 @@ class ForkServer:
         self.pid = self.process.pid
 
     def fork(self) -> Forked:
-        """Fork a manager, which waits for what it is told.
-
-        Raises:
-            OSError: there is none; `ConnectionError`, if the fork server has ended, or does not answer.
-        """
+        """Fork a manager, which waits for what it is told."""
         control, its_control = multiprocessing.Pipe()
         with contextlib.ExitStack() as undo:
             undo.enter_context(control)

@@ -489,8 +489,7 @@ def encode(request: Request, left_s: float) -> tuple[str, Fields]:
 
 
 def decode(operation: str, fields: Fields) -> tuple[Request, float]:
-    """Return the request that this is, and when its time is up, by ``time.monotonic()``. Raises `ProtocolError`: it is
-    none."""
+    """Return the request that this is, and when its time is up, by ``time.monotonic()``."""
     read = _BY_NAME.get(operation)
     if read is None:
         raise ProtocolError(f"there is no operation {operation!a}")

@@ -212,7 +212,7 @@ def test_only_what_was_written_whole_is_adopted(slots: ValueSlots, writer: Value
 def test_a_damaged_object_is_not_adopted(slots: ValueSlots) -> None:
     room = slots.allocate(1000)
     with open(room.path, "r+b") as file:
-        file.write((4096).to_bytes(8, "little") + b"{nonsense")
+        file.write((1 << 40).to_bytes(8, "little"))
     with pytest.raises(ObjectFormatError):
         slots.adopt(room.value_id)
     slots.abandon([room.value_id])
@@ -272,7 +272,7 @@ def test_values_from_another_node_are_filled_in(
     value = {"a": torch.randn(COUNT), "b": np.arange(10)}
     encoded = encode(value)
     room = slots.allocate(object_size(encoded))
-    blobs = [bytes(blob) for blob in object_blobs(encoded, room.size, room.value_id)]
+    blobs = [bytes(blob) for blob in object_blobs(encoded, room.value_id)]
     with pytest.raises(InvalidArgumentError):
         slots.fill(room.value_id, [*blobs, bytes(room.size)])
     with pytest.raises(StaleValueError):
@@ -285,7 +285,7 @@ def test_values_from_another_node_are_filled_in(
     assert max(map(len, blobs)) <= piece_bytes
     for found in (
         read_value(room.path, room.value_id),
-        read_object(sent, room.value_id, file_size=room.size),
+        read_object(sent, room.value_id),
     ):
         assert isinstance(found, dict)
         assert torch.equal(found["a"], value["a"])
@@ -298,7 +298,7 @@ def test_the_slot_of_a_value_is_free_when_nothing_refers_to_the_value(slots: Val
     del stored
     second = put(slots, writer, full(2))
     assert second.slot is not slot
-    assert torch.equal(read_object(bytes(slot.buffer[: reader.size]), value_id, file_size=slot.size), full(1))  # type: ignore[arg-type]
+    assert torch.equal(read_object(bytes(slot.buffer[: reader.size]), value_id), full(1))  # type: ignore[arg-type]
     del reader
     assert put(slots, writer, full(3)).slot is slot
 

@@ -344,7 +344,7 @@ class Handle:
         told = told._replace(value_id=value_id)
         try:
             if not exchange.local:
-                blobs = values.object_blobs(encoded, reserved["size"], value_id)
+                blobs = values.object_blobs(encoded, value_id)
                 return exchange.request(told, key, *blobs).fields
             with self.client.writer.writing(reserved["path"], value_id) as write:
                 write(encoded)
@@ -573,7 +573,7 @@ def _found(fields: dict[str, Any], blobs: Sequence[bytes], copy: bool) -> Found:
         value = values.read_value(fields["path"], fields["v"], copy=copy)
     elif "v" in fields:
         whole = blobs[0] if len(blobs) == 1 else bytearray().join(blobs)
-        value = values.read_object(whole, fields["v"], copy=copy, file_size=fields["size"])
+        value = values.read_object(whole, fields["v"], copy=copy)
     else:
         value = values.from_inline(blobs[0], copy=copy)
     return Found(value, fields["s"])

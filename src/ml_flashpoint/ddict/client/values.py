@@ -1,5 +1,4 @@
-"""Values taken apart into tensors and the rest, and put together again: small ones as a row of bytes, large ones in
-slots.
+"""Values taken apart into tensors and the rest, and put together again: a row of bytes, in a message or in a slot.
 
 Tensors and arrays never pass through pickle, also those inside other objects. What is left of a value does, by
 cloudpickle; only clients unpickle, and only what other clients, which know the secret of the dictionary, have written.
@@ -8,22 +7,18 @@ What comes back is what was put, with these differences: a tensor is on the CPU,
 gradient; an array is in C order. Tensors, or arrays, that are the same view of the same memory come back as one; others
 that overlap come back apart. Subclasses of tensors and arrays are pickled in their own way.
 
-A small value is one of::
+A value is one of::
 
-    i decimal digits                                      an integer, unless it is huge
-    f a double, big-endian                                a float
-    p pickle
-    P     number of tensors (4), length of the pickle (4), for each its tag (T, or A for an array), its length (8) and
-          that of its type (2), then all types, the pickle, and all bytes; without a pickle, it is the only one of them
+    i decimal digits                                      an integer, unless it is huge f a double, big-endian
+    a float p pickle P     number of parts (4), length of the pickle (4), for each its tag (T: tensor, A: array, B:
+    bytes), its bytes (8)
+          and that of its type (2), then all types, the pickle, and all parts, each at the next multiple of `ALIGN`;
+          without a pickle, there is one part, which is the value
 
-A large one is a valid object of `format.object_format`: tensors ``t0``, ``t1`` and so on, and byte items ``pickle`` and
-``arrays`` (which of the tensors are arrays). Its header is written last, and the 8 bytes of its length at the very end,
-so that a header which can be read means that all of it is there.
-
-The lock (flock) of a view lives exactly as long as its mapping: `mmap` keeps a duplicate of the file descriptor, which
-refers to the same open file, and a lock belongs to that. So a slot is not reused while a tensor or array that was got
-from it, or anything that shares its memory, is alive in this process, or in one that was forked from it.
-"""
+A large one is of the last kind, and lies in a slot after its header; see `store`. The lock (flock) of a view lives
+exactly as long as its mapping: `mmap` keeps a duplicate of the file descriptor, which refers to the same open file, and
+a lock belongs to that. So a slot is not reused while a tensor or array that was got from it, or anything that shares
+its memory, is alive in this process, or in one that was forked from it."""
 
 from __future__ import annotations
 
@@ -32,8 +27,6 @@ import ctypes
 import errno
 import fcntl
 import io
-import itertools
-import json
 import math
 import mmap
 import os
@@ -44,7 +37,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeGuard, TypeVar
 
 import cloudpickle
 import numpy as np
@@ -55,8 +48,16 @@ from ml_flashpoint.copy.cpu import copy_all, cpu_clone, typed_view, view_identit
 from ml_flashpoint.copy.dtypes import STORABLE_DTYPES, dtype_name, octets_of, torch_dtype
 from ml_flashpoint.ddict.errors import DDictError, StaleValueError
 from ml_flashpoint.ddict.links import allow_many_files
-from ml_flashpoint.ddict.manager.store import check_header, decode_number, encode_number, has_token, in_pieces
-from ml_flashpoint.format.dtypes import ITEMSIZES, parse_true_type, tensor_nbytes
+from ml_flashpoint.ddict.manager.store import (
+    VALUE_AT,
+    check_value,
+    decode_number,
+    encode_number,
+    has_token,
+    in_pieces,
+    slot_header,
+)
+from ml_flashpoint.format.dtypes import parse_true_type, tensor_nbytes
 from ml_flashpoint.format.errors import (
     CapacityError,
     DamagedError,
@@ -64,29 +65,42 @@ from ml_flashpoint.format.errors import (
     InvalidArgumentError,
     ObjectFormatError,
 )
-from ml_flashpoint.format.object_format import Entry, Layout, encode_header, plan_layout
-from ml_flashpoint.memory.slot import Slot
+from ml_flashpoint.memory.slot import Slot, round_up
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 INLINE_LIMIT: Final = 256 << 10  # values of fewer bytes than this are kept inline
+MAX_MAPPINGS: Final = 64
+"""Slots that a writer keeps mapped, since a first write to a new mapping costs six times as much as later ones."""
+ALIGN: Final = 64
 
-Kind = Literal["tensor", "array", "bytes", "number", "plain", "pickle"]
+_Result = TypeVar("_Result")
+
 _PLAIN: Final = frozenset((bytes, str, int, float, bool, type(None)))
 _MANY: Final = struct.Struct(">II")
 _PART: Final = struct.Struct(">cQH")
+_MOST_BLOBS: Final = 256
+# Not reserved: a view is hardly ever written to, and need not have memory of its own set aside.
+_MAP_FLAGS: Final = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)
+
+
+class PartType(NamedTuple):
+    """The type of a part: its tag, and dtype and shape, like ``float32 2,3`` of a tensor and ``<f4 2,3`` of an
+    array."""
+
+    tag: bytes
+    text: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
     """A value taken apart. Shares its memory with the value."""
 
-    kind: Kind  # how it is put together again
     tensors: list[torch.Tensor]  # strided tensors, on any device
-    # of each tensor: None, or dtype and shape of the array that it stands for, like ``<f4 2,3``
-    arrays: list[str | None]
+    types: list[PartType]  # of the parts that they are
     pickled: bytes  # the rest, or a number; empty if there is none
+    is_number: bool = False
 
     @property
     def inline(self) -> bool:
@@ -102,15 +116,13 @@ def encode(value: object) -> Encoded:
     kind = type(value)
     if kind in _PLAIN:
         if kind is bytes and len(value) >= INLINE_LIMIT:  # type: ignore[arg-type]
-            return Encoded("bytes", [_tensor_over(np.frombuffer(value, np.uint8))], [None], b"")  # type: ignore[call-overload]
+            octets = np.frombuffer(value, np.uint8)  # type: ignore[call-overload]
+            return Encoded([_tensor_over(octets)], [PartType(b"B", "")], b"")
         if kind in (int, float) and (number := encode_number(value)) is not None:  # type: ignore[arg-type]
-            return Encoded("number", [], [], number)
-        return Encoded("plain", [], [], pickle.dumps(value, 5))
-    if _is_plain_tensor(value):
-        return Encoded("tensor", [value.detach()], [None], b"")
-    if _is_plain_array(value):
-        tensor, described = _array_as_tensor(value)
-        return Encoded("array", [tensor], [described], b"")
+            return Encoded([], [], number, is_number=True)
+        return Encoded([], [], pickle.dumps(value, 5))
+    if (part := _part_of(value)) is not None:
+        return Encoded([part[0]], [part[1]], b"")
     file = io.BytesIO()
     pickler = _Pickler(file)
     try:
@@ -121,7 +133,7 @@ def encode(value: object) -> Encoded:
         raise InvalidArgumentError(
             f"a value that cannot be pickled: {type(error).__name__}: {error}", argument="value", value=type(value)
         ) from error
-    return Encoded("pickle", pickler.tensors, pickler.arrays, file.getvalue())
+    return Encoded(pickler.tensors, pickler.types, file.getvalue())
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -130,7 +142,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5)
         self.tensors: list[torch.Tensor] = []
-        self.arrays: list[str | None] = []
+        self.types: list[PartType] = []
         self._found: dict[tuple[Any, ...], int] = {}
         self._alive: list[object] = []
 
@@ -143,12 +155,27 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return None
         key = view if obj.nbytes else (id(obj),)
         index = self._found.setdefault(key, len(self.tensors))
-        if index == len(self.tensors):
-            tensor, described = (obj.detach(), None) if isinstance(obj, torch.Tensor) else _array_as_tensor(obj)
-            self.tensors.append(tensor)
-            self.arrays.append(described)
+        if index == len(self.tensors) and (part := _part_of(obj)) is not None:
+            self.tensors.append(part[0])
+            self.types.append(part[1])
             self._alive.append(obj)  # or its address could be another's before this is over
         return index
+
+
+def _part_of(value: object) -> tuple[torch.Tensor, PartType] | None:
+    """Return what stands for a tensor or an array; None: it is none."""
+    if _is_plain_tensor(value):
+        return value.detach(), PartType(b"T", _describe(dtype_name(value.dtype), value.shape))
+    if not _is_plain_array(value):
+        return None
+    array, its = value, PartType(b"A", _describe(value.dtype.str, value.shape))
+    if any(stride < 0 or stride % array.itemsize for stride in array.strides):
+        array = array.copy(order="C")
+    try:
+        return _tensor_over(array), its
+    except (TypeError, ValueError):  # torch has no such dtype
+        # Its bytes. In C order, since only then are they those of an array of this shape.
+        return _tensor_over(np.ascontiguousarray(array).reshape(-1).view(np.uint8)), its
 
 
 def _is_plain_tensor(value: object) -> TypeGuard[torch.Tensor]:
@@ -171,18 +198,6 @@ def _is_plain_dtype(dtype: np.dtype[Any]) -> bool:
     return dtype.kind in "biufcSUmM" and dtype.itemsize > 0 and np.dtype(dtype.str) == dtype
 
 
-def _array_as_tensor(array: np.ndarray[Any, Any]) -> tuple[torch.Tensor, str]:
-    """A tensor over the array's memory, and the array's dtype and shape."""
-    described = _describe(array.dtype.str, array.shape)
-    if any(stride < 0 or stride % array.itemsize for stride in array.strides):
-        array = array.copy(order="C")
-    try:
-        return _tensor_over(array), described
-    except (TypeError, ValueError):  # torch has no such dtype
-        # Its bytes. In C order, since only then are they those of an array of this shape.
-        return _tensor_over(np.ascontiguousarray(array).reshape(-1).view(np.uint8)), described
-
-
 class _Alias:
     """Memory of a read-only array as that of one that can be written to, which spares torch's warning."""
 
@@ -202,6 +217,119 @@ def _describe(dtype: str, shape: tuple[int, ...]) -> str:
     return f"{dtype} {','.join(map(str, shape))}"
 
 
+class _Layout(NamedTuple):
+    """The place of everything in a row of bytes: what comes before the pickle, where parts begin, and the end."""
+
+    head: bytes
+    begins: tuple[int, ...]
+    size: int
+
+
+def _begins(at: int, lengths: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """Return where parts of these lengths begin, after so many bytes, and where the last one ends."""
+    begins = []
+    for length in lengths:
+        begins.append(round_up(at, ALIGN))
+        at = begins[-1] + length
+    return tuple(begins), at
+
+
+@lru_cache(maxsize=256)
+def _planned(types: tuple[PartType, ...], lengths: tuple[int, ...], pickled: int) -> _Layout:
+    texts = [text.encode() for _, text in types]
+    parts = [_PART.pack(its.tag, *each) for its, *each in zip(types, lengths, map(len, texts), strict=True)]
+    head = b"".join((b"P", _MANY.pack(len(types), pickled), *parts, *texts))
+    return _Layout(head, *_begins(len(head) + pickled, lengths))
+
+
+def _layout(encoded: Encoded) -> _Layout:
+    return _planned(tuple(encoded.types), tuple(tensor.nbytes for tensor in encoded.tensors), len(encoded.pickled))
+
+
+def to_inline(encoded: Encoded) -> bytes:
+    """A small value in one row of bytes."""
+    if encoded.is_number:
+        return encoded.pickled
+    if not encoded.tensors:
+        return b"p" + encoded.pickled
+    return b"".join(_pieces(encoded, _layout(encoded), _raw))
+
+
+def _pieces(encoded: Encoded, layout: _Layout, raw: Callable[[torch.Tensor], Any]) -> list[Any]:
+    """Return buffers that follow one another."""
+    pieces: list[Any] = [layout.head + encoded.pickled]
+    at = len(pieces[0])
+    for begin, tensor in zip(layout.begins, encoded.tensors, strict=True):
+        pieces += [bytes(begin - at), raw(tensor)]
+        at = begin + tensor.nbytes
+    return pieces
+
+
+def object_size(encoded: Encoded) -> int:
+    """Bytes that a slot must have to take this value."""
+    return VALUE_AT + _layout(encoded).size
+
+
+def write_object(encoded: Encoded, slot: torch.Tensor, value_id: str) -> int:
+    """Write a value into a slot, the bytes of its header last. Return the bytes that are in use. ``slot``: the whole
+    file, 1-D uint8, writable."""
+    layout = _layout(encoded)
+    size = VALUE_AT + layout.size
+    if slot.numel() < size:
+        raise CapacityError("the slot is too small", needed_bytes=size, available_bytes=slot.numel())
+    octets, head = slot.numpy(), layout.head + encoded.pickled
+    octets[:8] = 0
+    octets[VALUE_AT : VALUE_AT + len(head)] = np.frombuffer(head, np.uint8)
+    places = [
+        typed_view(slot, VALUE_AT + begin, VALUE_AT + begin + tensor.nbytes, tensor.dtype, tensor.shape)
+        for begin, tensor in zip(layout.begins, encoded.tensors, strict=True)
+    ]
+    copy_all(places, encoded.tensors)
+    header = np.frombuffer(slot_header(value_id, size), np.uint8)
+    octets[8:VALUE_AT] = header[8:]
+    octets[:8] = header[:8]
+    return size
+
+
+def object_blobs(encoded: Encoded, value_id: str) -> list[memoryview]:
+    """Return what `write_object` would write, as buffers that follow one another, for a client on another node. The
+    first one has the header, to be written last."""
+    layout = _layout(encoded)
+    first, *rest = _pieces(encoded, layout, lambda tensor: tensor_octets(tensor).data)
+    if len(rest) > _MOST_BLOBS:
+        rest = [b"".join(rest)]
+    first = slot_header(value_id, VALUE_AT + layout.size) + first
+    return [memoryview(first), *(piece for its in rest if len(its) for piece in in_pieces(memoryview(its)))]
+
+
+def tensor_octets(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """The bytes of a tensor in C order, on the CPU; its own memory if it can be."""
+    if tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
+        tensor = cpu_clone(tensor)
+    if not tensor.numel():
+        return np.empty(0, np.uint8)
+    return octets_of(tensor)
+
+
+def _raw(tensor: torch.Tensor) -> bytes:
+    if tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+    return tensor_octets(tensor).tobytes()
+
+
+# ---- putting together -------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def _parse_tensor_type(text: str) -> tuple[str, tuple[int, ...], int]:
+    """``(dtype, shape, bytes)`` of what `_describe` made. Raises ValueError."""
+    found = parse_true_type(text)
+    nbytes = None if found is None else tensor_nbytes(*found)
+    if found is None or nbytes is None:
+        raise ValueError("there is no such tensor")
+    return *found, nbytes
+
+
 @lru_cache(maxsize=4096)
 def _parse_array_type(text: str) -> tuple[np.dtype[Any], tuple[int, ...], int]:
     """``(dtype, shape, bytes)`` of what `_describe` made. Raises ValueError."""
@@ -217,9 +345,6 @@ def _parse_array_type(text: str) -> tuple[np.dtype[Any], tuple[int, ...], int]:
         raise ValueError("not the dtype of an array")
     shape = tuple(map(int, sizes))
     return dtype, shape, math.prod(shape) * dtype.itemsize
-
-
-# ---- putting together -------------------------------------------------------------------------------------------
 
 
 class _Unpickler(pickle.Unpickler):
@@ -252,74 +377,43 @@ def tensor_at(buffer: Buffer, begin: int, nbytes: int, dtype: str, shape: tuple[
     return tensor if len(shape) == 1 else tensor.view(shape)
 
 
-def assemble(kind: str, parts: Sequence[object], pickled: bytes) -> object:
-    """The value of these parts. For clients only: it may unpickle."""
-    if kind == "number":
-        return decode_number(pickled)
-    if kind in ("plain", "pickle"):
-        return _Unpickler(io.BytesIO(pickled), parts).load()
-    if kind == "bytes":
-        assert isinstance(parts[0], torch.Tensor)
-        return parts[0].numpy().tobytes()
-    return parts[0]
+def _read(buffer: Buffer, begin: int, end: int, copy: bool, *, inline: bool) -> object:
+    """The value in these bytes. ``inline``: parts get memory of their own anyhow."""
+    view = memoryview(buffer)
+    count, pickled_bytes = _MANY.unpack_from(view, begin + 1)
+    at = begin + 1 + _MANY.size
+    heads = list(_PART.iter_unpack(view[at : at + count * _PART.size]))
+    at += count * _PART.size
+    texts = []
+    for _, _, length in heads:
+        texts.append(bytes(view[at : at + length]).decode("ascii"))
+        at += length
+    pickled = bytes(view[at : at + pickled_bytes])
+    begins, last = _begins(at + pickled_bytes - begin, [nbytes for _, nbytes, _ in heads])
+    if len(heads) != count or begin + last != end or view.nbytes < end or not (pickled_bytes or count == 1):
+        raise ValueError("of the wrong length")
+    parts = []
+    for (tag, nbytes, _), text, at in zip(heads, texts, begins, strict=True):
+        raw, at = (bytearray(view[at : at + nbytes]), 0) if inline else (buffer, begin + at)
+        parts.append(_part(tag, text, raw, at, nbytes, copy and not (inline and tag == b"T")))
+    return _Unpickler(io.BytesIO(pickled), parts).load() if pickled else parts[0]
 
 
-# ---- small values -----------------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=4096)
-def _parse_tensor_type(text: str) -> tuple[str, tuple[int, ...], int]:
-    """``(dtype, shape, bytes)`` of what `_describe` made. Raises ValueError."""
-    found = parse_true_type(text)
-    nbytes = None if found is None else tensor_nbytes(*found)
-    if found is None or nbytes is None:
-        raise ValueError("there is no such tensor")
-    return *found, nbytes
-
-
-def tensor_octets(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """The bytes of a tensor in C order, on the CPU; its own memory if it can be."""
-    if tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
-        tensor = cpu_clone(tensor)
-    if not tensor.numel():
-        return np.empty(0, np.uint8)
-    return octets_of(tensor)
-
-
-def _raw(tensor: torch.Tensor) -> bytes:
-    if tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
-        return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
-    return tensor_octets(tensor).tobytes()
-
-
-def to_inline(encoded: Encoded) -> bytes:
-    """A small value in one row of bytes."""
-    tensors = encoded.tensors
-    if encoded.kind == "number":
-        return encoded.pickled
-    if not tensors:
-        return b"p" + encoded.pickled
-    if encoded.kind == "bytes":
-        return b"p" + pickle.dumps(_raw(tensors[0]), 5)
-    types = [
-        (b"T", _describe(dtype_name(tensor.dtype), tensor.shape)) if array is None else (b"A", array)
-        for tensor, array in zip(tensors, encoded.arrays, strict=True)
-    ]
-    head = [_PART.pack(tag, tensor.nbytes, len(text)) for (tag, text), tensor in zip(types, tensors, strict=True)]
-    return b"".join(
-        (
-            b"P",
-            _MANY.pack(len(tensors), len(encoded.pickled)),
-            *head,
-            *(text.encode() for _, text in types),
-            encoded.pickled,
-            *map(_raw, tensors),
-        )
-    )
+def _part(tag: bytes, text: str, buffer: Buffer, begin: int, nbytes: int, copy: bool) -> object:
+    if tag == b"A":
+        return array_at(buffer, begin, nbytes, text, copy)
+    if tag == b"B":
+        return bytes(memoryview(buffer)[begin : begin + nbytes])
+    dtype, shape, its_bytes = _parse_tensor_type(text)
+    if tag != b"T" or its_bytes != nbytes:
+        raise ValueError(f"neither an array nor a tensor of {nbytes} bytes: {tag!r}")
+    tensor = tensor_at(buffer, begin, nbytes, dtype, shape)
+    return cpu_clone(tensor) if copy else tensor
 
 
 def from_inline(data: Buffer, *, copy: bool = False) -> object:
-    """The value that these bytes stand for, in memory of its own. For clients only: it may unpickle."""
+    """The value that these bytes stand for, in memory of its own. For clients only: it may unpickle. ``copy``: give
+    arrays that can be written to. Raises `DamagedError`: they are no value."""
     octets = data if type(data) is bytes else bytes(data)
     try:
         tag = octets[:1]
@@ -328,137 +422,26 @@ def from_inline(data: Buffer, *, copy: bool = False) -> object:
         if tag in (b"i", b"f"):
             return decode_number(octets)
         if tag == b"P":
-            return _from_many(octets, copy)
+            return _read(octets, 0, len(octets), copy, inline=True)
         raise ValueError(f"there is no tag {tag!r}")
     except (ValueError, struct.error, IndexError, pickle.UnpicklingError, EOFError) as error:
         raise DamagedError(f"not an encoded value: {error}") from error
 
 
-def _part(tag: bytes, text: str, raw: bytes, copy: bool) -> object:
-    if tag == b"A":
-        return array_at(bytearray(raw), 0, len(raw), text, copy)
-    dtype, shape, nbytes = _parse_tensor_type(text)
-    if tag != b"T" or nbytes != len(raw):
-        raise ValueError(f"neither an array nor a tensor of {nbytes} bytes: {tag!r}")
-    return tensor_at(bytearray(raw), 0, nbytes, dtype, shape)
-
-
-def _from_many(octets: bytes, copy: bool) -> object:
-    file = io.BytesIO(octets)
-    file.seek(1)
-    count, pickled_bytes = _MANY.unpack(file.read(_MANY.size))
-    heads = list(_PART.iter_unpack(file.read(count * _PART.size)))
-    texts = [file.read(length).decode("ascii") for _, _, length in heads]
-    pickled = file.read(pickled_bytes)
-    parts = [_part(tag, text, file.read(nbytes), copy) for (tag, nbytes, _), text in zip(heads, texts, strict=True)]
-    if len(heads) != count or len(pickled) != pickled_bytes or file.read(1) or not (pickled or count == 1):
-        raise ValueError("of the wrong length")
-    return assemble("pickle" if pickled else "tensor", parts, pickled)
-
-
-MAX_MAPPINGS: Final = 64
-"""Slots that a writer keeps mapped, since a first write to a new mapping costs six times as much as later ones."""
-
-_Result = TypeVar("_Result")
-
-# Not reserved: a view is hardly ever written to, and need not have memory of its own set aside.
-_MAP_FLAGS: Final = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)
-
-_PICKLE_ITEM: Final = "pickle"
-_ARRAYS_ITEM: Final = "arrays"
-_KINDS: Final = frozenset(("tensor", "array", "bytes", "number", "plain", "pickle"))
-_SINGLE: Final = frozenset(("tensor", "array", "bytes"))
-# In the header: the value's id and kind.
-_HEADER_RESERVE: Final = 512
-
-
-@lru_cache(maxsize=64)
-def _tensor_layout(types: tuple[tuple[str, tuple[int, ...]], ...], items: tuple[tuple[str, int], ...]) -> Layout:
-    tensors = [(f"t{index}", dtype, shape) for index, (dtype, shape) in enumerate(types)]
-    return plan_layout(tensors, items, reserve=_HEADER_RESERVE)
-
-
-def _layout(encoded: Encoded) -> tuple[Layout, dict[str, bytes]]:
-    items = {}
-    if encoded.pickled:
-        items[_PICKLE_ITEM] = encoded.pickled
-    if any(described is not None for described in encoded.arrays):
-        items[_ARRAYS_ITEM] = json.dumps(encoded.arrays, separators=(",", ":")).encode()
-    signature = tuple((dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in encoded.tensors)
-    return _tensor_layout(signature, tuple((key, len(data)) for key, data in items.items())), items
-
-
-def object_size(encoded: Encoded) -> int:
-    """Bytes that a slot must have to take this value."""
-    return _layout(encoded)[0].size
-
-
-def write_object(encoded: Encoded, slot: torch.Tensor, value_id: str) -> int:
-    """Write a value into a slot, its header last. ``slot``: the whole file, 1-D uint8, writable."""
-    layout, items = _layout(encoded)
-    if slot.numel() < layout.size:
-        raise CapacityError("the slot is too small", needed_bytes=layout.size, available_bytes=slot.numel())
-    header = encode_header(layout, slot.numel(), {"value": value_id, "kind": encoded.kind})
-    octets = slot.numpy()
-    octets[:8] = 0
-    if layout.tensors:
-        copy_all(_places(slot, layout.tensors), [encoded.tensors[int(entry.key[1:])] for entry in layout.tensors])
-    for entry in layout.byte_items:
-        octets[entry.begin : entry.end] = np.frombuffer(items[entry.key], np.uint8)
-    octets[8 : len(header)] = np.frombuffer(header, np.uint8)[8:]
-    octets[:8] = np.frombuffer(header, np.uint8)[:8]
-    return layout.size
-
-
-def _places(slot: torch.Tensor, entries: Sequence[Entry]) -> list[torch.Tensor]:
-    """The tensors to copy to. Those of one dtype that lie side by side are cut in one call: there may be thousands."""
-    places: list[torch.Tensor] = []
-    for dtype, run in itertools.groupby(entries, lambda entry: entry.dtype):
-        group = list(run)
-        whole = typed_view(slot, group[0].begin, group[-1].end, torch_dtype(dtype), (-1,))
-        cut = whole.split_with_sizes([entry.nbytes // ITEMSIZES[dtype] for entry in group])
-        places += [
-            piece if len(entry.shape) == 1 else piece.view(entry.shape) for piece, entry in zip(cut, group, strict=True)
-        ]
-    return places
-
-
-def object_blobs(encoded: Encoded, file_size: int, value_id: str) -> list[memoryview]:
-    """Return what `write_object` would write, as buffers that follow one another, for a client on another node."""
-    layout, items = _layout(encoded)
-    header = encode_header(layout, file_size, {"value": value_id, "kind": encoded.kind})
-    tensors = [tensor_octets(encoded.tensors[int(entry.key[1:])]) for entry in layout.tensors]
-    rest = tensors + [np.frombuffer(items[entry.key], np.uint8) for entry in layout.byte_items]
-    if len(rest) > 256:
-        rest = [np.concatenate(rest)]
-    return [memoryview(header), *(piece for octets in rest for piece in in_pieces(octets.data))]
-
-
-def read_object(buffer: Buffer, value_id: str, *, copy: bool = False, file_size: int | None = None) -> object:
-    """The value in an object. For clients only: it may unpickle."""
-    view = memoryview(buffer)
-    if view.readonly:
+def read_object(buffer: Buffer, value_id: str, *, copy: bool = False) -> object:
+    """The value in a slot, or the bytes of it that are in use. For clients only: it may unpickle. Tensors and arrays
+    are views, which keep the buffer alive, or of a copy if it is read-only; ``copy``: give them memory of their own.
+    Raises `StaleValueError`: another value is here, or none; `ObjectFormatError`: it is damaged."""
+    if memoryview(buffer).readonly:
         buffer = bytearray(buffer)
-        view = memoryview(buffer)
-    layout, kind = check_header(buffer, value_id, file_size)
-    items = {entry.key: bytes(view[entry.begin : entry.end]) for entry in layout.byte_items}
+    size = check_value(buffer, value_id)
     try:
-        arrays = json.loads(items[_ARRAYS_ITEM]) if _ARRAYS_ITEM in items else [None] * len(layout.tensors)
-        if type(arrays) is not list or not all(each is None or type(each) is str for each in arrays):
-            raise ValueError("not a list of types of arrays")
-        if kind not in _KINDS or len(arrays) != len(layout.tensors) or (kind in _SINGLE and len(arrays) != 1):
-            raise ValueError("not what a value consists of")
-        parts: list[object] = [None] * len(arrays)
-        for entry in layout.tensors:
-            index = int(entry.key[1:])
-            if (described := arrays[index]) is not None:
-                parts[index] = array_at(buffer, entry.begin, entry.nbytes, described, copy)
-                continue
-            tensor = tensor_at(buffer, entry.begin, entry.nbytes, entry.dtype, entry.shape)
-            parts[index] = cpu_clone(tensor) if copy else tensor
-    except (ValueError, TypeError, IndexError, RecursionError) as error:
-        raise ObjectFormatError(f"the object holds no value: {error}") from error
-    return assemble(kind, parts, items.get(_PICKLE_ITEM, b""))
+        return _read(buffer, VALUE_AT, size, copy, inline=False)
+    except (ValueError, TypeError, IndexError, RecursionError, struct.error) as error:
+        raise ObjectFormatError(f"there is no value here: {error}") from error
+
+
+# ---- slots ------------------------------------------------------------------------------------------------------
 
 
 class ValueWriter:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from ml_flashpoint.ddict.errors import DDictPersistError
 from ml_flashpoint.ddict.manager.index import INLINE, Index, IndexEntry, decode_index, encode_index, fold, gather
 from ml_flashpoint.ddict.manager.shard import BROADCAST, DIRECT, Entry, StoredValue
-from ml_flashpoint.ddict.manager.store import PartRef, ValueSlots, header_anew
+from ml_flashpoint.ddict.manager.store import VALUE_AT, PartRef, ValueSlots, check_value, slot_header
 from ml_flashpoint.ddict.options import Configuration
 from ml_flashpoint.ddict.persistence import History, open_part, write_part
 from ml_flashpoint.ddict.wire.keys import described, place
@@ -171,9 +171,8 @@ class PersistedParts:
         try:
             buffer = self._slots.room(reservation.value_id)[:size]
             part.read_into(entry.begin, buffer)
-            # It was written under another id, and in a slot of another size.
-            header = header_anew(buffer, name, reservation.value_id, reservation.size)
-            buffer[: len(header)] = header
+            check_value(buffer, name)
+            buffer[:VALUE_AT] = slot_header(reservation.value_id, size)  # it was written under another id
             return self._slots.adopt(reservation.value_id)
         except BaseException:
             self._slots.abandon([reservation.value_id])

@@ -270,7 +270,7 @@ def _allocate(call: _Call, request: asked.Allocate) -> Result:
             told = {name: getattr(error, name) for name in ("needed_bytes", "available_bytes", "path", "hint")}
             raise DDictFullError(error.message, manager=manager.number, **told) from error
     call.session.reserved.add(reservation.value_id)
-    return {"v": reservation.value_id, "path": reservation.path, "size": reservation.size}, ()
+    return {"v": reservation.value_id, "path": reservation.path}, ()
 
 
 def _abandon(call: _Call, request: asked.Abandon) -> Result:
@@ -294,7 +294,7 @@ def _get(call: _Call, request: asked.Get) -> Result:
     if isinstance(value, InlineValue):
         return answer, (value.data,)
     assert value is not None
-    answer["v"], answer["size"] = value.value_id, value.slot.size
+    answer["v"] = value.value_id
     if not request.remote:
         answer["path"] = str(value.slot.path)
         return answer, ()

@@ -309,7 +309,7 @@ class Recoverer:
         part = self._part(told.part)
         if told.length != part.record.size:
             raise DamagedError("this part is not the value", rank=self._rank, path=told.part.name)
-        value_id = value_id_of(part.data, part.record.file_size)
+        value_id = value_id_of(part.data)
         return self._values.hold(StoredValue(value_id, part.slot, told.length, part=told.part))
 
     # ---- parts --------------------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ A value is needed for as long as anything in this process refers to it: the shar
 reads it for others. Whoever reads or writes a slot in another process has a shared lock (flock) on the file, for as
 long as it has a view of it, and the kernel takes the lock away when that process dies. A free slot is taken again only
 after an exclusive lock on it was had. Under that lock its first bytes are cleared: a late reader finds no value there.
-The allocation writes its *token* where the header will be::
+The allocation writes a *token* there, a header without a value::
 
-    length of the header (8): 0     the value id, and a zero byte
+    bytes that are in use, this included (8, little-endian), or 0     the value id, padded with zeros (56)     the value
 
 A writer that was stopped for so long that its slot was given to another finds another token, or a header.
 """
@@ -33,7 +33,6 @@ import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -53,7 +52,6 @@ from ml_flashpoint.format.errors import (
 )
 from ml_flashpoint.format.failure_kinds import is_shortage
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name, parse_object_name
-from ml_flashpoint.format.object_format import Layout, ParsedHeader, encode_header, header_length, parse_header
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.capacity import available_bytes
 from ml_flashpoint.memory.container import BaseContainer, Owner
@@ -365,55 +363,41 @@ def _locked(folder: Path, number: int, deadline_s: float) -> int:
             time.sleep(_PAUSE_S)
 
 
-_NO_LENGTH: Final = bytes(8)
 _PIECE_BYTES: Final = 1 << 30  # of large values in messages, whose blobs are of at most 2 GiB
-_MAX_KEPT: Final = 16 << 10
 _MAX_INT_BITS: Final = 4096
 _FLOAT: Final = struct.Struct(">d")
 _INCARNATION: Final = re.compile(r"[0-9a-f]{16}")
-_TOKEN_AT: Final = 8
+_HEADER: Final = struct.Struct("<Q56s")
+_ZERO: Final = b"\0"
+VALUE_AT: Final = _HEADER.size
+"""The bytes of the header of a slot, after which its value lies."""
 
 
-@lru_cache(maxsize=128)
-def _parse_again(header: bytes, file_size: int) -> ParsedHeader:
-    # The same values are read again and again.
-    return parse_header(header, file_size)
+def slot_header(value_id: str, size: int) -> bytes:
+    """Return what a slot begins with that has a value of so many bytes, this included; 0: that is kept for one."""
+    return _HEADER.pack(size, value_id.encode())
 
 
-def check_header(buffer: Buffer, value_id: str, file_size: int | None = None) -> tuple[Layout, str]:
-    """Return where everything of this value lies, and its kind, by the header."""
+def check_value(buffer: Buffer, value_id: str) -> int:
+    """Return the bytes of a value, with its header. Raises `StaleValueError`: another one is here, or none;
+    `ObjectFormatError`: it is cut off."""
     with memoryview(buffer) as view:
-        if view.nbytes < 8 or view[:8] == _NO_LENGTH:
+        size, found = _HEADER.unpack_from(view) if view.nbytes >= VALUE_AT else (0, b"")
+        if not size:
             raise StaleValueError(f"there is no value here, {value_id} was expected")
-        if file_size is None:
-            file_size = view.nbytes
-        length = header_length(view, file_size)
-        header = bytes(view[:length])
-        parsed = (_parse_again if length <= _MAX_KEPT else parse_header)(header, file_size)
-        found = parsed.metadata.get("value")
-        if found != value_id:
-            raise StaleValueError(f"value {found} is here, {value_id} was expected")
-        if parsed.layout.size > view.nbytes:
-            raise ObjectFormatError("the object is truncated")
-    return parsed.layout, parsed.metadata.get("kind", "")
+        if found != _HEADER.unpack(slot_header(value_id, size))[1]:
+            raise StaleValueError(f"value {found.rstrip(_ZERO)!a} is here, {value_id} was expected")
+        if not VALUE_AT < size <= view.nbytes:
+            raise ObjectFormatError("the value is cut off")
+    return int(size)
 
 
-def value_id_of(buffer: Buffer, file_size: int) -> str:
-    """Return the id of the value in an object. ``buffer``: the object, up to its used size."""
+def value_id_of(buffer: Buffer) -> str:
+    """Return the id of the value here. Raises `ObjectFormatError`: there is none."""
     with memoryview(buffer) as view:
-        found = parse_header(view, file_size).metadata.get("value")
-    if found is None:
-        raise ObjectFormatError("the object holds no value")
-    return found
-
-
-def header_anew(buffer: Buffer, was: str, value_id: str, file_size: int) -> bytes:
-    """The header of an object that was taken out of its file, for another file and under another value id."""
-    with memoryview(buffer) as view:
-        parsed = parse_header(view, None)
-        if parsed.layout.size != view.nbytes or parsed.metadata.get("value") != was:
-            raise ObjectFormatError(f"not the object of value {was}")
-    return encode_header(parsed.layout, file_size, {**parsed.metadata, "value": value_id})
+        if view.nbytes < VALUE_AT:
+            raise ObjectFormatError("there is no value here")
+        return _HEADER.unpack_from(view)[1].rstrip(_ZERO).decode("ascii", "replace")  # type: ignore[no-any-return]
 
 
 def encode_number(value: float) -> bytes | None:
@@ -482,7 +466,7 @@ class ValueSlots:
         slot = self._store.take(nbytes, limit_bytes=self._limit_bytes)
         value_id = f"v-{self._incarnation}-{next(self._numbers):012d}"
         self._promised[value_id] = slot
-        write_token(slot, value_id)
+        slot.buffer[:VALUE_AT] = slot_header(value_id, 0)
         return Reservation(value_id, str(slot.path), slot.size)
 
     def fill(self, value_id: str, blobs: Sequence[Buffer]) -> None:
@@ -491,7 +475,7 @@ class ValueSlots:
         with contextlib.ExitStack() as held:
             views = [held.enter_context(held.enter_context(memoryview(blob)).cast("B")) for blob in blobs]
             total = sum(view.nbytes for view in views)
-            if not views or total > room.nbytes or views[0].nbytes < _TOKEN_AT:
+            if not views or total > room.nbytes or views[0].nbytes < VALUE_AT:
                 raise InvalidArgumentError("not an object that fits here", argument="blobs", value=total)
             import numpy as np  # here, as most managers never need it; unlike a memoryview, it copies without the GIL
 
@@ -500,14 +484,14 @@ class ValueSlots:
             for view in views[1:]:
                 target[at : at + view.nbytes] = view
                 at += view.nbytes
-            target[_TOKEN_AT : views[0].nbytes] = views[0][_TOKEN_AT:]
-            target[:_TOKEN_AT] = views[0][:_TOKEN_AT]
+            target[8 : views[0].nbytes] = views[0][8:]
+            target[:8] = views[0][:8]
 
     def adopt(self, value_id: str) -> StoredValue:
         """The value that was written. A promise stays then."""
-        layout, _ = check_header(self.room(value_id), value_id)
+        size = check_value(self.room(value_id), value_id)
         slot = self._checked(value_id, self._promised.pop(value_id, None))
-        return self.hold(StoredValue(value_id, slot, layout.size, self._unused))
+        return self.hold(StoredValue(value_id, slot, size, self._unused))
 
     def room(self, value_id: str) -> memoryview:
         """Return the bytes of the slot that is promised to a value. Raises `StaleValueError`: none is."""
@@ -546,14 +530,6 @@ def in_pieces(data: memoryview) -> list[memoryview]:
     return [data[at : at + _PIECE_BYTES] for at in range(0, len(data), _PIECE_BYTES)]
 
 
-def write_token(slot: Slot, value_id: str) -> None:
-    """Mark a slot as kept for this value."""
-    token = value_id.encode() + b"\0"
-    slot.buffer[:_TOKEN_AT] = bytes(_TOKEN_AT)
-    slot.buffer[_TOKEN_AT : _TOKEN_AT + len(token)] = token
-
-
 def has_token(slot: Slot, value_id: str) -> bool:
     """Return True if a slot is kept for this value and nothing was written yet."""
-    token = bytes(_TOKEN_AT) + value_id.encode() + b"\0"
-    return bytes(slot.buffer[: len(token)]) == token
+    return bytes(slot.buffer[:VALUE_AT]) == slot_header(value_id, 0)

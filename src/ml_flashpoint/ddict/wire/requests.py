@@ -132,7 +132,7 @@ class Clear(NamedTuple):
 
 
 class Allocate(NamedTuple):
-    """Keep room for a large value, for the client to fill: ``v``, its id; ``path`` and ``size`` of the slot."""
+    """Keep room for a large value, for the client to fill: ``v``, its id; ``path`` of the slot."""
 
     whose: Whose
     nbytes: int

@@ -9,16 +9,18 @@ that overlap come back apart. Subclasses of tensors and arrays are pickled in th
 
 A value is one of::
 
-    i decimal digits                                      an integer, unless it is huge f a double, big-endian
-    a float p pickle P     number of parts (4), length of the pickle (4), for each its tag (T: tensor, A: array, B:
-    bytes), its bytes (8)
-          and that of its type (2), then all types, the pickle, and all parts, each at the next multiple of `ALIGN`;
-          without a pickle, there is one part, which is the value
+    i decimal digits                                      an integer, unless it is huge
+    f a double, big-endian                                a float
+    p pickle
+    P     number of parts (4), bytes of the pickle (4), for each part its tag (T: tensor, A: array, B: bytes), its
+          bytes (8) and those of its type (2), then all types, the pickle, and all parts, each at the next multiple of
+          `ALIGN`; without a pickle, there is one part, which is the value
 
 A large one is of the last kind, and lies in a slot after its header; see `store`. The lock (flock) of a view lives
 exactly as long as its mapping: `mmap` keeps a duplicate of the file descriptor, which refers to the same open file, and
 a lock belongs to that. So a slot is not reused while a tensor or array that was got from it, or anything that shares
-its memory, is alive in this process, or in one that was forked from it."""
+its memory, is alive in this process, or in one that was forked from it.
+"""
 
 from __future__ import annotations
 

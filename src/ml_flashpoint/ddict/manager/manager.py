@@ -173,7 +173,8 @@ class Manager:
         if not self.is_ready and type(request) not in _AT_ANY_TIME:
             self.wait_until_ready(deadline)
         try:
-            return found(_Call(self, session, blobs, deadline), request)
+            answer = found(_Call(self, session, blobs, deadline), request)
+            return answer if isinstance(answer, tuple) else (answer or {}, ())
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # which refer to values, for as long as the error is anywhere
             raise
@@ -350,8 +351,9 @@ class Manager:
         finally:
             self.waiting -= 1
 
-    def wait_for_keys(self, checkpoint_id: int, deadline: float, is_gone: Callable[[], bool]) -> None:
+    def wait_for_keys(self, told: asked.AwaitKeys, deadline: float, is_gone: Callable[[], bool]) -> None:
         """Wait until all keys of a checkpoint are written again at a later one."""
+        checkpoint_id = told.checkpoint_id
         with self.changed:
             if not self.wait_for(lambda: self.shard.missing_after(checkpoint_id) is None, deadline, is_gone):
                 raise DDictTimeoutError(
@@ -556,7 +558,7 @@ def _others(found: Entry | None, flags: int) -> Fields:
 # ---- what clients ask for -------------------------------------------------------------------------------------------
 
 
-def _put(call: _Call, request: asked.Put) -> Result:
+def _put(call: _Call, request: asked.Put) -> Fields:
     manager, key, blobs = call.manager, call.key, call.blobs
     value_id, reserved = request.value_id, call.session.reserved
     checkpoint_id, writer = request.whose.checkpoint_id, sys.intern(request.whose.handle)  # one text for all entries
@@ -576,18 +578,18 @@ def _put(call: _Call, request: asked.Put) -> Result:
             manager.make_room(value.nbytes, key, checkpoint_id, writer, call.deadline)
         answer = call.check_change(request.whose)
         if not call.is_as_expected(key, checkpoint_id, request.expected):
-            return {"ok": False, **answer}, ()
+            return {"ok": False, **answer}
         others = _others(manager.shard.find(key, checkpoint_id), request.flags)
         flags = request.flags | BROADCAST if others else request.flags
         manager.put(Entry(key, checkpoint_id, writer, value, flags))
-    return {"ok": True, **others, **answer}, ()
+    return {"ok": True, **others, **answer}
 
 
 def _put_many(call: _Call, request: asked.PutMany) -> Result:
     put = asked.Put(request.whose, request.flags)
     if len(call.blobs) % 2:
         raise ProtocolError("a put needs a value")
-    return _many(call, 2, lambda one: _put(one, put))
+    return _many(call, 2, lambda one: (_put(one, put), ()))
 
 
 def _get_many(call: _Call, request: asked.GetMany) -> Result:
@@ -615,7 +617,7 @@ def _many(call: _Call, count: int, make: Callable[[_Call], Result]) -> Result:
     return {"outcomes": outcomes, "late": late}, answers
 
 
-def _add(call: _Call, request: asked.Add) -> Result:
+def _add(call: _Call, request: asked.Add) -> Fields:
     manager, key, before = call.manager, call.key, request.default
     checkpoint_id, writer = request.whose.checkpoint_id, request.whose.handle
     with manager.changed:
@@ -629,10 +631,10 @@ def _add(call: _Call, request: asked.Add) -> Result:
             before = known
         value = InlineValue(number_to_inline(before + request.amount))
         manager.put(Entry(key, checkpoint_id, writer, value, found.flags if found else request.flags))
-    return {"before": before, **_others(found, request.flags), **answer}, ()
+    return {"before": before, **_others(found, request.flags), **answer}
 
 
-def _delete(call: _Call, request: asked.Delete) -> Result:
+def _delete(call: _Call, request: asked.Delete) -> Fields:
     manager, key, checkpoint_id = call.manager, call.key, request.whose.checkpoint_id
     with manager.changed:
         answer = call.check_change(request.whose)
@@ -640,21 +642,21 @@ def _delete(call: _Call, request: asked.Delete) -> Result:
         if found is None:
             raise DDictKeyError("no such key", checkpoint_id=checkpoint_id)
         if not call.is_as_expected(key, checkpoint_id, request.expected):
-            return {"ok": False}, ()
+            return {"ok": False}
         manager.put(Entry(key, checkpoint_id, request.whose.handle, None, found.flags))
-    return {"ok": True, **_others(found, request.flags), **answer}, ()
+    return {"ok": True, **_others(found, request.flags), **answer}
 
 
-def _clear(call: _Call, request: asked.Clear) -> Result:
+def _clear(call: _Call, request: asked.Clear) -> Fields:
     manager, whose = call.manager, request.whose
     with manager.changed:
         answer = call.check_change(whose)
         for found in list(manager.shard.entries(whose.checkpoint_id)):
             manager.put(Entry(found.key, whose.checkpoint_id, whose.handle, None, found.flags))
-    return answer, ()
+    return answer
 
 
-def _allocate(call: _Call, request: asked.Allocate) -> Result:
+def _allocate(call: _Call, request: asked.Allocate) -> Fields:
     manager, whose = call.manager, request.whose
     with manager.changed:
         manager.check_epoch(whose.epoch)
@@ -667,14 +669,14 @@ def _allocate(call: _Call, request: asked.Allocate) -> Result:
             told = {name: getattr(error, name) for name in ("needed_bytes", "available_bytes", "path", "hint")}
             raise DDictFullError(error.message, manager=manager.number, **told) from error
     call.session.reserved.add(reservation.value_id)
-    return {"v": reservation.value_id, "path": reservation.path}, ()
+    return {"v": reservation.value_id, "path": reservation.path}
 
 
-def _abandon(call: _Call, request: asked.Abandon) -> Result:
+def _abandon(call: _Call, request: asked.Abandon) -> Fields:
     if request.value_id in call.session.reserved:
         call.session.reserved.discard(request.value_id)
         call.manager.slots.abandon([request.value_id])
-    return {}, ()
+    return {}
 
 
 def _get(call: _Call, request: asked.Get) -> Result:
@@ -710,13 +712,13 @@ def _wait_for_key(call: _Call, key: bytes, checkpoint_id: int) -> None:
     raise DDictKeyError("no such key, and none came in time", checkpoint_id=checkpoint_id)
 
 
-def _contains(call: _Call, request: asked.Contains) -> Result:
+def _contains(call: _Call, request: asked.Contains) -> Fields:
     with call.manager.changed:
         call.check_read(request.whose)
-        return {"found": call.seen(call.key, request.whose.checkpoint_id) is not None}, ()
+        return {"found": call.seen(call.key, request.whose.checkpoint_id) is not None}
 
 
-def _wait_for(call: _Call, request: asked.WaitFor) -> Result:
+def _wait_for(call: _Call, request: asked.WaitFor) -> Fields:
     key = call.key
 
     def has_changed() -> bool:
@@ -725,7 +727,7 @@ def _wait_for(call: _Call, request: asked.WaitFor) -> Result:
 
     with call.manager.changed:
         call.check_read(request.whose)
-        return {"ok": call.manager.wait_for(has_changed, call.deadline, call.session.peer.is_gone)}, ()
+        return {"ok": call.manager.wait_for(has_changed, call.deadline, call.session.peer.is_gone)}
 
 
 def _keys(call: _Call, request: asked.Keys) -> Result:
@@ -752,31 +754,7 @@ def _keys(call: _Call, request: asked.Keys) -> Result:
     return {"n": len(keys)}, (b"" if request.only_count else b"".join(_LENGTH.pack(len(key)) + key for key in keys),)
 
 
-# ---- what the coordinator and other managers ask for ----------------------------------------------------------------
-
-
-def _telling(method: Callable[[Manager], Fields]) -> Callable[[_Call, Any], Result]:
-    return lambda call, request: (method(call.manager), ())
-
-
-def _having(method: Callable[[Manager, Any], None]) -> Callable[[_Call, Any], Result]:
-    def have(call: _Call, request: Request) -> Result:
-        method(call.manager, request)
-        return {}, ()
-
-    return have
-
-
-def _seal(call: _Call, request: asked.Seal) -> Result:
-    return {"name": call.manager.seal(request, call.deadline)}, ()
-
-
-def _await_keys(call: _Call, request: asked.AwaitKeys) -> Result:
-    call.manager.wait_for_keys(request.checkpoint_id, call.deadline, call.session.peer.is_gone)
-    return {}, ()
-
-
-_Operation: TypeAlias = Callable[[_Call, Any], Result]
+_Operation: TypeAlias = "Callable[[_Call, Any], Fields | Result | None]"
 _OPERATIONS: Final[dict[type[Request], _Operation]] = {
     asked.Put: _put,
     asked.PutMany: _put_many,
@@ -790,22 +768,21 @@ _OPERATIONS: Final[dict[type[Request], _Operation]] = {
     asked.Contains: _contains,
     asked.WaitFor: _wait_for,
     asked.Keys: _keys,
-    asked.Hello: _telling(Manager.hello),
-    asked.Stats: _telling(Manager.stats),
-    asked.Freeze: _having(lambda manager, request: manager.freeze(request.frozen, request.number)),
-    asked.Begin: _having(lambda manager, request: manager.begin(request)),
-    asked.Discard: _having(Manager.discard),
-    asked.Prepare: _having(Manager.prepare),
-    asked.Seal: _seal,
-    asked.Settle: _having(Manager.settle),
-    asked.AwaitKeys: _await_keys,
-    asked.Persist: _having(Manager.persist),
-    asked.PrepareRestore: _having(lambda manager, request: manager.parts.prepare(version_of(request.version))),
-    asked.AbortRestore: _having(lambda manager, request: manager.parts.abort()),
-    asked.Replicate: _having(lambda manager, request: manager.replicate_later()),
-    asked.DropCopies: _having(
-        lambda manager, request: manager.snapshots.drop_copies(request.of, request.keep, request.before)
-    ),
+    # What the coordinator and other managers ask for.
+    asked.Hello: lambda call, its: call.manager.hello(),
+    asked.Stats: lambda call, its: call.manager.stats(),
+    asked.Freeze: lambda call, its: call.manager.freeze(its.frozen, its.number),
+    asked.Begin: lambda call, its: call.manager.begin(its),
+    asked.Discard: lambda call, its: call.manager.discard(its),
+    asked.Prepare: lambda call, its: call.manager.prepare(its),
+    asked.Seal: lambda call, its: {"name": call.manager.seal(its, call.deadline)},
+    asked.Settle: lambda call, its: call.manager.settle(its),
+    asked.AwaitKeys: lambda call, its: call.manager.wait_for_keys(its, call.deadline, call.session.peer.is_gone),
+    asked.Persist: lambda call, its: call.manager.persist(its),
+    asked.PrepareRestore: lambda call, its: call.manager.parts.prepare(version_of(its.version)),
+    asked.AbortRestore: lambda call, its: call.manager.parts.abort(),
+    asked.Replicate: lambda call, its: call.manager.replicate_later(),
+    asked.DropCopies: lambda call, its: call.manager.snapshots.drop_copies(its.of, its.keep, its.before),
 }
 _AT_ANY_TIME: Final = frozenset(
     (

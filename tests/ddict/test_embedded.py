@@ -19,10 +19,9 @@ import torch
 
 from ml_flashpoint.ddict import DDict, PosixCheckpointPersister
 from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictError, DDictTimeoutError
+from ml_flashpoint.ddict.runtime import embedded
 from ml_flashpoint.ddict.runtime import folder as runtime_folder
-from ml_flashpoint.ddict.runtime import supervisor
-from ml_flashpoint.ddict.runtime.embedded import EmbeddedRuntime
-from ml_flashpoint.ddict.runtime.supervisor import MOST_DEATHS
+from ml_flashpoint.ddict.runtime.embedded import MOST_DEATHS, EmbeddedRuntime
 from tests.ddict.embedded_support import (
     DEADLINE_S,
     configs_of,
@@ -178,11 +177,11 @@ def test_a_killed_manager_comes_back_as_another_incarnation(tmpfs: Path) -> None
         assert seen_by(runtime, 0)["restarted"] is False
 
 
-@pytest.mark.parametrize("within_s", [supervisor.DEATHS_WITHIN_S, 0.0], ids=["at once", "in its own time"])
+@pytest.mark.parametrize("within_s", [embedded.DEATHS_WITHIN_S, 0.0], ids=["at once", "in its own time"])
 def test_a_manager_that_cannot_start_again_stays_down(
     tmpfs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, within_s: float
 ) -> None:
-    monkeypatch.setattr(supervisor, "DEATHS_WITHIN_S", within_s)
+    monkeypatch.setattr(embedded, "DEATHS_WITHIN_S", within_s)
     with started(tmpfs, 2, "fail_when_restarted") as runtime:
         killed = runtime.pids()[0]
         os.kill(killed, signal.SIGKILL)

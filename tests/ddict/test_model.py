@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from ml_flashpoint.ddict import DDict, PosixCheckpointPersister
 from ml_flashpoint.ddict.errors import DDictCheckpointRetiredError, DDictKeyError, DDictWritesLostError
-from ml_flashpoint.ddict.runtime.supervisor import MOST_DEATHS
+from ml_flashpoint.ddict.runtime.embedded import MOST_DEATHS
 from ml_flashpoint.format.errors import FlashpointError
 from tests.support import tmpfs as tmpfs_folders
 from tests.support.dictionaries import DEADLINE_S, await_copies, await_that, kill_manager

@@ -39,29 +39,9 @@ from ml_flashpoint.ddict.errors import (
 from ml_flashpoint.ddict.links import Exchange
 from ml_flashpoint.ddict.manager.shard import BROADCAST, DIRECT, PERSISTENT
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration, checked_timeout
+from ml_flashpoint.ddict.wire import requests as asked
 from ml_flashpoint.ddict.wire.keys import Unreadable, encode_key, place, readable_key, split_joined
-from ml_flashpoint.ddict.wire.requests import (
-    Abandon,
-    Account,
-    Allocate,
-    AwaitCommit,
-    Back,
-    Delete,
-    Get,
-    GetMany,
-    GoBack,
-    Join,
-    Keys,
-    Leave,
-    Move,
-    Newest,
-    Put,
-    PutMany,
-    Request,
-    State,
-    Whose,
-    Written,
-)
+from ml_flashpoint.ddict.wire.requests import Account, Back, Request, Whose, Written
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError
 from ml_flashpoint.net.client import Reply
 
@@ -191,7 +171,7 @@ class Handle:
 
     def state(self) -> dict[str, Any]:
         """Return the state of the dictionary; see `Coordinator.whole_state`."""
-        return self.ask_main(State())
+        return self.ask_main(asked.State())
 
     def order(self, make: Callable[[Account], Request], deadline: float) -> dict[str, Any]:
         """Ask the coordinator for something that is not to happen after what this handle asks for later."""
@@ -238,8 +218,11 @@ class Handle:
     def delete(self, manager: int, key: bytes, expected: int, deadline: float) -> dict[str, Any]:
         """Delete a key, if its entry has this number; -1: in any case. ``ok`` in the answer: it was."""
 
-        def make(whose: Whose, flags: int) -> Delete:
-            return Delete(whose, flags, -1 if flags & BROADCAST else expected)  # entries elsewhere have other numbers
+        def make(whose: Whose, flags: int) -> asked.Delete:
+            # Entries elsewhere have other numbers.
+            return asked.Delete(
+                whose, flags, -1 if flags & BROADCAST else expected
+            )  # entries elsewhere have other numbers
 
         return self.change(manager, make, key, deadline=deadline)
 
@@ -296,7 +279,7 @@ class Handle:
     def _get(self, manager: int, key: bytes, *, deadline: float, copy: bool = False, wait: bool = False) -> Found:
         def request(exchange: Exchange, whose: Whose) -> Found:
             # A manager elsewhere, which it may be since a moment ago, sends large values along.
-            answer = exchange.request(Get(whose, wait, remote=not exchange.local), key)
+            answer = exchange.request(asked.Get(whose, wait, remote=not exchange.local), key)
             return _found(answer.fields, answer.blobs, copy)
 
         return self.call(manager, request, deadline)
@@ -307,7 +290,7 @@ class Handle:
         """Write a key at one manager. Returns false if ``expected`` is not the number of the key's entry (0: none)."""
 
         def put(exchange: Exchange, whose: Whose, flags: int) -> dict[str, Any]:
-            told = Put(whose, flags, "", expected)
+            told = asked.Put(whose, flags, "", expected)
             if encoded.inline:
                 return exchange.request(told, key, values.to_inline(encoded)).fields
             return self._put_large(exchange, key, encoded, told)
@@ -337,9 +320,9 @@ class Handle:
         encoded = encode_key(key)
         return place(encoded, self.configuration.managers) if self.only is None else self.only, encoded
 
-    def _put_large(self, exchange: Exchange, key: bytes, encoded: values.Encoded, told: Put) -> dict[str, Any]:
+    def _put_large(self, exchange: Exchange, key: bytes, encoded: values.Encoded, told: asked.Put) -> dict[str, Any]:
         size = values.object_size(encoded)
-        reserved = exchange.request(Allocate(told.whose, size), key).fields
+        reserved = exchange.request(asked.Allocate(told.whose, size), key).fields
         value_id = reserved["v"]
         told = told._replace(value_id=value_id)
         try:
@@ -351,7 +334,7 @@ class Handle:
                 return exchange.request(told, key).fields
         except BaseException:
             with contextlib.suppress(FlashpointError):  # when the connection is gone, the manager knows
-                exchange.request(Abandon(value_id))
+                exchange.request(asked.Abandon(value_id))
             raise
 
     # ---- many keys ----------------------------------------------------------------------------------------
@@ -362,7 +345,7 @@ class Handle:
             yield from map(readable_key, keys)
 
     def _ask_keys(self, manager: int, deadline: float, *, count: bool = False) -> Reply:
-        return self.ask(manager, lambda whose: Keys(whose, self.only is None, count), deadline=deadline)
+        return self.ask(manager, lambda whose: asked.Keys(whose, self.only is None, count), deadline=deadline)
 
     def _keys(self, managers: Iterable[int], deadline: float) -> list[tuple[int, list[bytes]]]:
         return [(each, list(split_joined(self._ask_keys(each, deadline).blobs[0]))) for each in managers]
@@ -405,7 +388,7 @@ class Handle:
         """Return those that are there, with their values."""
 
         def ask(exchange: Exchange, whose: Whose) -> Reply:
-            return exchange.request(GetMany(whose, remote=not exchange.local), *keys)
+            return exchange.request(asked.GetMany(whose, remote=not exchange.local), *keys)
 
         answer = self.call(manager, ask, deadline)
         items = []
@@ -434,7 +417,7 @@ class Handle:
                 # The session must not keep the handle: when it is forgotten, it has left.
                 self.client.keepalive.begin(deadline)
                 with self._going_astray():
-                    self.order(Join, deadline)
+                    self.order(asked.Join, deadline)
                 self.standing.joined = True
                 self.client.keepalive.standings[self.standing.handle] = self.standing
                 _leave_at_exit()
@@ -452,7 +435,7 @@ class Handle:
         standing = self.standing
         if standing.joined:
             with self._going_astray():
-                moved = self.order(lambda account: Move(account, checkpoint_id, onwards), deadline)
+                moved = self.order(lambda account: asked.Move(account, checkpoint_id, onwards), deadline)
                 checkpoint_id = int(moved["position"])
         else:
             standing.tell()
@@ -492,7 +475,7 @@ class Handle:
         standing.go_back(back)
         session = standing.session if standing.joined else ""
         try:
-            state = self.order(lambda account: GoBack(account.whose, session, back), deadline)
+            state = self.order(lambda account: asked.GoBack(account.whose, session, back), deadline)
         except FlashpointError as error:
             if isinstance(error, (DDictTimeoutError, DDictManagerLostError)):
                 standing.checkpoint_id = to  # it may be done but for a manager that is away
@@ -520,7 +503,7 @@ class Handle:
                     value=checkpoint_id,
                     hint="checkpoint() first",
                 )
-            state = self.order(lambda account: AwaitCommit(account, checkpoint_id, if_written), deadline)
+            state = self.order(lambda account: asked.AwaitCommit(account, checkpoint_id, if_written), deadline)
             return int(state["committed"])
 
     def sync(self, deadline: float) -> None:
@@ -528,7 +511,7 @@ class Handle:
         with self._turn(deadline):
             standing = self.standing
             is_answer = standing.lost is not None and standing.untold is None  # to what it was told
-            state = self.order(lambda account: Newest(account.whose.epoch), deadline)
+            state = self.order(lambda account: asked.Newest(account.whose.epoch), deadline)
             to = max(0, int(state["committed"]))
             if is_answer or standing.going_back is not None or standing.wrote_above(to):
                 self._go_back(Back(to, onwards=True), deadline)
@@ -562,7 +545,7 @@ class Handle:
             self._finish_rollback(now + max(0.0, deadline - now) / 2)  # and the other half for what follows
         if self.standing.is_known:
             try:
-                self.client.links.call(COORDINATOR, Leave(self.standing.account()), deadline=deadline)
+                self.client.links.call(COORDINATOR, asked.Leave(self.standing.account()), deadline=deadline)
                 self.client.keepalive.standings.pop(self.standing.handle, None)
             except FlashpointError:
                 self.client.keepalive.forget(self.standing)
@@ -625,7 +608,7 @@ class Batch:
     def _put(self, manager: int, items: list[tuple[bytes, bytes]], deadline: float, flags: int = 0) -> list[Any]:
         blobs = [part for item in items for part in item]
         answer = self._access.change(
-            manager, lambda whose, its: PutMany(whose, its | flags), *blobs, again=True, deadline=deadline
+            manager, lambda whose, its: asked.PutMany(whose, its | flags), *blobs, again=True, deadline=deadline
         )
         for error, _, _ in answer["outcomes"]:
             if error is not None:

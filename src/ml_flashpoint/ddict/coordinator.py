@@ -226,12 +226,12 @@ class Coordinator:
         with self._changed:
             prepared = self.rules.prepare()
         self._ask_all(prepared)
-        names: list[str] = []
+        runs: list[int] = []
         if self.rules.options.replicated and not self.rules.is_called_off(prepared):
             sealed = asked.Seal(prepared.epoch, prepared.cut)
-            names = [str(answer["name"]) for answer in self._ask_all(sealed, time.monotonic() + seal_deadline_s())]
+            runs = [int(answer["run"]) for answer in self._ask_all(sealed, time.monotonic() + seal_deadline_s())]
         with self._changed:
-            is_committed = self.rules.commit(prepared, names)
+            is_committed = self.rules.commit(prepared, runs)
             self._changed.notify_all()
         if is_committed:
             self._settle()

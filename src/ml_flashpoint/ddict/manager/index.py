@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from ml_flashpoint.ddict.manager.shard import Entry, InlineValue, StoredValue, Value
-from ml_flashpoint.ddict.manager.store import PartRef, part_ref
+from ml_flashpoint.ddict.manager.store import part_id
 from ml_flashpoint.ddict.options import check_checkpoint_id
 from ml_flashpoint.format.errors import DamagedError, FlashpointError
 from ml_flashpoint.format.object_format import Layout, parse_header, plan_layout
+from ml_flashpoint.format.save_id import SaveId
 
 _HEADER_RESERVE: Final = 1024
 GONE: Final = 0
@@ -64,7 +65,7 @@ class IndexEntry(NamedTuple):
     writer: str
     flags: int
     kind: int  # `GONE`: there is no entry of this key any more, and the rest says nothing; `INLINE` or `STORED`
-    part: PartRef  # whose segment holds the value, or the part that it is
+    part: SaveId  # whose segment holds the value, or the part that it is
     # offset, length: in the segment; 0 and the bytes of the object for a stored value
     offset: int
     length: int
@@ -76,7 +77,7 @@ class IndexEntry(NamedTuple):
     def inline_value(self, segment: memoryview) -> InlineValue:
         """The value, from the segment that it lies in. Raises `DamagedError`: it does not."""
         if self.offset + self.length > segment.nbytes:
-            raise DamagedError("a value lies outside of its segment", path=self.part.name)
+            raise DamagedError("a value lies outside of its segment", path=self.part.text)
         return InlineValue(bytes(segment[self.offset : self.offset + self.length]))
 
 
@@ -84,16 +85,16 @@ class IndexEntry(NamedTuple):
 class Index:
     """The content of one index."""
 
-    own: PartRef  # the part that it is in
+    own: SaveId  # the part that it is in
     # manager, managers: whose it is, of how many
     manager: int
     managers: int
-    chain: tuple[PartRef, ...]  # parts with the indices that it says the changes of; empty: it is full
+    chain: tuple[SaveId, ...]  # parts with the indices that it says the changes of; empty: it is full
     entries: Sequence[IndexEntry]
 
 
 def gather(
-    own: PartRef, entries: Iterable[Entry], part_of: Callable[[StoredValue], PartRef]
+    own: SaveId, entries: Iterable[Entry], part_of: Callable[[StoredValue], SaveId]
 ) -> tuple[list[IndexEntry], list[bytes]]:
     """Return what an index says of entries, without deleted keys, and the segment: small values, one after the other.
     ``own``: the part that both are in. ``part_of``: the part that a large value is."""
@@ -103,7 +104,7 @@ def gather(
     for entry in entries:
         value = entry.value
         if isinstance(value, InlineValue):
-            place: tuple[int, PartRef, int, int] = (INLINE, own, offset, value.nbytes)
+            place: tuple[int, SaveId, int, int] = (INLINE, own, offset, value.nbytes)
             segment.append(value.data)
             offset += value.nbytes
         elif value is not None:
@@ -120,13 +121,13 @@ def index_bytes(entries: Iterable[Entry]) -> int:
     return sum(_ROW_BYTES + key + (its.nbytes if isinstance(its, InlineValue) else 0) for key, its in values)
 
 
-def part_of(value: StoredValue) -> PartRef:
+def part_of(value: StoredValue) -> SaveId:
     """The part that a large value is, once it was sealed."""
     assert value.part is not None
     return value.part
 
 
-def parts_of(entries: Iterable[Entry]) -> frozenset[PartRef]:
+def parts_of(entries: Iterable[Entry]) -> frozenset[SaveId]:
     """The parts that the large values of entries are."""
     return frozenset(part_of(entry.value) for entry in entries if isinstance(entry.value, StoredValue))
 
@@ -135,31 +136,31 @@ def parts_of(entries: Iterable[Entry]) -> frozenset[PartRef]:
 class BuiltSnapshot:
     """A snapshot in the store."""
 
-    ref: PartRef  # its part
+    ref: SaveId  # its part
     # parts with the indices that it consists of, a full one first. Its own is not among them where nothing has changed
-    chain: tuple[PartRef, ...]
+    chain: tuple[SaveId, ...]
     entries: frozenset[Entry]  # all of them; no two are equal
-    stored: frozenset[PartRef]  # the parts that their large values are
+    stored: frozenset[SaveId]  # the parts that their large values are
     chain_bytes: int  # of the indices of the chain and the segments beside them, about
     live_bytes: int  # those that a full one would take
 
     @property
-    def needs(self) -> frozenset[PartRef]:
+    def needs(self) -> frozenset[SaveId]:
         """The parts without which it cannot be read, itself among them."""
         return self.stored.union((self.ref, *self.chain))
 
 
-NO_SNAPSHOT: Final = BuiltSnapshot(PartRef("", -1), (), frozenset(), frozenset(), 0, 0)
+NO_SNAPSHOT: Final = BuiltSnapshot(SaveId(0, -1), (), frozenset(), frozenset(), 0, 0)
 """What the first one builds on."""
 
 
 def fold(indices: Iterable[Index]) -> list[IndexEntry]:
     """Return what the last of these says: a full one, and those of its chain after it."""
     found: dict[bytes, IndexEntry] = {}
-    chain: list[PartRef] = []
+    chain: list[SaveId] = []
     for index in indices:
         if list(index.chain) != chain:
-            raise DamagedError("the index of a snapshot builds on others", path=index.own.name)
+            raise DamagedError("the index of a snapshot builds on others", path=index.own.text)
         for told in index.entries:
             if told.kind == GONE:
                 found.pop(told.key, None)
@@ -186,7 +187,7 @@ def encode_index(index: Index) -> bytes:
     return "\n".join(map(_to_json, (head, *chunks))).encode("ascii")
 
 
-def decode_index(data: memoryview, own: PartRef, manager: int, managers: int, path: str) -> Index:
+def decode_index(data: memoryview, own: SaveId, manager: int, managers: int, path: str) -> Index:
     """Return what `encode_index` made `data` from. ``own``: the part that it is in."""
     try:
         if bytes(data[: len(_BEGIN)]) != _BEGIN:
@@ -194,7 +195,7 @@ def decode_index(data: memoryview, own: PartRef, manager: int, managers: int, pa
         head, *chunks = map(json.loads, bytes(data).split(b"\n"))
         if (head["checkpoint"], head["manager"], head["managers"]) != (own.step, manager, managers):
             raise ValueError("it is of another part")
-        chain = tuple(part_ref(*each) for each in head["chain"])
+        chain = tuple(part_id(*each) for each in head["chain"])
         if len(chain) > LONGEST_CHAIN:
             raise ValueError("the chain is too long")
         entries = [_entry_of(row, own) for rows in chunks for row in rows]
@@ -203,7 +204,7 @@ def decode_index(data: memoryview, own: PartRef, manager: int, managers: int, pa
     return Index(own, manager, managers, chain, entries)
 
 
-def _entry_of(row: Sequence[Any], own: PartRef) -> IndexEntry:
+def _entry_of(row: Sequence[Any], own: SaveId) -> IndexEntry:
     key, checkpoint_id, writer, flags, kind, part, offset, length = row
     numbers_ok = (
         type(offset) is type(length) is type(kind) is type(flags) is int
@@ -213,5 +214,5 @@ def _entry_of(row: Sequence[Any], own: PartRef) -> IndexEntry:
     if not (numbers_ok and type(writer) is str):
         raise ValueError("an entry that is none")
     check_checkpoint_id(checkpoint_id)
-    its = part_ref(*part) if kind == STORED else own
+    its = part_id(*part) if kind == STORED else own
     return IndexEntry(key.encode("latin-1"), checkpoint_id, writer, flags, kind, its, offset, length)

@@ -41,7 +41,7 @@ from ml_flashpoint.ddict.manager.store import (
     in_pieces,
     inline_number,
     number_to_inline,
-    part_ref,
+    part_id,
 )
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
 from ml_flashpoint.ddict.wire import requests as asked
@@ -413,7 +413,7 @@ class Manager:
     def _recover(self, sealed: Sequence[SealedPart]) -> None:
         missing = {part.cut: part for part in sealed if part.cut not in self._kept}
         if missing:
-            found, failures = self.snapshots.recover([part_ref(part.name, part.cut) for part in missing.values()])
+            found, failures = self.snapshots.recover([part_id(part.run, part.cut) for part in missing.values()])
             self._failures = {missing[cut].checkpoint_id: error for cut, error in failures.items()}
             with self.changed:
                 self._kept |= {cut: _Prepared(missing[cut].checkpoint_id, its) for cut, its in found.items()}
@@ -456,12 +456,12 @@ class Manager:
         if any(each > told.committed for each in self.snapshots.sealed()):
             self.snapshots.forget_after(told.committed)
 
-    def seal(self, told: asked.Seal, deadline: float) -> str:
-        """Have verified copies of a prepared cut; returns the name of the snapshot's part."""
+    def seal(self, told: asked.Seal, deadline: float) -> int:
+        """Have verified copies of a prepared cut; returns the number of the snapshot's part."""
         with self.changed:
             self.check_epoch(told.epoch)
             entries = self._prepared(told.cut)
-        return self.snapshots.seal(told.cut, entries, max(0.1, deadline - time.monotonic())).name
+        return self.snapshots.seal(told.cut, entries, max(0.1, deadline - time.monotonic())).run
 
     def settle(self, told: asked.Settle) -> None:
         """Let go of what no one needs any more; see `Settle`."""
@@ -775,7 +775,7 @@ _OPERATIONS: Final[dict[type[Request], _Operation]] = {
     asked.Begin: lambda call, its: call.manager.begin(its),
     asked.Discard: lambda call, its: call.manager.discard(its),
     asked.Prepare: lambda call, its: call.manager.prepare(its),
-    asked.Seal: lambda call, its: {"name": call.manager.seal(its, call.deadline)},
+    asked.Seal: lambda call, its: {"run": call.manager.seal(its, call.deadline)},
     asked.Settle: lambda call, its: call.manager.settle(its),
     asked.AwaitKeys: lambda call, its: call.manager.wait_for_keys(its, call.deadline, call.session.peer.is_gone),
     asked.Persist: lambda call, its: call.manager.persist(its),

@@ -24,7 +24,7 @@ from ml_flashpoint.ddict.errors import retired
 from ml_flashpoint.memory.slot import Slot
 
 if TYPE_CHECKING:
-    from ml_flashpoint.ddict.manager.store import PartRef
+    from ml_flashpoint.format.save_id import SaveId
 
 Value: TypeAlias = "InlineValue | StoredValue"
 ENTRY_BYTES = 400  # what Python needs for a key and its entry, about
@@ -55,7 +55,7 @@ class StoredValue:
     slot: Slot
     size: int  # bytes of the object; the slot may be larger
     unused: deque[Slot] | None = None  # where the slot goes then, unless it is that of a part, and goes with that
-    part: PartRef | None = None
+    part: SaveId | None = None
 
     def __del__(self) -> None:
         if self.part is None and self.unused is not None:

@@ -46,7 +46,7 @@ from ml_flashpoint.ddict.manager.index import (
     split_object,
 )
 from ml_flashpoint.ddict.manager.shard import Entry, StoredValue, Value
-from ml_flashpoint.ddict.manager.store import HeldPart, PartRef, PartStore, ValueSlots, is_part, value_id_of
+from ml_flashpoint.ddict.manager.store import HeldPart, PartStore, ValueSlots, is_part, value_id_of
 from ml_flashpoint.ddict.options import check_checkpoint_id, next_number
 from ml_flashpoint.ddict.wire.requests import DropCopies, Hello, Request
 from ml_flashpoint.format.digest import digest_blocks, verify_blocks
@@ -90,7 +90,7 @@ class _Link:
 
     peer: PeerConnection
     connections: int = 0
-    acknowledged: set[str] = field(default_factory=set)
+    acknowledged: set[SaveId] = field(default_factory=set)
 
 
 class Copies:
@@ -124,11 +124,11 @@ class Copies:
             holder.address, self._secret, node=holder.node, deadline_s=deadline_s, connect_timeout_s=timeout_s
         )
 
-    def push(self, parts: Sequence[PartRef], needed: Collection[PartRef], deadline: float) -> None:
+    def push(self, parts: Sequence[SaveId], needed: Collection[SaveId], deadline: float) -> None:
         """Have every holder have every part, in this order: what others refer to comes before them."""
         push_to_all(self.holders, lambda holder: self._push_to(holder, list(parts), needed, deadline))
 
-    def _push_to(self, number: int, parts: list[PartRef], needed: Collection[PartRef], deadline: float) -> None:
+    def _push_to(self, number: int, parts: list[SaveId], needed: Collection[SaveId], deadline: float) -> None:
         def is_over() -> bool:
             return self._closed or time.monotonic() > deadline
 
@@ -147,23 +147,23 @@ class Copies:
                 was_there = False  # it may have come back elsewhere
 
     def _push_over(
-        self, link: _Link, parts: list[PartRef], needed: Collection[PartRef], is_over: Callable[[], bool]
+        self, link: _Link, parts: list[SaveId], needed: Collection[SaveId], is_over: Callable[[], bool]
     ) -> None:
-        link.acknowledged.intersection_update(ref.name for ref in parts)  # others are not asked for again
+        link.acknowledged.intersection_update(parts)  # others are not asked for again
         while True:
             # It may lead to a process that is gone, and nothing may be left to push that would show it.
             link.peer.ping(cancelled=is_over)
             if link.connections != link.peer.connections:  # there may be another process behind it
                 link.connections, link.acknowledged = link.peer.connections, set()
-            lacking = [ref for ref in parts if ref.name not in link.acknowledged]
+            lacking = [ref for ref in parts if ref not in link.acknowledged]
             if not lacking:
                 return
             for ref in lacking:
                 try:
-                    with self._store.reading(ref.save, self._store.number) as part:
+                    with self._store.reading(ref, self._store.number) as part:
                         if link.peer.push(part.manifest, part.data, cancelled=is_over):
                             self.pushed_bytes += part.record.size
-                    link.acknowledged.add(ref.name)
+                    link.acknowledged.add(ref)
                 except (DamagedError, ObjectNotFoundError) as error:
                     if ref in needed:
                         raise
@@ -174,9 +174,9 @@ class Copies:
         if (link := self._links.pop(number, None)) is not None:
             link.peer.close()
 
-    def held_by(self, parts: Collection[PartRef]) -> list[int]:
+    def held_by(self, parts: Collection[SaveId]) -> list[int]:
         """Holders that have acknowledged all of these, and have not been found gone since."""
-        names = {ref.name for ref in parts}
+        names = set(parts)
         return [number for number, link in list(self._links.items()) if link.acknowledged >= names]
 
     def close(self) -> None:
@@ -250,16 +250,16 @@ class Recoverer:
     failures: dict[int, FlashpointError] = field(default_factory=dict)
     _looking: threading.Lock = field(default_factory=threading.Lock)
     _found: dict[tuple[int, bool], Holder | FlashpointError] = field(default_factory=dict)
-    _parts: dict[PartRef, HeldPart | FlashpointError] = field(default_factory=dict)
+    _parts: dict[SaveId, HeldPart | FlashpointError] = field(default_factory=dict)
     # Each with the segment beside it.
-    _indices: dict[PartRef, tuple[Index, memoryview]] = field(default_factory=dict)
+    _indices: dict[SaveId, tuple[Index, memoryview]] = field(default_factory=dict)
     _known: dict[IndexEntry, Entry] = field(default_factory=dict)
 
     @property
     def _rank(self) -> int:
         return self._store.number
 
-    def recover(self, snapshots: Iterable[PartRef]) -> None:
+    def recover(self, snapshots: Iterable[SaveId]) -> None:
         """Recover these snapshots, each that can be had whole."""
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="ddict-recover") as pool:
             for ref in sorted(snapshots, key=lambda ref: ref.step, reverse=True):
@@ -273,8 +273,8 @@ class Recoverer:
         for _, segment in self._indices.values():
             segment.release()
 
-    def _recover_one(self, ref: PartRef, pool: ThreadPoolExecutor) -> None:
-        def bring(parts: Collection[PartRef]) -> None:
+    def _recover_one(self, ref: SaveId, pool: ThreadPoolExecutor) -> None:
+        def bring(parts: Collection[SaveId]) -> None:
             list(pool.map(self._part, set(parts)))
 
         chain = [*self._index(ref)[0].chain, ref]
@@ -290,10 +290,10 @@ class Recoverer:
             ref, tuple(chain), entries, parts_of(entries), chain_bytes, index_bytes(entries)
         )
 
-    def _index(self, ref: PartRef) -> tuple[Index, memoryview]:
+    def _index(self, ref: SaveId) -> tuple[Index, memoryview]:
         if ref not in self._indices:
             part = self._part(ref)
-            path = f"{ref.save.version}/{part.record.name}"
+            path = f"{ref.version}/{part.record.name}"
             data, segment = split_object(part.data, part.record.file_size, path)
             self._indices[ref] = decode_index(data, ref, self._rank, len(self._copies.nodes), path), segment
         return self._indices[ref]
@@ -308,21 +308,21 @@ class Recoverer:
             return told.inline_value(self._index(told.part)[1])
         part = self._part(told.part)
         if told.length != part.record.size:
-            raise DamagedError("this part is not the value", rank=self._rank, path=told.part.name)
+            raise DamagedError("this part is not the value", rank=self._rank, path=told.part.text)
         value_id = value_id_of(part.data)
         return self._values.hold(StoredValue(value_id, part.slot, told.length, part=told.part))
 
     # ---- parts --------------------------------------------------------------------------------------------
 
-    def _part(self, ref: PartRef) -> HeldPart:
+    def _part(self, ref: SaveId) -> HeldPart:
         """A part of this manager, verified; fetched if need be. No two threads ask for the same one."""
         return _once(self._parts, ref, lambda: self._own(ref) or self._fetch(ref))
 
-    def _own(self, ref: PartRef) -> HeldPart | None:
-        part = self._store.find(ref.save, self._rank)
+    def _own(self, ref: SaveId) -> HeldPart | None:
+        part = self._store.find(ref, self._rank)
         if part is None:
             return None
-        record, path = part.record, f"{ref.save.version}/{part.record.name}"
+        record, path = part.record, f"{ref.version}/{part.record.name}"
         try:
             verify_blocks(part.data, record.digests, record.block_size, path=path)
         except DamagedError as error:
@@ -330,7 +330,7 @@ class Recoverer:
             return None
         return part
 
-    def _fetch(self, ref: PartRef) -> HeldPart:
+    def _fetch(self, ref: SaveId) -> HeldPart:
         failures: list[FlashpointError] = []
         for again, number in product((False, True), self._copies.holders):  # one may just have come back
             try:
@@ -347,8 +347,8 @@ class Recoverer:
         with self._looking:
             return _once(self._found, (number, again), lambda: self._copies.find(number))
 
-    def _fetch_from(self, holder: Holder, ref: PartRef) -> HeldPart:
-        name = PartName(ref.save, self._rank)
+    def _fetch_from(self, holder: Holder, ref: SaveId) -> HeldPart:
+        name = PartName(ref, self._rank)
         with self._copies.connect(holder) as peer:
             manifest = peer.read_manifest(name)
             if manifest.world_size != len(self._copies.nodes) or not is_part(manifest):
@@ -358,7 +358,7 @@ class Recoverer:
                 BlockChecker(manifest.objects[0], buffer, str(name)) as blocks,
             ):
                 peer.fetch(name, blocks, cancelled=self._cancelled)
-        part = self._store.find(ref.save, self._rank)
+        part = self._store.find(ref, self._rank)
         assert part is not None  # it was committed
         return part
 
@@ -441,7 +441,7 @@ class Snapshots:
 
     # ---- sealing ------------------------------------------------------------------------------------------
 
-    def seal(self, checkpoint_id: int, entries: Sequence[Entry], deadline_s: float) -> PartRef:
+    def seal(self, checkpoint_id: int, entries: Sequence[Entry], deadline_s: float) -> SaveId:
         """Have a verified snapshot of this checkpoint, with the entries of all keys that there are, here and at every
         holder; return its part."""
         check_checkpoint_id(checkpoint_id)
@@ -505,46 +505,46 @@ class Snapshots:
         self._snapshots = {**self._snapshots, checkpoint_id: built}
         return built
 
-    def _has_all(self, parts: Iterable[PartRef]) -> bool:
-        return all(self._store.find(ref.save, self._manager) is not None for ref in parts)
+    def _has_all(self, parts: Iterable[SaveId]) -> bool:
+        return all(self._store.find(ref, self._manager) is not None for ref in parts)
 
     def _seal_value(self, checkpoint_id: int, value: StoredValue) -> None:
         ref, block = self._next_ref(checkpoint_id), block_bytes()
         digests = digest_blocks(value.slot.buffer[: value.size], block_size=block)
-        name = object_name(self._manager, ref.name)
+        name = object_name(self._manager, ref.text)
         self._commit(ref, value.slot, ObjectRecord(name, value.size, value.slot.size, digests, block))
         value.part = ref  # its slot is the store's to free
 
-    def _write(self, own: PartRef, told: tuple[PartRef, ...], entries: list[Entry], missing: list[bytes]) -> None:
+    def _write(self, own: SaveId, told: tuple[SaveId, ...], entries: list[Entry], missing: list[bytes]) -> None:
         listed, segment = gather(own, entries, part_of)
         listed += [IndexEntry(key, 0, "", 0, GONE, own, 0, 0) for key in missing]
         index = encode_index(Index(own, self._manager, len(self.copies.nodes), told, listed))
         layout = plan_object(len(index), sum(map(len, segment)))
         slot = self._store.take(layout.size)
         try:
-            name = object_name(self._manager, own.name)
+            name = object_name(self._manager, own.text)
             self._commit(own, slot, slot.seal(name, layout, (index, b"".join(segment))))
         except BaseException:
             self._store.free(slot)
             raise
 
-    def _commit(self, ref: PartRef, slot: Slot, record: ObjectRecord) -> None:
+    def _commit(self, ref: SaveId, slot: Slot, record: ObjectRecord) -> None:
         nodes, manager = self.copies.nodes, self._manager
-        manifest = Manifest(ref.save.version, manager, len(nodes), ref.name, nodes[manager], (record,))
+        manifest = Manifest(ref.version, manager, len(nodes), ref.text, nodes[manager], (record,))
         self._store.commit(slot, manifest)
 
     def _push(self, deadline: float) -> None:
         snapshots = [built.needs for built in self._snapshots.values()]
         # By age: what a holder has without what it refers to, which was sealed before it, is of no use to anyone.
-        parts = sorted(set(chain(*snapshots)), key=lambda ref: ref.save)
+        parts = sorted(set(chain(*snapshots)))
         self.copies.push(parts, snapshots[-1] if snapshots else (), deadline)
 
     def _next_number(self) -> int:
         self._newest = next_number(self._newest)
         return self._newest
 
-    def _next_ref(self, checkpoint_id: int) -> PartRef:
-        return PartRef(SaveId(self._next_number(), checkpoint_id).text, checkpoint_id)
+    def _next_ref(self, checkpoint_id: int) -> SaveId:
+        return SaveId(self._next_number(), checkpoint_id)
 
     def replicate(self, deadline_s: float) -> None:
         """Push whatever a holder lacks of the snapshots here, oldest first: after a holder came back without them."""
@@ -552,7 +552,7 @@ class Snapshots:
         with self._turn(deadline):
             self._push(deadline)
 
-    def sealed(self) -> dict[int, PartRef]:
+    def sealed(self) -> dict[int, SaveId]:
         """The snapshots in this store, by checkpoint. Not only those whose copies are verified."""
         return {checkpoint_id: built.ref for checkpoint_id, built in self._snapshots.items()}
 
@@ -560,7 +560,7 @@ class Snapshots:
         """Return those of `holders` that are known to have verified copies of every snapshot here."""
         return self.copies.held_by(self._needed())
 
-    def _needed(self) -> set[PartRef]:
+    def _needed(self) -> set[SaveId]:
         return {ref for built in self._snapshots.values() for ref in built.needs}
 
     # ---- retention ----------------------------------------------------------------------------------------
@@ -589,7 +589,7 @@ class Snapshots:
 
     def _sweep(self) -> list[str]:
         """Drop the parts that nothing needs; returns the names of the others."""
-        needed = {ref.save for ref in self._needed() | self._values.needed_parts()}
+        needed = self._needed() | self._values.needed_parts()
         mine = self._store.parts_of(self._manager)
         self._store.drop([part for part in mine if part.save not in needed])
         return [part.save.text for part in mine if part.save in needed]
@@ -603,7 +603,7 @@ class Snapshots:
 
     # ---- recovery -----------------------------------------------------------------------------------------
 
-    def recover(self, snapshots: Iterable[PartRef]) -> tuple[dict[int, list[Entry]], dict[int, FlashpointError]]:
+    def recover(self, snapshots: Iterable[SaveId]) -> tuple[dict[int, list[Entry]], dict[int, FlashpointError]]:
         """Recover these snapshots, each that can be had whole."""
         with self._building:
             recoverer = Recoverer(self._store, self._values, self.copies, self._closed.is_set)

@@ -34,11 +34,12 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from ml_flashpoint.ddict.errors import StaleValueError
 from ml_flashpoint.ddict.manager.shard import StoredValue
 from ml_flashpoint.ddict.options import check_checkpoint_id
+from ml_flashpoint.format.arguments import checked_integer
 from ml_flashpoint.format.errors import (
     CapacityError,
     DamagedError,
@@ -52,7 +53,7 @@ from ml_flashpoint.format.errors import (
 )
 from ml_flashpoint.format.failure_kinds import is_shortage
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name, parse_object_name
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.save_id import MAX_RUN, SaveId
 from ml_flashpoint.memory.capacity import available_bytes
 from ml_flashpoint.memory.container import BaseContainer, Owner
 from ml_flashpoint.memory.lock import JobLock
@@ -63,27 +64,9 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
-class PartRef(NamedTuple):
-    """Names a part of this manager."""
-
-    name: str  # its number, as `SaveId.text`; of what is persisted, the name of the item
-    step: int  # checkpoint that it was sealed in
-
-    @property
-    def save(self) -> SaveId:
-        """Its name in a base container. Raises `InvalidArgumentError`: this is no part in one."""
-        save = SaveId(int(self.name) if self.name.isascii() and self.name.isdecimal() else 0, self.step)
-        if save.text != self.name:
-            raise InvalidArgumentError("not the name of a part", argument="name", value=self.name)
-        return save
-
-
-def part_ref(name: object, step: object) -> PartRef:
-    """A reference that somebody else gave. Raises `InvalidArgumentError`, `InvalidNameError`: it names no part."""
-    if not isinstance(name, str):
-        raise InvalidArgumentError("not the name of a part", argument="name", value=name)
-    object_name(0, name)  # refuses what cannot be part of a file's name
-    return PartRef(name, check_checkpoint_id(step, "step"))
+def part_id(run: Any, step: object) -> SaveId:
+    """The name of a part that somebody else gave. Raises `InvalidArgumentError`: it is none."""
+    return SaveId(checked_integer("run", run, 0, MAX_RUN), check_checkpoint_id(step, "step"))
 
 
 def is_part(manifest: Manifest) -> bool:
@@ -507,7 +490,7 @@ class ValueSlots:
         """The object that stands for this value: the given one, or another that does already."""
         return self._values.setdefault(value.value_id, value)
 
-    def needed_parts(self) -> set[PartRef]:
+    def needed_parts(self) -> set[SaveId]:
         """Return the parts of the values that anything refers to. A value that nothing refers to stays so."""
         return {value.part for value in list(self._values.values()) if value.part is not None}
 

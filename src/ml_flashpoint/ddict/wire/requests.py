@@ -79,7 +79,7 @@ class Account(NamedTuple):
 class SealedPart(NamedTuple):
     """The snapshot that a manager has of a committed cut."""
 
-    name: str  # of its part
+    run: int  # the number of its part
     cut: int
     checkpoint_id: int
 
@@ -250,7 +250,7 @@ class Prepare(NamedTuple):
 
 
 class Seal(NamedTuple):
-    """Have verified copies of a prepared cut; ``name``: of the snapshot's part."""
+    """Have verified copies of a prepared cut; ``run``: the number of the snapshot's part."""
 
     epoch: int
     cut: int

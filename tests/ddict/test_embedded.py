@@ -8,7 +8,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ from ml_flashpoint.ddict import DDict, PosixCheckpointPersister
 from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictError, DDictTimeoutError
 from ml_flashpoint.ddict.runtime import embedded
 from ml_flashpoint.ddict.runtime import folder as runtime_folder
-from ml_flashpoint.ddict.runtime.embedded import MOST_DEATHS, EmbeddedRuntime
+from ml_flashpoint.ddict.runtime.embedded import MOST_DEATHS
 from tests.ddict.embedded_support import (
     DEADLINE_S,
     configs_of,
@@ -68,14 +67,6 @@ def test_every_manager_gets_its_configuration_and_all_end(tmpfs: Path, monkeypat
         runtime.start([])
 
 
-def test_the_creator_has_one_thread_a_manager(tmpfs: Path) -> None:
-    before = set(threading.enumerate())
-    with started(tmpfs, 2), started(tmpfs, 1):
-        names = sorted(thread.name for thread in set(threading.enumerate()) - before)
-        assert names == ["ddict-supervisor-0", "ddict-supervisor-0", "ddict-supervisor-1"]
-    assert set(threading.enumerate()) <= before
-
-
 def test_one_dictionary_ends_and_another_goes_on(tmpfs: Path) -> None:
     with started(tmpfs, 2) as first, started(tmpfs, 2) as second:
         assert {psutil.Process(pid).ppid() for one in (first, second) for pid in one.pids().values()} == {server_pid()}
@@ -103,13 +94,6 @@ def test_a_manager_that_cannot_start_is_named_and_nothing_is_left(tmpfs: Path, e
         runtime.start(configs_of(runtime, 3))
     assert caught.value.manager == 1
     assert set(server.children()) <= before
-    assert list(tmpfs.iterdir()) == []
-
-
-def test_code_that_cannot_be_imported_is_told(tmpfs: Path) -> None:
-    runtime = EmbeddedRuntime(entry="tests.workers.no_such_module:run", root=tmpfs)
-    with pytest.raises(DDictError, match="no_such_module"):
-        runtime.start(configs_of(runtime, 1))
     assert list(tmpfs.iterdir()) == []
 
 

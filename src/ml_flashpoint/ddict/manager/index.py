@@ -1,19 +1,19 @@
 """The parts of a dictionary as others see them: names, and indices of the entries that each has.
 
-Owns where index and segment lie in the object of a snapshot, and
-encoding and decoding indices. Nothing here touches a store or a peer. What is decoded is distrusted, also when its
-digest is right. An index is lines of JSON: first its head, then lists of entries (`IndexEntry`), with the bytes of the
-key as characters. Not all in one, so that the thread that writes very many of them can be interrupted.
+Owns the object of a snapshot, and encoding and decoding indices. Nothing here touches a store or a peer. What is
+decoded is distrusted, also when its digest is right. An index is lines of JSON: first its head, then lists of entries
+(`IndexEntry`), with the bytes of the key as characters. Not all in one, so that the thread that writes very many of
+them can be interrupted.
 
 An index is full, or says what has changed since a *chain* of others, of which the first is full and each of the rest
-says what has changed since those before it. Small values lie in the segment beside the index that names them, large
-ones are parts of their own. The object of a snapshot is a safetensors file with two byte items: ``index``, and
-``segment``, small values one after the other.
+says what has changed since those before it. Small values lie in the segment behind the index that names them, one after
+the other, large ones are parts of their own.
 """
 
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -22,10 +22,9 @@ from ml_flashpoint.ddict.manager.shard import Entry, InlineValue, StoredValue, V
 from ml_flashpoint.ddict.manager.store import part_id
 from ml_flashpoint.ddict.options import check_checkpoint_id
 from ml_flashpoint.format.errors import DamagedError, FlashpointError
-from ml_flashpoint.format.object_format import Layout, parse_header, plan_layout
 from ml_flashpoint.format.save_id import SaveId
 
-_HEADER_RESERVE: Final = 1024
+_LENGTH: Final = struct.Struct("<Q")
 GONE: Final = 0
 INLINE: Final = 1
 STORED: Final = 2
@@ -37,24 +36,17 @@ _ROW_BYTES: Final = 80  # of an entry beside its key, about
 LONGEST_CHAIN: Final = 8  # most indices that one is read from: after so many changes, there is a full one
 
 
-# ---- the object -------------------------------------------------------------------------------------------
+def join_object(index: bytes, segment: Sequence[bytes]) -> bytes:
+    """Return the object of a snapshot: the length of its index (8, little-endian), that, and small values."""
+    return b"".join((_LENGTH.pack(len(index)), index, *segment))
 
 
-def plan_object(index_bytes: int, segment_bytes: int) -> Layout:
-    """Return where index and segment lie in the object of a snapshot."""
-    return plan_layout([], [("index", index_bytes), ("segment", segment_bytes)], reserve=_HEADER_RESERVE)
-
-
-def split_object(data: memoryview, file_size: int, path: str) -> tuple[memoryview, memoryview]:
-    """Index and segment of the object of a snapshot; views. ``data``: the object, up to its used size."""
-    entries = parse_header(data, file_size, path).layout.by_key
-    found = []
-    for key in ("index", "segment"):
-        entry = entries.get(key)
-        if entry is None or entry.kind != "bytes" or entry.end > data.nbytes:
-            raise DamagedError(f"a snapshot without its {key}", path=path)
-        found.append(data[entry.begin : entry.end])
-    return found[0], found[1]
+def split_object(data: memoryview, path: str) -> tuple[memoryview, memoryview]:
+    """Return index and segment of the object of a snapshot; views."""
+    end = _LENGTH.size + (_LENGTH.unpack_from(data)[0] if data.nbytes >= _LENGTH.size else data.nbytes)
+    if end > data.nbytes:
+        raise DamagedError("a snapshot without its index", path=path)
+    return data[_LENGTH.size : end], data[end:]
 
 
 class IndexEntry(NamedTuple):

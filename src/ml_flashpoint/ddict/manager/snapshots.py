@@ -40,9 +40,9 @@ from ml_flashpoint.ddict.manager.index import (
     fold,
     gather,
     index_bytes,
+    join_object,
     part_of,
     parts_of,
-    plan_object,
     split_object,
 )
 from ml_flashpoint.ddict.manager.shard import Entry, StoredValue, Value
@@ -294,7 +294,7 @@ class Recoverer:
         if ref not in self._indices:
             part = self._part(ref)
             path = f"{ref.version}/{part.record.name}"
-            data, segment = split_object(part.data, part.record.file_size, path)
+            data, segment = split_object(part.data, path)
             self._indices[ref] = decode_index(data, ref, self._rank, len(self._copies.nodes), path), segment
         return self._indices[ref]
 
@@ -509,29 +509,29 @@ class Snapshots:
         return all(self._store.find(ref, self._manager) is not None for ref in parts)
 
     def _seal_value(self, checkpoint_id: int, value: StoredValue) -> None:
-        ref, block = self._next_ref(checkpoint_id), block_bytes()
-        digests = digest_blocks(value.slot.buffer[: value.size], block_size=block)
-        name = object_name(self._manager, ref.text)
-        self._commit(ref, value.slot, ObjectRecord(name, value.size, value.slot.size, digests, block))
+        ref = self._next_ref(checkpoint_id)
+        self._commit(ref, value.slot, value.size)
         value.part = ref  # its slot is the store's to free
 
     def _write(self, own: SaveId, told: tuple[SaveId, ...], entries: list[Entry], missing: list[bytes]) -> None:
         listed, segment = gather(own, entries, part_of)
         listed += [IndexEntry(key, 0, "", 0, GONE, own, 0, 0) for key in missing]
         index = encode_index(Index(own, self._manager, len(self.copies.nodes), told, listed))
-        layout = plan_object(len(index), sum(map(len, segment)))
-        slot = self._store.take(layout.size)
+        data = join_object(index, segment)
+        slot = self._store.take(len(data))
         try:
-            name = object_name(self._manager, own.text)
-            self._commit(own, slot, slot.seal(name, layout, (index, b"".join(segment))))
+            slot.buffer[: len(data)] = data
+            self._commit(own, slot, len(data))
         except BaseException:
             self._store.free(slot)
             raise
 
-    def _commit(self, ref: SaveId, slot: Slot, record: ObjectRecord) -> None:
-        nodes, manager = self.copies.nodes, self._manager
-        manifest = Manifest(ref.version, manager, len(nodes), ref.text, nodes[manager], (record,))
-        self._store.commit(slot, manifest)
+    def _commit(self, ref: SaveId, slot: Slot, size: int) -> None:
+        nodes, manager, block = self.copies.nodes, self._manager, block_bytes()
+        with slot.buffer[:size] as view:
+            digests = digest_blocks(view, block_size=block)
+        record = ObjectRecord(object_name(manager, ref.text), size, slot.size, digests, block)
+        self._store.commit(slot, Manifest(ref.version, manager, len(nodes), ref.text, nodes[manager], (record,)))
 
     def _push(self, deadline: float) -> None:
         snapshots = [built.needs for built in self._snapshots.values()]

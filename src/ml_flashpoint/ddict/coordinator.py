@@ -96,7 +96,8 @@ class Coordinator:
         try:
             self._server = RequestServer(configuration.secret, self, REQUESTS, unix_path=unix_path, tcp_host=host)
         except BaseException:
-            self._end()
+            self._stop()
+            self._let_go()
             raise
 
     @property
@@ -106,16 +107,19 @@ class Coordinator:
 
     def close(self) -> None:
         """Commit and answer nothing more. Idempotent."""
+        self._stop()
         self._server.close()
-        self._end()
+        self._let_go()
 
-    def _end(self) -> None:
+    def _stop(self) -> None:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
             self._opened.notify_all()
         for thread in self._threads:
             thread.join(1.0)
+
+    def _let_go(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._links.close()
         if self._history is not None:

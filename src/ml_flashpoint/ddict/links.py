@@ -146,7 +146,7 @@ class Exchange:
 
     Attributes:
         local: True if the manager is on this node, so that its memory can be mapped.
-        late: the newest cut that a write of this came late for; see `written`.
+        late: the newest cut that a write of this came late for; see `Written`.
     """
 
     def __init__(self, connection: Connection, deadline: float) -> None:

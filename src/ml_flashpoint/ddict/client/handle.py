@@ -170,7 +170,7 @@ class Handle:
         return self.client.links.call(COORDINATOR, request, deadline=deadline).fields
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the dictionary; see `Coordinator.whole_state`."""
+        """Return the state of the dictionary; see `Rules.state`."""
         return self.ask_main(asked.State())
 
     def order(self, make: Callable[[Account], Request], deadline: float) -> dict[str, Any]:

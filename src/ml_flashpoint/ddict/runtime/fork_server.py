@@ -1,7 +1,7 @@
 """The helper process that managers are forked from, and what a manager does before and after its own work.
 
 Owns forking. It imports the managers' code once, so that a fork takes milliseconds; it stays free of threads, so that a
-fork is safe. When and what to fork is the `supervisor`'s, in the process that made the dictionary. What a manager does
+fork is safe. When and what to fork is `embedded`'s, in the process that made the dictionary. What a manager does
 is an *entry*, a function that is named to it.
 
 A request comes with one end of a pipe, the *control*, which is the manager's own and leads to the creator; its answer

@@ -307,7 +307,7 @@ class DropCopies(NamedTuple):
 
 
 class State(NamedTuple):
-    """Say what is committed, and the like; see `Coordinator.whole_state`."""
+    """Say what is committed, and the like; see `Rules.state`."""
 
 
 class Attach(NamedTuple):

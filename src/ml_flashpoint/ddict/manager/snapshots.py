@@ -186,46 +186,6 @@ class Copies:
             link.peer.close()
 
 
-class CopyBackend:
-    """A `TransferBackend` that serves the parts of a store, and takes copies in. Thread-safe.
-
-    Args:
-        store: of this manager.
-        held: managers whose copies are taken in.
-        managers: number of all managers.
-    """
-
-    def __init__(self, store: PartStore, held: Collection[int], managers: int) -> None:
-        self._store = store
-        self._held = held
-        self._managers = managers
-
-    @contextlib.contextmanager
-    def open_part(self, part: PartName) -> Iterator[memoryview]:
-        """See `TransferBackend`."""
-        with self._store.reading(*part) as found:
-            yield found.data
-
-    def read_manifest(self, part: PartName) -> bytes:
-        """See `TransferBackend`."""
-        with self._store.reading(*part) as found:
-            return encode(found.manifest)
-
-    @contextlib.contextmanager
-    def receive(self, manifest: Manifest, rider: Fields) -> Iterator[memoryview | None]:
-        """See `TransferBackend`."""
-        rank, save = manifest.rank, SaveId.of(manifest)
-        if save is None or rank not in self._held or manifest.world_size != self._managers or not is_part(manifest):
-            raise ProtocolError("this manager holds no copies of that one, or this is no part", rank=rank)
-        held = self._store.find(save, rank)
-        if held is not None and held.manifest == manifest:
-            yield None
-            return
-        with self._store.receiving(manifest) as buffer:
-            yield buffer
-
-
-_log = logging.getLogger(__name__)
 _Key = TypeVar("_Key")
 _Found = TypeVar("_Found")
 
@@ -378,9 +338,6 @@ def _once(known: dict[_Key, _Found | FlashpointError], key: _Key, find: Callable
     return found
 
 
-_log = logging.getLogger(__name__)
-
-
 class Snapshots:
     """See the module. Thread-safe; seals come one after the other. Where a manager holds anything of another, it
     serves peers from construction on: takes in their copies, and gives them theirs back, for which they wait.
@@ -423,9 +380,7 @@ class Snapshots:
         self._newest = self._newest_number()
         self._closed = threading.Event()
         if self.holders or self.held:
-            self._service = TransferService(
-                secret, CopyBackend(store, self.held, len(nodes)), host=host, deadline_s=transfer_deadline_s()
-            )
+            self._service = TransferService(secret, self, host=host, deadline_s=transfer_deadline_s())
 
     @property
     def address(self) -> Address | None:
@@ -438,6 +393,37 @@ class Snapshots:
         self.copies.close()
         if self._service is not None:
             self._service.close()
+
+    # ---- peers: see `TransferBackend` ---------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def open_part(self, part: PartName) -> Iterator[memoryview]:
+        """See `TransferBackend`."""
+        with self._store.reading(*part) as found:
+            yield found.data
+
+    def read_manifest(self, part: PartName) -> bytes:
+        """See `TransferBackend`."""
+        with self._store.reading(*part) as found:
+            return encode(found.manifest)
+
+    @contextlib.contextmanager
+    def receive(self, manifest: Manifest, rider: Fields) -> Iterator[memoryview | None]:
+        """See `TransferBackend`."""
+        rank, save = manifest.rank, SaveId.of(manifest)
+        if (
+            save is None
+            or rank not in self.held
+            or manifest.world_size != len(self.copies.nodes)
+            or not is_part(manifest)
+        ):
+            raise ProtocolError("this manager holds no copies of that one, or this is no part", rank=rank)
+        held = self._store.find(save, rank)
+        if held is not None and held.manifest == manifest:
+            yield None
+            return
+        with self._store.receiving(manifest) as buffer:
+            yield buffer
 
     # ---- sealing ------------------------------------------------------------------------------------------
 

@@ -520,7 +520,7 @@ class Coordinator:
                 history.restored(checkpoint_id)
             except FlashpointError:
                 with contextlib.suppress(FlashpointError):
-                    self._ask_all(asked.AbortRestore())
+                    self._ask_all(asked.PrepareRestore(None))
                 raise
             self._tell(rules.restore, handle, checkpoint_id, version)
         self._await_open(deadline)
@@ -580,6 +580,8 @@ class _Call(NamedTuple):
 
 
 def _watch(call: _Call, request: asked.Watch) -> Fields:
+    if not call.session.id:
+        call.to.attach(call.session, request.session)
     # Meanwhile the end of either process is noticed by the other.
     return {"epoch": call.to.await_epoch(request.epoch, time.monotonic() + request.seconds, call.is_gone)}
 
@@ -592,7 +594,6 @@ _Operation: TypeAlias = Callable[[_Call, Any], "Fields | None"]
 _OPERATIONS: Final[dict[type[Request], _Operation]] = {
     asked.Hello: lambda call, its: {"manager": COORDINATOR},
     asked.State: lambda call, its: call.to.state(),
-    asked.Attach: lambda call, its: call.to.attach(call.session, its.session),
     asked.Watch: _watch,
     asked.Join: lambda call, its: call.to._tell(call.to.rules.join, its.account),
     asked.Move: lambda call, its: call.to.move(its.account, its.to, its.onwards, call.deadline),

@@ -28,7 +28,7 @@ from ml_flashpoint.ddict.errors import (
 )
 from ml_flashpoint.ddict.links import Exchange, Links, locator
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
-from ml_flashpoint.ddict.wire.requests import Account, Attach, Back, CatchUp, Join, Leave, Watch, Whose, Written
+from ml_flashpoint.ddict.wire.requests import Account, Back, CatchUp, Join, Leave, Watch, Whose, Written
 from ml_flashpoint.format.errors import FlashpointError
 
 _log = logging.getLogger(__name__)
@@ -242,7 +242,7 @@ class Keepalive:
             try:
                 link = self._links.connect(COORDINATOR, 5.0)
                 try:
-                    Exchange(link, time.monotonic() + 5.0).request(Attach(self.id))
+                    Exchange(link, time.monotonic() + 5.0).request(Watch(self.id, -1, 0))
                     for standing in list(self.standings.values()):
                         self._join_again(standing)
                     self._attached.set()
@@ -250,7 +250,7 @@ class Keepalive:
                     while not self._closed.is_set():
                         # A coordinator that is stopped takes its time. The end of either side breaks the connection.
                         exchange = Exchange(link, time.monotonic() + _PATIENCE_S)
-                        epoch = int(exchange.request(Watch(epoch, _WATCH_S)).fields["epoch"])
+                        epoch = int(exchange.request(Watch(self.id, epoch, _WATCH_S)).fields["epoch"])
                         self._tell(epoch)
                 finally:
                     if not self._closed.is_set():

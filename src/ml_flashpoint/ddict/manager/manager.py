@@ -779,8 +779,7 @@ _OPERATIONS: Final[dict[type[Request], _Operation]] = {
     asked.Settle: lambda call, its: call.manager.settle(its),
     asked.AwaitKeys: lambda call, its: call.manager.wait_for_keys(its, call.deadline, call.session.peer.is_gone),
     asked.Persist: lambda call, its: call.manager.persist(its),
-    asked.PrepareRestore: lambda call, its: call.manager.parts.prepare(version_of(its.version)),
-    asked.AbortRestore: lambda call, its: call.manager.parts.abort(),
+    asked.PrepareRestore: lambda call, its: call.manager.parts.prepare(its.version and version_of(its.version)),
     asked.Replicate: lambda call, its: call.manager.replicate_later(),
     asked.DropCopies: lambda call, its: call.manager.snapshots.drop_copies(its.of, its.keep, its.before),
 }

@@ -94,19 +94,16 @@ class PersistedParts:
         """True if a checkpoint is read that nobody has taken."""
         return self._read is not None
 
-    def prepare(self, version: Version) -> None:
-        """Read a checkpoint, for `take`. Raises `FlashpointError`: see `read`."""
-        self.abort()
-        self._read = version, self.read(version)
+    def prepare(self, version: Version | None) -> None:
+        """Read a checkpoint, for `take`; None: let go of what was read, and nobody has taken."""
+        self._read = None
+        if version is not None:
+            self._read = version, self.read(version)
 
     def take(self, version: Version) -> list[Entry]:
         """Return the entries of a checkpoint, read now if need be. Raises `FlashpointError`: see `read`."""
         found, self._read = self._read, None
         return found[1] if found is not None and found[0].save == version.save else self.read(version)
-
-    def abort(self) -> None:
-        """Let go of what was read, and nobody has taken."""
-        self._read = None
 
     def read(self, version: Version) -> list[Entry]:
         """Return the entries of a checkpoint that this manager is to have."""

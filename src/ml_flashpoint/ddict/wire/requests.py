@@ -281,13 +281,9 @@ class Persist(NamedTuple):
 
 
 class PrepareRestore(NamedTuple):
-    """Read what is to be had of a version of the durable store, for a `Begin` to come."""
+    """Read what is to be had of a version of the durable store, for a `Begin` to come; null: let go of that."""
 
-    version: Fields
-
-
-class AbortRestore(NamedTuple):
-    """Let go of what was read."""
+    version: Fields | None
 
 
 class Replicate(NamedTuple):
@@ -310,15 +306,11 @@ class State(NamedTuple):
     """Say what is committed, and the like; see `Rules.state`."""
 
 
-class Attach(NamedTuple):
-    """Keep the handles attached that join with this session, for as long as the connection lives."""
+class Watch(NamedTuple):
+    """Keep the handles attached that join with this session, for as long as the connection lives, and say which
+    ``epoch`` it is, when another one begins or so many seconds are over."""
 
     session: str
-
-
-class Watch(NamedTuple):
-    """Say which ``epoch`` it is, when another one begins or so many seconds are over."""
-
     epoch: int
     seconds: int
 

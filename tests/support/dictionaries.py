@@ -136,6 +136,6 @@ def await_copies(dictionary: DDict, checkpoint_id: int) -> None:
 
 def _is_snapshot(manifest: Path) -> bool:
     try:
-        return b'"index"' in manifest.with_suffix(".safetensors").read_bytes()[: 1 << 12]
+        return b'{"format"' in manifest.with_suffix(".safetensors").read_bytes()[: 1 << 12]
     except FileNotFoundError:
         return False

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from ml_flashpoint.ddict import DDict, Unreadable
-from ml_flashpoint.ddict.client import shared_memory
+from ml_flashpoint.ddict.client import values
 from ml_flashpoint.ddict.errors import (
     DDictError,
     DDictKeyError,
@@ -314,7 +314,7 @@ def test_a_large_value_that_is_deleted_while_all_are_read_is_left_out(
         del writer["gone"]
         raise StaleValueError("its slot is another value's by now")
 
-    monkeypatch.setattr(shared_memory, "read_value", delete_before)
+    monkeypatch.setattr(values, "read_value", delete_before)
     assert d.items() == [("there", 1)]
 
 

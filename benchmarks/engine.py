@@ -19,7 +19,7 @@ from benchmarks.timing import Memcpy, Result, State, measure
 from ml_flashpoint import Checkpointer
 from ml_flashpoint.copy.cpu import copy_all
 from ml_flashpoint.copy.dtypes import described, torch_dtype
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.names import CheckpointContainerId
 from ml_flashpoint.format.object_format import plan_layout
 from ml_flashpoint.memory.slot import Slot
 
@@ -42,8 +42,8 @@ class Engine:
         """Save, and return when the part is committed."""
         self.step += 1
         save = self.checkpoints.begin(self.step, explicit=True)
-        self.checkpoints.fill(save, items)
-        self.checkpoints.commit(save)
+        save.fill(items)
+        save.commit()
         save.committed.result()
 
     def close(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,7 +10,6 @@ import torch
 
 from ml_flashpoint.engine.copying import Copies
 from ml_flashpoint.engine.reader import DurableParts, MemoryParts, ObjectReader, VersionReader
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import (
     DamagedError,
     DigestMismatchError,
@@ -19,8 +17,8 @@ from ml_flashpoint.format.errors import (
     UnreadableError,
 )
 from ml_flashpoint.format.knobs import BLOCK_BYTES_VARIABLE
-from ml_flashpoint.format.manifest import MAX_BLOCK_SIZE, Manifest, ObjectRecord, object_name
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.manifest import MAX_BLOCK_SIZE, Manifest, ObjectRecord
+from ml_flashpoint.format.names import CheckpointContainerId, SaveId, object_name
 from ml_flashpoint.memory.container import BaseContainer, Owner
 from ml_flashpoint.memory.pool import Pool, SlotRequest
 from ml_flashpoint.stores.durable import DurableVersions
@@ -63,7 +61,7 @@ class Peer:
         self.container = container
         self.blocks: list[tuple[int, int]] = []
 
-    def read_manifest(self, save: SaveId, rank: int, nodes: object, **_: object) -> Manifest:
+    def manifest_of(self, save: SaveId, rank: int, nodes: object) -> Manifest:
         return self.container.read_manifest(save, rank)
 
     def read_blocks(self, save: SaveId, manifest: Manifest, first: int, buffer: memoryview, nodes: object) -> None:
@@ -87,8 +85,8 @@ def peer(tmpfs: Path) -> Peer:
 
 
 def parts_of(node: Node, peer: Peer | None = None) -> MemoryParts:
-    nodes: Callable[[int], list[str]] = lambda rank: [] if peer is None else ["b"]  # noqa: E731
-    return MemoryParts(SAVE, node.container, node.pool, cast(Copies, peer), nodes, set())
+    holders: list[list[str]] = [[] if peer is None else ["b"]] * 2
+    return MemoryParts(SAVE, node.container, node.pool, cast(Copies, peer), holders, set())
 
 
 def reader_of(parts: Any) -> VersionReader:
@@ -168,8 +166,8 @@ def test_a_remote_object_of_a_size_that_cannot_be_is_a_typed_error() -> None:
     """A manifest that a peer gives may say anything."""
     blocks = 1 << 18
     size = blocks * MAX_BLOCK_SIZE
-    record = ObjectRecord(object_name(0, "00000001"), size, size, ("0" * 16,) * blocks, MAX_BLOCK_SIZE)
-    manifest = Manifest("step-1_ckpt", 0, 1, "00000001", "node", (record,))
+    record = ObjectRecord(size, size, ("0" * 16,) * blocks, MAX_BLOCK_SIZE)
+    manifest = Manifest(SaveId(1, 1), 0, 1, "node", record)
     with pytest.raises(UnreadableError, match="no memory can be had"):
         ObjectReader(manifest, fetch=lambda *_: None)
 
@@ -179,7 +177,7 @@ def test_durable_parts_are_read_by_checked_ranges(node: Node, tmpfs: Path) -> No
     store = DurableVersions(Directory(tmpfs / "durable"))
     for rank in (0, 1):
         with node.container.open_part(SAVE, rank) as part:
-            record = part.manifest.objects[0]
+            record = part.manifest.record
             rest = bytes(record.file_size - record.size)
             store.write_part(part.manifest, lambda part=part, rest=rest: [part.buffer, rest])  # type: ignore[misc]
     version = store.complete(SAVE, 2)

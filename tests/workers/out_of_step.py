@@ -16,7 +16,7 @@ from torch import nn
 from ml_flashpoint import Flashpoint, events
 from ml_flashpoint.engine import copying
 from ml_flashpoint.format.errors import SaveError, SkippedError
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import SaveId
 from tests.support.forked import Report
 from tests.workers.fault_engine import Rank
 
@@ -32,7 +32,7 @@ def fails_a_save(report: Report, rank: int) -> list[int | None]:
     for step in range(1, 6):
         if rank == 1 and step == 2:
             checkpointer = engine.checkpointer
-            checkpointer.fail(checkpointer.begin(step, explicit=True), SaveError("given up"))
+            checkpointer.begin(step, explicit=True).fail(SaveError("given up"))
         else:
             engine.save("tiny", step, 0)
         assert engine.checkpointer.wait(60)

@@ -18,13 +18,12 @@ import torch
 
 from ml_flashpoint.config import Config
 from ml_flashpoint.engine.checkpointer import Checkpointer
-from ml_flashpoint.engine.copying import Copies, HeldCopies
+from ml_flashpoint.engine.copying import Copies
 from ml_flashpoint.engine.recovery import Found, Recovery, tier_of
 from ml_flashpoint.engine.sidecars import sidecar_items, sidecar_labels
 from ml_flashpoint.format.errors import FlashpointError
-from ml_flashpoint.format.manifest import object_name
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.format.object_format import plan_layout
-from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.container import BaseContainer, Owner
 from ml_flashpoint.memory.lock import JobLock
 from ml_flashpoint.memory.pool import Pool, SlotRequest
@@ -99,7 +98,8 @@ class Job:
         make = lambda rank: Pool(self.container, Owner(size, rank), keep=plan.keep, owners=owners)  # noqa: E731
         self.pool = make(ranks.rank)
         self.held = {rank: make(rank) for rank in held[ranks.rank]}
-        self.copies = Copies(ranks, self.strategy, HeldCopies(self.container, self.held), host="127.0.0.1")
+        os.environ["FLASHPOINT_HOST"] = "127.0.0.1"
+        self.copies = Copies(ranks, self.strategy, self.container, self.held)
         self.recovery = Recovery(
             ranks,
             self.container,
@@ -127,8 +127,8 @@ class Job:
                 layout = plan_layout([("w", "float32", (NUMBERS,))], [(key, len(value)) for key, value in items])
                 entry = layout.by_key["w"]
                 slot.view(entry.begin, entry.end, torch.float32, entry.shape).fill_(value_of(save, rank))
-                record = slot.seal(object_name(rank, save.text), layout, [value for _, value in items])
-                manifest = replace(manifest, objects=(record,), labels=sidecar_labels(0))
+                record = slot.seal(layout, [value for _, value in items])
+                manifest = replace(manifest, record=record, labels=sidecar_labels(0))
             if step in plan.tables:
                 manifest = replace(manifest, labels={"table": plan.tables[step][rank]})
             pool.commit(slot, manifest)
@@ -140,7 +140,7 @@ class Job:
         assert self.plan.durable is not None
         store, rank = open_durable(self.plan.durable), self.ranks.rank
         with self.container.open_part(save, rank) as part:
-            record = part.manifest.objects[0]
+            record = part.manifest.record
             rest = bytes(record.file_size - record.size)
             store.write_part(part.manifest, lambda: [part.buffer[: record.size], rest])
         self.ranks.all_ok(True)
@@ -200,9 +200,9 @@ def recover_and_save(job: Job, plan: Plan) -> dict[str, Any]:
             told["run"], told["verified"], told["recovered"] = run, verdict.verified, verdict.recovered
             for step in plan.steps:
                 job.save(run, step, verdict.retained)
-                verdict = replace(verdict, verified=(*verdict.verified, SaveId(run, step))[-plan.keep :], total=1)
+                verdict = verdict._replace(verified=(*verdict.verified, SaveId(run, step))[-plan.keep :], total=1)
                 if plan.heard:
-                    job.recovery.heard(verdict)
+                    job.recovery.mark()
         told["kept"] = [(each.step, each.verified, each.world_size) for each in job.recovery.versions()]
     except FlashpointError as error:
         told["error"] = (type(error).__name__, str(error))

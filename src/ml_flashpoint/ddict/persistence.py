@@ -39,10 +39,9 @@ from ml_flashpoint.format.errors import (
     ObjectNotFoundError,
 )
 from ml_flashpoint.format.files import as_octets
-from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
+from ml_flashpoint.format.manifest import MAX_RECORD_BYTES, Manifest, ObjectRecord, decode_record, encode_record
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.format.object_format import encode_header, plan_layout
-from ml_flashpoint.format.records import MAX_RECORD_BYTES, decode_record, encode_record
-from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.stores.durable import MARKER, DurableVersions, save_of, version_of
 from ml_flashpoint.stores.version_store import StoredObject, Version, stored_object
 
@@ -75,9 +74,8 @@ def write_part(store: DurableVersions, version: Version, manager: int, items: Se
     views = [as_octets(buffer) for _, buffer in items]
     layout = plan_layout([], [(name, len(view)) for (name, _), view in zip(items, views, strict=True)], reserve=0)
     chunks = [memoryview(encode_header(layout, layout.size, {"flashpoint": "dictionary"})), *views]
-    name, node = object_name(manager, version.save_id), os.uname().nodename or "unknown"
-    record = ObjectRecord(name, layout.size, layout.size, tuple(_digests(chunks)), _BLOCK_BYTES)
-    manifest = Manifest(version.name, manager, version.world_size, version.save_id, node, (record,))
+    record = ObjectRecord(layout.size, layout.size, tuple(_digests(chunks)), _BLOCK_BYTES)
+    manifest = Manifest(version.save, manager, version.world_size, os.uname().nodename or "unknown", record)
     store.write_part(manifest, lambda: chunks)
 
 

@@ -59,7 +59,7 @@ from ml_flashpoint.ddict.manager.store import (
     in_pieces,
     slot_header,
 )
-from ml_flashpoint.format.dtypes import parse_true_type, tensor_nbytes
+from ml_flashpoint.format.dtypes import parse_true_type
 from ml_flashpoint.format.errors import (
     CapacityError,
     DamagedError,
@@ -325,11 +325,7 @@ def _raw(tensor: torch.Tensor) -> bytes:
 @lru_cache(maxsize=4096)
 def _parse_tensor_type(text: str) -> tuple[str, tuple[int, ...], int]:
     """``(dtype, shape, bytes)`` of what `_describe` made. Raises ValueError."""
-    found = parse_true_type(text)
-    nbytes = None if found is None else tensor_nbytes(*found)
-    if found is None or nbytes is None:
-        raise ValueError("there is no such tensor")
-    return *found, nbytes
+    return parse_true_type(text)
 
 
 @lru_cache(maxsize=4096)

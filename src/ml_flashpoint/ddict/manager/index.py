@@ -22,7 +22,7 @@ from ml_flashpoint.ddict.manager.shard import Entry, InlineValue, StoredValue, V
 from ml_flashpoint.ddict.manager.store import part_id
 from ml_flashpoint.ddict.options import check_checkpoint_id
 from ml_flashpoint.format.errors import DamagedError, FlashpointError
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import SaveId
 
 _LENGTH: Final = struct.Struct("<Q")
 GONE: Final = 0

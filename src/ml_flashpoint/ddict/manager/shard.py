@@ -24,7 +24,7 @@ from ml_flashpoint.ddict.errors import retired
 from ml_flashpoint.memory.slot import Slot
 
 if TYPE_CHECKING:
-    from ml_flashpoint.format.save_id import SaveId
+    from ml_flashpoint.format.names import SaveId
 
 Value: TypeAlias = "InlineValue | StoredValue"
 ENTRY_BYTES = 400  # what Python needs for a key and its entry, about

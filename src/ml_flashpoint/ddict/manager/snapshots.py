@@ -61,8 +61,8 @@ from ml_flashpoint.format.errors import (
     ReplicationError,
 )
 from ml_flashpoint.format.knobs import block_bytes, transfer_deadline_s
-from ml_flashpoint.format.manifest import Manifest, ObjectRecord, encode, object_name
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord, encode
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.memory.slot import Slot
 from ml_flashpoint.net.channel import ConnectionLostError, TransferCancelledError
 from ml_flashpoint.net.handshake import check_secret
@@ -253,7 +253,7 @@ class Recoverer:
     def _index(self, ref: SaveId) -> tuple[Index, memoryview]:
         if ref not in self._indices:
             part = self._part(ref)
-            path = f"{ref.version}/{part.record.name}"
+            path = f"{ref.version}/{part.manifest.object_name}"
             data, segment = split_object(part.data, path)
             self._indices[ref] = decode_index(data, ref, self._rank, len(self._copies.nodes), path), segment
         return self._indices[ref]
@@ -282,7 +282,7 @@ class Recoverer:
         part = self._store.find(ref, self._rank)
         if part is None:
             return None
-        record, path = part.record, f"{ref.version}/{part.record.name}"
+        record, path = part.record, f"{ref.version}/{part.manifest.object_name}"
         try:
             verify_blocks(part.data, record.digests, record.block_size, path=path)
         except DamagedError as error:
@@ -315,7 +315,7 @@ class Recoverer:
                 raise ManifestError("a holder gave the manifest of another part", node=holder.node)
             with (
                 self._store.receiving(manifest) as buffer,
-                BlockChecker(manifest.objects[0], buffer, str(name)) as blocks,
+                BlockChecker(manifest.record, buffer, str(name)) as blocks,
             ):
                 peer.fetch(name, blocks, cancelled=self._cancelled)
         part = self._store.find(ref, self._rank)
@@ -410,13 +410,8 @@ class Snapshots:
     @contextlib.contextmanager
     def receive(self, manifest: Manifest, rider: Fields) -> Iterator[memoryview | None]:
         """See `TransferBackend`."""
-        rank, save = manifest.rank, SaveId.of(manifest)
-        if (
-            save is None
-            or rank not in self.held
-            or manifest.world_size != len(self.copies.nodes)
-            or not is_part(manifest)
-        ):
+        rank, save = manifest.rank, manifest.save
+        if rank not in self.held or manifest.world_size != len(self.copies.nodes) or not is_part(manifest):
             raise ProtocolError("this manager holds no copies of that one, or this is no part", rank=rank)
         held = self._store.find(save, rank)
         if held is not None and held.manifest == manifest:
@@ -516,8 +511,8 @@ class Snapshots:
         nodes, manager, block = self.copies.nodes, self._manager, block_bytes()
         with slot.buffer[:size] as view:
             digests = digest_blocks(view, block_size=block)
-        record = ObjectRecord(object_name(manager, ref.text), size, slot.size, digests, block)
-        self._store.commit(slot, Manifest(ref.version, manager, len(nodes), ref.text, nodes[manager], (record,)))
+        record = ObjectRecord(size, slot.size, digests, block)
+        self._store.commit(slot, Manifest(ref, manager, len(nodes), nodes[manager], record))
 
     def _push(self, deadline: float) -> None:
         snapshots = [built.needs for built in self._snapshots.values()]

@@ -143,10 +143,10 @@ def failing(base: Path) -> None:
 
     for step in (1, 2, 3):
         if step == 2 and rank() == 1:
-            io.engine.commit = no_room  # type: ignore[method-assign]
+            io.engine.begin = no_room  # type: ignore[method-assign]
         save(trainer, version(base, step), step)
         trainer.strategy.checkpoint_io.maybe_finalize_save_checkpoint(blocking=True)
-        vars(io.engine).pop("commit", None)
+        vars(io.engine).pop("begin", None)
         assert (io.save_strategy.last_error is not None) == (step == 2)
         settle(trainer)
         assert resume.get_trainer_ckpt_path() == version(base, 1 if step == 2 else step)

@@ -21,7 +21,7 @@ from ml_flashpoint.checkpointer import checked_wanted
 from ml_flashpoint.config import Config, Persist
 from ml_flashpoint.events import announce
 from ml_flashpoint.format.arguments import checked_base, checked_bool, checked_seconds
-from ml_flashpoint.format.errors import InvalidArgumentError, NothingLoadableError
+from ml_flashpoint.format.errors import InvalidArgumentError
 
 _log = logging.getLogger(__name__)
 
@@ -220,15 +220,7 @@ def resume_path(
         return fallback
     check_trainer(trainer)
     join_processes(trainer.strategy)
-    flashpoint = callback.open(trainer)
-    try:
-        version = flashpoint.find(wanted)
-    except NothingLoadableError as error:
-        if fallback is None:
-            raise
-        _log.error("falling back, and what is in memory will be overwritten: %s", error)
-        flashpoint.overwrite()
-        return fallback
+    version = callback.open(trainer).find(wanted, may_fall_back=fallback is not None)
     if version is None:
         then = "training starts anew" if fallback is None else f"on from {os.fspath(fallback)}"
         announce(_log, trainer.global_rank, "no checkpoint to go on from in %s: %s", callback.base, then)

@@ -26,7 +26,7 @@ from ml_flashpoint.config import Config
 from ml_flashpoint.copy.tensors import check_copies
 from ml_flashpoint.engine.checkpointer import Phase
 from ml_flashpoint.flashpoint import Flashpoint
-from ml_flashpoint.format.errors import InvalidArgumentError, LoadError
+from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, NothingLoadableError
 from ml_flashpoint.format.names import CheckpointContainerId
 from ml_flashpoint.state.archive import save_archive
 from ml_flashpoint.state.parameters import expected_tensors, freeze_parameters, named_parameters
@@ -135,16 +135,20 @@ class TrainerFlashpoint(Flashpoint):
 
     # ---- loading ------------------------------------------------------------------------------------------
 
-    def find(self, wanted: int | None) -> CheckpointContainerId | None:
-        """Bring the newest version that all ranks can load here, or that of a step, for `load`. Collective. Raises as
-        `Checkpointer.latest` and `Checkpointer.bring`."""
+    def find(self, wanted: int | None, *, may_fall_back: bool) -> CheckpointContainerId | None:
+        """Bring the newest version that all ranks can load here, or that of a step, for `load`. None if there is none,
+        or none can be loaded and the program may go on from elsewhere. Collective. Raises as `Checkpointer.latest` and
+        `Checkpointer.bring`."""
         self._wanted = wanted
-        self._brought = None if wanted is None else self._checkpointer.bring(wanted)
-        return self._checkpointer.latest() if wanted is None else self._brought
-
-    def overwrite(self) -> None:
-        """Note that the program goes on from elsewhere, and knows of the versions here. Collective."""
+        try:
+            self._brought = None if wanted is None else self._checkpointer.bring(wanted)
+            return self._checkpointer.latest() if wanted is None else self._brought
+        except NothingLoadableError as error:
+            if not may_fall_back:
+                raise
+            _log.error("falling back, and what is in memory will be overwritten: %s", error)
         self._checkpointer.go_on_from(None)
+        return None
 
     def holds(self, path: object) -> bool:
         """Return True if a path is that of a version in the base container."""

@@ -13,8 +13,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -105,10 +105,7 @@ class Staged:
             time.sleep(_GIVEN_S)  # for pickling, its thread would keep the interpreter's lock
             self._thread = thread
         self.await_copies()
-        return pickled(self.key, state, self._place_of)
-
-    def _place_of(self, tensor: torch.Tensor) -> tuple[str, int] | None:
-        return None if self.save is None else self.save.place_of(tensor)
+        return pickled(self.key, state, (lambda tensor: None) if self.save is None else self.save.place_of)
 
     def claim(self, checkpointer: Checkpointer, step: int) -> None:
         """Give the save its step, on the thread that saves it. Raises `FlashpointError`, also if staging failed."""
@@ -197,13 +194,6 @@ class Omission:
             self._others = last.others
         others = self._others
         return sorted({i for path, i in zip(leaves.places.paths, leaves.indices, strict=True) if path not in others})
-
-
-@dataclass(eq=False)
-class _Session:
-    """A connection of a saving process, and the save that it writes."""
-
-    save: Staged | None = None
 
 
 class LocalSaves:
@@ -363,21 +353,21 @@ class LocalSaves:
         if server is not None:
             server.close()
 
-    def open(self, peer: Peer) -> _Session:
-        """See `RequestHandler`."""
-        return _Session()
+    def open(self, peer: Peer) -> SimpleNamespace:
+        """Return the session of a saving process, which writes one save; see `RequestHandler`."""
+        return SimpleNamespace(save=None)
 
-    def closed(self, session: _Session) -> None:
+    def closed(self, session: SimpleNamespace) -> None:
         """Give up what the saving process had not committed; see `RequestHandler`."""
         if session.save is not None:
             hint = "the next save is not affected"
             session.save.fail(SaveError("its process is gone", rank=self.rank, hint=hint))
 
     def handle(
-        self, session: _Session, op: str, fields: Fields, blobs: list[bytes]
+        self, session: SimpleNamespace, op: str, fields: Fields, blobs: list[bytes]
     ) -> tuple[Fields, Sequence[Buffer]] | None:
         """Carry out one call of `RemoteSave`; see `RequestHandler`."""
-        save = session.save
+        save: Staged | None = session.save
         if op == "begin":
             version, key = CheckpointContainerId(text(fields, "version")), fields.get("key")
             with self._lock:

@@ -14,8 +14,7 @@ import pytest
 
 from ml_flashpoint import events
 from ml_flashpoint.format.errors import UnsafePathError
-from ml_flashpoint.memory.container import BaseContainer
-from ml_flashpoint.memory.lock import JobLock
+from ml_flashpoint.memory.container import BaseContainer, JobLock
 from ml_flashpoint.ranks.strategies import PairwiseReplicationStrategy, Topology
 from ml_flashpoint.status import Status, StatusFile, read_status, write_status
 

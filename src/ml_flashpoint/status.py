@@ -23,7 +23,7 @@ from ml_flashpoint.format.private_folders import make_tree, open_own
 from ml_flashpoint.memory.container import STATUS, BaseContainer
 
 if TYPE_CHECKING:
-    from ml_flashpoint.memory.lock import JobLock
+    from ml_flashpoint.memory.container import JobLock
     from ml_flashpoint.ranks.rank_group import RankGroup
     from ml_flashpoint.ranks.strategies import ReplicationStrategy
 

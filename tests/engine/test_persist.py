@@ -57,7 +57,6 @@ class Job:
                 root,
                 connect=lambda: job_store.connect("persist"),
                 open_store=open_store,
-                period_s=0.5,
             )
             for rank in range(RANKS)
         ]

@@ -19,9 +19,8 @@ from ml_flashpoint.format.errors import (
     UnsafePathError,
 )
 from ml_flashpoint.format.save_id import SaveId
-from ml_flashpoint.memory.container import BaseContainer, Owner
+from ml_flashpoint.memory.container import BaseContainer, JobLock, Owner, locked_out
 from ml_flashpoint.memory.lineage import read_records
-from ml_flashpoint.memory.lock import JobLock, locked_out
 from ml_flashpoint.memory.pool import Pool, SlotRequest
 from ml_flashpoint.memory.slot import PAGE, Slot
 from tests.memory.support import commit, fill, fill_up, layout_of, slot_files, value_in, value_of

@@ -12,7 +12,7 @@ import pytest
 
 from ml_flashpoint.format.errors import JobInUseError, UnsafePathError
 from ml_flashpoint.format.private_folders import open_own
-from ml_flashpoint.memory.lock import JobLock, locked_out
+from ml_flashpoint.memory.container import JobLock, locked_out
 from tests.support.forked import Child, Report, wait_until
 
 
@@ -121,7 +121,7 @@ def test_a_job_that_opens_in_the_midst_of_a_removal_makes_its_folders_anew(
         private.parent.rmdir()
         return open_own(path, flags)
 
-    monkeypatch.setattr("ml_flashpoint.memory.lock.open_own", removed)
+    monkeypatch.setattr("ml_flashpoint.memory.container.open_own", removed)
     lock = JobLock(tmpfs / "base", "a", 0.0)
     lock.check()
     lock.release()

@@ -48,5 +48,5 @@ def test_what_is_damaged_is_not_handed_out(tmp_path: Path, change: int) -> None:
     with pytest.raises(DamagedError):
         content(tmp_path / "object", record)
     (tmp_path / "object").write_bytes(data[:-1])
-    with pytest.raises(DamagedError, match="ends at byte"):
+    with pytest.raises(DamagedError, match="ends before byte"):
         content(tmp_path / "object", record)

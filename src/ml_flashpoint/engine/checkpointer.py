@@ -60,8 +60,7 @@ from ml_flashpoint.format.knobs import (
 )
 from ml_flashpoint.format.manifest import Manifest, object_name
 from ml_flashpoint.format.save_id import SaveId
-from ml_flashpoint.memory.container import BaseContainer, Owner
-from ml_flashpoint.memory.lock import JobLock
+from ml_flashpoint.memory.container import BaseContainer, JobLock, Owner
 from ml_flashpoint.memory.pool import Pool, SlotRequest
 from ml_flashpoint.memory.slot import Slot
 from ml_flashpoint.ranks.rank_group import boot_id, rank_group

@@ -33,7 +33,7 @@ from ml_flashpoint.memory.slot import Slot
 from ml_flashpoint.ranks.rank_group import RankGroup
 from ml_flashpoint.stores.durable import DurableVersions
 from ml_flashpoint.stores.location import open_durable
-from ml_flashpoint.stores.ownership import PERIOD_S, Ownership
+from ml_flashpoint.stores.ownership import Ownership
 from ml_flashpoint.stores.version_store import check_blocks
 
 _log = logging.getLogger(__name__)
@@ -43,8 +43,8 @@ _FIRST_POLL_S, _LAST_POLL_S = 0.05, 1.0
 _SLICE_BYTES: Final = 4 << 20
 _ZEROS: Final = bytes(1 << 20)
 _MOST_OF_AN_ERROR: Final = 2000
-_TRIES_AT_END: Final = 4.0
-"""At the end, a second apart; ten times as many where another process has the store, which may have been killed."""
+_TRIES_AT_END: Final = 4
+"""At the end, a second apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +95,12 @@ class Persister:
         *,
         connect: Callable[[], SignedStore],
         open_store: Callable[[str], DurableVersions] = open_durable,
-        period_s: float = PERIOD_S,
     ) -> None:
         self.options = options
         self._ranks, self._rank, self._world_size = ranks, ranks.rank, ranks.world_size
         self._pool, self._base, self._process = pool, base, os.getpid()
         self._failed_parts = _FailedParts(connect)
-        self._open_store, self._period_s = open_store, period_s
+        self._open_store = open_store
         self._opened: DurableVersions | None = None
         self._ownership: Ownership | None = None
         self._changed = threading.Condition()
@@ -183,10 +182,7 @@ class Persister:
                 self._give(newest)
             else:
                 self._try(task)
-            if not self.owns_store:
-                pause_s = min(self._period_s / 4, _LAST_POLL_S)
-            else:
-                pause_s = None if self._has_ended(self._newest) else _LAST_POLL_S
+            pause_s = None if self.owns_store and self._has_ended(self._newest) else _LAST_POLL_S
         self._end(task)
         if self._ownership is not None:
             with contextlib.suppress(Exception):
@@ -201,8 +197,7 @@ class Persister:
             _log.debug("%s is not persisted: a newer version is, or none any more", task and task.save)
         except Exception as error:  # whatever a filesystem's client raises
             self._fail(None if task is None else task.save, error)
-            may_be_dead = self._ownership is not None and self._ownership.owner_may_be_dead
-            self._tries_left -= 0.1 if isinstance(error, JobInUseError) and may_be_dead else 1
+            self._tries_left -= 1
         finally:
             self._end(task)
 
@@ -230,7 +225,7 @@ class Persister:
         if self.owns_store:
             return
         if self._ownership is None:
-            self._ownership = Ownership(self._store.files, period_s=self._period_s)
+            self._ownership = Ownership(self._store.files)
         self._ownership.take()
         try:
             newest = next((version for version in self._store.versions() if version.counts), None)

@@ -17,20 +17,15 @@ from ml_flashpoint.format.errors import DamagedError, ObjectNotFoundError
 from ml_flashpoint.format.files import writing
 from ml_flashpoint.format.manifest import Manifest, manifest_name, parse_manifest_name
 from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.memory.container import PRIVATE, listed, locked_out, locked_part, version_folders
 from ml_flashpoint.memory.container import BaseContainer as JobContainer
-from ml_flashpoint.memory.container import listed, locked_part, version_folders
 from ml_flashpoint.memory.lineage import RunRecord, read_records
-from ml_flashpoint.memory.lock import PRIVATE, locked_out
 from ml_flashpoint.stores.files import Directory, reading
 from ml_flashpoint.stores.version_store import Version, VersionStore, save_of_part
 
 
 class BaseContainer(VersionStore):
-    """Versions in folders ``step-<n>_ckpt``, one beside the other. Thread-safe.
-
-    Args:
-        base: the folder.
-    """
+    """Versions in folders ``step-<n>_ckpt``, one beside the other, below ``base``. Thread-safe."""
 
     durable = False
 
@@ -44,17 +39,15 @@ class BaseContainer(VersionStore):
 
     def folders(self) -> list[str]:
         """Return the names of the versions' folders; none if there is no base container."""
-        with reading(self.base), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        with contextlib.suppress(ObjectNotFoundError), reading(self.base):
             return [folder.name for folder in version_folders(self.base)]
         return []
 
     def versions(self) -> list[Version]:
         """See `VersionStore.versions`. Manifests are not read, but for one of each save."""
-        found = [self._version(save, sorted(ranks)) for save, ranks in self._listed().items()]
-        return sorted(filter(None, found), key=lambda version: version.save, reverse=True)
-
-    def _listed(self) -> dict[SaveId, dict[int, os.DirEntry[str]]]:
-        return listed(self.base, parse_manifest_name) if self.base.is_dir() else {}
+        there = listed(self.base, parse_manifest_name) if self.base.is_dir() else {}
+        found = [self._version(save, sorted(there[save])) for save in sorted(there, reverse=True)]
+        return [version for version in found if version is not None]
 
     def _version(self, save: SaveId, ranks: list[int]) -> Version | None:
         found = Version(save, save.version, tuple(ranks), counts=True)

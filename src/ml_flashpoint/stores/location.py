@@ -35,11 +35,8 @@ def is_url(text: str) -> bool:
 
 
 def open_durable(url: str) -> DurableVersions:
-    """Return the store behind what `checked_url` returned. Reads and writes nothing of it.
-
-    Raises:
-        UnsafePathError: it is a folder, and somebody else has planted something on the way.
-    """
+    """Return the store behind what `checked_url` returned. Reads and writes nothing of it. Raise an `UnsafePathError`
+    if it is a folder, and somebody else has planted something on the way."""
     if not url.startswith(_FILE):
         return DurableVersions(UrlFiles(url), url)
     path = url[len(_FILE) :]
@@ -48,12 +45,8 @@ def open_durable(url: str) -> DurableVersions:
 
 
 def open_store(source: str | os.PathLike[str]) -> VersionStore:
-    """Return the store that a user points at: a URL, a folder of durable versions, or a base container.
-
-    Raises:
-        InvalidArgumentError: it is empty, or a file:// URL of a relative path.
-        UnsafePathError: it is a folder of durable versions, and somebody else has planted something on the way.
-    """
+    """Return the store that a user points at: a URL, a folder of durable versions, or a base container. Raises what
+    `checked_url` and `open_durable` raise."""
     text = os.fspath(source)
     if not is_url(text):
         names: list[str] = []

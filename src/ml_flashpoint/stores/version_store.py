@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Final
 
 from ml_flashpoint.format.digest import verify_blocks
@@ -48,8 +48,6 @@ _log = logging.getLogger(__name__)
 
 _CACHED_BLOCKS: Final = 2
 _ZEROS: Final = bytes(1 << 20)
-
-
 UNKNOWN: Final = SaveId(0, -1)
 """The save of a version whose name cannot be read."""
 
@@ -125,7 +123,7 @@ class VersionStore(ABC):
 
     @abstractmethod
     def remove(self, step: int | None, check: Callable[[], None] = lambda: None) -> list[str]:
-        """Remove all versions of a step, or all there are, oldest first. To be called by the owner (`owned`).
+        """Remove all versions of a step, or all there are, oldest first. For the owner: see `ownership`.
 
         Args:
             step: of the versions; None for all, and for what else the job has left.
@@ -148,14 +146,18 @@ class VersionStore(ABC):
         """
         if rank not in version.ranks:
             raise ObjectNotFoundError("there is no part of this rank", step=version.step, rank=rank, path=self.path)
-        return self._manifest(f"{version.folder}/{manifest_name(rank, version.save.text)}")
+        manifest = self._manifest(version.save, rank)
+        if version.world_size not in (0, manifest.world_size):
+            path = self.files.path_of(version.folder)
+            raise ManifestError(f"this is a part of {manifest.world_size} ranks", rank=rank, path=path)
+        return manifest
 
-    def _manifest(self, name: str) -> Manifest:
+    def _manifest(self, save: SaveId, rank: int) -> Manifest:
+        name = f"{self.folder_of(save)}/{manifest_name(rank, save.text)}"
         path = self.files.path_of(name)
         manifest = decode(self.files.read(name, limit=MAX_MANIFEST_BYTES), path)
-        own = object_name(manifest.rank, manifest.save_id)
-        if SaveId.of(manifest) is None or [record.name for record in manifest.objects] != [own]:
-            raise ManifestError("a part must have one object, named after it", rank=manifest.rank, path=path)
+        if [record.name for record in manifest.objects] != [object_name(rank, save.text)]:
+            raise ManifestError("a part must have one object, named after it", rank=rank, path=path)
         return manifest
 
     def check_size(self, manifest: Manifest) -> None:
@@ -164,6 +166,13 @@ class VersionStore(ABC):
         if size != wanted:
             text = f"the object has {size} bytes, and {wanted} were committed"
             raise DamagedError(text, rank=manifest.rank, path=self.path_of(manifest))
+
+    def check_parts(self, version: Version, moved: Callable[[], None] = lambda: None) -> None:
+        """Check that all parts of a version are there, with their sizes; ``moved`` is called after each. Content is not
+        read. Raises what `manifest` raises."""
+        for rank in version.ranks:
+            self.check_size(self.manifest(version, rank))
+            moved()
 
     def read_into(self, manifest: Manifest, begin: int, into: memoryview) -> None:
         """Fill a view with bytes of a part's object, from byte ``begin`` on. Raises what `manifest` raises."""
@@ -176,7 +185,12 @@ class VersionStore(ABC):
     def _name_of(self, manifest: Manifest) -> str:
         return f"{self.folder_of(save_of_part(manifest))}/{manifest.objects[0].name}"
 
-    def write_part(self, manifest: Manifest, content: Callable[[], Iterable[Buffer]]) -> bool:
+    def write_part(
+        self,
+        manifest: Manifest,
+        content: Callable[[], Iterable[Buffer]],
+        moved: Callable[[], None] = lambda: None,
+    ) -> bool:
         """Write a part, durably: its object, then its manifest. Return False if it was there already.
 
         A part that is there is compared with its digests, and written anew if it differs.
@@ -184,18 +198,19 @@ class VersionStore(ABC):
         Args:
             manifest: of the part.
             content: returns the bytes of the object, as many as its file has, in pieces.
+            moved: called for each piece that is compared.
         """
-        name = f"{self.folder_of(save_of_part(manifest))}/{manifest_name(manifest.rank, manifest.save_id)}"
+        save, rank = save_of_part(manifest), manifest.rank
         with contextlib.suppress(DamagedError, ObjectNotFoundError, PrunedError):  # the usual case
-            if self._manifest(name) == manifest:
+            if self._manifest(save, rank) == manifest:
                 for _ in stored_object(manifest, [self]).pieces():
-                    pass
+                    moved()
                 return False
         written = self.files.write(self._name_of(manifest), iter(content()))
         if written != manifest.objects[0].file_size:
             text = f"{written} bytes were written, and not {manifest.objects[0].file_size}"
-            raise SaveError(text, step=manifest.step, rank=manifest.rank, path=self.path_of(manifest))
-        self.files.write(name, [encode(manifest)])
+            raise SaveError(text, step=save.step, rank=rank, path=self.path_of(manifest))
+        self.files.write(f"{self.folder_of(save)}/{manifest_name(rank, save.text)}", [encode(manifest)])
         return True
 
     def records(self) -> list[RunRecord]:
@@ -206,29 +221,11 @@ class VersionStore(ABC):
         """Have a running job keep a part until this is left, if it can. Raise a `PrunedError` if the part went."""
         return contextlib.nullcontext()
 
-    def watched(self, moved: Callable[[], None]) -> VersionStore:
-        """Return the same store, which calls ``moved`` after each call and for each piece that is written."""
-        return self
-
-    def owned(
-        self, period_s: float, moved: Callable[[], None] = lambda: None
-    ) -> AbstractContextManager[Callable[[], None]]:
-        """Be the only one who completes and removes versions here. Yields a call that raises if that was lost.
-
-        Args:
-            period_s: seconds between renewals of a lease, for stores without locks.
-            moved: called again and again while this waits.
-
-        Raises:
-            JobInUseError: somebody else is.
-        """
-        return contextlib.nullcontext(lambda: None)
-
 
 def save_of_part(manifest: Manifest) -> SaveId:
     """Return the save of a part of a training job."""
     save = SaveId.of(manifest)
-    assert save is not None  # checked where it was read
+    assert save is not None  # its folder is named after it
     return save
 
 
@@ -250,7 +247,6 @@ class StoredObject:
         self.record, self.path = record, path
         self._checked = read
         self._block = lru_cache(maxsize=_CACHED_BLOCKS)(self._read_block)
-        self._layout: Layout | None = None
 
     def _read_block(self, block: int) -> bytearray:
         begin = block * self.record.block_size
@@ -258,18 +254,13 @@ class StoredObject:
         self._checked(begin, memoryview(content))
         return content
 
-    @property
+    @cached_property
     def layout(self) -> Layout:
-        """The items of the object.
-
-        Raises:
-            ObjectFormatError: the header is not valid, although its digest is right.
-        """
-        if self._layout is None:
-            size, file_size = self.record.size, self.record.file_size
-            length = header_length(self.read(0, min(8, size)), file_size, self.path)
-            self._layout = parse_header(self.read(0, length), file_size, self.path).layout
-        return self._layout
+        """The items of the object. Raises an `ObjectFormatError` if the header is not valid, although its digest is
+        right."""
+        file_size = self.record.file_size
+        length = header_length(self.read(0, min(8, self.record.size)), file_size, self.path)
+        return parse_header(self.read(0, length), file_size, self.path).layout
 
     def entry(self, key: str) -> Entry:
         """Return the place of an item. Raise an `ObjectNotFoundError` if there is none."""
@@ -332,11 +323,8 @@ class StoredObject:
 
 
 def check_blocks(record: ObjectRecord, begin: int, into: memoryview, path: str) -> None:
-    """Compare whole blocks of an object, from byte ``begin`` on, with their digests.
-
-    Raises:
-        DigestMismatchError: they differ.
-    """
+    """Compare whole blocks of an object, from byte ``begin`` on, with their digests. Raise a `DigestMismatchError` if
+    they differ."""
     size, first = record.block_size, begin // record.block_size
     digests = record.digests[first : first - (-len(into) // size)]
     verify_blocks(into, digests, size, first_block=first, path=path)
@@ -344,7 +332,7 @@ def check_blocks(record: ObjectRecord, begin: int, into: memoryview, path: str) 
 
 def stored_object(manifest: Manifest, stores: Sequence[VersionStore]) -> StoredObject:
     """Return the object of a part that several stores hold. A block that one cannot give is read from the next."""
-    record, save = manifest.objects[0], save_of_part(manifest)
+    record, save, rank = manifest.objects[0], save_of_part(manifest), manifest.rank
 
     def read(begin: int, into: memoryview) -> None:
         failures: list[FlashpointError] = []
@@ -352,19 +340,14 @@ def stored_object(manifest: Manifest, stores: Sequence[VersionStore]) -> StoredO
             path = store.path_of(manifest)
             try:
                 store.read_into(manifest, begin, into)
-                check_blocks(record, begin, into, path)
-                return
+                return check_blocks(record, begin, into, path)
             except (DamagedError, ObjectNotFoundError, PrunedError, UnreadableError) as error:
-                gone = isinstance(error, (DigestMismatchError, ObjectNotFoundError)) and not store.has(
-                    save, manifest.rank
-                )
-                text = "the version was pruned while it was read"
-                pruned = PrunedError(
-                    text, step=save.step, rank=manifest.rank, path=path, hint="read the newest version"
-                )
-                failures.append(pruned if gone else error)
+                failures.append(error)
+                if isinstance(error, (DigestMismatchError, ObjectNotFoundError)) and not store.has(save, rank):
+                    text, hint = "the version was pruned while it was read", "read the newest version"
+                    failures[-1] = PrunedError(text, step=save.step, rank=rank, path=path, hint=hint)
             if len(failures) < len(stores):
-                _log.warning("rank %d: taking another copy: %s", manifest.rank, failures[-1])
+                _log.warning("rank %d: taking another copy: %s", rank, failures[-1])
         # What cannot be read just now may be sound: no reason for an older version.
         raise next((error for error in failures if not is_damage(error)), failures[0])
 

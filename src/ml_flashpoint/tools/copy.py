@@ -21,12 +21,12 @@ from typing import Final
 from ml_flashpoint.format.errors import InvalidArgumentError, SaveError
 from ml_flashpoint.format.files import sync_directory
 from ml_flashpoint.format.private_folders import check_unplanted
-from ml_flashpoint.memory.lock import PRIVATE
+from ml_flashpoint.memory.container import PRIVATE
 from ml_flashpoint.stores.base_container import BaseContainer
 from ml_flashpoint.stores.bounded import in_background, while_it_moves
 from ml_flashpoint.stores.durable import DurableVersions
 from ml_flashpoint.stores.location import checked_url, open_durable
-from ml_flashpoint.stores.ownership import PERIOD_S
+from ml_flashpoint.stores.ownership import locked
 from ml_flashpoint.stores.version_store import Version, VersionStore
 from ml_flashpoint.tools.sources import (
     FoundVersion,
@@ -140,7 +140,6 @@ def persist_version(
     *,
     progress: Progress = no_progress,
     deadline_s: float = DEADLINE_S,
-    period_s: float = PERIOD_S,
 ) -> Persisted:
     """Persist a version as its job would have, also when the job is dead.
 
@@ -150,9 +149,8 @@ def persist_version(
         url: as a job has it in ``persist=``. Nothing there is removed but an earlier save of the step by the same run.
         step: which version; by default the newest whose parts are all here, and sound.
         progress: called with the bytes that are written, and all.
-        deadline_s: the store is given up if nothing happens for so long: no piece is taken, no call returns. What hangs
-            is left to itself, and keeps the lock there until it goes on or this process ends.
-        period_s: seconds between renewals of a lease.
+        deadline_s: the store is given up if nothing happens for so long. What hangs is left to itself, and keeps the
+            lock there until it goes on or this process ends.
 
     Raises:
         ObjectNotFoundError, MissingPartsError: there is no such version, or not all parts of it.
@@ -168,29 +166,32 @@ def persist_version(
     store = open_durable(checked)
 
     def persist(moved: Callable[[], None]) -> Persisted:
-        watched = store.watched(moved)
-        if PRIVATE in watched.files.list():
+        if PRIVATE in store.files.list():
             hint = "give the URL of the job's persist="
             raise InvalidArgumentError("this is a job's base container", argument="url", value=url, hint=hint)
-        with store.owned(period_s, moved) as check:
-            return with_newest(stores, step, lambda found: _persist(found, watched, check, progress))
+        with locked(store.files) or contextlib.nullcontext():
+            return with_newest(stores, step, lambda found: _persist(found, store, moved, progress))
 
     return while_it_moves(persist, deadline_s, checked)
 
 
-def _persist(found: FoundVersion, store: DurableVersions, check: Callable[[], None], progress: Progress) -> Persisted:
+def _persist(found: FoundVersion, store: DurableVersions, moved: Callable[[], None], progress: Progress) -> Persisted:
     there = [version for version in store.versions() if version.counts]
     marked = next((version for version in there if version.save == found.save), None)
     newer = next((version.step for version in there if version.save > found.save), None)
-    nbytes, written = _write_parts(found, store, progress, at_a_time=_PARTS_AT_A_TIME)
+    nbytes, written = _write_parts(found, store, progress, moved, at_a_time=_PARTS_AT_A_TIME)
     if marked is not None and not written:
         return Persisted(store.path, marked, nbytes, True, newer)
-    check()
-    return Persisted(store.path, store.complete(found.save, found.world_size), nbytes, False, newer)
+    return Persisted(store.path, store.complete(found.save, found.world_size, moved), nbytes, False, newer)
 
 
 def _write_parts(
-    version: FoundVersion, store: VersionStore, progress: Progress, *, at_a_time: int = 1
+    version: FoundVersion,
+    store: VersionStore,
+    progress: Progress,
+    moved: Callable[[], None] = lambda: None,
+    *,
+    at_a_time: int = 1,
 ) -> tuple[int, int]:
     """Write all parts; return the bytes of their files, and the number of parts that were not there yet.
 
@@ -210,6 +211,7 @@ def _write_parts(
                     raise SaveError("another part could not be written")
                 done += nbytes
                 try:
+                    moved()
                     progress(done, total)
                 except BaseException as error:
                     failures.append(error)
@@ -228,7 +230,7 @@ def _write_parts(
                 if part is None:
                     return
                 try:
-                    if store.write_part(part.manifest, functools.partial(content, part)):
+                    if store.write_part(part.manifest, functools.partial(content, part), moved):
                         with lock:
                             written += 1
                     else:

@@ -40,8 +40,7 @@ from ml_flashpoint.format.failure_kinds import is_shortage
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name, parse_object_name
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.capacity import available_bytes
-from ml_flashpoint.memory.container import BaseContainer, Owner
-from ml_flashpoint.memory.lock import JobLock
+from ml_flashpoint.memory.container import BaseContainer, JobLock, Owner
 from ml_flashpoint.memory.pool import slot_size
 from ml_flashpoint.memory.slot import PAGE, Slot, round_up
 

@@ -1,8 +1,7 @@
 """`Checkpointer`: the public face. The state of a program goes into a base container, and comes back from it.
 
 The engine's `Checkpointer` moves named tensors and bytes. This one moves modules, optimizers and whatever else has a
-state, and gives DCP its storage writer and reader. All ranks vote on each step of a load, so that one rank's trouble is
-an error on all.
+state, and gives DCP its storage writer and reader.
 """
 
 from __future__ import annotations
@@ -120,15 +119,13 @@ class Checkpointer(engine.Checkpointer):
         self._written: _Written | None = None
         self._metadata: tuple[str, bytes] = ("", b"")  # of the table that was merged last; on the executor
         self._last: Save | None = None
-        self._attempted = -1  # highest step that was called in this run, the same on all ranks
+        self._attempted = SaveId(0, -1)  # the highest, the same on all ranks
         self._is_saving = False
         super().__init__(base, config, discard_existing=discard_existing)
         warn_of_shared_store(self.ranks.rank)
 
-    def _tracked_of(self, state: State | TrackedState, functions: Mapping[str, Reshard] | None = None) -> TrackedState:
+    def _tracked_of(self, state: State, functions: Mapping[str, Reshard] | None = None) -> TrackedState:
         """Return what is tracked of a state: the same object as long as the state has the same objects."""
-        if isinstance(state, TrackedState):
-            return state
         if not isinstance(state, Mapping) or not state:
             text = "must be a dict of modules, optimizers and other objects with a state, by name"
             raise InvalidArgumentError(text, argument="state", value=state)
@@ -145,13 +142,13 @@ class Checkpointer(engine.Checkpointer):
 
     # ---- saving --------------------------------------------------------------------------------------------
 
-    def save(self, step: int, state: State | TrackedState, *, explicit: bool = True) -> Save:
+    def save(self, step: int, state: State, *, explicit: bool = True) -> Save:
         """Save. Returns once the state is copied: it may change in any way then. The rest is done in the background.
 
         Args:
             step: above all that were saved before in this run. The step that was saved last is that save; if it was
                 skipped, or failed, on some rank, it is saved now, by a run that goes on from the newest version.
-            state: the objects to save; or what a `Flashpoint` tracks.
+            state: the objects to save.
             explicit: without a free slot, wait for one, up to the deadline of the save; False: skip the save at once.
 
         Returns:
@@ -162,43 +159,57 @@ class Checkpointer(engine.Checkpointer):
             InvalidArgumentError: the step is not above those saved before, or ``state`` is unusable.
             SaveError: a save has begun and not returned, or the checkpointer is closed.
         """
+        answer_sigterm()
+        self.check_asked("load(state)")
+        return self.save_tracked(step, self._tracked_of(state), explicit=explicit)
+
+    def save_tracked(self, step: int, tracked: TrackedState, *, explicit: bool) -> Save:
+        """Do as `save` with what a `Flashpoint` tracks, which has made sure that it may save."""
         if self._is_saving:
             text = "called while a save begins: in a signal handler, say"
             hint = "let the handler set a flag, and save in the loop"
             raise SaveError(text, step=step, rank=self.ranks.rank, hint=hint)
-        answer_sigterm()
-        self.check_asked("load(state)")
-        tracked = self._tracked_of(state)
         cuda.settle()  # what the device still has to do of the step is not time that a save holds the loop
         began = time.perf_counter()
         try:
             self._is_saving = True
             with interrupts_held(), collection_paused():
-                return self._save(step, tracked, explicit=explicit)
+                return self._save(SaveId(self.run, step), tracked, explicit=explicit)
         finally:
             self._is_saving = False
             seconds = self.stats.blocked_s = time.perf_counter() - began
             self.stats.blocked_total_s += seconds
             events.emit(events.LoopHeld, self.ranks, self.base, step, seconds=seconds)
 
-    def _save(self, step: int, tracked: TrackedState, *, explicit: bool) -> Save:
-        may_be_there = step == self._attempted or self.is_between_runs
-        if may_be_there and (last := self._already(step)) is not None:
-            return last
-        self._attempted = max(step, self._attempted)
-        name = SaveId(self.run, step)
+    def _save(self, name: SaveId, tracked: TrackedState, *, explicit: bool) -> Save:
+        step = name.step
+        if name == self._attempted or not name.run:
+            if (last := self._already(name)) is not None:
+                return last
+            name = SaveId(self.run, step)
+        self._attempted = max(name, self._attempted)
         tree: Tree | Exception
         try:
             tree = self._flatten(name, tracked)
         except Exception as caught:  # of whatever kind: the other ranks learn that this rank has no part
             tree = caught
             self.replicas.pass_over(name)
-        table = "" if self._written is None else self._written.table.name
-        self._last = save = self.begin(step, explicit=explicit, table=table)
+        written = self._written
+        self._last = save = self.begin(step, explicit=explicit, table="" if written is None else written.table.name)
         try:
             if isinstance(tree, Exception):
                 raise tree
-            self._stage(save, tree)
+            assert written is not None
+            captured = written.share.capture(tree)
+            copies = self.stage(
+                save,
+                captured.tensors,
+                [*written.share.byte_keys, METADATA_KEY],
+                kind=captured.plan,
+                late=self.overlap.begin(tensor for _, tensor in captured.tensors),
+            )
+            captured.tensors = ()
+            self.commit(save, items=partial(self._items, written, captured, copies))
         except Exception as caught:
             self.fail(save, caught)
         except BaseException:  # the program is being interrupted
@@ -206,14 +217,13 @@ class Checkpointer(engine.Checkpointer):
             raise
         return save
 
-    def _already(self, step: int) -> Save | None:
-        """Return the save of a step, if it has not failed on any rank. Else a new run begins. Collective."""
-        last = self._last
-        is_there = last is not None and last.id == SaveId(self.run, step)
-        if last is not None and is_there:
+    def _already(self, name: SaveId) -> Save | None:
+        """Return the save of this name, if it has not failed on any rank. Else a new run begins. Collective."""
+        last, is_there = self._last, False
+        if last is not None and last.id == name:
             futures.wait([last.committed], self._deadline_s)  # it may have no slot in the end
-        has_failed = last is not None and last.committed.done() and last.committed.exception() is not None
-        if self.ranks.all_ok(is_there and not has_failed):
+            is_there = not last.committed.done() or last.committed.exception() is None
+        if self.ranks.all_ok(is_there):
             return last
         self.latest()
         return None
@@ -233,21 +243,6 @@ class Checkpointer(engine.Checkpointer):
             self._written = _Written(offer, table, Share(offer, offer.written(table.written)))
         return tree
 
-    def _stage(self, save: Save, tree: Tree) -> None:
-        """Copy what this rank writes, or begin to, and leave the rest to the committing executor."""
-        written = self._written
-        assert written is not None
-        captured = written.share.capture(tree)
-        copies = self.stage(
-            save,
-            captured.tensors,
-            [*written.share.byte_keys, METADATA_KEY],
-            kind=captured.plan,
-            late=self.overlap.begin(tensor for _, tensor in captured.tensors),
-        )
-        captured.tensors = ()
-        self.commit(save, items=partial(self._items, written, captured, copies))
-
     def _items(
         self, written: _Written, captured: Captured, copies: Sequence[torch.Tensor]
     ) -> tuple[list[TensorItem], list[BytesItem]]:
@@ -266,7 +261,7 @@ class Checkpointer(engine.Checkpointer):
 
     def load(
         self,
-        state: State | TrackedState,
+        state: State,
         *,
         step: int | None = None,
         fallback: Fallback | None = None,
@@ -278,7 +273,7 @@ class Checkpointer(engine.Checkpointer):
         checked to have room for the checkpoints to come.
 
         Args:
-            state: the objects to load into; or what a `Flashpoint` tracks.
+            state: the objects to load into.
             step: load the version of this step, or raise. Newer versions do not count any more: no load finds them
                 again, and their memory is the next saves'.
             fallback: called on all ranks when memory has no version, or none that is sound; loads the state from
@@ -298,29 +293,44 @@ class Checkpointer(engine.Checkpointer):
             FlashpointError: ranks lost each other, or their fallbacks returned different steps.
             Exception: what the fallback raised; a `LoadError` on ranks where it did not.
         """
+        tracked = self._tracked_of(state, None if reshard is None else checked_reshard(reshard, state))
+        return self.load_tracked(tracked, step=step, fallback=fallback)
+
+    def load_tracked(self, tracked: TrackedState, *, step: int | None, fallback: Fallback | None) -> int:
+        """Do as `load` with what a `Flashpoint` tracks."""
         fallback = checked_callable("fallback", fallback, "without arguments that loads a state and returns its step")
         wanted = checked_wanted(step, fallback)
-        functions = None if reshard is None or isinstance(state, TrackedState) else checked_reshard(reshard, state)
-        tracked = self._tracked_of(state, functions)
         began, ranks = time.perf_counter(), self.ranks
         self.overlap.before_update()
         if not ranks.all_ok(self.await_commits(self._deadline_s)):
             raise DeadlineError("a save is still under way, on this rank or another one", rank=ranks.rank)
         load = _Load(self, tracked, wanted)
-        load.run(may_fall_back=fallback is not None)
-        done, source = 0, load.source
-        if load.version is not None:
-            done = load.version.step or 0
-        elif fallback is not None:
-            if (why := load.why()) is not None:
-                _log.error("falling back, and what is in memory will be overwritten: %s", why)
-            done, source = self._fall_back(fallback), "fallback"
+        version = load.run()
+        if version is not None:
+            done, source = version.step or 0, load.source
         else:
-            source = "nothing"
-        self.go_on_from(load.version)
+            load.refuse(may_fall_back=fallback is not None)
+            done, source = 0, "nothing"
+            if fallback is not None:
+                if why := load.why():
+                    _log.error("falling back, and what is in memory will be overwritten: %s", why)
+                done, source = self._fall_back(fallback), "fallback"
+        self.go_on_from(version)
         self.check_room(tracked.expected_bytes())
-        self.last_load = load.recovery(done, source, time.perf_counter() - began)
-        events.emit(events.Resumed, ranks, self.base, done, source=source, seconds=self.last_load.total_s)
+        total_s = time.perf_counter() - began
+        self.last_load = Recovery(
+            step=done,
+            source=source,
+            version=None if version is None else version.name,
+            detect_s=sum(each.detect_s for each in load.reports),
+            plan_s=sum(each.plan_s for each in load.reports),
+            fetch_s=sum(each.fetch_s for each in load.reports),
+            load_s=load.load_s,
+            total_s=total_s,
+            fetched_bytes=sum(each.fetched_bytes for each in load.reports),
+            discarded=tuple(failure.version for failure in load.failures),
+        )
+        events.emit(events.Resumed, ranks, self.base, done, source=source, seconds=total_s)
         return done
 
     def _fall_back(self, fallback: Fallback) -> int:
@@ -336,11 +346,6 @@ class Checkpointer(engine.Checkpointer):
         if len(set(steps)) > 1:
             raise LoadError(f"the fallback returned different steps on different ranks: {steps}", rank=ranks.rank)
         return step
-
-    def go_on_from(self, version: CheckpointContainerId | None) -> None:
-        """Do as the engine's `Checkpointer.go_on_from`."""
-        super().go_on_from(version)
-        self._last, self._attempted = None, -1
 
     # ---- DCP -----------------------------------------------------------------------------------------------
 
@@ -381,89 +386,73 @@ class Checkpointer(engine.Checkpointer):
 
 class _Load:
     """One load, into the objects of all ranks or of none: of the version of the step ``wanted``, or of the newest
-    one that all ranks can load."""
+    one that all ranks can load. All ranks vote on each step, so that one rank's trouble is an error on all.
+
+    Attributes:
+        failures: of the versions that could not be loaded, newest first.
+        source, reports: of the version that was looked for last, and of all.
+        load_s: seconds that loading into objects took.
+    """
 
     def __init__(self, checkpointer: Checkpointer, tracked: TrackedState, wanted: int | None) -> None:
         self._checkpointer, self._tracked, self._wanted = checkpointer, tracked, wanted
-        self._ranks, self._safe_globals = checkpointer.ranks, tuple(checkpointer.config.safe_globals)
         self._joint = JointLoad(checkpointer)
         self._unloadable: NothingLoadableError | None = None
-        self.version: CheckpointContainerId | None = None
+        self.failures = self._joint.failures
         self.source: Source = "memory"
-        self._reports: list[RecoveryReport] = []
-        self._load_s = 0.0
+        self.reports: list[RecoveryReport] = []
+        self.load_s = 0.0
 
-    def run(self, *, may_fall_back: bool) -> None:
-        """Load. Raise where all ranks must stop: see `Checkpointer.load`."""
-        fresh, generators = self._tracked.fresh(), capture_rng_state()
+    def run(self) -> CheckpointContainerId | None:
+        """Return the version that was loaded, if one was."""
+        fresh, generators, loaded = self._tracked.fresh(), capture_rng_state(), None
         try:
             loaded = self._joint.newest(self._next_version, self._load_timed)
-            self.version = None if loaded is None else loaded[0]
         finally:
-            if self.version is None:  # a training that starts anew shows nothing of the tries
+            if loaded is None:  # a training that starts anew shows nothing of the tries
                 for each in fresh:
                     each.forget()
                 restore_rng_state(generators)
-        if self.version is None:
-            self._refuse(may_fall_back)
+        return None if loaded is None else loaded[0]
 
-    def _refuse(self, may_fall_back: bool) -> None:
+    def refuse(self, *, may_fall_back: bool) -> None:
         """Raise if going on from elsewhere would bury a version, or the user has to decide first."""
-        failures = self._joint.failures
-        in_part = " (one was loaded in part)" if any(failure.touched for failure in failures) else ""
-        rank = failures[0].rank if failures else self._ranks.rank
-        for failure in failures:
-            if failure.blame is Blame.CHOICE:
-                raise ReshardError(f"version {failure.version} cannot be loaded yet: {failure.text}", rank=failure.rank)
+        in_part = " (one was loaded in part)" if any(failure.touched for failure in self.failures) else ""
+        rank = self.failures[0].rank if self.failures else self._checkpointer.ranks.rank
+        or_discard = "discard_existing=True to the constructor"
+        for each in self.failures:
+            if each.blame is Blame.CHOICE:
+                raise ReshardError(f"version {each.version} cannot be loaded yet: {each.text}", rank=each.rank)
         if self._wanted is not None:
             raise LoadError(f"the version cannot be loaded{in_part}: {self.why()}", rank=rank)
-        for failure in failures:
-            if failure.is_misfit:
-                raise LoadError(
-                    f"version {failure.version} does not fit what is tracked: {failure.text}",
-                    rank=failure.rank,
-                    hint=f"{_ANEW}, or pass discard_existing=True to the constructor",
-                )
-        if failures and not may_fall_back:
-            raise NothingLoadableError(
-                f"there are versions and none can be loaded{in_part}: {self.why()}",
-                rank=rank,
-                hint=f"{_ANEW}, pass fallback=, or discard_existing=True to the constructor",
-            ) from self._unloadable
+        for each in self.failures:
+            if each.is_misfit:
+                text = f"version {each.version} does not fit what is tracked: {each.text}"
+                raise LoadError(text, rank=each.rank, hint=f"{_ANEW}, or pass {or_discard}")
+        if self.failures and not may_fall_back:
+            text = f"there are versions and none can be loaded{in_part}: {self.why()}"
+            hint = f"{_ANEW}, pass fallback=, or {or_discard}"
+            raise NothingLoadableError(text, rank=rank, hint=hint) from self._unloadable
         if self._unloadable is not None and not may_fall_back:
             raise self._unloadable
 
-    def why(self) -> str | None:
-        """Return why versions were passed over; None if there are none."""
-        reasons = [f"{failure.version}: rank {failure.rank}: {failure.text}" for failure in self._joint.failures]
-        return "; ".join(reasons + ([self._unloadable.message] if self._unloadable else [])) or None
-
-    def recovery(self, step: int, source: Source, total_s: float) -> Recovery:
-        return Recovery(
-            step=step,
-            source=source,
-            version=None if self.version is None else self.version.name,
-            detect_s=sum(each.detect_s for each in self._reports),
-            plan_s=sum(each.plan_s for each in self._reports),
-            fetch_s=sum(each.fetch_s for each in self._reports),
-            load_s=self._load_s,
-            total_s=total_s,
-            fetched_bytes=sum(each.fetched_bytes for each in self._reports),
-            discarded=tuple(failure.version for failure in self._joint.failures),
-        )
+    def why(self) -> str:
+        """Return why versions were passed over; nothing if there are none."""
+        reasons = [f"{failure.version}: rank {failure.rank}: {failure.text}" for failure in self.failures]
+        return "; ".join(reasons + ([self._unloadable.message] if self._unloadable else []))
 
     def _next_version(self) -> CheckpointContainerId | None:
         version = None
         try:
             if self._wanted is None:
                 version = self._checkpointer.newest()
-            elif not self._joint.failures:
+            elif not self.failures:
                 version = self._checkpointer.bring(self._wanted)
         except NothingLoadableError as error:
             self._unloadable = error
         if (report := self._checkpointer.last_recovery) is not None:
             self.source = report.tier
-            self._reports.append(report)
+            self.reports.append(report)
         return version
 
     def _load_timed(self, version: CheckpointContainerId) -> None:
@@ -471,31 +460,32 @@ class _Load:
         try:
             self._load(version)
         finally:
-            self._load_s += time.perf_counter() - began
+            self.load_s += time.perf_counter() - began
 
     def _load(self, version: CheckpointContainerId) -> None:
         """Load one version, in steps that all ranks vote on."""
         # The planner loads items that are no tensors by itself, and trusts them no more than the reader would.
-        reader = MemoryStorageReader(version, self._checkpointer, safe_globals=self._safe_globals, trust_bytes=True)
-        ranks, tracked, step = self._ranks, self._tracked, partial(self._joint.step, version)
+        allowed, ranks = tuple(self._checkpointer.config.safe_globals), self._checkpointer.ranks
+        reader = MemoryStorageReader(version, self._checkpointer, safe_globals=allowed, trust_bytes=True)
+        tracked, step = self._tracked, partial(self._joint.step, version)
         metadata = step(reader.read_metadata)
         reader.set_up_storage_reader(metadata, ranks.rank == 0)
         target = step(lambda: tracked.target(metadata))
         change = None
         if target.saved_by != ranks.world_size:
             keep = self._checkpointer.config.on_world_size_change == "keep"
-            change = Resharding(tracked, target, version, safe_globals=self._safe_globals, keep=keep)
+            change = Resharding(tracked, target, version, safe_globals=allowed, keep=keep)
             reports = ranks.gather(step(lambda: change.read(reader, metadata)))
             step(lambda: change.decide(reports))
         planner = TrackedLoadPlanner(
-            target.structured, path=str(version), safe_globals=self._safe_globals, device_of=tracked.device_of()
+            target.structured, path=str(version), safe_globals=allowed, device_of=tracked.device_of()
         )
         left = step(lambda: planner.plan(target.state, metadata))
         left_on_all = set.intersection(*(set(json.loads(blob)) for blob in ranks.gather(json.dumps(left).encode())))
         step(lambda: planner.check_left(left_on_all))
 
         def load_and_apply() -> None:
-            states = tracked.unpacked(target, reader, path=str(version), allowed=self._safe_globals)
+            states = tracked.unpacked(target, reader, path=str(version), allowed=allowed)
             planner.load(reader)
             tracked.apply(target, states | ({} if change is None else change.states))
 

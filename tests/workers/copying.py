@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +113,9 @@ class Rank:
         record.update({name: changes.pop(name) for name in [*record] if name in changes})
         part.update(changes)
         manifest = Manifest(**{"save_id": text, "node": "n", **part}, objects=(ObjectRecord(**record),))  # type: ignore[arg-type]
-        verdict = self.verdict if number is None else replace(self.verdict, number=number)
+        verdict = self.verdict if number is None else self.verdict._replace(number=number)
         with PeerConnection(self.copies.address_of(to), self.ranks.secret) as peer:
-            peer.push(manifest, memoryview(b""), {"run": run, "verdict": verdict.to_fields()})
+            peer.push(manifest, memoryview(b""), {"run": run, "verdict": verdict})
 
     def die_amid(self, method: str) -> None:
         """Kill this process once it has sent, or received, half of the next part."""

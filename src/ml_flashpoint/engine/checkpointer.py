@@ -896,10 +896,10 @@ class Checkpointer:
         give_up = time.monotonic() + _LINGER_S
         with contextlib.suppress(RuntimeError):
             store = self._store.connect("open")
-            left = store.add("closed", 1)
+            left = store.plain.add("closed", 1)
             while self.ranks.rank == 0 and left < self.ranks.world_size and time.monotonic() < give_up:
                 time.sleep(_LINGER_S / 100)
-                left = store.add("closed", 0)
+                left = store.plain.add("closed", 0)
 
     def __enter__(self) -> Self:
         return self

@@ -112,7 +112,7 @@ class Copies:
         this rank knows. Return the part's bytes when all have it. Raise a `FlashpointError` if a holder has no copy.
         """
         manifest = pool.container.read_manifest(save, self._ranks.rank)
-        rider = {"run": self._held.run, "verdict": verdict.to_fields()}
+        rider = {"run": self._held.run, "verdict": verdict}
         with pool.reading(save) as slot, slot.buffer[: manifest.objects[0].size] as view:
             push_to_all(list(self._holders), lambda rank: self._holders[rank].push(manifest, view, rider))
         return manifest.objects[0].size
@@ -268,7 +268,7 @@ class HeldCopies:
     @contextlib.contextmanager
     def receive(self, manifest: Manifest, rider: Fields) -> Iterator[memoryview | None]:
         """See `TransferBackend`."""
-        verdict = Verdict.from_fields(rider.get("verdict"))
+        verdict = Verdict.parsed(rider.get("verdict"))
         with self._in_turn(manifest.rank, integer(rider, "run", 1), verdict.number):
             self._hear(verdict)
             save, pool = self._checked(manifest)

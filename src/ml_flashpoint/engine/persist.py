@@ -419,7 +419,7 @@ class _FailedParts:
 
     def find(self, save: SaveId) -> str | None:
         """Return the reason why the part of a rank is not there; None if no rank has published one."""
-        return self._ask(lambda store: store.get(_key(save)).decode() if store.check([_key(save)]) else None)
+        return self._ask(lambda store: store.get(_key(save)).decode() or None)
 
 
 def _key(save: SaveId) -> str:

@@ -120,9 +120,9 @@ class TrainerFlashpoint(Flashpoint):
 
     def save_due(self, step: int) -> None:
         """Save by the schedule. Without free memory, the save is skipped."""
-        self._prepare()
+        self._check(saves=True)
         self._save(step, explicit=False)
-        self._raise_failure()
+        self._report()
 
     # ---- loading ------------------------------------------------------------------------------------------
 

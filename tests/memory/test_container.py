@@ -169,7 +169,6 @@ def test_what_a_crash_has_cut_short_is_cleaned_up(tmpfs: Path) -> None:
     os.link(slots / "3", folder / "rank-00001-00000007.safetensors")  # killed before the manifest
     (folder / ".rank-00001-00000007.manifest.77-abc.tmp").write_bytes(b"half")
     (slots / "4.tmp").write_bytes(b"half")
-    (slots / "5").touch()
     (tmpfs / "step-41_ckpt").mkdir()
     (tmpfs / "step-42_ckpt").mkdir()
     (tmpfs / "step-42_ckpt" / "mine.txt").write_bytes(b"a user's")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ml_flashpoint.format.errors import JobInUseError
+from ml_flashpoint.stores.durable import Ownership
 from ml_flashpoint.stores.files import Directory, UrlFiles
-from ml_flashpoint.stores.ownership import Ownership
 
 
 def test_with_locks_one_at_a_time_has_it(tmpfs: Path) -> None:

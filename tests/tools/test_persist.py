@@ -33,12 +33,10 @@ from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name, w
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.container import BaseContainer as JobContainer
 from ml_flashpoint.memory.lineage import RunRecord, mark_begun, write_record
-from ml_flashpoint.stores.base_container import BaseContainer
 from ml_flashpoint.stores.bounded import while_it_moves
-from ml_flashpoint.stores.durable import MARKER, DurableVersions
+from ml_flashpoint.stores.durable import MARKER, DurableVersions, Ownership
 from ml_flashpoint.stores.files import Directory, UrlFiles
-from ml_flashpoint.stores.location import open_durable
-from ml_flashpoint.stores.ownership import Ownership
+from ml_flashpoint.stores.location import BaseContainer, open_durable
 from ml_flashpoint.stores.version_store import Version
 from ml_flashpoint.tools import copy as module
 from ml_flashpoint.tools.copy import copy_version, persist_version

@@ -12,10 +12,9 @@ import pytest
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.format.errors import DeadlineError, InvalidArgumentError, JobInUseError, ObjectNotFoundError
 from ml_flashpoint.format.manifest import object_name
-from ml_flashpoint.stores.durable import MARKER, DurableVersions
+from ml_flashpoint.stores.durable import MARKER, DurableVersions, Ownership
 from ml_flashpoint.stores.files import Directory
 from ml_flashpoint.stores.location import open_durable
-from ml_flashpoint.stores.ownership import Ownership
 from ml_flashpoint.tools import removal as module
 from ml_flashpoint.tools.removal import remove_versions
 from tests.flashpoint.test_persist import write_steps

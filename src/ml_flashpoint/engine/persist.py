@@ -31,9 +31,8 @@ from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.pool import Pool
 from ml_flashpoint.memory.slot import Slot
 from ml_flashpoint.ranks.rank_group import RankGroup
-from ml_flashpoint.stores.durable import DurableVersions
+from ml_flashpoint.stores.durable import DurableVersions, Ownership
 from ml_flashpoint.stores.location import open_durable
-from ml_flashpoint.stores.ownership import Ownership
 from ml_flashpoint.stores.version_store import check_blocks
 
 _log = logging.getLogger(__name__)

@@ -13,8 +13,7 @@ node has at most one part of a rank and a save. Folders have mode 0700 and files
 
 **The lock.** A digest of the job's id names one byte of the file ``job``, which every process of the job locks for
 reading. A new process first locks byte 0 for writing, then looks for a lock on any other byte. POSIX locks end with
-their process, forked children do not inherit them, and they need no page of a full filesystem. The text in the file is
-for messages only.
+their process, forked children do not inherit them, and they need no page of a full filesystem.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import logging
 import mmap
 import os
 import re
-import socket
+import shutil
 import struct
 import threading
 import time
@@ -63,7 +62,7 @@ from ml_flashpoint.format.manifest import (
 from ml_flashpoint.format.private_folders import check_folder, check_way, is_at, make_tree, open_folder, open_own
 from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.capacity import is_memory
-from ml_flashpoint.memory.slot import PAGE, TEMPORARY, Slot
+from ml_flashpoint.memory.slot import TEMPORARY, Slot
 
 _log = logging.getLogger(__name__)
 
@@ -132,13 +131,7 @@ class BaseContainer:
         return {save: frozenset(ranks) for save, ranks in listed(self.base, parse_manifest_name).items()}
 
     def read_manifest(self, save: SaveId, rank: int) -> Manifest:
-        """Return the manifest of a part.
-
-        Raises:
-            ObjectNotFoundError: there is no such part.
-            ManifestError: it is damaged.
-            UnreadableError: it cannot be read just now.
-        """
+        """Return the manifest of a part. Raises what `format.manifest.read_manifest` raises."""
         path = self.base / save.version / manifest_name(rank, save.text)
         manifest = read_manifest(path)
         if [record.name for record in manifest.objects] != [object_name(rank, save.text)]:
@@ -150,8 +143,7 @@ class BaseContainer:
         """Read a part. Its slot is not reused before the block is left.
 
         Raises:
-            ObjectNotFoundError: there is no such part.
-            PrunedError: the part went while it was being opened.
+            ObjectNotFoundError, PrunedError: there is no such part; or it went while it was being opened.
             DamagedError: the object is not of the size in the manifest.
             UnreadableError: it cannot be read just now.
         """
@@ -229,9 +221,9 @@ class BaseContainer:
         for name in files:
             if validate_segment(name).startswith(".") or parse_manifest_name(name) or parse_object_name(name):
                 raise InvalidNameError("a file beside the parts must not be called so", path=folder / name)
+        self.expect_sidecars(save, files)
         with writing(folder):
-            make_tree(self.base, folder)
-            for name, content in {_INDEX: "\n".join(files).encode(), **files}.items():  # the index first
+            for name, content in files.items():
                 replace_file(folder / name, [content], fsync=False)
 
     def expect_sidecars(self, save: SaveId, names: Iterable[str]) -> None:
@@ -240,8 +232,7 @@ class BaseContainer:
         folder = self.base / save.version
         with writing(folder):
             make_tree(self.base, folder)
-            if _INDEX not in os.listdir(folder):
-                replace_file(folder / _INDEX, ["\n".join(names).encode()], fsync=False)
+            replace_file(folder / _INDEX, ["\n".join(names).encode()], fsync=False)
 
     def reclaim(self, slot: Slot, rank: int) -> bool:
         """Take back a slot of a rank's parts, with the part that it holds. Return False if somebody reads it."""
@@ -268,17 +259,15 @@ class BaseContainer:
 
     # ---- slots ---------------------------------------------------------------------------------------------
 
-    def slot_folder(self, owner: Owner) -> Path:
+    def slot_folder(self, owner: Owner, *, make: bool = True) -> Path:
         """Return the folder of the slots for an owner, which is made if it is missing."""
-        folder = self._folder_of(owner)
-        make_tree(self.base, folder)
+        folder = self.private / SLOTS / f"{owner.world_size:05d}-{owner.rank:05d}"
+        if make:
+            make_tree(self.base, folder)
         return folder
 
     def _slot_folders(self) -> list[Path]:
-        return [self._folder_of(owner) for owner in self.slot_owners()]
-
-    def _folder_of(self, owner: Owner) -> Path:
-        return self.private / SLOTS / f"{owner.world_size:05d}-{owner.rank:05d}"
+        return [self.slot_folder(owner, make=False) for owner in self.slot_owners()]
 
     def slot_owners(self) -> frozenset[Owner]:
         """Return the owners that have a folder for their slots."""
@@ -288,7 +277,7 @@ class BaseContainer:
     def slot_paths(self, owner: Owner | None = None) -> list[Path]:
         """Return the slots of one owner, or of all, by number."""
         found: list[Path] = []
-        for folder in self._slot_folders() if owner is None else [self._folder_of(owner)]:
+        for folder in self._slot_folders() if owner is None else [self.slot_folder(owner, make=False)]:
             found += [folder / name for name in sorted(filter(_NUMBER.fullmatch, names_in(folder)), key=int)]
         return found
 
@@ -300,23 +289,21 @@ class BaseContainer:
                 found += path.stat().st_blocks * 512
         return found
 
-    def committed(self) -> dict[int, tuple[SaveId, int]]:
-        """Return the saves and ranks of the committed parts, by the inodes of the slots that they lie in."""
-        objects = listed(self.base, parse_object_name)
+    def committed(self) -> dict[int, SaveId]:
+        """Return the saves of the committed parts, by the inodes of the slots that they lie in."""
+        found, manifests = listed(self.base, parse_object_name), self.list_versions()
         return {
-            objects[save][rank].inode(): (save, rank)
-            for save, ranks in self.list_versions().items()
-            for rank in ranks
-            if rank in objects.get(save, {})
+            entry.inode(): save
+            for save, entries in found.items()
+            for rank, entry in entries.items()
+            if rank in manifests.get(save, ())
         }
 
     # ---- what dead processes left -------------------------------------------------------------------------
 
     def clean(self) -> None:
-        """Remove what a crash has cut short: temporary files, objects or manifests without the other, empty folders.
-
-        One process of a node calls this while no process of the job commits.
-        """
+        """Remove what a crash has cut short: temporary files, objects or manifests without the other, empty folders. To
+        be called by one process of a node, while no process of the job commits."""
         objects, manifests = listed(self.base, parse_object_name), listed(self.base, parse_manifest_name)
         for save in objects.keys() | manifests.keys():
             for rank in objects.get(save, {}).keys() ^ manifests.get(save, {}).keys():
@@ -328,24 +315,15 @@ class BaseContainer:
             path.unlink(missing_ok=True)
         for folder in versions:
             _remove_folder(folder)
-        for path in self.slot_paths():
-            if (size := path.stat().st_size) == 0 or size % PAGE:
-                _log.warning("removing %s, which is no slot: it has %d bytes", path, size)
-                path.unlink(missing_ok=True)
 
     def remove_all(self) -> None:
         """Remove all versions and slots, and the base container if nothing else is in it. See `remove`."""
         for save in self.list_versions():
             self.remove(save)
         self.clean()
-        for path in self.slot_paths():
-            path.unlink()
-        folders = (self.private / RUNS, self.private / STATUS)
-        for path in (folder / name for folder in folders for name in names_in(folder)):
-            path.unlink()
-        for folder in (*self._slot_folders(), self.private / SLOTS, *folders):
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+        for folder in (self.private / SLOTS, self.private / RUNS, self.private / STATUS):
+            if folder.is_dir():
+                shutil.rmtree(folder)
         (self.private / JOB).unlink(missing_ok=True)  # last: who waits for the lock sees then that the file is another
         for folder in (self.private, self.base):
             with contextlib.suppress(OSError):
@@ -353,11 +331,8 @@ class BaseContainer:
 
 
 def listed(base: Path, parse: Callable[[str], tuple[int, str] | None]) -> dict[SaveId, dict[int, os.DirEntry[str]]]:
-    """Return the files of parts that a function knows by name: `parse_manifest_name`, or `parse_object_name`.
-
-    Raises:
-        UnreadableError: that cannot be known just now.
-    """
+    """Return the files of parts that a function knows by name: `parse_manifest_name`, or `parse_object_name`. Raise an
+    `UnreadableError` if that cannot be known just now."""
     found: dict[SaveId, dict[int, os.DirEntry[str]]] = {}
     try:
         for folder in version_folders(base):
@@ -392,8 +367,7 @@ def locked_part(base: Path, save: SaveId, rank: int) -> Iterator[int]:
     """Lock the object of a part for reading. Yield its descriptor. The job does not reuse the slot meanwhile.
 
     Raises:
-        PrunedError: the part is not there any more.
-        UnsafePathError: no regular file is at its place.
+        PrunedError, UnsafePathError: the part is not there any more, or no regular file is at its place.
         UnreadableError: it cannot be opened or locked just now.
     """
     folder = base / save.version
@@ -491,7 +465,7 @@ class JobLock:
         give_up, waited = time.monotonic() + deadline_s, 0
         while (pid := self._take()) is not None:
             if (pid > 0 and not _is_ending(pid)) or time.monotonic() > give_up:
-                raise _in_use(self._path, pid)
+                raise _in_use(base, pid)
             if pid > 0 and pid != waited:
                 waited = pid
                 _log.warning("waiting for process %d, which has %s open and is ending", pid, base)
@@ -524,11 +498,7 @@ class JobLock:
         raise AssertionError
 
     def check(self) -> None:
-        """Raise if somebody has removed the base container meanwhile: a folder at its path is another job's.
-
-        Raises:
-            JobInUseError: the lock's file is not the one that this process has locked.
-        """
+        """Raise a `JobInUseError` if somebody has removed the base container: a folder at its path is another job's."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             status = os.stat(self._path, follow_symlinks=False)
             if (status.st_dev, status.st_ino) == self._file:
@@ -552,11 +522,8 @@ class JobLock:
 
 @contextlib.contextmanager
 def locked_out(base: Path) -> Iterator[None]:
-    """Keep every job out of a base container, for a process that removes something in it.
-
-    Raises:
-        JobInUseError: a job has it open.
-    """
+    """Keep every job out of a base container, for a process that removes something in it. Raise a `JobInUseError` if a
+    job has it open."""
     path = base / PRIVATE / JOB
     with _mutex:
         if _known(path) is not None:
@@ -566,7 +533,7 @@ def locked_out(base: Path) -> Iterator[None]:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            raise _in_use(path, _holder(descriptor, 0, 0) or 0) from None
+            raise _in_use(base, _holder(descriptor, 0, 0) or 0) from None
         yield
     finally:
         os.close(descriptor)
@@ -600,10 +567,6 @@ def _lock(descriptor: int, byte: int) -> int | None:
     other = _holder(descriptor, 1, byte - 1) if byte > 1 else None
     other = _holder(descriptor, byte + 1, 0) if other is None else other
     if other is None:
-        if _holder(descriptor, byte, 1) is None:
-            with contextlib.suppress(OSError):  # the filesystem may be full
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, f"{os.getpid()} {socket.gethostname()}".encode(), 0)
         fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, byte)
     fcntl.lockf(descriptor, fcntl.LOCK_UN, 1, 0)
     return other
@@ -616,15 +579,10 @@ def _holder(descriptor: int, start: int, length: int) -> int | None:
     return None if kind == fcntl.F_UNLCK else max(pid, 0)
 
 
-def _in_use(path: Path, pid: int) -> JobInUseError:
-    text = ""
-    with contextlib.suppress(OSError):
-        text = "".join(filter(str.isprintable, path.read_text(errors="replace")))
-    first, _, host = text.partition(" ")
-    process = pid if pid > 0 else first or "unknown"
+def _in_use(base: Path, pid: int) -> JobInUseError:
     return JobInUseError(
-        f"another job has this base container open (process {process} on {host or 'an unknown host'})",
-        path=path.parent.parent,
+        f"another job has this base container open (process {pid if pid > 0 else 'of another container'})",
+        path=base,
         hint="stop that process, or give each job a base container of its own",
     )
 

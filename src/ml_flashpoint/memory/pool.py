@@ -88,7 +88,7 @@ def choose(slots: Sequence[_V], request: SlotRequest, locked: Collection[_V], *,
     Args:
         slots: all slots of the pool, the one unused longest first.
         request: the terms.
-        locked: slots that cannot be had, for somebody reads them, say.
+        locked: slots that cannot be had: somebody reads them, say.
         may_make: True if the pool may have one slot more, and there is room for it.
     """
     committed = [slot.save for slot in slots if slot.state is State.COMMITTED and slot.save is not None]
@@ -126,6 +126,7 @@ class _Left(NamedTuple):
 
 class Pool:
     """The slots for the parts of one rank. Thread-safe. One process of a node has it. It is opened while no rank saves.
+    Raises an `OSError` if the system is short of something just now.
 
     Args:
         container: base container.
@@ -134,9 +135,6 @@ class Pool:
         owners: all whose parts or copies the processes of this node keep. Slots for others are left over.
         extra: slots that the pool may have beyond ``keep + 1``: 0 for copies, 2 for the rank's own parts, 3 if they are
             persisted.
-
-    Raises:
-        OSError: the system is short of something just now.
     """
 
     def __init__(
@@ -156,7 +154,7 @@ class Pool:
         self._left = self._left_over(committed)
         self._numbers = itertools.count(1 + max((int(slot.path.name) for slot in self._slots), default=-1))
 
-    def _inherited(self, committed: Mapping[int, tuple[SaveId, int]]) -> list[Slot]:
+    def _inherited(self, committed: Mapping[int, SaveId]) -> list[Slot]:
         slots = []
         for path in self.container.slot_paths(self.owner):
             try:
@@ -167,19 +165,18 @@ class Pool:
                 _log.warning("removing a slot that cannot be used: %s", error)
                 path.unlink(missing_ok=True)
                 continue
-            slot.save, _ = committed.get(slot.inode, (None, 0))
+            slot.save = committed.get(slot.inode)
             slot.state = State.EMPTY if slot.save is None else State.COMMITTED
             slots.append(slot)
         return sorted(slots, key=lambda slot: slot.save or SaveId(0, 0))  # the oldest save goes first
 
-    def _left_over(self, committed: Mapping[int, tuple[SaveId, int]]) -> list[_Left]:
+    def _left_over(self, committed: Mapping[int, SaveId]) -> list[_Left]:
         found = []
         for owner in sorted(self.container.slot_owners() - self._owners):
             for path in self.container.slot_paths(owner):
                 with contextlib.suppress(FileNotFoundError):  # another rank of this node was faster
                     status = os.stat(path)
-                    save, _ = committed.get(status.st_ino, (None, 0))
-                    found.append(_Left(path, owner, status.st_size, save))
+                    found.append(_Left(path, owner, status.st_size, committed.get(status.st_ino)))
         return found
 
     @property
@@ -200,11 +197,8 @@ class Pool:
 
     @contextlib.contextmanager
     def reading(self, save: SaveId) -> Iterator[Slot]:
-        """Yield the slot of a committed part, which is not reused before the block is left.
-
-        Raises:
-            PrunedError: the pool has no such part, or not any more.
-        """
+        """Yield the slot of a committed part, which is not reused before the block is left. Raise a `PrunedError` if
+        the pool has no such part any more."""
         with self._lock:
             found = [slot for slot in self._slots if slot.save == save and slot.state is State.COMMITTED]
             if not found:
@@ -310,12 +304,8 @@ class Pool:
             slot.save = save
 
     def shortage(self, size: int, retained: Collection[SaveId]) -> CapacityError | None:
-        """Return the error of a save for which no slot can be made, now or later; None if one can.
-
-        Args:
-            size: bytes of the object.
-            retained: the saves that are retained now. Later, all but ``keep`` of them are not.
-        """
+        """Return the error of a save of so many bytes for which no slot can be made, now or later; None if one can.
+        Later, all but ``keep`` of the saves that are retained now are not."""
         size = round_up(size, PAGE)
         slots = self.slots
         # Slots that are too small are replaced once they are free, and those of ranks that are elsewhere removed.
@@ -347,13 +337,9 @@ class Pool:
     # ---- making --------------------------------------------------------------------------------------------
 
     def prepare(self, size: int, request: SlotRequest) -> bool:
-        """Fault in one slot that an earlier process left, or make one ahead of the save that needs it: for one thread
-        beside the training thread. Return True if there was something to do, and may be more.
-
-        Args:
-            size: bytes of the rank's objects.
-            request: terms of a save to come.
-        """
+        """Fault in one slot that an earlier process left, or make one ahead of a save to come, of so many bytes and on
+        these terms: for one thread beside the training thread. Return True if there was something to do, and may be
+        more."""
         with self._lock:
             due = [slot for slot in self._slots if slot.is_due]
         if due:
@@ -393,8 +379,7 @@ class Pool:
         self, size: int, request: SlotRequest, state: State = State.WRITING, *, least: int, old: Slot | None = None
     ) -> Slot | None:
         """Make a slot, in a state, of the least size where there is no room for more; None if there is none at
-        all. ``old`` is removed first, for the other one may need its memory.
-        """
+        all. ``old`` is removed first: the new one may need its memory."""
         slot = None
         try:
             if old is not None:
@@ -443,10 +428,8 @@ class Pool:
     def remove_left(self, retained: Collection[SaveId], lacking: Collection[SaveId] = ()) -> None:
         """Remove the slots on this node that nobody has a pool for, but those with retained saves. Slow.
 
-        Args:
-            retained: the saves.
-            lacking: those of which some node may lack what it should have. Of others, a slot for one of as many ranks
-                is not needed here: the rank's own node and its holders have the part.
+        Of the saves of as many ranks only those stay that are ``lacking``: some node may lack what it should have of
+        them. Of others the rank's own node and its holders have the part.
         """
         for left in self._left:
             if left.save in (lacking if left.owner.world_size == self.owner.world_size else retained):

@@ -104,8 +104,8 @@ class Slot:
         Args:
             path: in a folder that exists; nothing is there.
             size: at least 1.
-            go_on: called with the bytes that are still to be reserved, before each step; False ends it. Other processes
-                take memory at the same time.
+            go_on: called with the bytes that are still to be reserved, before each step; False ends it: other processes
+                take memory, too.
             prepare: False where another process writes to the slot.
 
         Raises:
@@ -139,13 +139,8 @@ class Slot:
 
     @classmethod
     def open(cls, path: Path) -> Slot:
-        """Map a slot that another process has made.
-
-        Raises:
-            DamagedError: the file is no whole number of pages.
-            UnsafePathError: it is somebody else's, or no regular file.
-            OSError: it cannot be opened or mapped.
-        """
+        """Map a slot that another process has made. Raise a `DamagedError` if the file is no whole number of pages, an
+        `UnsafePathError` if it is somebody else's or no regular file, an `OSError` if it cannot be opened or mapped."""
         descriptor = open_own(path, os.O_RDWR)
         try:
             size = os.fstat(descriptor).st_size
@@ -210,16 +205,8 @@ class Slot:
     # ---- content -------------------------------------------------------------------------------------------
 
     def seal(self, name: str, layout: Layout, byte_items: Sequence[bytes] = ()) -> ObjectRecord:
-        """Write the byte items and the header of an object whose tensors are in place. Return its record.
-
-        Args:
-            name: of the object.
-            layout: where everything lies.
-            byte_items: content of ``layout.byte_items``, in their order.
-
-        Raises:
-            CapacityError: the header does not fit before the data, or the items behind the tensors.
-        """
+        """Write the header and the byte items (the content of ``layout.byte_items``) of an object whose tensors are in
+        place. Return its record. Raise a `CapacityError` if they do not fit."""
         if layout.size > self.size:
             text = "the object does not fit into its slot"
             raise CapacityError(text, needed_bytes=layout.size, available_bytes=self.size, path=self.path)

@@ -40,13 +40,10 @@ def result_of(future: Future[_T], deadline_s: float) -> _T:
 
 
 def while_it_moves(call: Callable[[Callable[[], None]], _T], deadline_s: float, path: str) -> _T:
-    """Return the result of a call. Raise a `DeadlineError` once nothing has happened in it for too long.
+    """Return the result of a call. Raise a `DeadlineError` if nothing happens in it for ``deadline_s`` seconds.
 
-    Args:
-        call: is given a function to call whenever something has happened. That raises a `DeadlineError` once nobody
-            waits any more: so what hung ends then, if it ever goes on.
-        deadline_s: seconds in which something must happen.
-        path: for the error.
+    The call is given a function to call whenever something has happened. That raises a `DeadlineError` once nobody
+    waits any more: so what hung ends then, if it ever goes on.
     """
     moved_at = [time.monotonic()]
     left_alone = threading.Event()

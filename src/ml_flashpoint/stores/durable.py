@@ -8,18 +8,32 @@ needed: whoever finds the manifests of all ranks may write the marker, which mak
     run-00000007/step-40_ckpt/complete.json                       step, save id and number of ranks; written last
 
 The newest version is that of the greatest `SaveId`. Only what a marker names counts.
+
+Completing and removing versions is the right of one process at a time, the owner. A lock says who that is. Where files
+have no locks, it is whoever has written its name last: a job that begins anew takes over at once; the one before it
+finds that out before it completes or removes anything, and takes nothing back.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
+import secrets
+import socket
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.errors import DamagedError, FlashpointError, InvalidArgumentError, ObjectNotFoundError
+from ml_flashpoint.format.errors import (
+    DamagedError,
+    FlashpointError,
+    InvalidArgumentError,
+    JobInUseError,
+    ObjectNotFoundError,
+)
 from ml_flashpoint.format.manifest import manifest_name, parse_manifest_name
 from ml_flashpoint.format.records import MAX_RECORD_BYTES, decode_record, encode_record
 from ml_flashpoint.format.save_id import RUN_PATTERN, SaveId
@@ -33,6 +47,9 @@ RUN_PREFIX: Final = "run-"
 _RUN: Final = re.compile(rf"{RUN_PREFIX}{RUN_PATTERN}")
 _KIND: Final = "mlflashpoint-version-3"
 _FIELDS: Final = ("step", "save_id", "world_size")
+_LOCK: Final = "lock"
+_OWNER: Final = "owner.json"
+_OWNER_KIND: Final = "mlflashpoint-owner-1"
 
 
 def is_run_folder(name: str) -> bool:
@@ -46,11 +63,8 @@ def folder_of(save: SaveId) -> str:
 
 
 def version_of(fields: Mapping[str, Any]) -> Version:
-    """Return the complete version that a marker names: its step, save id and number of ranks. Trusts nothing.
-
-    Raises:
-        InvalidArgumentError: there is no such version.
-    """
+    """Return the complete version that a marker names: its step, save id and number of ranks. Trusts nothing. Raise an
+    `InvalidArgumentError` if there is no such version."""
     step, save_id, size = (fields.get(each) for each in _FIELDS)
     if type(step) is int and isinstance(save_id, str) and type(size) is int:
         save = SaveId.parse(CheckpointContainerId.format_version_container(step), save_id)
@@ -66,12 +80,7 @@ def save_of(version: Version) -> dict[str, Any]:
 
 
 class DurableVersions(VersionStore):
-    """Versions in files. Thread-safe.
-
-    Args:
-        files: in which they are.
-        url: of the user, for messages.
-    """
+    """Versions in files; ``url`` is the user's, for messages. Thread-safe."""
 
     durable = True
 
@@ -87,13 +96,8 @@ class DurableVersions(VersionStore):
         return _ranks_in(self.files.list(folder_of(save)), save)
 
     def complete(self, save: SaveId, world_size: int, moved: Callable[[], None] = lambda: None) -> Version:
-        """Make a version exist, after checking that the parts of all ranks are there; see `check_parts`.
-
-        Raises:
-            ObjectNotFoundError: a part is not there.
-            DamagedError: one is not what its manifest says.
-            FlashpointError: the store failed; then the version may exist all the same.
-        """
+        """Make a version exist, after `check_parts`, and raise the errors of that. If the store fails, the version may
+        exist all the same."""
         found = Version(save, folder_of(save), range(world_size), world_size, True)
         self.check_parts(found, moved)
         self.files.write(f"{found.folder}/{MARKER}", [encode_record(_KIND, save_of(found))])
@@ -161,11 +165,8 @@ class DurableVersions(VersionStore):
         """Remove all complete versions but the newest ones, and what was begun before a save and not completed: it must
         not take the room of that one. For the owner.
 
-        A damaged version stays until all that stay are newer. A failure is logged: the next call tries again.
-
-        Args:
-            count: how many complete versions stay, at least 1.
-            save: about to be written, or written. Ranks may be writing to its folder already.
+        ``count``, at least 1, complete versions stay. A damaged one stays until all that stay are newer. A failure is
+        logged: the next call tries again. Ranks may be writing to the folder of ``save`` already.
         """
         there = self.versions()
         kept = [version for version in there if version.counts][:count]
@@ -195,3 +196,63 @@ class DurableVersions(VersionStore):
 def _ranks_in(names: list[str], save: SaveId) -> set[int]:
     """Return the ranks whose manifests of a save are among the names of files."""
     return {found[0] for found in map(parse_manifest_name, names) if found is not None and found[1] == save.text}
+
+
+# ---- the owner ------------------------------------------------------------------------------------------------------
+
+
+class Ownership:
+    """The right of one process to complete and remove versions. ``taken``: True if this process has it. Not
+    thread-safe."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._own = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(8)}"
+        self._lock: AbstractContextManager[object] | None = None
+        self._is_lost = self.taken = False
+
+    def take(self) -> None:
+        """Take it. To be called again until that works. Raise a `JobInUseError` if another process has the lock, or has
+        taken over from this one, or the error of a store that fails."""
+        self._lock = locked(self._files)
+        if self._lock is None:
+            if self._is_lost and self._owner() is not None:
+                raise self._taken_over()
+            self._files.write(_OWNER, [encode_record(_OWNER_KIND, {"owner": self._own})])
+        self.taken, self._is_lost = True, False
+
+    def check(self) -> None:
+        """Raise a `JobInUseError` if another process has it, or the error of a store that fails."""
+        if self.taken and self._lock is None and self._owner() != self._own:
+            self.taken, self._is_lost = False, True
+            raise self._taken_over()
+
+    def release(self) -> None:
+        """Let another process have it. Safe to call twice."""
+        was_taken, self.taken = self.taken, False
+        if self._lock is not None:
+            self._lock.__exit__(None, None, None)
+        elif was_taken:
+            with contextlib.suppress(FlashpointError):  # the next owner replaces the record
+                if self._owner() == self._own:
+                    self._files.remove(_OWNER)
+
+    def _owner(self) -> str | None:
+        try:
+            return str(decode_record(_OWNER_KIND, self._files.read(_OWNER, limit=MAX_RECORD_BYTES)).get("owner"))
+        except (ObjectNotFoundError, DamagedError):
+            return None
+
+    def _taken_over(self) -> JobInUseError:
+        hint = "give each job a URL of its own"
+        return JobInUseError("another process has taken this over", path=self._files.path_of(_OWNER), hint=hint)
+
+
+def locked(files: Files) -> AbstractContextManager[object] | None:
+    """Return the lock of the owner, held; None where files have no locks. Raise a `JobInUseError` if another process
+    has it."""
+    try:
+        return files.lock(_LOCK, 0.0)
+    except JobInUseError as error:
+        hint = "wait until that job has ended, or give another URL"
+        raise JobInUseError(f"somebody persists there: {error.message}", path=error.path, hint=hint) from error

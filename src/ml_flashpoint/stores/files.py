@@ -224,14 +224,8 @@ class Directory(Files):
 
 
 class UrlFiles(Files):
-    """Files below a URL. Thread-safe if the filesystem is. Deadlines, retries and credentials are those of fsspec.
-
-    Args:
-        url: such as ``s3://bucket/folder`` or ``memory://folder``.
-
-    Raises:
-        InvalidArgumentError: on first use: fsspec does not know this kind of URL or lacks a package for it.
-    """
+    """Files below a URL. Thread-safe if the filesystem is. Deadlines, retries and credentials are those of fsspec. The
+    first use raises an `InvalidArgumentError` if fsspec does not know this kind of URL, or lacks a package for it."""
 
     def __init__(self, url: str) -> None:
         self._url = url

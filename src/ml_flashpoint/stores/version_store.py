@@ -94,14 +94,8 @@ class Version:
 
 
 class VersionStore(ABC):
-    """Versions in files. Calls block; several threads may read, and write parts of different ranks.
-
-    What cannot be read just now is an `UnreadableError`, and no reason for an older version.
-
-    Args:
-        files: in which they are.
-        path: path or URL, for messages.
-    """
+    """Versions in files; ``path`` is for messages. Calls block; several threads may read, and write parts of different
+    ranks. What cannot be read just now is an `UnreadableError`, and no reason for an older version."""
 
     durable: bool
     """True if its versions outlive memory: then the newest one is removed only when that is asked for."""
@@ -123,14 +117,8 @@ class VersionStore(ABC):
 
     @abstractmethod
     def remove(self, step: int | None, check: Callable[[], None] = lambda: None) -> list[str]:
-        """Remove all versions of a step, or all there are, oldest first. For the owner: see `ownership`.
-
-        Args:
-            step: of the versions; None for all, and for what else the job has left.
-            check: called before each removal; may raise.
-
-        Returns:
-            The folders of the versions.
+        """Remove all versions of a step, oldest first; of None, all versions and what else the job has left. Return
+        their folders. ``check`` is called before each removal, and may raise.
 
         Raises:
             ObjectNotFoundError: there is none.
@@ -138,12 +126,8 @@ class VersionStore(ABC):
         """
 
     def manifest(self, version: Version, rank: int) -> Manifest:
-        """Return the manifest of a rank's part, checked.
-
-        Raises:
-            ObjectNotFoundError: there is no such part.
-            DamagedError: the manifest is not as it was saved.
-        """
+        """Return the manifest of a rank's part. Raise an `ObjectNotFoundError` if there is no such part, or a
+        `DamagedError` if the manifest is not as it was saved."""
         if rank not in version.ranks:
             raise ObjectNotFoundError("there is no part of this rank", step=version.step, rank=rank, path=self.path)
         manifest = self._manifest(version.save, rank)
@@ -193,12 +177,8 @@ class VersionStore(ABC):
     ) -> bool:
         """Write a part, durably: its object, then its manifest. Return False if it was there already.
 
-        A part that is there is compared with its digests, and written anew if it differs.
-
-        Args:
-            manifest: of the part.
-            content: returns the bytes of the object, as many as its file has, in pieces.
-            moved: called for each piece that is compared.
+        A part that is there is compared with its digests, and written anew if it differs. ``content`` returns the bytes
+        of the object, as many as its file has, in pieces. ``moved`` is called for each piece that is compared.
         """
         save, rank = save_of_part(manifest), manifest.rank
         with contextlib.suppress(DamagedError, ObjectNotFoundError, PrunedError):  # the usual case
@@ -236,11 +216,7 @@ class StoredObject:
     """An object that is read by ranges. Thread-safe.
 
     Whole blocks are read to where they are wanted. Of blocks that are wanted in part, the last two stay in memory.
-
-    Args:
-        record: of the object.
-        read: ``(begin, view)``: fills a view with whole blocks from a byte on, compared with their digests.
-        path: for errors.
+    ``read(begin, view)`` fills a view with whole blocks from a byte on, compared with their digests.
     """
 
     def __init__(self, record: ObjectRecord, read: Callable[[int, memoryview], None], path: str) -> None:

@@ -62,13 +62,8 @@ def look_at(store: VersionStore, version: Version) -> list[CheckedPart]:
 def check_part(
     store: VersionStore, part: CheckedPart, advance: Callable[[int], object] = lambda count: None
 ) -> CheckedPart:
-    """Read all bytes of a part and compare them with their digests, up to the first block that differs.
-
-    Args:
-        store: where it is.
-        part: from `look_at`.
-        advance: called with the bytes of each piece.
-    """
+    """Read all bytes of a part that was looked at and compare them with their digests, up to the first block that
+    differs. ``advance`` is called with the bytes of each piece."""
     manifest = part.manifest
     if manifest is None or part.problems:
         return part

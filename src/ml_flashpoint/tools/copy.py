@@ -22,11 +22,9 @@ from ml_flashpoint.format.errors import InvalidArgumentError, SaveError
 from ml_flashpoint.format.files import sync_directory
 from ml_flashpoint.format.private_folders import check_unplanted
 from ml_flashpoint.memory.container import PRIVATE
-from ml_flashpoint.stores.base_container import BaseContainer
 from ml_flashpoint.stores.bounded import in_background, while_it_moves
-from ml_flashpoint.stores.durable import DurableVersions
-from ml_flashpoint.stores.location import checked_url, open_durable
-from ml_flashpoint.stores.ownership import locked
+from ml_flashpoint.stores.durable import DurableVersions, locked
+from ml_flashpoint.stores.location import BaseContainer, checked_url, open_durable
 from ml_flashpoint.stores.version_store import Version, VersionStore
 from ml_flashpoint.tools.sources import (
     FoundVersion,
@@ -53,7 +51,7 @@ def copy_version(
     partial: bool = False,
     progress: Progress = no_progress,
 ) -> Path:
-    """Copy a version into a folder.
+    """Copy a version into a folder. Return the copy, which is durable before it gets its name.
 
     Args:
         sources: base containers, which a job may be using, URLs, or folders of durable versions.
@@ -61,9 +59,6 @@ def copy_version(
         step: which version; by default the newest that is sound.
         partial: also one of which parts are missing.
         progress: called with the bytes that are copied, and all.
-
-    Returns:
-        The copy. It is durable before it gets its name.
 
     Raises:
         ObjectNotFoundError, PrunedError: there is no such version, or a running job removed it meanwhile.

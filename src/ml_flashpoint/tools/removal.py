@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from ml_flashpoint.format.errors import DamagedError, InvalidArgumentError, ObjectNotFoundError
 from ml_flashpoint.stores.bounded import while_it_moves
+from ml_flashpoint.stores.durable import locked
 from ml_flashpoint.stores.location import open_store
-from ml_flashpoint.stores.ownership import locked
 from ml_flashpoint.stores.version_store import Version, VersionStore
 from ml_flashpoint.tools.copy import DEADLINE_S
 from ml_flashpoint.tools.sources import Source

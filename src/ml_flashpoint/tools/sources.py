@@ -100,12 +100,8 @@ def stores_of(sources: Source | Sequence[Source]) -> list[VersionStore]:
 
 
 def find_versions(stores: Sequence[VersionStore], step: int | None, *, partial: bool = False) -> list[FoundVersion]:
-    """Return the versions whose parts are all in these stores together, newest first: at least one.
-
-    Args:
-        stores: where to look.
-        step: which version; None for all but those that the job has gone back from.
-        partial: also those of which parts are missing.
+    """Return the versions whose parts are all in these stores together, or with ``partial`` some, newest first: at
+    least one. Without a step, those that the job has gone back from are left out.
 
     Raises:
         ObjectNotFoundError, MissingPartsError: there is no version, or of each a part is missing.

@@ -23,7 +23,7 @@ from ml_flashpoint.format.errors import (
     SaveError,
     UnsafePathError,
 )
-from ml_flashpoint.stores.files import Directory, Files, UrlFiles
+from ml_flashpoint.stores.files import Directory, Files
 
 
 class Broken(Exception):
@@ -35,13 +35,13 @@ def store(request: pytest.FixtureRequest, tmpfs: Path, monkeypatch: pytest.Monke
     if request.param == "directory":
         yield Directory(tmpfs / "deep" / "root")
     elif request.param == "file":
-        yield UrlFiles(f"file://{tmpfs}/root")
+        yield Files(f"file://{tmpfs}/root")
     else:
         # An object store's way to write, on the one that is here.
         if request.param == "object store":
             monkeypatch.setattr("ml_flashpoint.stores.files._PUBLISHED_WHEN_COMPLETE", {"memory"})
         name = f"memory://{secrets.token_hex(4)}"
-        yield UrlFiles(name)
+        yield Files(name)
         import fsspec
 
         if fsspec.filesystem("memory").exists(name):
@@ -114,7 +114,7 @@ def test_a_list_that_an_object_store_refuses_leaves_what_was_there(monkeypatch: 
         raise ConnectionError("slow down")
 
     monkeypatch.setattr("ml_flashpoint.stores.files._PUBLISHED_WHEN_COMPLETE", {"memory"})
-    store = UrlFiles(f"memory://{secrets.token_hex(4)}")
+    store = Files(f"memory://{secrets.token_hex(4)}")
     store.write("folder/file", [b"old"])
     with monkeypatch.context() as broken:
         broken.setattr(MemoryFile, "write", refuse)
@@ -261,4 +261,4 @@ def test_a_lock_ends_with_its_owner(tmpfs: Path) -> None:
 
 def test_urls_that_fsspec_cannot_use() -> None:
     with pytest.raises(InvalidArgumentError, match="nosuch"):
-        UrlFiles("nosuch://folder").list()
+        Files("nosuch://folder").list()

@@ -34,8 +34,8 @@ from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.container import BaseContainer as JobContainer
 from ml_flashpoint.memory.lineage import RunRecord, mark_begun, write_record
 from ml_flashpoint.stores.bounded import while_it_moves
-from ml_flashpoint.stores.durable import MARKER, DurableVersions, Ownership
-from ml_flashpoint.stores.files import Directory, UrlFiles
+from ml_flashpoint.stores.durable import MARKER, DurableVersions
+from ml_flashpoint.stores.files import Directory
 from ml_flashpoint.stores.location import BaseContainer, open_durable
 from ml_flashpoint.stores.version_store import Version
 from ml_flashpoint.tools import copy as module
@@ -249,21 +249,18 @@ def test_one_part_that_cannot_be_written_stops_the_others(
 
 def test_not_while_somebody_else_persists_there(bases: list[Path], url: str, store: DurableVersions) -> None:
     commit_all(bases, 7, {0: [0, 1, 2, 3]})
-    owner = Ownership(store.files)
-    owner.take()
-    with pytest.raises(JobInUseError, match="somebody persists there"):
+    with store.owned(), pytest.raises(JobInUseError, match="somebody persists there"):
         persist_version(bases[0], url)
-    owner.release()
     persist_version(bases[0], url)
     assert stored(store) == {7: expected(7)}
 
 
-def test_behind_a_url_a_job_that_persists_there_goes_on(bases: list[Path], memory: str) -> None:
-    commit_all(bases, 7, {0: [0, 1, 2, 3]})
-    owner = Ownership(UrlFiles(memory))
-    owner.take()
-    assert persist_version(bases[0], memory).version.step == 7
-    owner.check()
+def test_what_another_job_has_persisted_is_not_replaced(bases: list[Path], memory: str) -> None:
+    """Without locks, two jobs that were given one URL."""
+    commit_all(bases, 7, {0: [0, 1, 2, 3], 1: [0, 1, 2, 3]})
+    persist_version(bases[0], memory)
+    with pytest.raises(JobInUseError, match="of another job"):
+        persist_version(bases[1], memory)
     assert stored(open_durable(memory)) == {7: expected(7)}
 
 
@@ -301,13 +298,11 @@ def test_a_store_that_hangs_is_given_up(
 
 
 def is_free(store: DurableVersions) -> bool:
-    owner = Ownership(store.files)
     try:
-        owner.take()
+        with store.owned():
+            return True
     except JobInUseError:
         return False
-    owner.release()
-    return True
 
 
 @pytest.mark.slow

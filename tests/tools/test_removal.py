@@ -12,7 +12,7 @@ import pytest
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.format.errors import DeadlineError, InvalidArgumentError, JobInUseError, ObjectNotFoundError
 from ml_flashpoint.format.manifest import object_name
-from ml_flashpoint.stores.durable import MARKER, DurableVersions, Ownership
+from ml_flashpoint.stores.durable import MARKER, DurableVersions
 from ml_flashpoint.stores.files import Directory
 from ml_flashpoint.stores.location import open_durable
 from ml_flashpoint.tools import removal as module
@@ -88,11 +88,8 @@ def test_all_goes_but_what_is_of_no_training_job(url: str, root: Path, store: Du
 
 
 def test_not_while_somebody_persists_there(url: str, store: DurableVersions) -> None:
-    owner = Ownership(store.files)
-    owner.take()
-    with pytest.raises(JobInUseError, match="somebody persists there"):
+    with store.owned(), pytest.raises(JobInUseError, match="somebody persists there"):
         remove_versions(url, 2)
-    owner.release()
     assert steps(store) == [1, 2, 1]
 
 

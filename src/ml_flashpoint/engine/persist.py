@@ -31,7 +31,7 @@ from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.pool import Pool
 from ml_flashpoint.memory.slot import Slot
 from ml_flashpoint.ranks.rank_group import RankGroup
-from ml_flashpoint.stores.durable import DurableVersions, Ownership
+from ml_flashpoint.stores.durable import DurableVersions
 from ml_flashpoint.stores.location import open_durable
 from ml_flashpoint.stores.version_store import check_blocks
 
@@ -101,7 +101,7 @@ class Persister:
         self._failed_parts = _FailedParts(connect)
         self._open_store = open_store
         self._opened: DurableVersions | None = None
-        self._ownership: Ownership | None = None
+        self._owning, self._owns = contextlib.ExitStack(), False
         self._changed = threading.Condition()
         self._next: _Task | None = None
         self._task: _Task | None = None
@@ -183,9 +183,7 @@ class Persister:
                 self._try(task)
             pause_s = None if self.owns_store and self._has_ended(self._newest) else _LAST_POLL_S
         self._end(task)
-        if self._ownership is not None:
-            with contextlib.suppress(Exception):
-                self._ownership.release()
+        self._owning.close()
 
     def _try(self, task: _Task | None) -> None:
         try:
@@ -210,7 +208,7 @@ class Persister:
     @property
     def owns_store(self) -> bool:
         """True once this process may persist there: on rank 0, no other job does."""
-        return self._rank != 0 or (self._ownership is not None and self._ownership.taken)
+        return self._rank != 0 or self._owns
 
     @property
     def _store(self) -> DurableVersions:
@@ -223,15 +221,10 @@ class Persister:
         """Be the process that completes versions at this URL, and look which there are."""
         if self.owns_store:
             return
-        if self._ownership is None:
-            self._ownership = Ownership(self._store.files)
-        self._ownership.take()
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._store.owned())
             newest = next((version for version in self._store.versions() if version.counts), None)
-        except BaseException:
-            self._ownership.release()
-            self._ownership = None
-            raise
+            self._owning, self._owns = stack.pop_all(), True
         with self._changed:
             self._persisted = None if newest is None else newest.step
             if self._task is None:
@@ -303,8 +296,6 @@ class Persister:
             self._go_on(task)
             task.superseded.wait(poll_s)
             poll_s = min(2 * poll_s, _LAST_POLL_S)
-        assert self._ownership is not None
-        self._ownership.check()
         newest = max((each.save for each in store.versions() if each.counts), default=save)
         if newest > save:
             raise JobInUseError(
@@ -316,9 +307,7 @@ class Persister:
         events.emit(events.VersionPersisted, self._ranks, self._base, save.step, url=self.options.url)
 
     def _remove_old(self, save: SaveId) -> None:
-        assert self._ownership is not None
         try:
-            self._ownership.check()
             self._store.keep_newest(self.options.keep, save)
         except FlashpointError as error:
             _log.warning("older versions are not removed yet: %s", error)

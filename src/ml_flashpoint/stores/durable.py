@@ -9,21 +9,17 @@ needed: whoever finds the manifests of all ranks may write the marker, which mak
 
 The newest version is that of the greatest `SaveId`. Only what a marker names counts.
 
-Completing and removing versions is the right of one process at a time, the owner. A lock says who that is. Where files
-have no locks, it is whoever has written its name last: a job that begins anew takes over at once; the one before it
-finds that out before it completes or removes anything, and takes nothing back.
+One process at a time completes and removes versions, the owner: it has a lock, where files have locks. Elsewhere the
+numbers of runs keep jobs apart: one that finds a version of a later run completes none any more, and what it may remove
+is older.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import re
-import secrets
-import socket
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
@@ -48,8 +44,6 @@ _RUN: Final = re.compile(rf"{RUN_PREFIX}{RUN_PATTERN}")
 _KIND: Final = "mlflashpoint-version-3"
 _FIELDS: Final = ("step", "save_id", "world_size")
 _LOCK: Final = "lock"
-_OWNER: Final = "owner.json"
-_OWNER_KIND: Final = "mlflashpoint-owner-1"
 
 
 def is_run_folder(name: str) -> bool:
@@ -94,6 +88,17 @@ class DurableVersions(VersionStore):
     def ranks_there(self, save: SaveId) -> set[int]:
         """Return the ranks whose parts of a save are there."""
         return _ranks_in(self.files.list(folder_of(save)), save)
+
+    @contextlib.contextmanager
+    def owned(self) -> Iterator[None]:
+        """Be the owner, where files have locks. Raise a `JobInUseError` if another process is."""
+        try:
+            lock = self.files.lock(_LOCK, 0.0)
+        except JobInUseError as error:
+            hint = "wait until that job has ended, or give another URL"
+            raise JobInUseError(f"somebody persists there: {error.message}", path=error.path, hint=hint) from error
+        with lock or contextlib.nullcontext():
+            yield
 
     def complete(self, save: SaveId, world_size: int, moved: Callable[[], None] = lambda: None) -> Version:
         """Make a version exist, after `check_parts`, and raise the errors of that. If the store fails, the version may
@@ -196,63 +201,3 @@ class DurableVersions(VersionStore):
 def _ranks_in(names: list[str], save: SaveId) -> set[int]:
     """Return the ranks whose manifests of a save are among the names of files."""
     return {found[0] for found in map(parse_manifest_name, names) if found is not None and found[1] == save.text}
-
-
-# ---- the owner ------------------------------------------------------------------------------------------------------
-
-
-class Ownership:
-    """The right of one process to complete and remove versions. ``taken``: True if this process has it. Not
-    thread-safe."""
-
-    def __init__(self, files: Files) -> None:
-        self._files = files
-        self._own = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(8)}"
-        self._lock: AbstractContextManager[object] | None = None
-        self._is_lost = self.taken = False
-
-    def take(self) -> None:
-        """Take it. To be called again until that works. Raise a `JobInUseError` if another process has the lock, or has
-        taken over from this one, or the error of a store that fails."""
-        self._lock = locked(self._files)
-        if self._lock is None:
-            if self._is_lost and self._owner() is not None:
-                raise self._taken_over()
-            self._files.write(_OWNER, [encode_record(_OWNER_KIND, {"owner": self._own})])
-        self.taken, self._is_lost = True, False
-
-    def check(self) -> None:
-        """Raise a `JobInUseError` if another process has it, or the error of a store that fails."""
-        if self.taken and self._lock is None and self._owner() != self._own:
-            self.taken, self._is_lost = False, True
-            raise self._taken_over()
-
-    def release(self) -> None:
-        """Let another process have it. Safe to call twice."""
-        was_taken, self.taken = self.taken, False
-        if self._lock is not None:
-            self._lock.__exit__(None, None, None)
-        elif was_taken:
-            with contextlib.suppress(FlashpointError):  # the next owner replaces the record
-                if self._owner() == self._own:
-                    self._files.remove(_OWNER)
-
-    def _owner(self) -> str | None:
-        try:
-            return str(decode_record(_OWNER_KIND, self._files.read(_OWNER, limit=MAX_RECORD_BYTES)).get("owner"))
-        except (ObjectNotFoundError, DamagedError):
-            return None
-
-    def _taken_over(self) -> JobInUseError:
-        hint = "give each job a URL of its own"
-        return JobInUseError("another process has taken this over", path=self._files.path_of(_OWNER), hint=hint)
-
-
-def locked(files: Files) -> AbstractContextManager[object] | None:
-    """Return the lock of the owner, held; None where files have no locks. Raise a `JobInUseError` if another process
-    has it."""
-    try:
-        return files.lock(_LOCK, 0.0)
-    except JobInUseError as error:
-        hint = "wait until that job has ended, or give another URL"
-        raise JobInUseError(f"somebody persists there: {error.message}", path=error.path, hint=hint) from error

@@ -1,8 +1,8 @@
 """Files under one root, written whole or not at all: what durable versions lie in.
 
-`Directory` is a directory of a filesystem: local, NFS, parallel. `UrlFiles` is whatever else fsspec knows: object
-stores, HDFS, SFTP. fsspec's local filesystem has neither fsync, nor locks, nor reads into memory that is there already;
-and it follows links. Calls block, and may hang: see `bounded`.
+`Files` is whatever fsspec knows: object stores, HDFS, SFTP. `Directory` is a directory of a filesystem: local, NFS,
+parallel. fsspec's local filesystem has neither fsync, nor locks, nor reads into memory that is there already; and it
+follows links. Calls block, and may hang: see `bounded`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import os
 import secrets
 import shutil
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -60,19 +59,45 @@ _PUBLISHED_WHEN_COMPLETE: Final = frozenset(
 """Protocols of object stores: a name appears there when its upload is complete, and renaming would be a copy."""
 
 
-class Files(ABC):
-    """Files under one root. Names are relative, with slashes; a folder comes with the first file in it.
+class Files:
+    """Files below a URL, through fsspec. `Directory` is the same for a directory, with what fsspec lacks there.
 
-    Several threads may read, and write files of different names. Writing and removing raise a `SaveError`
-    (`CapacityError` if there is no room), reading an `UnreadableError` for what may pass. A name that is empty or
-    absolute, or has a segment that `validate_segment` refuses, is an `InvalidNameError`: no name leads out of the root.
+    Names are relative, with slashes; a folder comes with the first file in it. Several threads may read, and write
+    files of different names. Deadlines, retries and credentials are those of fsspec. Writing and removing raise a
+    `SaveError` (`CapacityError` if there is no room), reading an `UnreadableError` for what may pass. A name that is
+    empty or absolute, or has a segment that `validate_segment` refuses, is an `InvalidNameError`: no name leads out of
+    the root. The first use raises an `InvalidArgumentError` if fsspec does not know this kind of URL, or lacks a
+    package for it.
     """
 
-    @abstractmethod
-    def path_of(self, name: str) -> str:
-        """Return the path or URL of a file or folder; of the root for ""."""
+    def __init__(self, url: str) -> None:
+        self._url = url
 
-    @abstractmethod
+    @cached_property
+    def _filesystem(self) -> tuple[Any, str]:
+        """The filesystem, and the path of the root in it."""
+        try:
+            from fsspec.core import url_to_fs
+
+            filesystem, root = url_to_fs(self._url)
+        except (ValueError, ImportError) as error:
+            raise InvalidArgumentError(f"fsspec: {error}", argument="url", value=self._url) from error
+        return filesystem, root.rstrip("/")
+
+    @contextlib.contextmanager
+    def _calling(self, translated: _Translated, name: str, *, root: bool = False) -> Iterator[tuple[Any, str]]:
+        """Yield the filesystem and the path of a name in it, which may be "" for the root if that is said. Errors are
+        translated by `reading` or `writing`."""
+        filesystem, inner = self._filesystem
+        path = inner if root and not name else f"{inner}/{_checked(name)}"
+        with translated(self.path_of(name), Exception):
+            yield filesystem, path
+
+    def path_of(self, name: str) -> str:
+        """Return the URL, or absolute path, of a file or folder; of the root for ""."""
+        root = self._url.rstrip("/")
+        return f"{root}/{_checked(name)}" if name else root
+
     def write(self, name: str, chunks: Iterable[Buffer]) -> int:
         """Write or replace a file from contiguous buffers; it is durable on return. Return the number of bytes.
 
@@ -80,27 +105,47 @@ class Files(ABC):
         hidden file beside it, which goes with the folder. On an object store, a list of buffers is one request, which
         replaces at once; other chunks are uploaded under the file's own name: choose one that nothing refers to yet.
         """
+        with self._calling(writing, name) as (filesystem, path):
+            protocols = [filesystem.protocol] if isinstance(filesystem.protocol, str) else filesystem.protocol
+            uploaded = path
+            if _PUBLISHED_WHEN_COMPLETE.isdisjoint(protocols):
+                folder = path.rpartition("/")[0]
+                filesystem.makedirs(folder, exist_ok=True)
+                uploaded = f"{folder}/.{secrets.token_hex(8)}.tmp"
+            elif isinstance(chunks, list):
+                content = b"".join(chunks)
+                filesystem.pipe_file(path, content)
+                return len(content)
+            try:
+                written = _write_stream(filesystem, uploaded, chunks)
+                if uploaded != path:
+                    filesystem.mv(uploaded, path)
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    filesystem.rm_file(uploaded)
+                raise
+            return written
 
-    @abstractmethod
     def size(self, name: str) -> int:
         """Return the bytes of a file. Raise an `ObjectNotFoundError` if there is none."""
+        with self._calling(reading, name) as (filesystem, path):
+            filesystem.invalidate_cache()
+            found = filesystem.info(path)
+            if found.get("type") != "file":
+                raise DamagedError("this is not a file", path=self.path_of(name))
+            return int(found["size"])
 
-    @abstractmethod
     def read_into(self, name: str, begin: int, into: memoryview) -> None:
         """Fill a writable view from a file, from byte ``begin`` on. Raise an `ObjectNotFoundError` if there is no such
         file, a `DamagedError` if it ends before the view is full."""
-
-    @abstractmethod
-    def list(self, folder: str = "") -> list[str]:
-        """Return the last segments of what is directly in a folder, sorted; none if there is no such folder."""
-
-    @abstractmethod
-    def remove(self, name: str) -> None:
-        """Remove a file, durably, if it is there."""
-
-    @abstractmethod
-    def remove_folder(self, folder: str) -> None:
-        """Remove a folder and all in it, if it is there. Not atomic. A symbolic link is not followed."""
+        with self._calling(reading, name) as (filesystem, path):
+            for done in range(0, len(into), PIECE_BYTES):
+                piece = into[done : done + PIECE_BYTES]
+                end = begin + done + len(piece)
+                data = filesystem.cat_file(path, begin + done, end)
+                if len(data) != len(piece):
+                    raise DamagedError(f"the file ends before byte {end}", path=self.path_of(name))
+                piece[:] = data
 
     def read(self, name: str, *, limit: int) -> bytes:
         """Return a small file. Raise a `DamagedError` if it has more than ``limit`` bytes."""
@@ -111,10 +156,30 @@ class Files(ABC):
         self.read_into(name, 0, memoryview(content))
         return bytes(content)
 
+    def list(self, folder: str = "") -> list[str]:
+        """Return the last segments of what is directly in a folder, sorted; none if there is no such folder."""
+        with contextlib.suppress(ObjectNotFoundError), self._calling(reading, folder, root=True) as (filesystem, path):
+            filesystem.invalidate_cache()
+            paths = {each.rstrip("/") for each in filesystem.ls(path, detail=False)}
+            # Some object stores list a folder in itself.
+            return sorted(each.rpartition("/")[2] for each in paths - {path})
+        return []
+
+    def remove(self, name: str) -> None:
+        """Remove a file, durably, if it is there."""
+        with self._calling(writing, name) as (filesystem, path), contextlib.suppress(FileNotFoundError):
+            filesystem.rm_file(path)
+
+    def remove_folder(self, folder: str) -> None:
+        """Remove a folder and all in it, if it is there. Not atomic. A symbolic link is not followed."""
+        with self._calling(writing, folder) as (filesystem, path), contextlib.suppress(FileNotFoundError):
+            filesystem.invalidate_cache()
+            filesystem.rm(path, recursive=True)
+
     def lock(self, name: str, timeout_s: float) -> AbstractContextManager[object] | None:
         """Take a lock on a file that no other process can have, and that ends with this process at the latest. Return
-        it, held until it is left, or None where there are no locks. Raise a `JobInUseError` if another process has it
-        still after ``timeout_s`` seconds."""
+        it, held until it is left, or None where there are no locks, as here. Raise a `JobInUseError` if another process
+        has it still after ``timeout_s`` seconds."""
         return None
 
 
@@ -123,10 +188,7 @@ class Directory(Files):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._root = Path(path).absolute()
-
-    def path_of(self, name: str) -> str:
-        """Return the absolute path."""
-        return str(self._root / _checked(name)) if name else str(self._root)
+        super().__init__(str(self._root))
 
     def write(self, name: str, chunks: Iterable[Buffer]) -> int:
         """Write a temporary file, fsync, rename, and fsync the folder; see `Files.write`."""
@@ -221,102 +283,6 @@ class Directory(Files):
                 yield descriptor
             finally:
                 os.close(descriptor)
-
-
-class UrlFiles(Files):
-    """Files below a URL. Thread-safe if the filesystem is. Deadlines, retries and credentials are those of fsspec. The
-    first use raises an `InvalidArgumentError` if fsspec does not know this kind of URL, or lacks a package for it."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-
-    @cached_property
-    def _filesystem(self) -> tuple[Any, str]:
-        """The filesystem, and the path of the root in it."""
-        try:
-            from fsspec.core import url_to_fs
-
-            filesystem, root = url_to_fs(self._url)
-        except (ValueError, ImportError) as error:
-            raise InvalidArgumentError(f"fsspec: {error}", argument="url", value=self._url) from error
-        return filesystem, root.rstrip("/")
-
-    @contextlib.contextmanager
-    def _calling(self, translated: _Translated, name: str, *, root: bool = False) -> Iterator[tuple[Any, str]]:
-        """Yield the filesystem and the path of a name in it, which may be "" for the root if that is said. Errors are
-        translated by `reading` or `writing`."""
-        filesystem, inner = self._filesystem
-        path = inner if root and not name else f"{inner}/{_checked(name)}"
-        with translated(self.path_of(name), Exception):
-            yield filesystem, path
-
-    def path_of(self, name: str) -> str:
-        """Return the URL."""
-        root = self._url.rstrip("/")
-        return f"{root}/{_checked(name)}" if name else root
-
-    def write(self, name: str, chunks: Iterable[Buffer]) -> int:
-        """See `Files.write`."""
-        with self._calling(writing, name) as (filesystem, path):
-            protocols = [filesystem.protocol] if isinstance(filesystem.protocol, str) else filesystem.protocol
-            uploaded = path
-            if _PUBLISHED_WHEN_COMPLETE.isdisjoint(protocols):
-                folder = path.rpartition("/")[0]
-                filesystem.makedirs(folder, exist_ok=True)
-                uploaded = f"{folder}/.{secrets.token_hex(8)}.tmp"
-            elif isinstance(chunks, list):
-                content = b"".join(chunks)
-                filesystem.pipe_file(path, content)
-                return len(content)
-            try:
-                written = _write_stream(filesystem, uploaded, chunks)
-                if uploaded != path:
-                    filesystem.mv(uploaded, path)
-            except BaseException:
-                with contextlib.suppress(Exception):
-                    filesystem.rm_file(uploaded)
-                raise
-            return written
-
-    def size(self, name: str) -> int:
-        """See `Files.size`."""
-        with self._calling(reading, name) as (filesystem, path):
-            filesystem.invalidate_cache()
-            found = filesystem.info(path)
-            if found.get("type") != "file":
-                raise DamagedError("this is not a file", path=self.path_of(name))
-            return int(found["size"])
-
-    def read_into(self, name: str, begin: int, into: memoryview) -> None:
-        """See `Files.read_into`."""
-        with self._calling(reading, name) as (filesystem, path):
-            for done in range(0, len(into), PIECE_BYTES):
-                piece = into[done : done + PIECE_BYTES]
-                end = begin + done + len(piece)
-                data = filesystem.cat_file(path, begin + done, end)
-                if len(data) != len(piece):
-                    raise DamagedError(f"the file ends before byte {end}", path=self.path_of(name))
-                piece[:] = data
-
-    def list(self, folder: str = "") -> list[str]:
-        """See `Files.list`."""
-        with contextlib.suppress(ObjectNotFoundError), self._calling(reading, folder, root=True) as (filesystem, path):
-            filesystem.invalidate_cache()
-            paths = {each.rstrip("/") for each in filesystem.ls(path, detail=False)}
-            # Some object stores list a folder in itself.
-            return sorted(each.rpartition("/")[2] for each in paths - {path})
-        return []
-
-    def remove(self, name: str) -> None:
-        """See `Files.remove`."""
-        with self._calling(writing, name) as (filesystem, path), contextlib.suppress(FileNotFoundError):
-            filesystem.rm_file(path)
-
-    def remove_folder(self, folder: str) -> None:
-        """See `Files.remove_folder`."""
-        with self._calling(writing, folder) as (filesystem, path), contextlib.suppress(FileNotFoundError):
-            filesystem.invalidate_cache()
-            filesystem.rm(path, recursive=True)
 
 
 def _checked(name: str) -> str:

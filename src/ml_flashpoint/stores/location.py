@@ -23,7 +23,7 @@ from ml_flashpoint.memory.container import PRIVATE, listed, locked_out, locked_p
 from ml_flashpoint.memory.container import BaseContainer as JobContainer
 from ml_flashpoint.memory.lineage import RunRecord, read_records
 from ml_flashpoint.stores.durable import DurableVersions, is_run_folder
-from ml_flashpoint.stores.files import Directory, UrlFiles, reading
+from ml_flashpoint.stores.files import Directory, Files, reading
 from ml_flashpoint.stores.version_store import Version, VersionStore, save_of_part
 
 _FILE: Final = "file://"
@@ -122,7 +122,7 @@ def open_durable(url: str) -> DurableVersions:
     """Return the store behind what `checked_url` returned. Reads and writes nothing of it. Raise an `UnsafePathError`
     if it is a folder, and somebody else has planted something on the way."""
     if not url.startswith(_FILE):
-        return DurableVersions(UrlFiles(url), url)
+        return DurableVersions(Files(url), url)
     path = url[len(_FILE) :]
     check_unplanted(Path(path))
     return DurableVersions(Directory(path), url)

@@ -20,6 +20,7 @@ from ml_flashpoint.format.errors import (
     DamagedError,
     DigestMismatchError,
     FlashpointError,
+    JobInUseError,
     ManifestError,
     ObjectNotFoundError,
     PrunedError,
@@ -177,15 +178,18 @@ class VersionStore(ABC):
     ) -> bool:
         """Write a part, durably: its object, then its manifest. Return False if it was there already.
 
-        A part that is there is compared with its digests, and written anew if it differs. ``content`` returns the bytes
-        of the object, as many as its file has, in pieces. ``moved`` is called for each piece that is compared.
+        A part that is there is compared with its digests, and written anew if it is damaged. ``content`` returns the
+        bytes of the object, as many as its file has, in pieces. ``moved`` is called for each piece that is compared.
+        Raises a `JobInUseError` if the part is another job's: same run, same step is the same state.
         """
         save, rank = save_of_part(manifest), manifest.rank
         with contextlib.suppress(DamagedError, ObjectNotFoundError, PrunedError):  # the usual case
-            if self._manifest(save, rank) == manifest:
-                for _ in stored_object(manifest, [self]).pieces():
-                    moved()
-                return False
+            if self._manifest(save, rank) != manifest:
+                text, hint = "there is another part of this name, of another job", "give each job a URL of its own"
+                raise JobInUseError(text, step=save.step, rank=rank, path=self.path_of(manifest), hint=hint)
+            for _ in stored_object(manifest, [self]).pieces():
+                moved()
+            return False
         written = self.files.write(self._name_of(manifest), iter(content()))
         if written != manifest.objects[0].file_size:
             text = f"{written} bytes were written, and not {manifest.objects[0].file_size}"

@@ -23,7 +23,7 @@ from ml_flashpoint.format.files import sync_directory
 from ml_flashpoint.format.private_folders import check_unplanted
 from ml_flashpoint.memory.container import PRIVATE
 from ml_flashpoint.stores.bounded import in_background, while_it_moves
-from ml_flashpoint.stores.durable import DurableVersions, locked
+from ml_flashpoint.stores.durable import DurableVersions
 from ml_flashpoint.stores.location import BaseContainer, checked_url, open_durable
 from ml_flashpoint.stores.version_store import Version, VersionStore
 from ml_flashpoint.tools.sources import (
@@ -141,7 +141,7 @@ def persist_version(
     Args:
         sources: base containers that are on this machine, of several nodes; or other stores. Own parts and copies are
             taken alike: where one is damaged, another one.
-        url: as a job has it in ``persist=``. Nothing there is removed but an earlier save of the step by the same run.
+        url: as a job has it in ``persist=``. Nothing there is removed.
         step: which version; by default the newest whose parts are all here, and sound.
         progress: called with the bytes that are written, and all.
         deadline_s: the store is given up if nothing happens for so long. What hangs is left to itself, and keeps the
@@ -164,7 +164,7 @@ def persist_version(
         if PRIVATE in store.files.list():
             hint = "give the URL of the job's persist="
             raise InvalidArgumentError("this is a job's base container", argument="url", value=url, hint=hint)
-        with locked(store.files) or contextlib.nullcontext():
+        with store.owned():
             return with_newest(stores, step, lambda found: _persist(found, store, moved, progress))
 
     return while_it_moves(persist, deadline_s, checked)

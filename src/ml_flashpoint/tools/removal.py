@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from ml_flashpoint.format.errors import DamagedError, InvalidArgumentError, ObjectNotFoundError
 from ml_flashpoint.stores.bounded import while_it_moves
-from ml_flashpoint.stores.durable import locked
+from ml_flashpoint.stores.durable import DurableVersions
 from ml_flashpoint.stores.location import open_store
 from ml_flashpoint.stores.version_store import Version, VersionStore
 from ml_flashpoint.tools.copy import DEADLINE_S
@@ -48,10 +48,10 @@ def remove_versions(
     store = open_store(source)
 
     def remove(moved: Callable[[], None]) -> list[str]:
-        if not store.durable:
+        if not isinstance(store, DurableVersions):
             return store.remove(step, moved)
         _chosen(store, step, newest, moved)  # before anybody is disturbed, and a lock made where there is nothing
-        with locked(store.files) or contextlib.nullcontext():
+        with store.owned():
             _chosen(store, step, newest, moved)
             return store.remove(step, moved)
 

@@ -14,7 +14,7 @@ from benchmarks.timing import Result, measure
 from ml_flashpoint.engine.board import Board
 from ml_flashpoint.engine.rounds import Answer, Member, Outcome, Verdict
 from ml_flashpoint.engine.store import SignedStore
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.ranks.retention import Keep
 
 RANKS = 16_384

@@ -37,7 +37,7 @@ PAGES: dict[str, tuple[str, list[str]]] = {
             "ml_flashpoint.core.checkpoint_loader:DefaultMLFlashpointCheckpointLoader",
             "ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager:CheckpointObjectManager",
             "ml_flashpoint.replication.replication_manager:ReplicationManager",
-            "ml_flashpoint.format.checkpoint_id_types:CheckpointContainerId",
+            "ml_flashpoint.format.names:CheckpointContainerId",
         ],
     ),
     "reference-frameworks.md": (

@@ -40,8 +40,8 @@ from ml_flashpoint.engine.replicas import Table
 from ml_flashpoint.engine.save import Save
 from ml_flashpoint.engine.signals import answer_sigterm, interrupts_held
 from ml_flashpoint.format.arguments import checked_callable, checked_integer
-from ml_flashpoint.format.checkpoint_id_types import MAX_STEP, CheckpointContainerId
 from ml_flashpoint.format.errors import (
+    Blame,
     DeadlineError,
     InvalidArgumentError,
     LoadError,
@@ -49,9 +49,8 @@ from ml_flashpoint.format.errors import (
     ReshardError,
     SaveError,
 )
-from ml_flashpoint.format.failure_kinds import Blame
 from ml_flashpoint.format.knobs import seal_deadline_s
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import MAX_STEP, CheckpointContainerId, SaveId
 from ml_flashpoint.state.packed_state import item_bytes, rank_key
 from ml_flashpoint.state.plan import Captured, Offer, Share
 from ml_flashpoint.state.planner import TrackedLoadPlanner

@@ -27,11 +27,10 @@ from ml_flashpoint.format.arguments import (
     checked_integer,
     checked_seconds,
 )
-from ml_flashpoint.format.checkpoint_id_types import MAX_STEP
-from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, SaveError, SkippedError
-from ml_flashpoint.format.failure_kinds import text_of
+from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, SaveError, SkippedError, text_of
 from ml_flashpoint.format.knobs import exit_deadline_s, seal_deadline_s
 from ml_flashpoint.format.manifest import Manifest
+from ml_flashpoint.format.names import MAX_STEP
 from ml_flashpoint.ranks.rank_group import default_group, rank_group
 from ml_flashpoint.state.tracked import Reshard, TrackedState, checked_reshard
 from ml_flashpoint.status import Health, Recovery

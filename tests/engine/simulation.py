@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from ml_flashpoint.engine.rounds import NOTHING, Answer, Fate, Leader, Member, Outcome, Verdict
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.memory.lineage import RunRecord, newest_begun, next_run
 from ml_flashpoint.memory.pool import New, SlotRequest, choose, slot_limit
 from ml_flashpoint.memory.slot import State

@@ -19,7 +19,7 @@ from ml_flashpoint.engine.board import Board
 from ml_flashpoint.engine.rounds import Fate, Member, Verdict
 from ml_flashpoint.engine.store import SignedStore
 from ml_flashpoint.format.errors import ReplicationError
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.ranks.retention import Keep
 from tests.support.forked import Child, preload, wait_until
 from tests.workers import board_store

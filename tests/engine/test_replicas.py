@@ -15,7 +15,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[a
 from ml_flashpoint.engine.replicas import Replicas, Table
 from ml_flashpoint.engine.store import JobStore, SignedStore
 from ml_flashpoint.format.errors import DeadlineError, SaveError
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.state.replicas import Replica
 
 _WAIT_S = 60.0

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ml_flashpoint.engine.rounds import Answer, Fate, Leader, Member, Outcome, Verdict
 from ml_flashpoint.format.errors import InvalidArgumentError, ProtocolError
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.ranks.retention import Keep
 from tests.engine.simulation import BROKEN, find_violation
 

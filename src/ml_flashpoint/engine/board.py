@@ -26,7 +26,7 @@ from ml_flashpoint.engine.rounds import Answer, Leader, Member, Outcome, Verdict
 from ml_flashpoint.engine.store import SignedStore
 from ml_flashpoint.format.errors import CapacityError, FlashpointError, SaveError
 from ml_flashpoint.format.knobs import late_s
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.memory.pool import SlotRequest
 
 _log = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from typing import NamedTuple, TypeVar
 
 from ml_flashpoint.engine.store import JobStore, SignedStore
 from ml_flashpoint.format.errors import DeadlineError, FlashpointError, SaveError, UnreadableError
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.state.replicas import Replica, written_by
 
 _log = logging.getLogger(__name__)

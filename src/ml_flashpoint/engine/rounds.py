@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from ml_flashpoint.engine.schedule import passes_multiple
 from ml_flashpoint.format.errors import InvalidArgumentError, ProtocolError
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.memory.pool import SlotRequest
 from ml_flashpoint.ranks.retention import Keep, kept
 

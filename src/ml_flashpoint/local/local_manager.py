@@ -21,7 +21,6 @@ from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.engine.joint_load import FailedStepError, JointLoad, LoadFailure
 from ml_flashpoint.engine.save import Save
 from ml_flashpoint.format.arguments import checked_base, checked_globals, checked_grace, checked_integer
-from ml_flashpoint.format.checkpoint_id_types import MAX_STEP, CheckpointContainerId, validate_segment
 from ml_flashpoint.format.errors import (
     FlashpointError,
     InvalidArgumentError,
@@ -31,6 +30,7 @@ from ml_flashpoint.format.errors import (
 )
 from ml_flashpoint.format.knobs import seal_deadline_s
 from ml_flashpoint.format.manifest import Manifest
+from ml_flashpoint.format.names import MAX_STEP, CheckpointContainerId, validate_segment
 from ml_flashpoint.local.async_queue import AsyncRequest, BackgroundSave
 from ml_flashpoint.local.basic_state_dict import TensorAwareStateDict
 from ml_flashpoint.local.errors import (
@@ -379,7 +379,7 @@ class LocalCheckpointManager(OverlappingDoor):
         error = committed.exception()
         if error is None:
             manifest = committed.result()
-            path = self.local_ckpt_dir / manifest.version / manifest.objects[0].name
+            path = self.local_ckpt_dir / manifest.save.version / manifest.object_name
             _log.info("rank %d saved iteration %s to %s", self.rank, iteration, path)
         told = json.dumps([repr(iteration), "" if error is None else str(error)])
         try:

@@ -226,7 +226,7 @@ def read_header(reader: ObjectReader) -> Header:
     if HEADER_KEY not in reader.layout.by_key:
         raise CheckpointingException(
             "this was not saved by a LocalCheckpointManager",
-            step=reader.manifest.step,
+            step=reader.manifest.save.step,
             path=reader.path,
             hint="load it by what has saved it, or use another folder",
         )

@@ -36,31 +36,38 @@ from typing import Final, NamedTuple
 
 import xxhash
 
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId, validate_segment
 from ml_flashpoint.format.errors import (
     CapacityError,
     DamagedError,
     InvalidNameError,
     JobInUseError,
-    ManifestError,
     ObjectNotFoundError,
     PrunedError,
     SaveError,
     UnreadableError,
     UnsafePathError,
 )
-from ml_flashpoint.format.files import open_regular, replace_file, writing
-from ml_flashpoint.format.manifest import (
-    Manifest,
+from ml_flashpoint.format.files import (
+    check_folder,
+    check_way,
+    is_at,
+    make_tree,
+    open_folder,
+    open_own,
+    open_regular,
+    replace_file,
+    writing,
+)
+from ml_flashpoint.format.manifest import Manifest, read_manifest, write_manifest
+from ml_flashpoint.format.names import (
+    CheckpointContainerId,
+    SaveId,
     manifest_name,
     object_name,
     parse_manifest_name,
     parse_object_name,
-    read_manifest,
-    write_manifest,
+    validate_segment,
 )
-from ml_flashpoint.format.private_folders import check_folder, check_way, is_at, make_tree, open_folder, open_own
-from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.capacity import is_memory
 from ml_flashpoint.memory.slot import TEMPORARY, Slot
 
@@ -132,11 +139,7 @@ class BaseContainer:
 
     def read_manifest(self, save: SaveId, rank: int) -> Manifest:
         """Return the manifest of a part. Raises what `format.manifest.read_manifest` raises."""
-        path = self.base / save.version / manifest_name(rank, save.text)
-        manifest = read_manifest(path)
-        if [record.name for record in manifest.objects] != [object_name(rank, save.text)]:
-            raise ManifestError("a part must have one object, named after it", path=path, rank=rank)
-        return manifest
+        return read_manifest(self.base / save.version / manifest_name(rank, save.text))
 
     @contextlib.contextmanager
     def open_part(self, save: SaveId, rank: int) -> Iterator[Part]:
@@ -148,8 +151,8 @@ class BaseContainer:
             UnreadableError: it cannot be read just now.
         """
         manifest = self.read_manifest(save, rank)
-        record = manifest.objects[0]
-        path = self.base / save.version / record.name
+        record = manifest.record
+        path = self.base / save.version / manifest.object_name
         with locked_part(self.base, save, rank) as descriptor:
             if os.fstat(descriptor).st_size != record.file_size or not record.size:
                 raise DamagedError(f"the object does not have {record.file_size} bytes", path=path)
@@ -176,9 +179,7 @@ class BaseContainer:
         """
         if self._lock is not None:
             self._lock.check()
-        save, rank = SaveId.of(manifest), manifest.rank
-        if save is None or [each.name for each in manifest.objects] != [object_name(rank, save.text)]:
-            raise SaveError("a part must have one object, named after it", step=manifest.step, rank=rank)
+        save, rank = manifest.save, manifest.rank
         folder = self.base / save.version
         try:
             for tries_left in reversed(range(_TRIES)):
@@ -186,7 +187,7 @@ class BaseContainer:
                     with contextlib.suppress(FileExistsError):
                         os.mkdir(folder, 0o700)
                     os.close(open_folder(folder))
-                    os.link(slot.path, folder / manifest.objects[0].name)
+                    os.link(slot.path, folder / manifest.object_name)
                     break
                 except (FileNotFoundError, FileExistsError) as error:
                     if not tries_left:

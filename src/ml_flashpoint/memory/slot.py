@@ -23,10 +23,10 @@ from ml_flashpoint.copy.pinned import PageLock
 from ml_flashpoint.format import knobs
 from ml_flashpoint.format.digest import digest_blocks
 from ml_flashpoint.format.errors import CapacityError, DamagedError, SaveError
+from ml_flashpoint.format.files import open_own
 from ml_flashpoint.format.manifest import ObjectRecord
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.format.object_format import Layout, encode_header
-from ml_flashpoint.format.private_folders import open_own
-from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.capacity import available_bytes
 
 if TYPE_CHECKING:  # managers of dictionaries map slots without torch
@@ -204,7 +204,7 @@ class Slot:
 
     # ---- content -------------------------------------------------------------------------------------------
 
-    def seal(self, name: str, layout: Layout, byte_items: Sequence[bytes] = ()) -> ObjectRecord:
+    def seal(self, layout: Layout, byte_items: Sequence[bytes] = ()) -> ObjectRecord:
         """Write the header and the byte items (the content of ``layout.byte_items``) of an object whose tensors are in
         place. Return its record. Raise a `CapacityError` if they do not fit."""
         if layout.size > self.size:
@@ -217,7 +217,7 @@ class Slot:
         block_size = knobs.block_bytes()
         with self.buffer[: layout.size] as view:
             digests = digest_blocks(view, block_size=block_size)
-        return ObjectRecord(name, layout.size, self.size, digests, block_size)
+        return ObjectRecord(layout.size, self.size, digests, block_size)
 
     # ---- readers, and the end ------------------------------------------------------------------------------
 

@@ -22,7 +22,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import (
     DamagedError,
     FlashpointError,
@@ -30,9 +29,8 @@ from ml_flashpoint.format.errors import (
     JobInUseError,
     ObjectNotFoundError,
 )
-from ml_flashpoint.format.manifest import manifest_name, parse_manifest_name
-from ml_flashpoint.format.records import MAX_RECORD_BYTES, decode_record, encode_record
-from ml_flashpoint.format.save_id import RUN_PATTERN, SaveId
+from ml_flashpoint.format.manifest import MAX_RECORD_BYTES, decode_record, encode_record
+from ml_flashpoint.format.names import MAX_WORLD_SIZE, RUN_PATTERN, CheckpointContainerId, SaveId, parse_manifest_name
 from ml_flashpoint.stores.files import Files
 from ml_flashpoint.stores.version_store import UNKNOWN, Version, VersionStore
 
@@ -62,8 +60,7 @@ def version_of(fields: Mapping[str, Any]) -> Version:
     step, save_id, size = (fields.get(each) for each in _FIELDS)
     if type(step) is int and isinstance(save_id, str) and type(size) is int:
         save = SaveId.parse(CheckpointContainerId.format_version_container(step), save_id)
-        if save is not None:
-            manifest_name(size - 1, save_id)  # checks the size
+        if save is not None and 0 < size <= MAX_WORLD_SIZE:
             return Version(save, folder_of(save), range(size), size, True)
     raise InvalidArgumentError("these name no version", argument="fields", value=dict(fields))
 

@@ -21,7 +21,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ml_flashpoint.format.checkpoint_id_types import validate_segment
 from ml_flashpoint.format.errors import (
     DamagedError,
     FlashpointError,
@@ -34,6 +33,7 @@ from ml_flashpoint.format.errors import (
 )
 from ml_flashpoint.format.files import (
     as_octets,
+    check_unplanted,
     close_in_children,
     open_regular,
     replace_file,
@@ -41,7 +41,7 @@ from ml_flashpoint.format.files import (
     text_of_system,
     writing,
 )
-from ml_flashpoint.format.private_folders import check_unplanted
+from ml_flashpoint.format.names import validate_segment
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -26,19 +26,11 @@ from ml_flashpoint.format.errors import (
     PrunedError,
     SaveError,
     UnreadableError,
+    is_damage,
 )
-from ml_flashpoint.format.failure_kinds import is_damage
-from ml_flashpoint.format.manifest import (
-    MAX_MANIFEST_BYTES,
-    Manifest,
-    ObjectRecord,
-    decode,
-    encode,
-    manifest_name,
-    object_name,
-)
+from ml_flashpoint.format.manifest import MAX_RECORD_BYTES, Manifest, ObjectRecord, decode, encode
+from ml_flashpoint.format.names import SaveId, manifest_name
 from ml_flashpoint.format.object_format import Entry, Layout, header_length, parse_header
-from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.lineage import RunRecord
 from ml_flashpoint.stores.files import PIECE_BYTES, Files
 
@@ -139,15 +131,11 @@ class VersionStore(ABC):
 
     def _manifest(self, save: SaveId, rank: int) -> Manifest:
         name = f"{self.folder_of(save)}/{manifest_name(rank, save.text)}"
-        path = self.files.path_of(name)
-        manifest = decode(self.files.read(name, limit=MAX_MANIFEST_BYTES), path)
-        if [record.name for record in manifest.objects] != [object_name(rank, save.text)]:
-            raise ManifestError("a part must have one object, named after it", rank=rank, path=path)
-        return manifest
+        return decode(self.files.read(name, limit=MAX_RECORD_BYTES), self.files.path_of(name))
 
     def check_size(self, manifest: Manifest) -> None:
         """Check that the object of a part is there, and as long as it should be. Raises what `manifest` raises."""
-        size, wanted = self.files.size(self._name_of(manifest)), manifest.objects[0].file_size
+        size, wanted = self.files.size(self._name_of(manifest)), manifest.record.file_size
         if size != wanted:
             text = f"the object has {size} bytes, and {wanted} were committed"
             raise DamagedError(text, rank=manifest.rank, path=self.path_of(manifest))
@@ -168,7 +156,7 @@ class VersionStore(ABC):
         return self.files.path_of(self._name_of(manifest))
 
     def _name_of(self, manifest: Manifest) -> str:
-        return f"{self.folder_of(save_of_part(manifest))}/{manifest.objects[0].name}"
+        return f"{self.folder_of(manifest.save)}/{manifest.object_name}"
 
     def write_part(
         self,
@@ -182,7 +170,7 @@ class VersionStore(ABC):
         bytes of the object, as many as its file has, in pieces. ``moved`` is called for each piece that is compared.
         Raises a `JobInUseError` if the part is another job's: same run, same step is the same state.
         """
-        save, rank = save_of_part(manifest), manifest.rank
+        save, rank = manifest.save, manifest.rank
         with contextlib.suppress(DamagedError, ObjectNotFoundError, PrunedError):  # the usual case
             if self._manifest(save, rank) != manifest:
                 text, hint = "there is another part of this name, of another job", "give each job a URL of its own"
@@ -191,8 +179,8 @@ class VersionStore(ABC):
                 moved()
             return False
         written = self.files.write(self._name_of(manifest), iter(content()))
-        if written != manifest.objects[0].file_size:
-            text = f"{written} bytes were written, and not {manifest.objects[0].file_size}"
+        if written != manifest.record.file_size:
+            text = f"{written} bytes were written, and not {manifest.record.file_size}"
             raise SaveError(text, step=save.step, rank=rank, path=self.path_of(manifest))
         self.files.write(f"{self.folder_of(save)}/{manifest_name(rank, save.text)}", [encode(manifest)])
         return True
@@ -204,13 +192,6 @@ class VersionStore(ABC):
     def hold(self, manifest: Manifest) -> AbstractContextManager[object]:
         """Have a running job keep a part until this is left, if it can. Raise a `PrunedError` if the part went."""
         return contextlib.nullcontext()
-
-
-def save_of_part(manifest: Manifest) -> SaveId:
-    """Return the save of a part of a training job."""
-    save = SaveId.of(manifest)
-    assert save is not None  # its folder is named after it
-    return save
 
 
 # ---- objects --------------------------------------------------------------------------------------------------------
@@ -312,7 +293,7 @@ def check_blocks(record: ObjectRecord, begin: int, into: memoryview, path: str) 
 
 def stored_object(manifest: Manifest, stores: Sequence[VersionStore]) -> StoredObject:
     """Return the object of a part that several stores hold. A block that one cannot give is read from the next."""
-    record, save, rank = manifest.objects[0], save_of_part(manifest), manifest.rank
+    record, save, rank = manifest.record, manifest.save, manifest.rank
 
     def read(begin: int, into: memoryview) -> None:
         failures: list[FlashpointError] = []

@@ -175,7 +175,7 @@ class VersionStore(ABC):
             if self._manifest(save, rank) != manifest:
                 text, hint = "there is another part of this name, of another job", "give each job a URL of its own"
                 raise JobInUseError(text, step=save.step, rank=rank, path=self.path_of(manifest), hint=hint)
-            for _ in stored_object(manifest, [self]).pieces():
+            for _ in StoredObject(manifest, [self]).pieces():
                 moved()
             return False
         written = self.files.write(self._name_of(manifest), iter(content()))
@@ -198,21 +198,39 @@ class VersionStore(ABC):
 
 
 class StoredObject:
-    """An object that is read by ranges. Thread-safe.
+    """The object of a part that several stores hold, read by ranges. Thread-safe.
 
-    Whole blocks are read to where they are wanted. Of blocks that are wanted in part, the last two stay in memory.
-    ``read(begin, view)`` fills a view with whole blocks from a byte on, compared with their digests.
+    A block that one store cannot give is read from the next. Whole blocks are read to where they are wanted. Of blocks
+    that are wanted in part, the last two stay in memory.
     """
 
-    def __init__(self, record: ObjectRecord, read: Callable[[int, memoryview], None], path: str) -> None:
-        self.record, self.path = record, path
-        self._checked = read
+    def __init__(self, manifest: Manifest, stores: Sequence[VersionStore]) -> None:
+        self.manifest, self.record, self.path = manifest, manifest.record, stores[0].path_of(manifest)
+        self._stores = stores
         self._block = lru_cache(maxsize=_CACHED_BLOCKS)(self._read_block)
+
+    def _read_blocks(self, begin: int, into: memoryview) -> None:
+        """Fill a view with whole blocks, from byte ``begin`` on, compared with their digests."""
+        save, rank, failures = self.manifest.save, self.manifest.rank, list[FlashpointError]()
+        for store in self._stores:
+            path = store.path_of(self.manifest)
+            try:
+                store.read_into(self.manifest, begin, into)
+                return check_blocks(self.record, begin, into, path)
+            except (DamagedError, ObjectNotFoundError, PrunedError, UnreadableError) as error:
+                failures.append(error)
+                if isinstance(error, (DigestMismatchError, ObjectNotFoundError)) and not store.has(save, rank):
+                    text, hint = "the version was pruned while it was read", "read the newest version"
+                    failures[-1] = PrunedError(text, step=save.step, rank=rank, path=path, hint=hint)
+            if len(failures) < len(self._stores):
+                _log.warning("rank %d: taking another copy: %s", rank, failures[-1])
+        # What cannot be read just now may be sound: no reason for an older version.
+        raise next((error for error in failures if not is_damage(error)), failures[0])
 
     def _read_block(self, block: int) -> bytearray:
         begin = block * self.record.block_size
         content = bytearray(min(self.record.block_size, self.record.size - begin))
-        self._checked(begin, memoryview(content))
+        self._read_blocks(begin, memoryview(content))
         return content
 
     @cached_property
@@ -263,7 +281,7 @@ class StoredObject:
                 into[at - begin : at - begin + len(content)] = content
                 at += len(content)
             else:
-                self._checked(at, into[at - begin : at - begin + whole])
+                self._read_blocks(at, into[at - begin : at - begin + whole])
                 at += whole
 
     def pieces(self) -> Iterator[memoryview]:
@@ -273,7 +291,7 @@ class StoredObject:
         view = memoryview(bytearray(min(piece, record.size)))
         for begin in range(0, record.size, piece):
             content = view[: min(piece, record.size - begin)]
-            self._checked(begin, content)
+            self._read_blocks(begin, content)
             yield content
 
     def file(self) -> Iterator[memoryview]:
@@ -289,27 +307,3 @@ def check_blocks(record: ObjectRecord, begin: int, into: memoryview, path: str) 
     size, first = record.block_size, begin // record.block_size
     digests = record.digests[first : first - (-len(into) // size)]
     verify_blocks(into, digests, size, first_block=first, path=path)
-
-
-def stored_object(manifest: Manifest, stores: Sequence[VersionStore]) -> StoredObject:
-    """Return the object of a part that several stores hold. A block that one cannot give is read from the next."""
-    record, save, rank = manifest.record, manifest.save, manifest.rank
-
-    def read(begin: int, into: memoryview) -> None:
-        failures: list[FlashpointError] = []
-        for store in stores:
-            path = store.path_of(manifest)
-            try:
-                store.read_into(manifest, begin, into)
-                return check_blocks(record, begin, into, path)
-            except (DamagedError, ObjectNotFoundError, PrunedError, UnreadableError) as error:
-                failures.append(error)
-                if isinstance(error, (DigestMismatchError, ObjectNotFoundError)) and not store.has(save, rank):
-                    text, hint = "the version was pruned while it was read", "read the newest version"
-                    failures[-1] = PrunedError(text, step=save.step, rank=rank, path=path, hint=hint)
-            if len(failures) < len(stores):
-                _log.warning("rank %d: taking another copy: %s", rank, failures[-1])
-        # What cannot be read just now may be sound: no reason for an older version.
-        raise next((error for error in failures if not is_damage(error)), failures[0])
-
-    return StoredObject(record, read, stores[0].path_of(manifest))

@@ -9,7 +9,7 @@ from typing import Final
 
 from ml_flashpoint.format.errors import FlashpointError, PrunedError, is_damage
 from ml_flashpoint.format.manifest import Manifest
-from ml_flashpoint.stores.version_store import Version, VersionStore, stored_object
+from ml_flashpoint.stores.version_store import StoredObject, Version, VersionStore
 
 _MANIFESTS_AT_A_TIME: Final = 8
 
@@ -67,7 +67,7 @@ def check_part(
     if manifest is None or part.problems:
         return part
     try:
-        for piece in stored_object(manifest, [store]).pieces():
+        for piece in StoredObject(manifest, [store]).pieces():
             advance(len(piece))
     except FlashpointError as error:
         if isinstance(error, PrunedError) or not store.has(manifest.save, part.rank):

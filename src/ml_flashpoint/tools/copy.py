@@ -24,12 +24,11 @@ from ml_flashpoint.memory.container import PRIVATE
 from ml_flashpoint.stores.bounded import in_background, while_it_moves
 from ml_flashpoint.stores.durable import DurableVersions
 from ml_flashpoint.stores.location import BaseContainer, checked_url, open_durable
-from ml_flashpoint.stores.version_store import Version, VersionStore
+from ml_flashpoint.stores.version_store import StoredObject, Version, VersionStore
 from ml_flashpoint.tools.sources import (
     FoundVersion,
     Progress,
     Source,
-    StoredPart,
     find_versions,
     no_progress,
     stores_of,
@@ -195,7 +194,7 @@ def _write_parts(
     lock, done, written = threading.Lock(), 0, 0
     with contextlib.ExitStack() as stack:
         parts = version.parts(stack)
-        total = sum(part.manifest.record.file_size for part in parts.values())
+        total = sum(part.record.file_size for part in parts.values())
         left = iter(parts.values())
 
         def advance(nbytes: int) -> None:
@@ -211,8 +210,8 @@ def _write_parts(
                     failures.append(error)
                     raise
 
-        def content(part: StoredPart) -> Iterator[memoryview]:
-            for piece in part.object.file():
+        def content(part: StoredObject) -> Iterator[memoryview]:
+            for piece in part.file():
                 yield piece
                 advance(len(piece))
 
@@ -228,7 +227,7 @@ def _write_parts(
                         with lock:
                             written += 1
                     else:
-                        advance(part.manifest.record.file_size)
+                        advance(part.record.file_size)
                 except BaseException as error:
                     failures.append(error)  # what is left need not be written
 

@@ -42,10 +42,9 @@ class OpenVersion:
     def __init__(self, found: FoundVersion) -> None:
         self.step, self.world_size = found.save.step, found.world_size
         with contextlib.ExitStack() as stack:
-            parts = found.parts(stack)
+            self._objects = found.parts(stack)
             self._held = stack.pop_all()
-        self.manifests: dict[int, Manifest] = {rank: part.manifest for rank, part in parts.items()}
-        self._objects = {rank: part.object for rank, part in parts.items()}
+        self.manifests: dict[int, Manifest] = {rank: part.manifest for rank, part in self._objects.items()}
 
     def object(self, rank: int) -> StoredObject:
         """Return the object of a rank. Raise an `ObjectNotFoundError` if it is not here."""

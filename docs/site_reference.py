@@ -122,11 +122,12 @@ class Module:
         return None
 
     def public(self) -> list[str]:
-        """What `__all__` lists, or else all public classes and functions."""
+        """What `__all__` lists, or else what is imported as itself, and all public classes and functions."""
         for node in self.tree.body:
             if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
                 return [str(name) for name in ast.literal_eval(node.value)]
-        return [
+        imports = [each for node in self.tree.body if isinstance(node, ast.ImportFrom) for each in node.names]
+        return [each.name for each in imports if each.asname == each.name] + [
             node.name
             for node in self.tree.body
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_")

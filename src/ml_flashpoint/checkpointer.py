@@ -22,11 +22,7 @@ from ml_flashpoint import events
 from ml_flashpoint.adapter.pytorch.memory_stager import MemoryStager
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
-from ml_flashpoint.adapter.pytorch.metadata_format import (
-    METADATA_KEY,
-    merged_metadata,
-    metadata_of_share,
-)
+from ml_flashpoint.adapter.pytorch.metadata_format import METADATA_KEY, merged_metadata, metadata_of_share
 from ml_flashpoint.config import Config
 from ml_flashpoint.copy import cuda
 from ml_flashpoint.copy.collection import collection_paused
@@ -62,8 +58,6 @@ from ml_flashpoint.status import Recovery, Source
 
 _log = logging.getLogger(__name__)
 
-_ANEW = "to start anew, use another base container"
-
 State = Mapping[str, torch.nn.Module | Optimizer | Stateful]
 """What to save and load, by name: modules, optimizers, and anything with ``state_dict`` and ``load_state_dict``."""
 
@@ -97,11 +91,7 @@ class Checkpointer(engine.Checkpointer):
 
     Construct it on all ranks, after ``init_process_group`` if there is one, and save the same steps on all of them.
     Construction, `load`, `latest`, `go_back` and `versions` are collective. For the arguments and errors see the
-    engine's `Checkpointer`.
-
-    Attributes:
-        overlap: the optimizers whose tensors on CUDA devices are copied late.
-        last_load: the last `load`; None before.
+    engine's `Checkpointer`. ``last_load`` is the last `load`; None before.
     """
 
     def __init__(
@@ -110,7 +100,7 @@ class Checkpointer(engine.Checkpointer):
         config = config or Config()
         self.overlap = Overlap(wanted=config.overlap)
         self.last_load: Recovery | None = None
-        self._deadline_s = seal_deadline_s() if config.deadline_s is None else config.deadline_s
+        self.deadline_s = seal_deadline_s() if config.deadline_s is None else config.deadline_s
         self._writer_of_dcp: MemoryStorageWriter | None = None
         self._stager_of_dcp: MemoryStager | None = None
         self._state: dict[str, object] = {}
@@ -142,16 +132,14 @@ class Checkpointer(engine.Checkpointer):
     # ---- saving --------------------------------------------------------------------------------------------
 
     def save(self, step: int, state: State, *, explicit: bool = True) -> Save:
-        """Save. Returns once the state is copied: it may change in any way then. The rest is done in the background.
+        """Save. Return once the state is copied: it may change in any way then. The rest is done in the background, and
+        the save says in its futures if it fails.
 
         Args:
             step: above all that were saved before in this run. The step that was saved last is that save; if it was
                 skipped, or failed, on some rank, it is saved now, by a run that goes on from the newest version.
             state: the objects to save.
             explicit: without a free slot, wait for one, up to the deadline of the save; False: skip the save at once.
-
-        Returns:
-            The save. A save that fails says why in its futures.
 
         Raises:
             UnaskedVersionsError: there are versions from before, and `load` was not called.
@@ -220,7 +208,7 @@ class Checkpointer(engine.Checkpointer):
         """Return the save of this name, if it has not failed on any rank. Else a new run begins. Collective."""
         last, is_there = self._last, False
         if last is not None and last.id == name:
-            futures.wait([last.committed], self._deadline_s)  # it may have no slot in the end
+            futures.wait([last.committed], self.deadline_s)  # it may have no slot in the end
             is_there = not last.committed.done() or last.committed.exception() is None
         if self.ranks.all_ok(is_there):
             return last
@@ -236,7 +224,7 @@ class Checkpointer(engine.Checkpointer):
             offer = Offer(tree, rank=ranks.rank, ranks=ranks.world_size, own=rank_key(ranks.rank))
         metadata = partial(_metadata_by, offer, ranks.rank)
         table = self.replicas.agree(
-            save, *offer.digests, lambda: list(offer.replicas.values()), self._deadline_s, share=metadata
+            save, *offer.digests, lambda: list(offer.replicas.values()), self.deadline_s, share=metadata
         )
         if known is None or table is not known.table:
             self._written = _Written(offer, table, Share(offer, offer.written(table.written)))
@@ -251,7 +239,7 @@ class Checkpointer(engine.Checkpointer):
         self.replicas.publish(table.name, partial(_metadata_by, written.offer, self.ranks.rank, table))
         if self.ranks.rank == 0:
             if self._metadata[0] != table.name:
-                shares = self.replicas.collect(table.name, self._deadline_s)
+                shares = self.replicas.collect(table.name, self.deadline_s)
                 self._metadata = table.name, merged_metadata(shares)
             byte_items.append((METADATA_KEY, self._metadata[1]))
         return tensors, byte_items
@@ -288,49 +276,46 @@ class Checkpointer(engine.Checkpointer):
             LoadError: a version does not fit the objects, none could be loaded and there is no fallback
                 (`NothingLoadableError`), or there is none of ``step``.
             CapacityError: the filesystem is too small.
-            InvalidArgumentError: an argument is unusable.
-            FlashpointError: ranks lost each other, or their fallbacks returned different steps.
-            Exception: what the fallback raised; a `LoadError` on ranks where it did not.
+            FlashpointError: an argument is unusable, ranks lost each other, or their fallbacks failed or differ.
         """
         tracked = self._tracked_of(state, None if reshard is None else checked_reshard(reshard, state))
-        return self.load_tracked(tracked, step=step, fallback=fallback)
+        return self.load_tracked(tracked, step=step, fallback=fallback).step
 
-    def load_tracked(self, tracked: TrackedState, *, step: int | None, fallback: Fallback | None) -> int:
+    def load_tracked(self, tracked: TrackedState, *, step: int | None, fallback: Fallback | None) -> Recovery:
         """Do as `load` with what a `Flashpoint` tracks."""
         fallback = checked_callable("fallback", fallback, "without arguments that loads a state and returns its step")
         wanted = checked_wanted(step, fallback)
+        source: Source
         began, ranks = time.perf_counter(), self.ranks
         self.overlap.before_update()
-        if not ranks.all_ok(self.await_commits(self._deadline_s)):
+        if not ranks.all_ok(self.await_commits(self.deadline_s)):
             raise DeadlineError("a save is still under way, on this rank or another one", rank=ranks.rank)
         load = _Load(self, tracked, wanted)
-        version = load.run()
+        version = load.run(may_fall_back=fallback is not None)
+        report, loaded_s = self.last_recovery or RecoveryReport(), time.perf_counter() - began
+        done, source = 0, "nothing"
         if version is not None:
-            done, source = version.step or 0, load.source
-        else:
-            load.refuse(may_fall_back=fallback is not None)
-            done, source = 0, "nothing"
-            if fallback is not None:
-                if why := load.why():
-                    _log.error("falling back, and what is in memory will be overwritten: %s", why)
-                done, source = self._fall_back(fallback), "fallback"
+            done, source = version.step or 0, report.tier
+        elif fallback is not None:
+            if why := load.why():
+                _log.error("falling back, and what is in memory will be overwritten: %s", why)
+            done, source = self._fall_back(fallback), "fallback"
         self.go_on_from(version)
         self.check_room(tracked.expected_bytes())
-        total_s = time.perf_counter() - began
-        self.last_load = Recovery(
+        self.last_load = loaded = Recovery(
             step=done,
             source=source,
             version=None if version is None else version.name,
-            detect_s=sum(each.detect_s for each in load.reports),
-            plan_s=sum(each.plan_s for each in load.reports),
-            fetch_s=sum(each.fetch_s for each in load.reports),
-            load_s=load.load_s,
-            total_s=total_s,
-            fetched_bytes=sum(each.fetched_bytes for each in load.reports),
+            detect_s=report.detect_s,
+            plan_s=report.plan_s,
+            fetch_s=report.fetch_s,
+            load_s=loaded_s - report.detect_s - report.plan_s - report.fetch_s,
+            total_s=time.perf_counter() - began,
+            fetched_bytes=report.fetched_bytes,
             discarded=tuple(failure.version for failure in load.failures),
         )
-        events.emit(events.Resumed, ranks, self.base, done, source=source, seconds=total_s)
-        return done
+        events.emit(events.Resumed, ranks, self.base, done, source=source, seconds=loaded.total_s)
+        return loaded
 
     def _fall_back(self, fallback: Fallback) -> int:
         """Call a program's fallback, and return the step that it has loaded."""
@@ -341,9 +326,8 @@ class Checkpointer(engine.Checkpointer):
             return checked_integer("fallback", 0 if returned is None else returned, 0, MAX_STEP)
 
         step = ranks.together(call, LoadError("the fallback failed on another rank; its log says why", rank=ranks.rank))
-        steps = [int(blob) for blob in ranks.gather(str(step).encode())]
-        if len(set(steps)) > 1:
-            raise LoadError(f"the fallback returned different steps on different ranks: {steps}", rank=ranks.rank)
+        if len(set(ranks.gather(str(step).encode()))) > 1:
+            raise LoadError(f"the fallback returned different steps on different ranks: {step} here", rank=ranks.rank)
         return step
 
     # ---- DCP -----------------------------------------------------------------------------------------------
@@ -355,8 +339,7 @@ class Checkpointer(engine.Checkpointer):
         return self._writer_of_dcp
 
     def stager(self) -> MemoryStager:
-        """Return the stager for ``dcp.async_save(..., async_stager=ckpt.stager())``, by those who wait for
-        ``staging_completion``."""
+        """Return the stager for ``dcp.async_save(..., async_stager=ckpt.stager())``."""
         if self._stager_of_dcp is None:
             self._stager_of_dcp = MemoryStager(self.writer())
         return self._stager_of_dcp
@@ -372,10 +355,10 @@ class Checkpointer(engine.Checkpointer):
         Return True if that was so in time."""
         if self._writer_of_dcp is not None:
             self._writer_of_dcp.give_up()
-        return super().wait(self._deadline_s if deadline_s is None else deadline_s)
+        return super().wait(self.deadline_s if deadline_s is None else deadline_s)
 
     def close(self, persist_deadline_s: float | None = None) -> None:
-        """Do as the engine's `Checkpointer.close`. Optimizers are not watched from then on."""
+        """Do as the engine's `Checkpointer.close`, and watch no optimizers from then on."""
         if not self.is_closed:
             self.overlap.close()
             if self._writer_of_dcp is not None:
@@ -389,8 +372,6 @@ class _Load:
 
     Attributes:
         failures: of the versions that could not be loaded, newest first.
-        source, reports: of the version that was looked for last, and of all.
-        load_s: seconds that loading into objects took.
     """
 
     def __init__(self, checkpointer: Checkpointer, tracked: TrackedState, wanted: int | None) -> None:
@@ -398,27 +379,26 @@ class _Load:
         self._joint = JointLoad(checkpointer)
         self._unloadable: NothingLoadableError | None = None
         self.failures = self._joint.failures
-        self.source: Source = "memory"
-        self.reports: list[RecoveryReport] = []
-        self.load_s = 0.0
 
-    def run(self) -> CheckpointContainerId | None:
-        """Return the version that was loaded, if one was."""
+    def run(self, *, may_fall_back: bool) -> CheckpointContainerId | None:
+        """Return the version that was loaded, if one was. Raise where all ranks must stop."""
         fresh, generators, loaded = self._tracked.fresh(), capture_rng_state(), None
         try:
-            loaded = self._joint.newest(self._next_version, self._load_timed)
+            loaded = self._joint.newest(self._next_version, self._load)
         finally:
             if loaded is None:  # a training that starts anew shows nothing of the tries
                 for each in fresh:
                     each.forget()
                 restore_rng_state(generators)
+        if loaded is None:
+            self._refuse(may_fall_back)
         return None if loaded is None else loaded[0]
 
-    def refuse(self, *, may_fall_back: bool) -> None:
+    def _refuse(self, may_fall_back: bool) -> None:
         """Raise if going on from elsewhere would bury a version, or the user has to decide first."""
         in_part = " (one was loaded in part)" if any(failure.touched for failure in self.failures) else ""
         rank = self.failures[0].rank if self.failures else self._checkpointer.ranks.rank
-        or_discard = "discard_existing=True to the constructor"
+        anew, or_discard = "to start anew, use another base container", "discard_existing=True to the constructor"
         for each in self.failures:
             if each.blame is Blame.CHOICE:
                 raise ReshardError(f"version {each.version} cannot be loaded yet: {each.text}", rank=each.rank)
@@ -427,39 +407,29 @@ class _Load:
         for each in self.failures:
             if each.is_misfit:
                 text = f"version {each.version} does not fit what is tracked: {each.text}"
-                raise LoadError(text, rank=each.rank, hint=f"{_ANEW}, or pass {or_discard}")
-        if self.failures and not may_fall_back:
+                raise LoadError(text, rank=each.rank, hint=f"{anew}, or pass {or_discard}")
+        if may_fall_back:
+            return
+        if self.failures:
             text = f"there are versions and none can be loaded{in_part}: {self.why()}"
-            hint = f"{_ANEW}, pass fallback=, or {or_discard}"
+            hint = f"{anew}, pass fallback=, or {or_discard}"
             raise NothingLoadableError(text, rank=rank, hint=hint) from self._unloadable
-        if self._unloadable is not None and not may_fall_back:
+        if self._unloadable is not None:
             raise self._unloadable
 
     def why(self) -> str:
         """Return why versions were passed over; nothing if there are none."""
         reasons = [f"{failure.version}: rank {failure.rank}: {failure.text}" for failure in self.failures]
-        return "; ".join(reasons + ([self._unloadable.message] if self._unloadable else []))
+        return "; ".join([*reasons, *([self._unloadable.message] if self._unloadable else ())])
 
     def _next_version(self) -> CheckpointContainerId | None:
-        version = None
         try:
             if self._wanted is None:
-                version = self._checkpointer.newest()
-            elif not self.failures:
-                version = self._checkpointer.bring(self._wanted)
+                return self._checkpointer.newest()
+            return None if self.failures else self._checkpointer.bring(self._wanted)
         except NothingLoadableError as error:
             self._unloadable = error
-        if (report := self._checkpointer.last_recovery) is not None:
-            self.source = report.tier
-            self.reports.append(report)
-        return version
-
-    def _load_timed(self, version: CheckpointContainerId) -> None:
-        began = time.perf_counter()
-        try:
-            self._load(version)
-        finally:
-            self.load_s += time.perf_counter() - began
+            return None
 
     def _load(self, version: CheckpointContainerId) -> None:
         """Load one version, in steps that all ranks vote on."""

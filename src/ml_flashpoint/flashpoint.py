@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from types import TracebackType
 from typing import Any
 
 from torch.optim import Optimizer
@@ -28,7 +27,7 @@ from ml_flashpoint.format.arguments import (
     checked_seconds,
 )
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, SaveError, SkippedError, text_of
-from ml_flashpoint.format.knobs import exit_deadline_s, seal_deadline_s
+from ml_flashpoint.format.knobs import exit_deadline_s
 from ml_flashpoint.format.manifest import Manifest
 from ml_flashpoint.format.names import MAX_STEP
 from ml_flashpoint.ranks.rank_group import default_group, rank_group
@@ -52,15 +51,12 @@ class Flashpoint:
                 fp.step()
 
     Construct it on all ranks, and save the same steps on all of them. Construction, `resume` and `versions` are
-    collective; they, `step` and `save` belong to the training thread.
-
-    The version of step n holds the state after n steps: of all tracked objects, and of the random number generators of
-    Python, NumPy, torch and CUDA. A save returns once that is copied, and waits for nothing else, except for the other
-    ranks where the structure of the state has changed.
+    collective. All of it belongs to the training thread. The version of step n holds the state after n steps: of all
+    tracked objects, and of the random number generators of Python, NumPy, torch and CUDA. A save returns once that is
+    copied, and waits for nothing else, except for the other ranks where the structure of the state has changed.
 
     Args:
-        base: base container of the job on this node: an absolute path, best on a tmpfs. Restarts use the same. An
-            earlier `Flashpoint` of this process that uses it is closed.
+        base: base container of the job on this node: an absolute path, best on a tmpfs. Restarts use the same.
         every_n_steps: `step` saves at every so many. `flashpoint plan` computes a number for a job.
         strict: raise when a save has failed, from the next `step`, `save`, `wait` or `close`. By default failed saves
             are logged, counted in `health`, and survived.
@@ -98,12 +94,11 @@ class Flashpoint:
             text = "must be all settings, without keywords for some of them"
             raise InvalidArgumentError(text, argument="config", value=config)
         config = config or Config.of(**settings)
-        self._deadline_s = seal_deadline_s() if config.deadline_s is None else config.deadline_s
         base = checked_base(base)
         self._world, self._ranks = default_group(), rank_group()
         self._ranks.agree_on(every_n_steps=every_n_steps)
         self._checkpointer = Checkpointer(base, config, discard_existing=discard_existing)
-        self._loaders = Loaders()
+        self._loaders = Loaders(lambda: self._steps)
         self._tracked = self._tracked_type(self._ranks.rank, self._ranks.world_size)
         self._steps = 0
         self._tracking_ended = False
@@ -121,11 +116,9 @@ class Flashpoint:
             answer_sigterm()
         self._checkpointer.check_usable()
         if default_group() is not self._world:
-            raise FlashpointError(
-                "torch.distributed was initialized or destroyed since this Flashpoint was constructed",
-                rank=self._ranks.rank,
-                hint="construct it after init_process_group, and close it before destroy_process_group",
-            )
+            text = "torch.distributed was initialized or destroyed since this Flashpoint was constructed"
+            hint = "construct it after init_process_group, and close it before destroy_process_group"
+            raise FlashpointError(text, rank=self._ranks.rank, hint=hint)
         if tracked and not self._tracking_ended:
             if not self._tracked.names:
                 raise FlashpointError("nothing is tracked", hint="call track(model=..., optimizer=...) first")
@@ -151,16 +144,12 @@ class Flashpoint:
             named: anything with ``state_dict()`` and ``load_state_dict()``, by the name to save it under.
 
         Raises:
-            InvalidArgumentError: a name is taken or no identifier, an object has no state, or ``reshard`` is unusable.
-            FlashpointError: it is too late.
+            FlashpointError: a name, an object or ``reshard`` is unusable, or it is too late.
         """
         self._check(tracked=False)
         if self._tracking_ended:
-            raise FlashpointError(
-                "tracking ends with resume() or the first save: what is tracked later could not be restored",
-                rank=self._ranks.rank,
-                hint="call track() before resume()",
-            )
+            text = "tracking ends with resume() or the first save: what is tracked later could not be restored"
+            raise FlashpointError(text, rank=self._ranks.rank, hint="call track() before resume()")
         functions = checked_reshard(reshard, named)
         for name, value in named.items():
             self._tracked.add(name, self._loaders.tracked(name, value), functions.get(name))
@@ -174,9 +163,6 @@ class Flashpoint:
         Args:
             loader: tracked.
             through: fetches batches ahead of the loop: takes an iterable, and gives its batches one for one, in order.
-
-        Raises:
-            InvalidArgumentError: the loader is not tracked, or ``through`` cannot be called.
         """
         return self._loaders.batches(loader, through)
 
@@ -185,15 +171,12 @@ class Flashpoint:
     def resume(self, fallback: Callable[[], int | None] | None = None, *, step: int | None = None) -> int:
         """Restore the newest state that all ranks can load, or that of a step. Collective.
 
-        May be called again during training, to go back. For the arguments and errors see `Checkpointer.load`.
-
-        Returns:
-            The number of steps done, which is where to go on; 0 if there is nothing to go on from.
+        May be called again during training, to go back. Returns the steps done, 0 if there is nothing to go on from.
+        For the arguments and errors see `Checkpointer.load`.
         """
         self._check()
-        self._steps = self._checkpointer.load_tracked(self._tracked, step=step, fallback=fallback)
-        recovery = self._checkpointer.last_load
-        assert recovery is not None
+        recovery = self._checkpointer.load_tracked(self._tracked, step=step, fallback=fallback)
+        self._steps = recovery.step
         self._resumed_from = None if recovery.version is None else self._steps
         announce(_log, self._ranks.rank, "%s", recovery.in_words(str(self._checkpointer.base)))
         return self._steps
@@ -206,12 +189,9 @@ class Flashpoint:
     # ---- saving -------------------------------------------------------------------------------------------
 
     def step(self) -> int:
-        """Count a step as done, and save if a save is due. Call it after the optimizer's step.
+        """Count a step as done, and save if a save is due. Call it after the optimizer's step. Return the steps done.
 
         Where no memory is free, because earlier saves are still being copied, the save is skipped.
-
-        Returns:
-            The number of steps done.
 
         Raises:
             UnaskedVersionsError: the base container has versions from before, and `resume` was not called.
@@ -219,7 +199,6 @@ class Flashpoint:
         """
         self._check(saves=True)
         self._steps += 1
-        self._loaders.stepped()
         if self._steps % self._every == 0:
             self._save(self._steps, explicit=False)
         self._report()
@@ -228,16 +207,13 @@ class Flashpoint:
     def save(self, step: int | None = None) -> None:
         """Save now, whatever the schedule says. Without free memory, wait until copies of earlier saves are made.
 
+        Raises as `step` does.
+
         Args:
             step: number of steps to save under; by default those done. See `Checkpointer.save`.
-
-        Raises:
-            InvalidArgumentError: ``step`` is no step.
-            UnaskedVersionsError, FlashpointError: see `step`.
         """
         self._check(saves=True)
         step = self._steps if step is None else checked_integer("step", step, 0, MAX_STEP)
-        self._loaders.stepped()
         self._save(step, explicit=True)
         self._report()
 
@@ -289,8 +265,7 @@ class Flashpoint:
     def wait(self, deadline_s: float | None = None) -> bool:
         """Wait until every save begun is verified, has failed, or is passed over for a newer one. Return True if that
         was so in time: ``deadline_s``, by default that of the constructor. Raises as `step` does."""
-        deadline_s = self._deadline_s if deadline_s is None else checked_seconds("deadline_s", deadline_s)
-        ended = self._checkpointer.wait(deadline_s)
+        ended = self._checkpointer.wait(None if deadline_s is None else checked_seconds("deadline_s", deadline_s))
         self._report()
         return ended
 
@@ -309,8 +284,7 @@ class Flashpoint:
 
     @property
     def last_replicated(self) -> int | None:
-        """Step of the newest version saved by this object of which all ranks have all copies. None if there is none,
-        or nobody holds copies of this rank's parts."""
+        """Step of the newest version of which all ranks have all copies; None without, or if nobody holds copies."""
         return self._checkpointer.stats.last_verified if self._checkpointer.holders else None
 
     @property
@@ -320,7 +294,7 @@ class Flashpoint:
 
     @property
     def health(self) -> Health:
-        """The way saving goes, now."""
+        """The way saving goes, now. A save that fails in the background counts from the next call on."""
         stats, persist = self._checkpointer.stats, self._checkpointer.persist_health
         board_error = self._checkpointer.board_error
         return Health(
@@ -341,18 +315,12 @@ class Flashpoint:
         )
 
     def scalars(self, prefix: str = "flashpoint/") -> dict[str, float]:
-        """Return the numbers of `health`, the newest steps, and the steps by which copies lag behind, by name: for
-        TensorBoard, W&B and the like. What is not known yet is left out."""
+        """Return the numbers of `health` and the newest steps by name, for TensorBoard and the like; those known."""
         saved, copied, recovery = self.last_saved, self.last_replicated, self.last_recovery
-        found = self.health.scalars(prefix)
-        if saved is not None:
-            found[f"{prefix}last_saved"] = float(saved)
-        if copied is not None:
-            found[f"{prefix}last_replicated"] = float(copied)
-            found[f"{prefix}copies_lag"] = float(max(0, (saved or 0) - copied))
-        if recovery is not None:
-            found[f"{prefix}recovery_s"] = recovery.total_s
-        return found
+        lag = None if copied is None else max(0, (saved or 0) - copied)
+        more: dict[str, float | None] = {"last_saved": saved, "last_replicated": copied, "copies_lag": lag}
+        more["recovery_s"] = None if recovery is None else recovery.total_s
+        return self.health.scalars(prefix) | {f"{prefix}{k}": float(v) for k, v in more.items() if v is not None}
 
     # ---- life ---------------------------------------------------------------------------------------------
 
@@ -362,9 +330,8 @@ class Flashpoint:
         return self._checkpointer.is_closed
 
     def close(self) -> None:
-        """Let saves under way finish, within a deadline, and end. Versions stay. Safe to call twice. Raises as `step`
-        does."""
-        self._close(self._deadline_s)
+        """Let saves under way finish, and end. Versions stay. Safe to call twice. Raises as `step` does."""
+        self._close(self._checkpointer.deadline_s)
         self._report()
 
     def _close(self, deadline_s: float) -> None:
@@ -376,11 +343,9 @@ class Flashpoint:
     def __enter__(self) -> Flashpoint:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
         else:
             # The peers may be dead, or about to be. They are not waited for as long.
-            self._close(min(exit_deadline_s(), self._deadline_s))
+            self._close(min(exit_deadline_s(), self._checkpointer.deadline_s))

@@ -253,18 +253,16 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """A `Checkpointer.load`, or `Flashpoint.resume`, on this rank. Times in seconds, over all versions that were tried.
+    """A `Checkpointer.load`, or `Flashpoint.resume`, on this rank. Times in seconds.
 
     Attributes:
         step: the step to go on from.
         source: source of the state.
         version: the version loaded, if it came from memory or was persisted.
-        detect_s: reading and gathering inventories.
-        plan_s: planning.
-        fetch_s: fetching from peers, checking, voting.
-        load_s: loading into the tracked objects.
+        detect_s, plan_s: reading and gathering inventories, and planning, for the version that was tried last.
+        fetch_s, fetched_bytes: fetching that version from peers, checking, voting; and bytes that this rank received.
+        load_s: loading into the tracked objects, and versions that were tried before.
         total_s: all of it, the fallback included.
-        fetched_bytes: bytes that this rank received from peers before loading.
         discarded: versions that were complete and could not be loaded, newest first.
     """
 

@@ -15,8 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from ml_flashpoint.adapter.lightning.engine import TrainerFlashpoint
-from ml_flashpoint.adapter.lightning.strategies import check_callbacks, is_sharded, join_processes
+from ml_flashpoint.adapter.lightning.engine import TrainerFlashpoint, check_trainer, join_processes
 from ml_flashpoint.adapter.trainer_loops import Schedule, ends_something, go_last, updates_by_step
 from ml_flashpoint.checkpointer import checked_wanted
 from ml_flashpoint.config import Config, Persist
@@ -105,8 +104,7 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         """
         if self._open is not None:
             return self._open
-        strategy, sharded = trainer.strategy, is_sharded(trainer.strategy)
-        check_callbacks(trainer)
+        strategy, sharded = trainer.strategy, check_trainer(trainer)
         self.flashpoint = self._open = flashpoint = TrainerFlashpoint(str(self.base), sharded=sharded, **self._options)
         given = getattr(strategy.load_checkpoint, "func_before", strategy.load_checkpoint)
         strategy.load_checkpoint = _loading(flashpoint, trainer, given)
@@ -220,8 +218,7 @@ def resume_path(
     wanted = checked_wanted(step, fallback)
     if not callback.enabled:
         return fallback
-    is_sharded(trainer.strategy)
-    check_callbacks(trainer)
+    check_trainer(trainer)
     join_processes(trainer.strategy)
     flashpoint = callback.open(trainer)
     try:

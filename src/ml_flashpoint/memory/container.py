@@ -110,12 +110,11 @@ class BaseContainer:
     Args:
         base: base container.
         lock: of the job, where one has the base container open. Every commit checks that it still has.
-        make: make what is missing. False for a process that only reads or removes; the folder may be of copies.
+        make: make what is missing. False for a process that only reads or removes: then a folder that is not there is
+            an `ObjectNotFoundError`, and the folder may be of copies.
 
     Raises:
-        ObjectNotFoundError: there is no such folder, and none is to be made.
         UnsafePathError: others could have planted the base container, or may write to it.
-        FlashpointError: it cannot be made.
     """
 
     def __init__(self, base: Path, lock: JobLock | None = None, *, make: bool = True) -> None:
@@ -171,12 +170,8 @@ class BaseContainer:
     # ---- writing -------------------------------------------------------------------------------------------
 
     def commit(self, slot: Slot, manifest: Manifest) -> None:
-        """Make the object in a slot a part of a version: link the file under the object's name, write the manifest.
-
-        Raises:
-            JobInUseError: the base container was removed while the job had it open.
-            SaveError, CapacityError: the filesystem refuses. Nothing of the part is left then.
-        """
+        """Make the object in a slot a part of a version: link the file under the object's name, write the manifest. If
+        that raises (see `JobLock.check`; a `SaveError` if the filesystem refuses), nothing of the part is left."""
         if self._lock is not None:
             self._lock.check()
         save, rank = manifest.save, manifest.rank
@@ -445,15 +440,14 @@ os.register_at_fork(after_in_child=_forget)
 class JobLock:
     """This process's share in the lock of its job. All openings in one process share it.
 
-    A process that is ending (killed, while its memory is being freed) is waited for.
+    A process that is ending (killed, while its memory is being freed) is waited for, up to ``deadline_s`` seconds.
 
     Args:
         base: base container; made if it is missing.
         job: id of the job, the same in all its processes, and of no other job or earlier start of it.
-        deadline_s: seconds to wait for processes that are ending.
 
     Raises:
-        JobInUseError: a process of another job has the base container open. Names its process id and host.
+        JobInUseError: a process of another job has the base container open.
         UnsafePathError: others could have planted the base container, or may write to it.
     """
 

@@ -147,7 +147,7 @@ class Checkpointer(engine.Checkpointer):
             SaveError: a save has begun and not returned, or the checkpointer is closed.
         """
         answer_sigterm()
-        self.check_asked("load(state)")
+        self.check_usable("load(state)")
         return self.save_tracked(step, self._tracked_of(state), explicit=explicit)
 
     def save_tracked(self, step: int, tracked: TrackedState, *, explicit: bool) -> Save:
@@ -188,19 +188,18 @@ class Checkpointer(engine.Checkpointer):
                 raise tree
             assert written is not None
             captured = written.share.capture(tree)
-            copies = self.stage(
-                save,
+            copies = save.stage(
                 captured.tensors,
                 [*written.share.byte_keys, METADATA_KEY],
                 kind=captured.plan,
                 late=self.overlap.begin(tensor for _, tensor in captured.tensors),
             )
             captured.tensors = ()
-            self.commit(save, items=partial(self._items, written, captured, copies))
+            save.commit(items=partial(self._items, written, captured, copies))
         except Exception as caught:
-            self.fail(save, caught)
+            save.fail(caught)
         except BaseException:  # the program is being interrupted
-            self.fail(save, SaveError("interrupted", step=step, rank=self.ranks.rank))
+            save.fail(SaveError("interrupted", step=step, rank=self.ranks.rank))
             raise
         return save
 

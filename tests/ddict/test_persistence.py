@@ -314,7 +314,7 @@ def test_a_damaged_list_gives_way_to_an_older_one(
     damaged = {
         "truncated": text[:-1],
         "of another kind": text.replace("dictionary-1", "dictionary-0"),
-        "names what it should not": text.replace('"step": 2', '"step": -2'),
+        "names what it should not": text.replace('"step":2', '"step":-2'),
     }
     newest.write_text(damaged[how])
     with caplog.at_level(logging.WARNING), posix() as third:

@@ -253,7 +253,7 @@ def test_a_save_is_given_up_at_its_deadline(door: Door, monkeypatch: pytest.Monk
     monkeypatch.setenv("FLASHPOINT_SEAL_DEADLINE_S", "0.2")
     _, save = _staged(door, 2)
     assert "was not committed within" in _failed(save)
-    assert save.slot is None
+    assert save.part.slot is None
 
 
 def test_a_ticket_is_good_for_one_process(door: Door) -> None:
@@ -280,8 +280,8 @@ def test_staged_tensors_whose_slot_is_gone_fail_their_save_and_not_the_saving_pr
     """What cannot be unpickled would end torch's saving process, and with it all later saves."""
     _save_by_process(door, _state(1), 1)
     request, save = _staged(door, 2)
-    assert save.slot is not None
-    save.slot.path.unlink()
+    assert save.part.slot is not None
+    save.part.slot.path.unlink()
     assert "has no data" in str(call(_save, request))
 
 

@@ -24,6 +24,7 @@ from lightning.pytorch.strategies import (
 from ml_flashpoint.adapter.lightning.dictionary import REST, Checkpoint, DictionaryState, Slot
 from ml_flashpoint.config import Config
 from ml_flashpoint.copy.tensors import check_copies
+from ml_flashpoint.engine.checkpointer import Phase
 from ml_flashpoint.flashpoint import Flashpoint
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError
 from ml_flashpoint.format.names import CheckpointContainerId
@@ -85,9 +86,9 @@ class TrainerFlashpoint(Flashpoint):
         # are through: `before_update`.
         for optimizer in trainer.optimizers:
             self._checkpointer.overlap.watch(optimizer, announced=trainer.lightning_module.automatic_optimization)
-        if self._brought is None or self._checkpointer.run > 0 or self._checkpointer.is_between_runs:
+        if self._brought is None or self._checkpointer.run > 0 or self._checkpointer.phase is Phase.BETWEEN_RUNS:
             hint = "or construct the callback with discard_existing=True"
-            self._checkpointer.check_asked("resume_path(trainer)", hint=hint)
+            self._checkpointer.check_usable("resume_path(trainer)", hint=hint)
         else:
             self._checkpointer.go_on_from(self._brought)
         self._checkpointer.check_room(self._tracked.expected_bytes())

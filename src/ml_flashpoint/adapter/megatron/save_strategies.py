@@ -202,7 +202,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         began, writing = time.perf_counter(), _Writing(version)
         try:
             writing.checkpointer = checkpointer = self._writer.enter(version)
-            checkpointer.check_asked("get_latest_complete_checkpoint(base)")
+            checkpointer.check_usable("get_latest_complete_checkpoint(base)")
             with collection_paused():
                 self._stage(writing, checkpointer, *split_common_state(sharded_state_dict))
         except UnaskedVersionsError:  # on all ranks, and no fault that will pass
@@ -212,7 +212,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         except BaseException as error:
             writing.failure = error
             if writing.save is not None and writing.checkpointer is not None:
-                writing.checkpointer.fail(writing.save, error)
+                writing.save.fail(error)
             if not isinstance(error, Exception):
                 raise
         seconds = time.perf_counter() - began
@@ -249,7 +249,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         tensors, byte_items = self._writer.items(planned.plan, planner, planned.keys, safe_globals=object_types())
         byte_items = [*byte_items, *sidecar_items(writing.files)]
         byte_keys, late = [METADATA_KEY, *(key for key, _ in byte_items)], self._writer.late(tensors)
-        staged = checkpointer.stage(save, tensors, byte_keys, late=late)
+        staged = save.stage(tensors, byte_keys, late=late)
         named = [(key, copy) for (key, _), copy in zip(tensors, staged, strict=True)]
 
         def items() -> tuple[list[TensorItem], list[BytesItem]]:
@@ -258,7 +258,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
             metadata = self._plans.metadata(replicas, writing.table, save.terms.left_s)
             return named, [*byte_items, (METADATA_KEY, metadata)]
 
-        checkpointer.commit(save, items=items, labels=sidecar_labels(carrier))
+        save.commit(items=items, labels=sidecar_labels(carrier))
 
     def _add_files(self, writing: _Writing, common_state: ShardedObject | None) -> int:
         """Have the files that `dist_checkpointing.load` looks for kept in an object. Return the rank that has it. Where

@@ -82,7 +82,7 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
                 hint="pass it to wrap_trainer_and_auto_resume_with_mlflashpoint first",
             )
         engine, strategy = io.engine, io.save_strategy
-        engine.check_asked("setup() of what wrap_trainer_and_auto_resume_with_mlflashpoint has returned")
+        engine.check_usable("setup() of what wrap_trainer_and_auto_resume_with_mlflashpoint has returned")
         engine.ranks.agree_on(every_n_steps=self._schedule.every)
         self._io, self._schedule.step = io, trainer.global_step
         strategy.stop_watching()

@@ -25,7 +25,7 @@ from ml_flashpoint.adapter.pytorch.staging import Places, StagedStateDict, Tenso
 from ml_flashpoint.copy.cpu import cpu_clones
 from ml_flashpoint.copy.dtypes import torch_dtype
 from ml_flashpoint.copy.late import LateCopy
-from ml_flashpoint.engine.checkpointer import Checkpointer
+from ml_flashpoint.engine.checkpointer import Checkpointer, Phase
 from ml_flashpoint.engine.committing import BytesItem, TensorItem
 from ml_flashpoint.engine.save import Save
 from ml_flashpoint.format.errors import InvalidArgumentError, NotStagedError, ProtocolError, SaveError
@@ -83,7 +83,7 @@ class Staged:
         if self._checkpointer is None:
             return cpu_clones([tensor for _, tensor in tensors])
         self.save, self._late = self._checkpointer.begin(explicit=True), late
-        return self._checkpointer.stage(self.save, tensors, late=late)
+        return self.save.stage(tensors, late=late)
 
     @property
     def is_copied(self) -> bool:
@@ -108,20 +108,18 @@ class Staged:
         return pickled(self.key, state, self._place_of)
 
     def _place_of(self, tensor: torch.Tensor) -> tuple[str, int] | None:
-        if self.save is None or self._checkpointer is None:
-            return None
-        return self._checkpointer.place_of(self.save, tensor)
+        return None if self.save is None else self.save.place_of(tensor)
 
     def claim(self, checkpointer: Checkpointer, step: int) -> None:
         """Give the save its step, on the thread that saves it. Raises `FlashpointError`, also if staging failed."""
         self._thread = self._thread or threading.current_thread()
         self.await_copies()
-        failure, self._checkpointer = self.error, checkpointer
+        failure = self.error
         try:
             if self.save is None:
                 self.save = checkpointer.begin(step, explicit=True)
             else:
-                checkpointer.name(self.save, step)
+                self.save.name(step)
             if failure is not None:
                 raise failure
         except Exception as error:
@@ -135,27 +133,24 @@ class Staged:
         if self.error is not None:
             raise self.error
         assert self.save is not None
-        assert self._checkpointer is not None
-        return self._checkpointer.tensor_at(self.save, offset, dtype, shape)
+        return self.save.tensor_at(offset, dtype, shape)
 
     def fill(self, tensors: Sequence[TensorItem], byte_items: Sequence[BytesItem]) -> None:
         """Bring all items into one object."""
         assert self.save is not None
-        assert self._checkpointer is not None
-        self._checkpointer.fill(self.save, tensors, byte_items)
+        self.save.fill(tensors, byte_items)
 
     def commit(self, extra: Sequence[BytesItem] = ()) -> None:
         """Commit the object; return when this rank's part is committed."""
         assert self.save is not None
-        assert self._checkpointer is not None
-        self._checkpointer.commit(self.save, extra=extra)
+        self.save.commit(extra=extra)
         self.save.committed.result()
 
     def fail(self, error: BaseException) -> None:
         """Give it up. Safe to repeat, and after it was committed."""
         self.error = self.error or error
-        if self.save is not None and self._checkpointer is not None:
-            self._checkpointer.fail(self.save, error)
+        if self.save is not None:
+            self.save.fail(error)
 
     @property
     def has_ended(self) -> bool:
@@ -259,7 +254,7 @@ class LocalSaves:
         checkpointer = self._open_base(checked_version(version).parent)
         with self._entering:
             name = SaveId(checkpointer.run, version.step or 0)
-            if checkpointer.is_between_runs or (checkpointer.run and name <= self._entered):
+            if checkpointer.phase is Phase.BETWEEN_RUNS or (checkpointer.run and name <= self._entered):
                 checkpointer.latest()
             self._entered = SaveId(checkpointer.run, version.step or 0)
         return checkpointer

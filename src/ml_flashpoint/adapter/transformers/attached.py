@@ -144,7 +144,7 @@ class TrainerFlashpoint(Flashpoint):
             UnaskedVersionsError: there are versions, and nobody has asked for them.
         """
         if not asked:
-            self._checkpointer.check_asked("resume_path(trainer)", hint="or attach with discard_existing=True")
+            self._checkpointer.check_usable("resume_path(trainer)", hint="or attach with discard_existing=True")
         self.resume(fallback=lambda: step)
 
     def step_to(self, step: int) -> None:

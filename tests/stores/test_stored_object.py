@@ -25,6 +25,7 @@ def written(root: Path, size: int, file_size: int) -> tuple[bytes, StoredObject]
     manifest = Manifest(SaveId(1, size), 0, 1, "node", ObjectRecord(size, file_size, digests, BLOCK))
     store = DurableVersions(Directory(root))
     store.write_part(manifest, lambda: [data + b"\xff" * (file_size - size)])
+    store.complete(manifest.save, 1)
     return data, StoredObject(manifest, [store])
 
 

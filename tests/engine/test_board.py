@@ -128,19 +128,6 @@ def test_ranks_that_save_alike_verify_their_saves(
         assert [verdict.number for verdict in heard] == sorted({verdict.number for verdict in heard})
 
 
-def test_a_save_without_copies_is_not_verified(
-    begin: Callable[..., _Job], in_process: Callable[[], SignedStore]
-) -> None:
-    job = begin(2, in_process)
-    job.copies_fail.set()
-    job.save(10)
-    wait_until(lambda: all(board.verdict.number for board in job.boards), "a round without result")
-    assert all(board.verdict.verified == () for board in job.boards)
-    job.copies_fail.clear()
-    job.save(20, explicit=True)
-    job.await_verified(20)
-
-
 def test_rounds_about_a_save_without_copies_come_ever_more_slowly(
     begin: Callable[..., _Job], in_process: Callable[[], SignedStore]
 ) -> None:

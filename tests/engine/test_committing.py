@@ -18,8 +18,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ml_flashpoint.copy import pinned, transfers
-from ml_flashpoint.copy.late import LateCopy
+from ml_flashpoint.copy import cuda, transfers
+from ml_flashpoint.copy.overlap import LateCopy
 from ml_flashpoint.engine.committing import BytesItem, Part, PartWriter, TensorItem
 from ml_flashpoint.format.digest import BLOCK_SIZE, digest_block
 from ml_flashpoint.format.errors import SaveError
@@ -260,7 +260,7 @@ def test_what_is_staged_in_vain_takes_no_room_for_long() -> None:
 def test_a_late_copy_is_awaited_and_checked_before_the_object_is_sealed(
     monkeypatch: pytest.MonkeyPatch, changes: bool
 ) -> None:
-    monkeypatch.setattr(pinned, "_process", pinned._Process())
+    monkeypatch.setattr(cuda, "_process", cuda._Process())
     monkeypatch.setattr(transfers, "SMALL", 1)
     played = PlayedStreams(0.0)
     sources = [("late", played.on(0, torch.arange(70_000.0))), ("now", torch.arange(3000.0))]
@@ -269,7 +269,7 @@ def test_a_late_copy_is_awaited_and_checked_before_the_object_is_sealed(
 
         def take(size: int, old: Slot | None, exact: bool) -> Slot:
             slot = some.take(size, old, exact)
-            pinned._process.locked[slot.address] = slot.address + slot.size
+            cuda._process.locked[slot.address] = slot.address + slot.size
             return slot
 
         part, writer, late = Part(time.monotonic() + 10), PartWriter(), LateCopy([0], lambda: None)

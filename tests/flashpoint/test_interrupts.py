@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ml_flashpoint import Flashpoint
-from ml_flashpoint.copy.late import LateCopy
+from ml_flashpoint.copy.overlap import LateCopy
 from ml_flashpoint.engine.save import Save
 from ml_flashpoint.format.errors import SaveError
 from tests.flashpoint.test_overlap import Job, _is_same, _loaded

@@ -339,8 +339,7 @@ class Checkpointer:
 
     def _find(self, wanted: int | None) -> CheckpointContainerId | None:
         self.check_usable()
-        board = self._saves.board
-        retained = frozenset() if board is None else board.retained
+        retained = frozenset() if (board := self._saves.board) is None else board.retained
         self._found = self._recovery.find(wanted, excluded=self._excluded, retained=retained)
         return None if self._found is None else self.id(self._found.save.step)
 
@@ -404,15 +403,13 @@ class Checkpointer:
     def latest(self) -> CheckpointContainerId | None:
         """Find and bring the newest version (`newest`) and go on from it (`go_on_from`). Collective."""
         self.reconsider()
-        found = self.newest()
-        self.go_on_from(found)
+        self.go_on_from(found := self.newest())
         return found
 
     def go_back(self, step: int) -> CheckpointContainerId:
         """Bring the version of a step (`bring`) and go on from it (`go_on_from`). Collective."""
         self.reconsider()
-        found = self.bring(step)
-        self.go_on_from(found)
+        self.go_on_from(found := self.bring(step))
         return found
 
     def discard(self, version: CheckpointContainerId) -> None:
@@ -448,8 +445,7 @@ class Checkpointer:
     @property
     def board_error(self) -> str | None:
         """The reason why nothing new can be verified now; None while the board works."""
-        board = self._saves.board
-        return None if board is None else board.error
+        return None if (board := self._saves.board) is None else board.error
 
     @property
     def is_closed(self) -> bool:

@@ -21,14 +21,14 @@ from typing import Any
 import torch
 
 from ml_flashpoint.copy.cpu import Piece, copy_all, cpu_clones, cut, view_identity
-from ml_flashpoint.copy.dtypes import described, dtype_name, torch_dtype
-from ml_flashpoint.copy.late import LateCopy
+from ml_flashpoint.copy.dtypes import DTYPES, described, dtype_name
+from ml_flashpoint.copy.overlap import LateCopy
 from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, SaveError
 from ml_flashpoint.format.manifest import ObjectRecord
 from ml_flashpoint.format.object_format import Entry, Layout, layout_from_entries, plan_layout, with_byte_items
 from ml_flashpoint.memory.pool import slot_size
 from ml_flashpoint.memory.slot import Slot, round_up
-from ml_flashpoint.state.tree import elements
+from ml_flashpoint.state.plan import elements
 
 _log = logging.getLogger(__name__)
 
@@ -106,7 +106,8 @@ class PartWriter:
     """Writes the parts of one rank. Thread-safe; a part belongs to one thread at a time."""
 
     def __init__(self) -> None:
-        self._plan: _Plan | None = None
+        self._staged: _Plan | None = None
+        self._placed: _Plan | None = None
         self._named: _Named | None = None
         self._behind = 0  # bytes that followed the tensors the last time
 
@@ -122,9 +123,9 @@ class PartWriter:
     ) -> Sequence[torch.Tensor]:
         """Copy tensors into a slot, to be named by `fill`. Return the copies, in order. See `Save.stage`."""
         values = list(map(_second, tensors))
-        plan = self._plan
+        plan = self._staged
         if plan is None or kind is None or plan.kind is not kind:
-            plan = self._plan = _planned(plan, list(map(_first, tensors)), values, list(byte_keys), kind=kind)
+            plan = self._staged = _planned(plan, list(map(_first, tensors)), values, list(byte_keys), kind=kind)
         return plan.to_caller(self._copy(part, take, plan, values, plan.layout.size + self._behind, late=late))
 
     def _copy(
@@ -202,7 +203,7 @@ class PartWriter:
         if was_staged:  # some of them lie in the slot, which may be taken again
             part.wait()
             values = cpu_clones(values)
-        plan = self._plan = _planned(self._plan, names, values, list(map(_first, byte_items)), aliases)
+        plan = self._placed = _planned(self._placed, names, values, list(map(_first, byte_items)), aliases)
         size = plan.layout.size + max(self._behind, sum(map(len, map(_second, byte_items))))
         exact = was_staged and _wastes(size, part)
         self._copy(part, take, plan, values, slot_size(size) if exact else size, exact=exact)
@@ -236,7 +237,7 @@ def _wastes(nbytes: int, part: Part) -> bool:
 
 
 def _view(slot: Slot, entry: Entry) -> torch.Tensor:
-    return slot.view(entry.begin, entry.end, torch_dtype(entry.dtype), entry.shape)
+    return slot.view(entry.begin, entry.end, DTYPES[entry.dtype], entry.shape)
 
 
 def _planned(

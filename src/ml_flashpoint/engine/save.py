@@ -35,7 +35,7 @@ from ml_flashpoint.ranks.rank_group import RankGroup
 if TYPE_CHECKING:
     import torch
 
-    from ml_flashpoint.copy.late import LateCopy
+    from ml_flashpoint.copy.overlap import LateCopy
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -115,9 +115,9 @@ class Save:
 
         One that has failed before is named, too: other ranks may have a part of it, and learn that this one has none.
         """
-        if self.committed.done() and self.id is None and self._saves.board is not None:
+        if self.committed.done() and self.id is None and (board := self._saves.board) is not None:
             self.id = self._saves.call(step, self.terms)
-            self._saves.board.fail(self.id)
+            board.fail(self.id)
         with self._working():
             if self.id is not None:
                 raise SaveError("the save has a step already", step=self.step)
@@ -209,7 +209,7 @@ class Save:
         try:
             with self._working():
                 if items is not None:
-                    self.fill(*items())
+                    saves.writer.fill(part, take, *items())
                 part.wait()
                 _resolve(self.staged)
                 slot, record = saves.writer.seal(part, take, extra)
@@ -357,10 +357,9 @@ class Saves:
     @property
     def board_of_run(self) -> Board:
         """The board. Raise a `SaveError` if there is none."""
-        if self.board is None:
-            text = "no run has begun since the last one ended: call latest()"
-            raise SaveError(text, rank=self.ranks.rank, path=self.base)
-        return self.board
+        if (board := self.board) is None:
+            raise SaveError("no run has begun since the last one ended: call latest()", rank=self.ranks.rank)
+        return board
 
     def free(self, slot: Slot) -> None:
         """Free the slot of a save that has failed."""
@@ -408,8 +407,8 @@ class Saves:
             self.stats.skipped += is_skipped
             self.stats.failed += not is_skipped
             is_first, self._is_skipping = is_skipped and not self._is_skipping, is_skipped
-        if self.board is not None and save.id is not None:
-            self.board.fail(save.id, late=int(is_skipped))
+        if (board := self.board) is not None and save.id is not None:
+            board.fail(save.id, late=int(is_skipped))
         if is_first:
             _log.warning("%s; until one is not skipped, nothing more is said", error)
         if is_skipped:

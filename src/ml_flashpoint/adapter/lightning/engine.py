@@ -29,8 +29,7 @@ from ml_flashpoint.flashpoint import Flashpoint
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError
 from ml_flashpoint.format.names import CheckpointContainerId
 from ml_flashpoint.state.archive import save_archive
-from ml_flashpoint.state.modules import freeze_parameters, frozen_parameters
-from ml_flashpoint.state.optimizers import OptimizerState
+from ml_flashpoint.state.parameters import expected_tensors, freeze_parameters, named_parameters
 from ml_flashpoint.state.random_numbers import capture_rng_state, restore_rng_state
 
 _log = logging.getLogger(__name__)
@@ -108,7 +107,7 @@ class TrainerFlashpoint(Flashpoint):
         fetcher, loader = trainer.fit_loop._data_fetcher, trainer.fit_loop._combined_loader
         besides: dict[str, Any] = {
             "metrics": dict(trainer._logger_connector._callback_metrics),
-            "frozen": frozen_parameters(trainer.lightning_module),
+            "frozen": [name for name, p in named_parameters(trainer.lightning_module) if not p.requires_grad],
         }
         if isinstance(fetcher, _PrefetchDataFetcher) and loader is not None and loader._state_dicts():
             # Lightning has taken these from the loader already, whose state is after them.
@@ -205,7 +204,7 @@ def _tensors_of(trainer: Trainer) -> list[torch.Tensor]:
     """Return tensors as large as those of model and optimizers after the first step."""
     tensors = [each for each in trainer.lightning_module.state_dict().values() if isinstance(each, torch.Tensor)]
     for optimizer in trainer.optimizers:
-        tensors += OptimizerState("optimizer", optimizer, {}).expected_tensors()
+        tensors += expected_tensors(optimizer)
     return tensors
 
 

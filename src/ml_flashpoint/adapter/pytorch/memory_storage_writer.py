@@ -29,8 +29,7 @@ from ml_flashpoint.adapter.pytorch.saving_process import RemoteSave, RemoteSaves
 from ml_flashpoint.adapter.pytorch.seed import DefaultMLFlashpointCheckpointSaver
 from ml_flashpoint.adapter.pytorch.staging import StagedStateDict, TensorLeaves, take_read
 from ml_flashpoint.copy.collection import collection_paused
-from ml_flashpoint.copy.late import LateCopy
-from ml_flashpoint.copy.overlap import Overlap, OverlappingDoor
+from ml_flashpoint.copy.overlap import LateCopy, Overlap, OverlappingDoor
 from ml_flashpoint.copy.tensors import is_plain_strided, materialized
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.engine.committing import BytesItem, TensorItem

@@ -35,8 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from ml_flashpoint.format.errors import DamagedError, FlashpointError, SaveError, UnsafeContentError
-from ml_flashpoint.state.archive import SafeGlobal, load_archive, save_archive
-from ml_flashpoint.state.plain_modes import plain_modes
+from ml_flashpoint.state.archive import SafeGlobal, load_archive, plain_modes, save_archive
 
 METADATA_KEY = "__dcp_metadata__"
 """Item of the coordinator's object that holds the metadata."""

@@ -24,7 +24,7 @@ from ml_flashpoint.adapter.pytorch.saving_process import WIRE, RemoteSaves, pick
 from ml_flashpoint.adapter.pytorch.staging import Places, StagedStateDict, TensorLeaves
 from ml_flashpoint.copy.cpu import cpu_clones
 from ml_flashpoint.copy.dtypes import torch_dtype
-from ml_flashpoint.copy.late import LateCopy
+from ml_flashpoint.copy.overlap import LateCopy
 from ml_flashpoint.engine.checkpointer import Checkpointer, Phase
 from ml_flashpoint.engine.committing import BytesItem, TensorItem
 from ml_flashpoint.engine.save import Save

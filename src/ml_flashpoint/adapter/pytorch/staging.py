@@ -18,8 +18,8 @@ from ml_flashpoint.copy import cuda
 from ml_flashpoint.copy.cpu import view_identity
 from ml_flashpoint.copy.tensors import is_plain_strided, materialized, storable_name, whole_copy
 from ml_flashpoint.format.errors import NotStagedError
+from ml_flashpoint.state.plan import Structure, Tree
 from ml_flashpoint.state.private import ShardedTensor, tree_unflatten
-from ml_flashpoint.state.tree import Structure, Tree
 
 if TYPE_CHECKING:
     from _collections_abc import dict_items

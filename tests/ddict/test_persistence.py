@@ -28,7 +28,7 @@ from ml_flashpoint.ddict import (
 from ml_flashpoint.ddict.coordinator import Coordinator
 from ml_flashpoint.ddict.errors import REQUESTS, DDictPersistError
 from ml_flashpoint.ddict.manager.parts import PersistedParts
-from ml_flashpoint.ddict.manager.slots import ValueSlots
+from ml_flashpoint.ddict.manager.store import ValueSlots
 from ml_flashpoint.ddict.options import Configuration, Options
 from ml_flashpoint.ddict.persistence import History, open_part, write_part
 from ml_flashpoint.format.errors import DamagedError, FlashpointError, InvalidArgumentError, JobInUseError, SaveError

@@ -43,7 +43,7 @@ from ml_flashpoint.format.manifest import MAX_RECORD_BYTES, Manifest, ObjectReco
 from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.format.object_format import encode_header, plan_layout
 from ml_flashpoint.stores.durable import MARKER, DurableVersions, save_of, version_of
-from ml_flashpoint.stores.version_store import StoredObject, Version, stored_object
+from ml_flashpoint.stores.version_store import StoredObject, Version
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -81,7 +81,7 @@ def write_part(store: DurableVersions, version: Version, manager: int, items: Se
 
 def open_part(store: DurableVersions, version: Version, manager: int) -> StoredObject:
     """Return a part to read from; whatever it returns was compared with its digests."""
-    return stored_object(store.manifest(version, manager), [store])
+    return StoredObject(store.manifest(version, manager), [store])
 
 
 def _digests(chunks: Sequence[memoryview]) -> Iterator[str]:
@@ -128,8 +128,7 @@ class History:
         return DurableVersions(self._persister.open_store())
 
     def begin(self) -> None:
-        """Take the right to write here, and remove what others have not completed. Wait for a dying owner for
-        `FLASHPOINT_LOCK_DEADLINE_S`. Raises `JobInUseError`: another live dictionary writes here."""
+        """Take the right to write here, and remove what others have not completed."""
         if not self._is_ours:
             return
         try:
@@ -147,8 +146,7 @@ class History:
                     self.remove(version)
 
     def close(self) -> None:
-        """Give the name up: whoever is next goes on from what is listed, and this one removes none of it any more. Safe
-        to call twice."""
+        """Give the name up: whoever is next goes on from what is listed, and this one removes none of it any more."""
         self._is_ours = False
         held, self._held = self._held, None
         if held is not None:
@@ -257,8 +255,7 @@ class History:
                     self.remove(its)
 
     def restored(self, checkpoint_id: int) -> None:
-        """Go on from a checkpoint: what leads to it counts, and what comes. Raises `FlashpointError`: the store
-        refuses; nothing has changed."""
+        """Go on from a checkpoint: what leads to it counts, and what comes."""
         if self._is_ours:
             with self._writing() as limit:
                 self._number += 1
@@ -269,12 +266,7 @@ class History:
         self._limit = to if self._limit is None else min(to, self._limit)
 
     def record(self, deadline: float | None = None) -> None:
-        """Have the store know of a rollback, and remove what this dictionary has written above.
-
-        Raises:
-            DDictTimeoutError: the store was at work for too long.
-            FlashpointError: it refuses: what was taken back is still offered there.
-        """
+        """Have the store know of a rollback, and remove what this dictionary has written above."""
         if self._limit is None:
             return
         with self._writing(deadline) as limit:

@@ -79,7 +79,6 @@ class PosixCheckpointPersister(CheckpointPersister):
 
     Args:
         persist_path: the directory; made when needed. "": the current one.
-        name: see `CheckpointPersister`, as for ``managers``.
     """
 
     @classmethod
@@ -104,7 +103,6 @@ class FsspecCheckpointPersister(CheckpointPersister):
 
     Args:
         persist_path: the URL. What is no URL is a path of this machine.
-        name: see `CheckpointPersister`, as for ``managers``.
     """
 
     @classmethod
@@ -116,12 +114,12 @@ class FsspecCheckpointPersister(CheckpointPersister):
 
     def open_store(self) -> Files:
         """Return the URL. Raise an `UnsafePathError` if it is a path, and somebody else has planted something there."""
-        from ml_flashpoint.stores.files import UrlFiles
+        from ml_flashpoint.stores.files import Files
 
         path = f"{self.resolve_path(self.persist_path).rstrip('/')}/{self.home}"
         if os.path.isabs(path):
             check_unplanted(Path(path))
-        return UrlFiles(path)
+        return Files(path)
 
 
 class DAOSCheckpointPersister(PosixCheckpointPersister):
@@ -129,7 +127,6 @@ class DAOSCheckpointPersister(PosixCheckpointPersister):
 
     Args:
         persist_path: a directory below the mount; made when needed.
-        name: see `CheckpointPersister`, as for ``managers``.
 
     Raises:
         DDictPersistError: ``persist_path`` is not on a dfuse mount.

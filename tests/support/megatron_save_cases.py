@@ -147,7 +147,7 @@ def a_save_that_fails_on_one_rank(door: Door, other: TorchDist) -> None:
     last = world_size() - 1
     step, failed = 0, set[str]()
     door.latest()  # opens the base container
-    calls = {name: getattr(Save, name) for name in ("stage", "fill", "commit")}
+    calls = {name: getattr(Save, name) for name in ("stage", "commit")}
     logging.disable(logging.CRITICAL)
 
     def no_room(*args: Any, **options: Any) -> None:
@@ -161,12 +161,12 @@ def a_save_that_fails_on_one_rank(door: Door, other: TorchDist) -> None:
             state["optimizer"]["step"].replica_id = 0
         elif kind == "an object":
             state["rng"].data = lambda: None
-        elif kind in ("stage", "fill", "commit"):
+        elif kind in ("stage", "commit"):
             setattr(Save, kind, no_room)
 
     for asynchronous in (False, True):
         for itself in (False, True):
-            for kind in ("no data", "an object", "stage", "fill", "commit"):
+            for kind in ("no data", "an object", "stage", "commit"):
                 step += 1
                 failed.add(f"step-{step}_ckpt")
                 state = sharded_state(layout, step)

@@ -278,6 +278,32 @@ def test_the_end_tries_again_what_failed(tmpfs: Path, faults: Faults) -> None:
     job.close()
 
 
+def test_the_end_writes_again_what_was_given_up_while_the_store_was_silent(
+    tmpfs: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(tmpfs, faults.url)
+    faults.now = "hang"
+    job.commit(10)
+    job.verify(10)
+    ended = [threading.Thread(target=persister.finish, args=(30,)) for persister in job.persisters]
+    for thread in ended:
+        thread.start()
+    assert faults.met.wait(30)
+    monkeypatch.setenv("FLASHPOINT_TRANSFER_DEADLINE_S", "0.05")
+    for persister in job.persisters:
+        wait_until(lambda it=persister: "has not answered" in str(it.health.error), "the store is silent")  # type: ignore[misc]
+        persister.look()
+    monkeypatch.undo()
+    faults.now = None
+    faults.go_on.set()
+    for thread in ended:
+        thread.join()
+    assert job.steps == [10]
+    assert [persister.health.failures for persister in job.persisters] == [0, 0]
+    job.check()
+    job.close()
+
+
 def test_the_end_gives_up_a_store_that_is_away(tmpfs: Path, faults: Faults) -> None:
     faults.now, job = "raise", Job(tmpfs, faults.url)
     job.commit(10)

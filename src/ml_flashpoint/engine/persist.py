@@ -168,6 +168,8 @@ class Persister:
                     self._persist(task)
             except _SupersededError:
                 _log.debug("%s is not persisted: a newer version is, or none any more", task and task.save)
+                if self._hurrying and not self._closing:
+                    self.hurry()
             except Exception as error:  # whatever a filesystem's client raises
                 has_ended = self._fail(task, error)
             if task is not None and has_ended:
@@ -337,7 +339,8 @@ class Persister:
             newest, task = self._newest, self._task
             if not self._hurrying:
                 self._hurrying, self._tries_left = True, _TRIES_AT_END
-        if newest not in (None, self._done) and (task is None or task.save != newest):
+        is_under_way = task is not None and task.save == newest and not task.superseded.is_set()
+        if newest not in (None, self._done) and not is_under_way:
             assert newest is not None
             self._give(newest)
 

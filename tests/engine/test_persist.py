@@ -214,6 +214,23 @@ def test_a_store_that_hangs_for_long_does_not_keep_the_slot(
     job.close()
 
 
+def test_other_content_in_the_slot_of_a_part_that_was_given_up_is_no_failure(tmpfs: Path, faults: Faults) -> None:
+    faults.now, job = "hang", Job(tmpfs, faults.url)
+    slots = job.commit(10)
+    job.verify(10, due=10)
+    assert faults.met.wait(30)
+    job.commit(20)
+    job.verify(20, due=20)
+    given = [job.commit(step)[0] for step in range(30, 70, 10)]
+    assert slots[0] in given, "step 20 is persisted in place of step 10"
+    faults.now = None
+    faults.go_on.set()
+    wait_until(lambda: all(persister.health.persisted == 20 for persister in job.persisters), "step 20 is persisted")
+    assert [persister.health.failures for persister in job.persisters] == [0, 0]
+    job.check()
+    job.close()
+
+
 def test_a_store_that_hangs_while_it_is_opened_keeps_no_other_job_waiting(tmpfs: Path) -> None:
     hangs, go_on = threading.Event(), threading.Event()
 

@@ -217,9 +217,9 @@ class BaseContainer:
         for name in files:
             if validate_segment(name).startswith(".") or parse_manifest_name(name) or parse_object_name(name):
                 raise InvalidNameError("a file beside the parts must not be called so", path=folder / name)
-        self.expect_sidecars(save, files)
         with writing(folder):
-            for name, content in files.items():
+            make_tree(self.base, folder)
+            for name, content in {_INDEX: "\n".join(files).encode(), **files}.items():  # the index first
                 replace_file(folder / name, [content], fsync=False)
 
     def expect_sidecars(self, save: SaveId, names: Iterable[str]) -> None:
@@ -228,7 +228,8 @@ class BaseContainer:
         folder = self.base / save.version
         with writing(folder):
             make_tree(self.base, folder)
-            replace_file(folder / _INDEX, ["\n".join(names).encode()], fsync=False)
+            if _INDEX not in os.listdir(folder):  # one that is there may name more files
+                replace_file(folder / _INDEX, ["\n".join(names).encode()], fsync=False)
 
     def reclaim(self, slot: Slot, rank: int) -> bool:
         """Take back a slot of a rank's parts, with the part that it holds. Return False if somebody reads it."""

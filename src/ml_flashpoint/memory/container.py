@@ -189,7 +189,7 @@ class BaseContainer:
                         raise
                     # Another rank has removed the folder, seen empty. Or the part is there, perhaps cut short.
                     if isinstance(error, FileExistsError):
-                        self.remove_part(save, rank)
+                        self._unlink_part(save, rank)
             write_manifest(folder, manifest)
         except UnsafePathError as error:  # nothing in there is touched
             raise SaveError(f"cannot commit: {error.message}", step=save.step, rank=rank, path=folder) from error
@@ -203,10 +203,12 @@ class BaseContainer:
 
     def remove_part(self, save: SaveId, rank: int) -> None:
         """Remove a part, its manifest first, and the folder of its version after the last part. The slot stays."""
-        folder = self.base / save.version
+        self._unlink_part(save, rank)
+        _remove_folder(self.base / save.version)
+
+    def _unlink_part(self, save: SaveId, rank: int) -> None:
         for name in (manifest_name(rank, save.text), object_name(rank, save.text)):
-            (folder / name).unlink(missing_ok=True)
-        _remove_folder(folder)
+            (self.base / save.version / name).unlink(missing_ok=True)
 
     def write_sidecars(self, save: SaveId, files: Mapping[str, bytes]) -> None:
         """Put files into the folder of a version that a framework looks for there. They go with the last part.

@@ -172,7 +172,7 @@ class Checkpointer:
         if discard_existing or not self._recovery.any_versions():
             self.go_on_from(None)
         if self._persister is not None and self.config.sigterm_grace_s is not None:
-            in_flight = InFlight(self._persister.hurry, self.finish, self.config.sigterm_grace_s)
+            in_flight = InFlight(self._persister.hurry, self._finish, self.config.sigterm_grace_s)
             hold_up_sigterm(in_flight)
             stack.callback(let_go_of_sigterm, in_flight)
 
@@ -483,7 +483,16 @@ class Checkpointer:
 
     def finish(self, deadline_s: float) -> bool:
         """Have saves in flight committed and copied, and the newest version persisted. Return True if all was done in
-        time. Not collective."""
+        time. Not collective.
+
+        Raises:
+            SaveError: the checkpointer is closed. JobInUseError: this process is a forked child.
+        """
+        self.check_usable()
+        return self._finish(deadline_s)
+
+    def _finish(self, deadline_s: float) -> bool:
+        """Do as `finish`, also while another thread closes this: SIGTERM waits for that."""
         give_up = time.monotonic() + deadline_s
         if self._persister is not None:
             self._persister.hurry()  # at once: a save that other ranks have not begun may take all the time there is
@@ -502,7 +511,8 @@ class Checkpointer:
     def remove_versions(self) -> None:
         """Remove every version from memory, on all nodes, at a planned end; a failure is logged. Collective."""
         try:
-            if not self.ranks.all_ok(self.finish(seal_deadline_s())):
+            self.check_usable()
+            if not self.ranks.all_ok(self._finish(seal_deadline_s())):
                 _log.error("versions stay in memory: a rank has not ended its saves, or not persisted the newest one")
                 return
             self._end_run(seal_deadline_s())

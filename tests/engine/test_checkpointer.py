@@ -56,7 +56,7 @@ def test_a_save_is_staged_committed_and_verified(checkpointer: Checkpointer) -> 
     assert save.staged.done()
     assert save.id == SaveId(1, 5)
     assert str(checkpointer.id(5)) == f"{checkpointer.base}/step-5_ckpt"
-    assert dict(manifest.labels) == {"door": "test", "table": "t1"}
+    assert dict(manifest.labels) == {"door": "test", "table": "t1", "job": checkpointer.ranks.job}
     found = safetensors.torch.load_file(Path(checkpointer.id(5)) / manifest.object_name)
     assert found["model.w"].tolist() == [500.0] * jobs.SIZE
     assert bytes(found["note"]) == b"nnnnn"

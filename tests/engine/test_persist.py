@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +43,7 @@ class Job:
         waits: bool = True,
         **options: Any,
     ) -> None:
+        self.name = str(root)
         self.store = open_durable(url)
         job_store = JobStore(None, HashStore(), b"secret")
         self.pools = [
@@ -70,16 +71,16 @@ class Job:
         for pool in self.pools:
             slot = pool.take(layout_of().size, SlotRequest(save, [], may_grow=True))
             assert slot is not None
-            commit(pool, slot, save)
+            commit(pool, slot, save, job=self.name)
             slots.append(slot)
         return slots
 
-    def verify(self, step: int, *, due: int | None = None, run: int = 1) -> None:
-        """Have all ranks hear that a step is verified, and which one was due to be persisted."""
+    def verify(self, step: int, *, due: int | None = None, run: int = 1, ranks: Sequence[int] = range(RANKS)) -> None:
+        """Have ranks hear that a step is verified, and which one was due to be persisted."""
         self.number += 1
         save = SaveId(run, step)
         persist = None if due is None else SaveId(run, due)
-        for persister in self.persisters:
+        for persister in [self.persisters[rank] for rank in ranks]:
             persister.heard(Verdict(self.number, (save,), SaveId(run, step + 1), self.number, persist=persist))
 
     @property
@@ -249,6 +250,22 @@ def test_a_store_that_hangs_while_it_is_opened_keeps_no_other_job_waiting(tmpfs:
     go_on.set()
     for job in (fine, dead):
         job.close()
+
+
+def test_jobs_with_one_url_and_one_run_number_never_complete_a_version_of_both(tmpfs: Path) -> None:
+    one, other = (Job(tmpfs / name, f"memory://{tmpfs.name}") for name in ("one", "other"))  # which has no locks
+    for job in (one, other):
+        job.commit(10)
+    other.verify(10, due=10, ranks=[1])
+    wait_until(lambda: other.persisters[1].health.persisted == 10, "a part of one job")
+    one.verify(10, due=10)
+    for persister in one.persisters:
+        wait_until(lambda it=persister: "another job" in str(it.health.error), "failures on both ranks")  # type: ignore[misc]
+    other.verify(10, due=10, ranks=[0])
+    wait_until(lambda: "another job" in str(other.persisters[0].health.error), "a failure on rank 0 of the other job")
+    assert one.steps == []
+    other.close()
+    one.close()
 
 
 def test_a_rank_that_cannot_write_is_named_and_the_next_version_is_tried(tmpfs: Path) -> None:

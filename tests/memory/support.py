@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ml_flashpoint.format.manifest import Manifest
+from ml_flashpoint.format.manifest import JOB_LABEL, Manifest
 from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.format.object_format import Layout, plan_layout
 from ml_flashpoint.memory.container import BaseContainer
@@ -21,13 +21,15 @@ def layout_of(numbers: int = NUMBERS) -> Layout:
     return plan_layout([("w", "float32", (numbers,))], [("note", 3)])
 
 
-def fill(slot: Slot, save: SaveId, rank: int = 0, world_size: int = 4, numbers: int = NUMBERS) -> Manifest:
+def fill(
+    slot: Slot, save: SaveId, rank: int = 0, world_size: int = 4, numbers: int = NUMBERS, job: str = "job"
+) -> Manifest:
     """Write an object whose numbers say which save and rank it is of; return the manifest to commit it by."""
     layout = layout_of(numbers)
     entry = layout.by_key["w"]
     slot.view(entry.begin, entry.end, torch.float32, entry.shape).fill_(value_of(save, rank))
     record = slot.seal(layout, [b"abc"])
-    return Manifest(save, rank, world_size, "node-0", record)
+    return Manifest(save, rank, world_size, "node-0", record, {JOB_LABEL: job})
 
 
 def value_of(save: SaveId, rank: int = 0) -> float:
@@ -43,8 +45,8 @@ def value_in(container: BaseContainer, save: SaveId, rank: int = 0, numbers: int
     return float(found[0])
 
 
-def commit(pool: Pool, slot: Slot, save: SaveId, numbers: int = NUMBERS) -> None:
-    pool.commit(slot, fill(slot, save, pool.owner.rank, pool.owner.world_size, numbers))
+def commit(pool: Pool, slot: Slot, save: SaveId, numbers: int = NUMBERS, job: str = "job") -> None:
+    pool.commit(slot, fill(slot, save, pool.owner.rank, pool.owner.world_size, numbers, job))
 
 
 def fill_up(folder: Path) -> Path:

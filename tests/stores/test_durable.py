@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from ml_flashpoint.format.errors import (
     ObjectNotFoundError,
     SaveError,
 )
-from ml_flashpoint.format.manifest import MAX_RECORD_BYTES, Manifest, ObjectRecord, encode, encode_record
+from ml_flashpoint.format.manifest import JOB_LABEL, MAX_RECORD_BYTES, Manifest, ObjectRecord, encode, encode_record
 from ml_flashpoint.format.names import SaveId, manifest_name, object_name
 from ml_flashpoint.stores.durable import MARKER, DurableVersions, folder_of, save_of, version_of
 from ml_flashpoint.stores.files import Directory, Files
@@ -165,6 +166,8 @@ def test_what_is_no_run_of_ours_is_let_alone(store: DurableVersions) -> None:
         {"world_size": 0},
         {"world_size": 2**30},
         {"world_size": "2"},
+        {"job": 7},
+        {"job": None},
     ],
 )
 def test_markers_are_distrusted(store: DurableVersions, fields: dict[str, object]) -> None:
@@ -176,6 +179,22 @@ def test_markers_are_distrusted(store: DurableVersions, fields: dict[str, object
     assert (damaged.folder, damaged.counts, bool(damaged.problem)) == (newest.folder, False, True)
     store.keep_newest(3, SaveId(12, 9))
     assert store.files.list(newest.folder), "what may be of use is not removed as long as it is the newest"
+
+
+def test_parts_of_two_jobs_are_no_version(store: DurableVersions) -> None:
+    one, other = ([replace(part(3, rank), labels={JOB_LABEL: job}) for rank in range(2)] for job in ("one", "other"))
+    store.write_part(one[0], content)
+    store.write_part(other[1], content)
+    with pytest.raises(ManifestError, match="another job has written this part"):
+        store.complete(SaveId(7, 3), 2)
+    assert counting(store) == []
+    store.files.write(f"{folder_of(SaveId(7, 3))}/{manifest_name(1, RUN)}", [encode(one[1])])
+    found = store.complete(SaveId(7, 3), 2)
+    assert counting(store) == [found]
+    assert store.manifest(found, 1) == one[1]
+    store.files.write(f"{found.folder}/{manifest_name(1, RUN)}", [encode(other[1])])  # by a writer that was slow
+    with pytest.raises(ManifestError, match="another job has written this part"):
+        store.manifest(counting(store)[0], 1)
 
 
 def test_manifests_of_other_parts_are_refused(store: DurableVersions) -> None:

@@ -26,7 +26,7 @@ from ml_flashpoint.engine.rounds import Fate, Verdict
 from ml_flashpoint.format.arguments import checked_integer
 from ml_flashpoint.format.errors import DeadlineError, FlashpointError, SaveError, SkippedError, SupersededError
 from ml_flashpoint.format.knobs import seal_deadline_s
-from ml_flashpoint.format.manifest import Manifest
+from ml_flashpoint.format.manifest import JOB_LABEL, Manifest
 from ml_flashpoint.format.names import CheckpointContainerId, SaveId
 from ml_flashpoint.memory.pool import Pool, SlotRequest
 from ml_flashpoint.memory.slot import Slot
@@ -204,6 +204,7 @@ class Save:
         """Complete the object, and commit it. On the committing thread."""
         part, saves, take = self.part, self._saves, self._take
         assert self.id is not None
+        labels[JOB_LABEL] = saves.ranks.job
         if self.terms.table:
             labels[_TABLE] = self.terms.table
         try:

@@ -39,6 +39,9 @@ from ml_flashpoint.format.names import (
     validate_segment,
 )
 
+JOB_LABEL: Final = "job"
+"""Label of a part: the job that saved it, the same on all ranks and in no other job."""
+
 MAX_RECORD_BYTES: Final = 64 * 2**20
 """Largest record. As a manifest: the digests of some 50 TiB."""
 

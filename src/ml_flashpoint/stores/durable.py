@@ -5,13 +5,14 @@ needed: whoever finds the manifests of all ranks may write the marker, which mak
 
     run-00000007/step-40_ckpt/rank-00003-00000007.safetensors     the object of rank 3 of step 40 of run 7
     run-00000007/step-40_ckpt/rank-00003-00000007.manifest        written after it
-    run-00000007/step-40_ckpt/complete.json                       step, save id and number of ranks; written last
+    run-00000007/step-40_ckpt/complete.json                       step, save id, number of ranks, job; written last
 
 The newest version is that of the greatest `SaveId`. Only what a marker names counts.
 
 One process at a time completes and removes versions, the owner: it has a lock, where files have locks. Elsewhere the
 numbers of runs keep jobs apart: one that finds a version of a later run completes none any more, and what it may remove
-is older.
+is older. Two jobs that both begin anew have the same number. So the marker names a job, and a part of another one is no
+part of the version: such a version is not completed, nor loaded where a part was replaced later.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ml_flashpoint.format.errors import (
     JobInUseError,
     ObjectNotFoundError,
 )
-from ml_flashpoint.format.manifest import MAX_RECORD_BYTES, decode_record, encode_record
+from ml_flashpoint.format.manifest import JOB_LABEL, MAX_RECORD_BYTES, decode_record, encode_record
 from ml_flashpoint.format.names import MAX_WORLD_SIZE, RUN_PATTERN, CheckpointContainerId, SaveId, parse_manifest_name
 from ml_flashpoint.stores.files import Files
 from ml_flashpoint.stores.version_store import UNKNOWN, Version, VersionStore
@@ -40,7 +41,7 @@ MARKER: Final = "complete.json"
 RUN_PREFIX: Final = "run-"
 _RUN: Final = re.compile(rf"{RUN_PREFIX}{RUN_PATTERN}")
 _KIND: Final = "mlflashpoint-version-3"
-_FIELDS: Final = ("step", "save_id", "world_size")
+_FIELDS: Final = ("step", "save_id", "world_size", "job")
 _LOCK: Final = "lock"
 
 
@@ -55,13 +56,13 @@ def folder_of(save: SaveId) -> str:
 
 
 def version_of(fields: Mapping[str, Any]) -> Version:
-    """Return the complete version that a marker names: its step, save id and number of ranks. Trusts nothing. Raise an
-    `InvalidArgumentError` if there is no such version."""
-    step, save_id, size = (fields.get(each) for each in _FIELDS)
-    if type(step) is int and isinstance(save_id, str) and type(size) is int:
+    """Return the complete version that a marker names: its step, save id, number of ranks, and job if there is one.
+    Trusts nothing. Raise an `InvalidArgumentError` if there is no such version."""
+    step, save_id, size, job = (fields.get(each, "") for each in _FIELDS)
+    if type(step) is int and isinstance(save_id, str) and type(size) is int and isinstance(job, str):
         save = SaveId.parse(CheckpointContainerId.format_version_container(step), save_id)
         if save is not None and 0 < size <= MAX_WORLD_SIZE:
-            return Version(save, folder_of(save), range(size), size, True)
+            return Version(save, folder_of(save), range(size), size, True, job=job)
     raise InvalidArgumentError("these name no version", argument="fields", value=dict(fields))
 
 
@@ -98,9 +99,10 @@ class DurableVersions(VersionStore):
             yield
 
     def complete(self, save: SaveId, world_size: int, moved: Callable[[], None] = lambda: None) -> Version:
-        """Make a version exist, after `check_parts`, and raise the errors of that. If the store fails, the version may
-        exist all the same."""
-        found = Version(save, folder_of(save), range(world_size), world_size, True)
+        """Make a version exist, after `check_parts`, and raise the errors of that. The version is of the job that has
+        written the part of rank 0. If the store fails, the version may exist all the same."""
+        job = self._manifest(save, 0).labels.get(JOB_LABEL, "")
+        found = Version(save, folder_of(save), range(world_size), world_size, True, job=job)
         self.check_parts(found, moved)
         self.files.write(f"{found.folder}/{MARKER}", [encode_record(_KIND, save_of(found))])
         return found

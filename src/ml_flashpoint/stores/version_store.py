@@ -28,7 +28,7 @@ from ml_flashpoint.format.errors import (
     UnreadableError,
     is_damage,
 )
-from ml_flashpoint.format.manifest import MAX_RECORD_BYTES, Manifest, ObjectRecord, decode, encode
+from ml_flashpoint.format.manifest import JOB_LABEL, MAX_RECORD_BYTES, Manifest, ObjectRecord, decode, encode
 from ml_flashpoint.format.names import SaveId, manifest_name
 from ml_flashpoint.format.object_format import Entry, Layout, header_length, parse_header
 from ml_flashpoint.memory.lineage import RunRecord
@@ -56,6 +56,7 @@ class Version:
         world_size: number of ranks that saved it; 0 if not known.
         counts: True if the parts may be read: a durable version has its marker.
         problem: the damage that was found without reading parts; "" if none was.
+        job: the job that saved it, as the labels of its manifests have it; "" if not known.
     """
 
     save: SaveId
@@ -64,6 +65,7 @@ class Version:
     world_size: int = 0
     counts: bool = False
     problem: str = ""
+    job: str = ""
 
     @property
     def step(self) -> int:
@@ -127,6 +129,9 @@ class VersionStore(ABC):
         if version.world_size not in (0, manifest.world_size):
             path = self.files.path_of(version.folder)
             raise ManifestError(f"this is a part of {manifest.world_size} ranks", rank=rank, path=path)
+        if version.job not in ("", manifest.labels.get(JOB_LABEL)):
+            text, hint = "another job has written this part", "give each job a URL of its own"
+            raise ManifestError(text, step=version.step, rank=rank, path=self.path_of(manifest), hint=hint)
         return manifest
 
     def _manifest(self, save: SaveId, rank: int) -> Manifest:

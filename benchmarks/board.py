@@ -14,7 +14,7 @@ from benchmarks.timing import Result, measure
 from ml_flashpoint.engine.board import Board
 from ml_flashpoint.engine.rounds import Answer, Member, Outcome, Verdict
 from ml_flashpoint.engine.store import SignedStore
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.ranks.retention import Keep
 
 RANKS = 16_384
@@ -40,10 +40,10 @@ def results() -> Iterator[Result]:
     )
 
     def answer(ranks: range, save: SaveId, number: int) -> None:
-        text = json.dumps(Answer(number, save, Outcome.COPIED).to_fields())
+        text = json.dumps(Answer(number, save, Outcome.COPIED))
         for rank in ranks:
             others.set(f"answer/{rank}", text)
-            others.add(f"count/{number}", 1)
+            others.plain.add(f"count/{number}", 1)
 
     def one_round(run: int, *, last_only: bool) -> float:
         number, save = board.verdict.number, SaveId(1, board.verdict.newest.step + 1)

@@ -19,7 +19,7 @@ from benchmarks.timing import Memcpy, Result, State, measure
 from ml_flashpoint import Checkpointer
 from ml_flashpoint.copy.cpu import copy_all
 from ml_flashpoint.copy.dtypes import described, torch_dtype
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.names import CheckpointContainerId
 from ml_flashpoint.format.object_format import plan_layout
 from ml_flashpoint.memory.slot import Slot
 

@@ -15,7 +15,7 @@ from benchmarks.timing import Result, measure
 from ml_flashpoint.format.digest import BLOCK_SIZE, digest_blocks
 from ml_flashpoint.format.errors import ObjectNotFoundError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.net.messages import Fields
 from ml_flashpoint.net.transfers import BlockChecker, PartName, PeerConnection, TransferService
 
@@ -68,7 +68,7 @@ def results() -> Iterator[Result]:
     address, plain_address, digests = ours.recv()
     target = mmap.mmap(-1, SIZE)
     into = memoryview(target)
-    record = ObjectRecord("rank-00000-a.safetensors", SIZE, SIZE, tuple(digests))
+    record = ObjectRecord(SIZE, SIZE, tuple(digests))
 
     class Plain:
         """Stands where the memcpy stands elsewhere: the ratio is to this."""
@@ -87,7 +87,7 @@ def results() -> Iterator[Result]:
             return time.perf_counter() - began
 
     def fetch(_: int) -> None:
-        with PeerConnection(address, SECRET) as peer, BlockChecker(record, into, record.name) as blocks:
+        with PeerConnection(address, SECRET) as peer, BlockChecker(record, into, "part") as blocks:
             peer.fetch(PART, blocks)
 
     plain = Plain()

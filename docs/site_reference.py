@@ -37,7 +37,7 @@ PAGES: dict[str, tuple[str, list[str]]] = {
             "ml_flashpoint.core.checkpoint_loader:DefaultMLFlashpointCheckpointLoader",
             "ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager:CheckpointObjectManager",
             "ml_flashpoint.replication.replication_manager:ReplicationManager",
-            "ml_flashpoint.format.checkpoint_id_types:CheckpointContainerId",
+            "ml_flashpoint.format.names:CheckpointContainerId",
         ],
     ),
     "reference-frameworks.md": (
@@ -122,11 +122,12 @@ class Module:
         return None
 
     def public(self) -> list[str]:
-        """What `__all__` lists, or else all public classes and functions."""
+        """What `__all__` lists, or else what is imported as itself, and all public classes and functions."""
         for node in self.tree.body:
             if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
                 return [str(name) for name in ast.literal_eval(node.value)]
-        return [
+        imports = [each for node in self.tree.body if isinstance(node, ast.ImportFrom) for each in node.names]
+        return [each.name for each in imports if each.asname == each.name] + [
             node.name
             for node in self.tree.body
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_")

@@ -1,8 +1,7 @@
 """`Checkpointer`: the public face. The state of a program goes into a base container, and comes back from it.
 
 The engine's `Checkpointer` moves named tensors and bytes. This one moves modules, optimizers and whatever else has a
-state, and gives DCP its storage writer and reader. All ranks vote on each step of a load, so that one rank's trouble is
-an error on all.
+state, and gives DCP its storage writer and reader.
 """
 
 from __future__ import annotations
@@ -23,11 +22,7 @@ from ml_flashpoint import events
 from ml_flashpoint.adapter.pytorch.memory_stager import MemoryStager
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
-from ml_flashpoint.adapter.pytorch.metadata_format import (
-    METADATA_KEY,
-    merged_metadata,
-    metadata_of_share,
-)
+from ml_flashpoint.adapter.pytorch.metadata_format import METADATA_KEY, merged_metadata, metadata_of_share
 from ml_flashpoint.config import Config
 from ml_flashpoint.copy import cuda
 from ml_flashpoint.copy.collection import collection_paused
@@ -41,8 +36,8 @@ from ml_flashpoint.engine.replicas import Table
 from ml_flashpoint.engine.save import Save
 from ml_flashpoint.engine.signals import answer_sigterm, interrupts_held
 from ml_flashpoint.format.arguments import checked_callable, checked_integer
-from ml_flashpoint.format.checkpoint_id_types import MAX_STEP, CheckpointContainerId
 from ml_flashpoint.format.errors import (
+    Blame,
     DeadlineError,
     InvalidArgumentError,
     LoadError,
@@ -50,9 +45,8 @@ from ml_flashpoint.format.errors import (
     ReshardError,
     SaveError,
 )
-from ml_flashpoint.format.failure_kinds import Blame
 from ml_flashpoint.format.knobs import seal_deadline_s
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import MAX_STEP, CheckpointContainerId, SaveId
 from ml_flashpoint.state.packed_state import item_bytes, rank_key
 from ml_flashpoint.state.plan import Captured, Offer, Share
 from ml_flashpoint.state.planner import TrackedLoadPlanner
@@ -63,8 +57,6 @@ from ml_flashpoint.state.tree import Tree
 from ml_flashpoint.status import Recovery, Source
 
 _log = logging.getLogger(__name__)
-
-_ANEW = "to start anew, use another base container"
 
 State = Mapping[str, torch.nn.Module | Optimizer | Stateful]
 """What to save and load, by name: modules, optimizers, and anything with ``state_dict`` and ``load_state_dict``."""
@@ -99,11 +91,7 @@ class Checkpointer(engine.Checkpointer):
 
     Construct it on all ranks, after ``init_process_group`` if there is one, and save the same steps on all of them.
     Construction, `load`, `latest`, `go_back` and `versions` are collective. For the arguments and errors see the
-    engine's `Checkpointer`.
-
-    Attributes:
-        overlap: the optimizers whose tensors on CUDA devices are copied late.
-        last_load: the last `load`; None before.
+    engine's `Checkpointer`. ``last_load`` is the last `load`; None before.
     """
 
     def __init__(
@@ -112,7 +100,7 @@ class Checkpointer(engine.Checkpointer):
         config = config or Config()
         self.overlap = Overlap(wanted=config.overlap)
         self.last_load: Recovery | None = None
-        self._deadline_s = seal_deadline_s() if config.deadline_s is None else config.deadline_s
+        self.deadline_s = seal_deadline_s() if config.deadline_s is None else config.deadline_s
         self._writer_of_dcp: MemoryStorageWriter | None = None
         self._stager_of_dcp: MemoryStager | None = None
         self._state: dict[str, object] = {}
@@ -120,15 +108,13 @@ class Checkpointer(engine.Checkpointer):
         self._written: _Written | None = None
         self._metadata: tuple[str, bytes] = ("", b"")  # of the table that was merged last; on the executor
         self._last: Save | None = None
-        self._attempted = -1  # highest step that was called in this run, the same on all ranks
+        self._attempted = SaveId(0, -1)  # the highest, the same on all ranks
         self._is_saving = False
         super().__init__(base, config, discard_existing=discard_existing)
         warn_of_shared_store(self.ranks.rank)
 
-    def _tracked_of(self, state: State | TrackedState, functions: Mapping[str, Reshard] | None = None) -> TrackedState:
+    def _tracked_of(self, state: State, functions: Mapping[str, Reshard] | None = None) -> TrackedState:
         """Return what is tracked of a state: the same object as long as the state has the same objects."""
-        if isinstance(state, TrackedState):
-            return state
         if not isinstance(state, Mapping) or not state:
             text = "must be a dict of modules, optimizers and other objects with a state, by name"
             raise InvalidArgumentError(text, argument="state", value=state)
@@ -145,60 +131,72 @@ class Checkpointer(engine.Checkpointer):
 
     # ---- saving --------------------------------------------------------------------------------------------
 
-    def save(self, step: int, state: State | TrackedState, *, explicit: bool = True) -> Save:
-        """Save. Returns once the state is copied: it may change in any way then. The rest is done in the background.
+    def save(self, step: int, state: State, *, explicit: bool = True) -> Save:
+        """Save. Return once the state is copied: it may change in any way then. The rest is done in the background, and
+        the save says in its futures if it fails.
 
         Args:
             step: above all that were saved before in this run. The step that was saved last is that save; if it was
                 skipped, or failed, on some rank, it is saved now, by a run that goes on from the newest version.
-            state: the objects to save; or what a `Flashpoint` tracks.
+            state: the objects to save.
             explicit: without a free slot, wait for one, up to the deadline of the save; False: skip the save at once.
-
-        Returns:
-            The save. A save that fails says why in its futures.
 
         Raises:
             UnaskedVersionsError: there are versions from before, and `load` was not called.
             InvalidArgumentError: the step is not above those saved before, or ``state`` is unusable.
             SaveError: a save has begun and not returned, or the checkpointer is closed.
         """
+        answer_sigterm()
+        self.check_asked("load(state)")
+        return self.save_tracked(step, self._tracked_of(state), explicit=explicit)
+
+    def save_tracked(self, step: int, tracked: TrackedState, *, explicit: bool) -> Save:
+        """Do as `save` with what a `Flashpoint` tracks, which has made sure that it may save."""
         if self._is_saving:
             text = "called while a save begins: in a signal handler, say"
             hint = "let the handler set a flag, and save in the loop"
             raise SaveError(text, step=step, rank=self.ranks.rank, hint=hint)
-        answer_sigterm()
-        self.check_asked("load(state)")
-        tracked = self._tracked_of(state)
         cuda.settle()  # what the device still has to do of the step is not time that a save holds the loop
         began = time.perf_counter()
         try:
             self._is_saving = True
             with interrupts_held(), collection_paused():
-                return self._save(step, tracked, explicit=explicit)
+                return self._save(SaveId(self.run, step), tracked, explicit=explicit)
         finally:
             self._is_saving = False
             seconds = self.stats.blocked_s = time.perf_counter() - began
             self.stats.blocked_total_s += seconds
             events.emit(events.LoopHeld, self.ranks, self.base, step, seconds=seconds)
 
-    def _save(self, step: int, tracked: TrackedState, *, explicit: bool) -> Save:
-        may_be_there = step == self._attempted or self.is_between_runs
-        if may_be_there and (last := self._already(step)) is not None:
-            return last
-        self._attempted = max(step, self._attempted)
-        name = SaveId(self.run, step)
+    def _save(self, name: SaveId, tracked: TrackedState, *, explicit: bool) -> Save:
+        step = name.step
+        if name == self._attempted or not name.run:
+            if (last := self._already(name)) is not None:
+                return last
+            name = SaveId(self.run, step)
+        self._attempted = max(name, self._attempted)
         tree: Tree | Exception
         try:
             tree = self._flatten(name, tracked)
         except Exception as caught:  # of whatever kind: the other ranks learn that this rank has no part
             tree = caught
             self.replicas.pass_over(name)
-        table = "" if self._written is None else self._written.table.name
-        self._last = save = self.begin(step, explicit=explicit, table=table)
+        written = self._written
+        self._last = save = self.begin(step, explicit=explicit, table="" if written is None else written.table.name)
         try:
             if isinstance(tree, Exception):
                 raise tree
-            self._stage(save, tree)
+            assert written is not None
+            captured = written.share.capture(tree)
+            copies = self.stage(
+                save,
+                captured.tensors,
+                [*written.share.byte_keys, METADATA_KEY],
+                kind=captured.plan,
+                late=self.overlap.begin(tensor for _, tensor in captured.tensors),
+            )
+            captured.tensors = ()
+            self.commit(save, items=partial(self._items, written, captured, copies))
         except Exception as caught:
             self.fail(save, caught)
         except BaseException:  # the program is being interrupted
@@ -206,14 +204,13 @@ class Checkpointer(engine.Checkpointer):
             raise
         return save
 
-    def _already(self, step: int) -> Save | None:
-        """Return the save of a step, if it has not failed on any rank. Else a new run begins. Collective."""
-        last = self._last
-        is_there = last is not None and last.id == SaveId(self.run, step)
-        if last is not None and is_there:
-            futures.wait([last.committed], self._deadline_s)  # it may have no slot in the end
-        has_failed = last is not None and last.committed.done() and last.committed.exception() is not None
-        if self.ranks.all_ok(is_there and not has_failed):
+    def _already(self, name: SaveId) -> Save | None:
+        """Return the save of this name, if it has not failed on any rank. Else a new run begins. Collective."""
+        last, is_there = self._last, False
+        if last is not None and last.id == name:
+            futures.wait([last.committed], self.deadline_s)  # it may have no slot in the end
+            is_there = not last.committed.done() or last.committed.exception() is None
+        if self.ranks.all_ok(is_there):
             return last
         self.latest()
         return None
@@ -227,26 +224,11 @@ class Checkpointer(engine.Checkpointer):
             offer = Offer(tree, rank=ranks.rank, ranks=ranks.world_size, own=rank_key(ranks.rank))
         metadata = partial(_metadata_by, offer, ranks.rank)
         table = self.replicas.agree(
-            save, *offer.digests, lambda: list(offer.replicas.values()), self._deadline_s, share=metadata
+            save, *offer.digests, lambda: list(offer.replicas.values()), self.deadline_s, share=metadata
         )
         if known is None or table is not known.table:
             self._written = _Written(offer, table, Share(offer, offer.written(table.written)))
         return tree
-
-    def _stage(self, save: Save, tree: Tree) -> None:
-        """Copy what this rank writes, or begin to, and leave the rest to the committing executor."""
-        written = self._written
-        assert written is not None
-        captured = written.share.capture(tree)
-        copies = self.stage(
-            save,
-            captured.tensors,
-            [*written.share.byte_keys, METADATA_KEY],
-            kind=captured.plan,
-            late=self.overlap.begin(tensor for _, tensor in captured.tensors),
-        )
-        captured.tensors = ()
-        self.commit(save, items=partial(self._items, written, captured, copies))
 
     def _items(
         self, written: _Written, captured: Captured, copies: Sequence[torch.Tensor]
@@ -257,7 +239,7 @@ class Checkpointer(engine.Checkpointer):
         self.replicas.publish(table.name, partial(_metadata_by, written.offer, self.ranks.rank, table))
         if self.ranks.rank == 0:
             if self._metadata[0] != table.name:
-                shares = self.replicas.collect(table.name, self._deadline_s)
+                shares = self.replicas.collect(table.name, self.deadline_s)
                 self._metadata = table.name, merged_metadata(shares)
             byte_items.append((METADATA_KEY, self._metadata[1]))
         return tensors, byte_items
@@ -266,7 +248,7 @@ class Checkpointer(engine.Checkpointer):
 
     def load(
         self,
-        state: State | TrackedState,
+        state: State,
         *,
         step: int | None = None,
         fallback: Fallback | None = None,
@@ -278,7 +260,7 @@ class Checkpointer(engine.Checkpointer):
         checked to have room for the checkpoints to come.
 
         Args:
-            state: the objects to load into; or what a `Flashpoint` tracks.
+            state: the objects to load into.
             step: load the version of this step, or raise. Newer versions do not count any more: no load finds them
                 again, and their memory is the next saves'.
             fallback: called on all ranks when memory has no version, or none that is sound; loads the state from
@@ -294,34 +276,46 @@ class Checkpointer(engine.Checkpointer):
             LoadError: a version does not fit the objects, none could be loaded and there is no fallback
                 (`NothingLoadableError`), or there is none of ``step``.
             CapacityError: the filesystem is too small.
-            InvalidArgumentError: an argument is unusable.
-            FlashpointError: ranks lost each other, or their fallbacks returned different steps.
-            Exception: what the fallback raised; a `LoadError` on ranks where it did not.
+            FlashpointError: an argument is unusable, ranks lost each other, or their fallbacks failed or differ.
         """
+        tracked = self._tracked_of(state, None if reshard is None else checked_reshard(reshard, state))
+        return self.load_tracked(tracked, step=step, fallback=fallback).step
+
+    def load_tracked(self, tracked: TrackedState, *, step: int | None, fallback: Fallback | None) -> Recovery:
+        """Do as `load` with what a `Flashpoint` tracks."""
         fallback = checked_callable("fallback", fallback, "without arguments that loads a state and returns its step")
         wanted = checked_wanted(step, fallback)
-        functions = None if reshard is None or isinstance(state, TrackedState) else checked_reshard(reshard, state)
-        tracked = self._tracked_of(state, functions)
+        source: Source
         began, ranks = time.perf_counter(), self.ranks
         self.overlap.before_update()
-        if not ranks.all_ok(self.await_commits(self._deadline_s)):
+        if not ranks.all_ok(self.await_commits(self.deadline_s)):
             raise DeadlineError("a save is still under way, on this rank or another one", rank=ranks.rank)
         load = _Load(self, tracked, wanted)
-        load.run(may_fall_back=fallback is not None)
-        done, source = 0, load.source
-        if load.version is not None:
-            done = load.version.step or 0
+        version = load.run(may_fall_back=fallback is not None)
+        report, loaded_s = self.last_recovery or RecoveryReport(), time.perf_counter() - began
+        done, source = 0, "nothing"
+        if version is not None:
+            done, source = version.step or 0, report.tier
         elif fallback is not None:
-            if (why := load.why()) is not None:
+            if why := load.why():
                 _log.error("falling back, and what is in memory will be overwritten: %s", why)
             done, source = self._fall_back(fallback), "fallback"
-        else:
-            source = "nothing"
-        self.go_on_from(load.version)
+        self.go_on_from(version)
         self.check_room(tracked.expected_bytes())
-        self.last_load = load.recovery(done, source, time.perf_counter() - began)
-        events.emit(events.Resumed, ranks, self.base, done, source=source, seconds=self.last_load.total_s)
-        return done
+        self.last_load = loaded = Recovery(
+            step=done,
+            source=source,
+            version=None if version is None else version.name,
+            detect_s=report.detect_s,
+            plan_s=report.plan_s,
+            fetch_s=report.fetch_s,
+            load_s=loaded_s - report.detect_s - report.plan_s - report.fetch_s,
+            total_s=time.perf_counter() - began,
+            fetched_bytes=report.fetched_bytes,
+            discarded=tuple(failure.version for failure in load.failures),
+        )
+        events.emit(events.Resumed, ranks, self.base, done, source=source, seconds=loaded.total_s)
+        return loaded
 
     def _fall_back(self, fallback: Fallback) -> int:
         """Call a program's fallback, and return the step that it has loaded."""
@@ -332,15 +326,9 @@ class Checkpointer(engine.Checkpointer):
             return checked_integer("fallback", 0 if returned is None else returned, 0, MAX_STEP)
 
         step = ranks.together(call, LoadError("the fallback failed on another rank; its log says why", rank=ranks.rank))
-        steps = [int(blob) for blob in ranks.gather(str(step).encode())]
-        if len(set(steps)) > 1:
-            raise LoadError(f"the fallback returned different steps on different ranks: {steps}", rank=ranks.rank)
+        if len(set(ranks.gather(str(step).encode()))) > 1:
+            raise LoadError(f"the fallback returned different steps on different ranks: {step} here", rank=ranks.rank)
         return step
-
-    def go_on_from(self, version: CheckpointContainerId | None) -> None:
-        """Do as the engine's `Checkpointer.go_on_from`."""
-        super().go_on_from(version)
-        self._last, self._attempted = None, -1
 
     # ---- DCP -----------------------------------------------------------------------------------------------
 
@@ -351,8 +339,7 @@ class Checkpointer(engine.Checkpointer):
         return self._writer_of_dcp
 
     def stager(self) -> MemoryStager:
-        """Return the stager for ``dcp.async_save(..., async_stager=ckpt.stager())``, by those who wait for
-        ``staging_completion``."""
+        """Return the stager for ``dcp.async_save(..., async_stager=ckpt.stager())``."""
         if self._stager_of_dcp is None:
             self._stager_of_dcp = MemoryStager(self.writer())
         return self._stager_of_dcp
@@ -368,10 +355,10 @@ class Checkpointer(engine.Checkpointer):
         Return True if that was so in time."""
         if self._writer_of_dcp is not None:
             self._writer_of_dcp.give_up()
-        return super().wait(self._deadline_s if deadline_s is None else deadline_s)
+        return super().wait(self.deadline_s if deadline_s is None else deadline_s)
 
     def close(self, persist_deadline_s: float | None = None) -> None:
-        """Do as the engine's `Checkpointer.close`. Optimizers are not watched from then on."""
+        """Do as the engine's `Checkpointer.close`, and watch no optimizers from then on."""
         if not self.is_closed:
             self.overlap.close()
             if self._writer_of_dcp is not None:
@@ -381,121 +368,93 @@ class Checkpointer(engine.Checkpointer):
 
 class _Load:
     """One load, into the objects of all ranks or of none: of the version of the step ``wanted``, or of the newest
-    one that all ranks can load."""
+    one that all ranks can load. All ranks vote on each step, so that one rank's trouble is an error on all.
+
+    Attributes:
+        failures: of the versions that could not be loaded, newest first.
+    """
 
     def __init__(self, checkpointer: Checkpointer, tracked: TrackedState, wanted: int | None) -> None:
         self._checkpointer, self._tracked, self._wanted = checkpointer, tracked, wanted
-        self._ranks, self._safe_globals = checkpointer.ranks, tuple(checkpointer.config.safe_globals)
         self._joint = JointLoad(checkpointer)
         self._unloadable: NothingLoadableError | None = None
-        self.version: CheckpointContainerId | None = None
-        self.source: Source = "memory"
-        self._reports: list[RecoveryReport] = []
-        self._load_s = 0.0
+        self.failures = self._joint.failures
 
-    def run(self, *, may_fall_back: bool) -> None:
-        """Load. Raise where all ranks must stop: see `Checkpointer.load`."""
-        fresh, generators = self._tracked.fresh(), capture_rng_state()
+    def run(self, *, may_fall_back: bool) -> CheckpointContainerId | None:
+        """Return the version that was loaded, if one was. Raise where all ranks must stop."""
+        fresh, generators, loaded = self._tracked.fresh(), capture_rng_state(), None
         try:
-            loaded = self._joint.newest(self._next_version, self._load_timed)
-            self.version = None if loaded is None else loaded[0]
+            loaded = self._joint.newest(self._next_version, self._load)
         finally:
-            if self.version is None:  # a training that starts anew shows nothing of the tries
+            if loaded is None:  # a training that starts anew shows nothing of the tries
                 for each in fresh:
                     each.forget()
                 restore_rng_state(generators)
-        if self.version is None:
+        if loaded is None:
             self._refuse(may_fall_back)
+        return None if loaded is None else loaded[0]
 
     def _refuse(self, may_fall_back: bool) -> None:
         """Raise if going on from elsewhere would bury a version, or the user has to decide first."""
-        failures = self._joint.failures
-        in_part = " (one was loaded in part)" if any(failure.touched for failure in failures) else ""
-        rank = failures[0].rank if failures else self._ranks.rank
-        for failure in failures:
-            if failure.blame is Blame.CHOICE:
-                raise ReshardError(f"version {failure.version} cannot be loaded yet: {failure.text}", rank=failure.rank)
+        in_part = " (one was loaded in part)" if any(failure.touched for failure in self.failures) else ""
+        rank = self.failures[0].rank if self.failures else self._checkpointer.ranks.rank
+        anew, or_discard = "to start anew, use another base container", "discard_existing=True to the constructor"
+        for each in self.failures:
+            if each.blame is Blame.CHOICE:
+                raise ReshardError(f"version {each.version} cannot be loaded yet: {each.text}", rank=each.rank)
         if self._wanted is not None:
             raise LoadError(f"the version cannot be loaded{in_part}: {self.why()}", rank=rank)
-        for failure in failures:
-            if failure.is_misfit:
-                raise LoadError(
-                    f"version {failure.version} does not fit what is tracked: {failure.text}",
-                    rank=failure.rank,
-                    hint=f"{_ANEW}, or pass discard_existing=True to the constructor",
-                )
-        if failures and not may_fall_back:
-            raise NothingLoadableError(
-                f"there are versions and none can be loaded{in_part}: {self.why()}",
-                rank=rank,
-                hint=f"{_ANEW}, pass fallback=, or discard_existing=True to the constructor",
-            ) from self._unloadable
-        if self._unloadable is not None and not may_fall_back:
+        for each in self.failures:
+            if each.is_misfit:
+                text = f"version {each.version} does not fit what is tracked: {each.text}"
+                raise LoadError(text, rank=each.rank, hint=f"{anew}, or pass {or_discard}")
+        if may_fall_back:
+            return
+        if self.failures:
+            text = f"there are versions and none can be loaded{in_part}: {self.why()}"
+            hint = f"{anew}, pass fallback=, or {or_discard}"
+            raise NothingLoadableError(text, rank=rank, hint=hint) from self._unloadable
+        if self._unloadable is not None:
             raise self._unloadable
 
-    def why(self) -> str | None:
-        """Return why versions were passed over; None if there are none."""
-        reasons = [f"{failure.version}: rank {failure.rank}: {failure.text}" for failure in self._joint.failures]
-        return "; ".join(reasons + ([self._unloadable.message] if self._unloadable else [])) or None
-
-    def recovery(self, step: int, source: Source, total_s: float) -> Recovery:
-        return Recovery(
-            step=step,
-            source=source,
-            version=None if self.version is None else self.version.name,
-            detect_s=sum(each.detect_s for each in self._reports),
-            plan_s=sum(each.plan_s for each in self._reports),
-            fetch_s=sum(each.fetch_s for each in self._reports),
-            load_s=self._load_s,
-            total_s=total_s,
-            fetched_bytes=sum(each.fetched_bytes for each in self._reports),
-            discarded=tuple(failure.version for failure in self._joint.failures),
-        )
+    def why(self) -> str:
+        """Return why versions were passed over; nothing if there are none."""
+        reasons = [f"{failure.version}: rank {failure.rank}: {failure.text}" for failure in self.failures]
+        return "; ".join([*reasons, *([self._unloadable.message] if self._unloadable else ())])
 
     def _next_version(self) -> CheckpointContainerId | None:
-        version = None
         try:
             if self._wanted is None:
-                version = self._checkpointer.newest()
-            elif not self._joint.failures:
-                version = self._checkpointer.bring(self._wanted)
+                return self._checkpointer.newest()
+            return None if self.failures else self._checkpointer.bring(self._wanted)
         except NothingLoadableError as error:
             self._unloadable = error
-        if (report := self._checkpointer.last_recovery) is not None:
-            self.source = report.tier
-            self._reports.append(report)
-        return version
-
-    def _load_timed(self, version: CheckpointContainerId) -> None:
-        began = time.perf_counter()
-        try:
-            self._load(version)
-        finally:
-            self._load_s += time.perf_counter() - began
+            return None
 
     def _load(self, version: CheckpointContainerId) -> None:
         """Load one version, in steps that all ranks vote on."""
         # The planner loads items that are no tensors by itself, and trusts them no more than the reader would.
-        reader = MemoryStorageReader(version, self._checkpointer, safe_globals=self._safe_globals, trust_bytes=True)
-        ranks, tracked, step = self._ranks, self._tracked, partial(self._joint.step, version)
+        allowed, ranks = tuple(self._checkpointer.config.safe_globals), self._checkpointer.ranks
+        reader = MemoryStorageReader(version, self._checkpointer, safe_globals=allowed, trust_bytes=True)
+        tracked, step = self._tracked, partial(self._joint.step, version)
         metadata = step(reader.read_metadata)
         reader.set_up_storage_reader(metadata, ranks.rank == 0)
         target = step(lambda: tracked.target(metadata))
         change = None
         if target.saved_by != ranks.world_size:
             keep = self._checkpointer.config.on_world_size_change == "keep"
-            change = Resharding(tracked, target, version, safe_globals=self._safe_globals, keep=keep)
+            change = Resharding(tracked, target, version, safe_globals=allowed, keep=keep)
             reports = ranks.gather(step(lambda: change.read(reader, metadata)))
             step(lambda: change.decide(reports))
         planner = TrackedLoadPlanner(
-            target.structured, path=str(version), safe_globals=self._safe_globals, device_of=tracked.device_of()
+            target.structured, path=str(version), safe_globals=allowed, device_of=tracked.device_of()
         )
         left = step(lambda: planner.plan(target.state, metadata))
         left_on_all = set.intersection(*(set(json.loads(blob)) for blob in ranks.gather(json.dumps(left).encode())))
         step(lambda: planner.check_left(left_on_all))
 
         def load_and_apply() -> None:
-            states = tracked.unpacked(target, reader, path=str(version), allowed=self._safe_globals)
+            states = tracked.unpacked(target, reader, path=str(version), allowed=allowed)
             planner.load(reader)
             tracked.apply(target, states | ({} if change is None else change.states))
 

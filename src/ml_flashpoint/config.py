@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ml_flashpoint.format.arguments import (
     checked_bool,
     checked_choice,
     checked_globals,
+    checked_grace,
     checked_integer,
     checked_seconds,
 )
@@ -121,6 +123,28 @@ class Config:
             checked_seconds("deadline_s", self.deadline_s)
         checked_bool("overlap", self.overlap)
         checked_choice("on_world_size_change", self.on_world_size_change, "raise", "keep")
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        persist: str | None = None,
+        persist_every: int = 50,
+        persist_keep: int = 3,
+        persist_bytes_per_s: float | None = None,
+        handle_sigterm: bool = True,
+        grace_s: float = 20.0,
+        **settings: Any,
+    ) -> Config:
+        """Return the settings that these keywords of an adapter ask for.
+
+        Args:
+            persist, persist_every, persist_keep, persist_bytes_per_s: the attributes of a `Persist`.
+            handle_sigterm, grace_s: `sigterm_grace_s`; False: None.
+            settings: further attributes.
+        """
+        durable = Persist.of(persist, persist_every, persist_keep, persist_bytes_per_s)
+        return cls(persist=durable, sigterm_grace_s=checked_grace(handle_sigterm, grace_s), **settings)
 
     @property
     def rule(self) -> Keep:

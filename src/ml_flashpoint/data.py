@@ -1,6 +1,6 @@
 """The place of a tracked `DataLoader` in its data, and the way back to it, bit for bit.
 
-A program loops over ``fp.batches(loader)``. The loader itself stays as it is: iterating over it changes nothing.
+A program loops over ``fp.batches(loader)``. The loader itself stays as it is.
 
 * A plain loader has no state. A pass that goes on draws the same indices again, from the generators as they were at the
   begin of the pass, and leaves out those of the batches that were given. A checksum tells if they are others. No sample
@@ -51,17 +51,17 @@ _STATEFUL = "use torchdata's StatefulDataLoader, which has a state of its own (p
 
 
 class Loaders:
-    """The loaders that a program has tracked."""
+    """The loaders that a program has tracked, which has done so many steps of training."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps_done: Callable[[], int]) -> None:
+        self.steps_done = steps_done
         self._places: dict[str, LoaderState] = {}
-        self._steps = 0
 
     def tracked(self, name: str, value: object) -> object:
         """Return what is tracked of a value: its place, if it is a `DataLoader`."""
         if not isinstance(value, DataLoader):
             return value
-        self._places[name] = LoaderState(name, value)
+        self._places[name] = LoaderState(name, value, self)
         return self._places[name]
 
     def batches(self, loader: object, through: Through | None) -> LoaderBatches:
@@ -70,34 +70,24 @@ class Loaders:
         for place in self._places.values():
             if place.loader is loader:
                 return LoaderBatches(place, through)
-        raise InvalidArgumentError(
-            "must be a DataLoader that is tracked",
-            argument="loader",
-            value=loader,
-            hint="call track(loader=loader); what has a state and is no DataLoader is looped over as it is",
-        )
+        hint = "call track(loader=loader); what has a state and is no DataLoader is looped over as it is"
+        raise InvalidArgumentError("must be a DataLoader that is tracked", argument="loader", value=loader, hint=hint)
 
-    def stepped(self) -> None:
-        """Take note that the program has done a step of training, or saves."""
-        self._steps += 1
-        for place in self._places.values():
-            place.stepped()
-        if self._steps == 2 and self._places and not any(each.is_looped_over for each in self._places.values()):
-            _log.warning(
-                "nobody loops over fp.batches(...) of what is tracked as %s: a restart begins an epoch anew",
-                ", ".join(self._places),
-            )
+    def warn_if_unused(self) -> None:
+        """Warn if nobody loops over any of the loaders."""
+        if not any(each.is_looped_over for each in self._places.values()):
+            text = "nobody loops over fp.batches(...) of what is tracked as %s: a restart begins an epoch anew"
+            _log.warning(text, ", ".join(self._places))
 
 
 class LoaderBatches:
-    """The batches of a tracked loader. Each ``for`` loop over this is one pass."""
+    """The batches of a tracked loader, whose ``place`` begins each pass. Each ``for`` loop over this is one."""
 
-    def __init__(self, place: LoaderState, through: Through | None) -> None:
-        self._place = place
-        self._through = through
+    def __init__(self, place: Any, through: Through | None = None) -> None:
+        self._place, self._through = place, through
 
     def __iter__(self) -> Iterator[Any]:
-        return self._place.begin(self._through)
+        return cast("Iterator[Any]", self._place.begin(self._through))
 
     def __len__(self) -> int:
         return len(self._place.loader)
@@ -145,29 +135,34 @@ class LoaderState(PlaceInData):
         InvalidArgumentError: such a loader cannot be brought back to where it was.
     """
 
-    def __init__(self, name: str, loader: DataLoader[Any]) -> None:
-        self._name = name
-        self.loader: Any = loader
+    def __init__(self, name: str, loader: DataLoader[Any], loaders: Loaders) -> None:
+        self._name, self.loader, self._loaders = name, cast(Any, loader), loaders
         # Accelerate's wrappers always have the methods; their ``__class__`` is that of the loader within.
         self._stateful = _has_state(loader) and _has_state(loader.__class__)
         _check(name, loader, stateful=self._stateful)
         self.is_looped_over = self._stateful  # or need not be
         self.epoch = Epoch()  # the newest
-        # The epoch that was loaded, until a step is done after a pass that went on from there.
+        # The epoch that was loaded, until there is a step, or a save, after a pass that went on from there.
         self._pending: Epoch | None = None
-        self._begun = False  # a pass, since that was loaded
+        self._begun_at: int | None = None  # steps done as the newest pass began; None since an epoch was loaded
+        self._saves = 0
 
     # ---- saving and loading -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values and tensors."""
+        self._saves += 1
+        if self._saves == 2:  # the first one may be before the loop
+            self._loaders.warn_if_unused()
+        if self._begun_at is not None:
+            self._pending = None
         epoch = self.epoch
         own, generators = (epoch.own, epoch.generators) if epoch.generators is not None else self._own_state()
         more = {"set_epoch": self._set_epoch(), "dealing": _dealing_of(self.loader), "workers": list(epoch.workers)}
         return {**vars(epoch), **more, "own": own, "generators": generators}
 
     def _own_state(self) -> tuple[dict[str, Any] | None, list[torch.Tensor]]:
-        return self.loader.state_dict() if self._stateful else None, self._states()
+        return self.loader.state_dict() if self._stateful else None, [each.get_state() for each in self._generators()]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state with the next pass over the loader."""
@@ -180,18 +175,13 @@ class LoaderState(PlaceInData):
             if pending.set_epoch is not None and hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(pending.set_epoch)
         _deal(self.loader, pending.dealing if pending.under_way else None)
-        self._pending, self.epoch, self._begun = pending, pending.again(), False
+        self._pending, self.epoch, self._begun_at = pending, pending.again(), None
 
     def forget(self) -> None:
         """Undo a `load_state_dict` that was part of a load that failed elsewhere."""
         if self._pending is not None:
             self.epoch, self._pending, self.restored = Epoch(), None, None
             _deal(self.loader)
-
-    def stepped(self) -> None:
-        """Take note that the program has done a step of training, or saves."""
-        if self._begun:
-            self._pending = None
 
     def _samplers(self) -> list[Any]:
         return [each for each in (self.loader.sampler, self.loader.batch_sampler) if each is not None]
@@ -200,16 +190,13 @@ class LoaderState(PlaceInData):
         found = (getattr(each, "generator", None) for each in (self.loader, *self._samplers()))
         return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 
-    def _states(self) -> list[torch.Tensor]:
-        return [each.get_state() for each in self._generators()]
-
     def _put_back(self, generators: list[torch.Tensor] | None) -> None:
         for generator, saved in zip(self._generators(), generators or (), strict=False):
             generator.set_state(saved)
 
     def _capture(self) -> dict[str, Any]:
         """Return the state of all generators that indices may be drawn from."""
-        return {"rng": capture_rng_state(), "own": self._states()}
+        return {"rng": capture_rng_state(), "own": [each.get_state() for each in self._generators()]}
 
     def _restore(self, state: dict[str, Any]) -> None:
         restore_rng_state({**state["rng"], "cuda": []})
@@ -223,10 +210,10 @@ class LoaderState(PlaceInData):
     # ---- a pass over the loader ---------------------------------------------------------------------------
 
     def begin(self, through: Through | None) -> Iterator[Any]:
-        """Return the iterator for a new ``for`` loop. Raises a `LoadError` if the loader does not give again what it
-        gave to the run that was saved."""
-        if self._begun and self.epoch.ended:  # nothing was left of what was loaded
-            self._pending = None
+        """Return the iterator for a new loop, or raise a `LoadError` if that would not give again what was given."""
+        done = self._loaders.steps_done()
+        if self._begun_at is not None and (done != self._begun_at or self.epoch.ended):
+            self._pending = None  # training has gone on, or nothing was left of what was loaded
         resumed, before = self._pending is not None, self._pending or self.epoch
         goes_on = resumed and before.under_way and (self._stateful or not self._is_next_epoch(before))
         if goes_on:
@@ -235,108 +222,72 @@ class LoaderState(PlaceInData):
             self._put_back(before.generators)
         else:
             _deal(self.loader)
-        drawn: deque[int] = deque()
-        if self._stateful:
-            epoch, inner = self._begin_stateful(before, goes_on=goes_on, resumed=resumed)
-        else:
-            epoch, inner, drawn = self._begin_plain(before, goes_on=goes_on)
-        if not goes_on:
             self._pending = None
-        self.epoch, self._begun, self.is_looped_over = epoch, True, True
+        drawn: deque[int] = deque()
+        if not self._stateful:
+            epoch, inner, drawn = self._begin_plain(before, goes_on=goes_on)
+        else:
+            epoch = before.again() if goes_on else Epoch(before.number + 1)
+            if goes_on or (resumed and _is_finished(before.own)):
+                self.loader.load_state_dict(before.own)  # somebody may have iterated over it since
+                self._make_quietly()
+            inner = iter(self.loader)
+        self.epoch, self._begun_at, self.is_looped_over = epoch, done, True
         if through is not None:
             epoch.own, epoch.generators = copy.deepcopy(self._own_state())
         return self._counted(epoch, inner, drawn, through)
 
     def _is_next_epoch(self, epoch: Epoch) -> bool:
         """Return True if the program has gone on to the next epoch after the last batch of the one before."""
-        begun = self._set_epoch()
-        if begun == epoch.set_epoch:
-            return False
-        with contextlib.suppress(TypeError):
-            if epoch.position >= len(self.loader):
-                return True
-        raise LoadError(
-            f"the sampler of {self._name!r} was set to epoch {begun}, and its state is of the midst of epoch"
-            f" {epoch.set_epoch}",
-            hint=f"begin the loop over epochs with {epoch.set_epoch}, which is step // len({self._name})",
-        )
+        with contextlib.suppress(TypeError):  # it has no length
+            return self._set_epoch() != epoch.set_epoch and epoch.position >= len(self.loader)
+        return False
 
     def _begin_plain(self, before: Epoch, *, goes_on: bool) -> tuple[Epoch, Iterator[Any], deque[int]]:
-        now = self._capture()
-        if not (goes_on and before.start):
+        """Return the iterator of a loader like this one, whose indices are counted, and whose workers go on."""
+        loader, now = self.loader, self._capture()
+        # The rest of an epoch that other ranks have begun has nothing of their generators and workers.
+        again = goes_on and bool(before.start)
+        if again:
+            epoch = before.again()
+        else:
             samplers = [each.state_dict() if _has_state(each) else None for each in self._samplers()]
-            # The rest of an epoch that other ranks have begun has nothing of their generators and workers.
             epoch = Epoch(before.number + (not goes_on), start={**now, "samplers": samplers})
-            with self._in_place(epoch) as indices:
-                return epoch, iter(self.loader), indices.drawn
-        epoch = before.again()
-        with self._in_place(epoch) as indices:
-            self._restore(epoch.start)
-            for sampler, saved in zip(self._samplers(), epoch.start["samplers"], strict=False):
-                if saved is not None and _has_state(sampler):
-                    sampler.load_state_dict(saved)
-            try:
-                inner = iter(self.loader)
-                indices.skip()
-            finally:
-                self._restore(now)
+        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        indices = _Indices(getattr(loader, name), epoch, self._name)
+        counted: Any = object.__new__(type(loader))
+        vars(counted).update({**vars(loader), name: indices, "persistent_workers": False})
+        if loader.num_workers:
+            vars(counted)["collate_fn"] = _Reporting(loader.collate_fn)
+        if loader.num_workers and epoch.position:
+            vars(counted)["worker_init_fn"] = _GoingOn(loader.worker_init_fn, epoch.workers, epoch.position)
+        if not again:
+            return epoch, iter(counted), indices.drawn
+        self._restore(epoch.start)
+        for sampler, saved in zip(self._samplers(), epoch.start["samplers"], strict=False):
+            if saved is not None and _has_state(sampler):
+                sampler.load_state_dict(saved)
+        try:
+            inner = iter(counted)
+            indices.skip()
+        finally:
+            self._restore(now)
         return epoch, inner, indices.drawn
 
-    @contextlib.contextmanager
-    def _in_place(self, epoch: Epoch) -> Iterator[_Indices]:
-        """Have the loader make an iterator that takes over indices that are counted, and workers that go on."""
-        loader, name = self.loader, "sampler" if self.loader.batch_sampler is None else "batch_sampler"
-        indices = _Indices(getattr(loader, name), epoch, self._name)
-        instead = {name: indices, "persistent_workers": False}
-        if loader.num_workers:
-            instead["collate_fn"] = _Reporting(loader.collate_fn)
-            if epoch.position:
-                instead["worker_init_fn"] = _GoingOn(loader.worker_init_fn, epoch.workers, epoch.position)
-        theirs = {each: getattr(loader, each) for each in instead}
-        try:
-            for each, value in instead.items():
-                object.__setattr__(loader, each, value)  # torch lets nobody change some, since iterators keep old ones
-            yield indices
-        finally:
-            for each, value in theirs.items():
-                object.__setattr__(loader, each, value)
-
-    def _begin_stateful(self, before: Epoch, *, goes_on: bool, resumed: bool) -> tuple[Epoch, Iterator[Any]]:
-        epoch = before.again() if goes_on else Epoch(before.number + 1)
-        if not goes_on and not (resumed and _is_finished(before.own)):
-            return epoch, iter(self.loader)
-        self.loader.load_state_dict(before.own)  # somebody may have iterated over it since
-        with self._made_quietly():
-            batches = iter(self.loader)
-        return epoch, self._first_quietly(batches)
-
-    def _first_quietly(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Give the same batches. An ``__iter__`` that is a generator makes torch's iterator at the first one."""
-        with self._made_quietly():
-            first = next(batches, self)
-        if first is not self:
-            yield first
-            yield from batches
-
-    @contextlib.contextmanager
-    def _made_quietly(self) -> Iterator[None]:
-        """Put back what torchdata draws when it makes an iterator of a state: an undisturbed run makes none there."""
+    def _make_quietly(self) -> None:
+        """Have what torchdata draws for the next iterator put back: an undisturbed run makes none there. An
+        ``__iter__`` that is a generator makes it at the first batch."""
         loader: Any = getattr(self.loader, "base_dataloader", self.loader)  # which Accelerate's wrap
-        make = loader._get_iterator
 
         def make_quietly() -> Any:
             del loader._get_iterator
             now = self._capture()
             try:
-                return make()
+                return loader._get_iterator()
             finally:
                 self._restore(now)
 
         loader._get_iterator = make_quietly
-        try:
-            yield
-        finally:
-            vars(loader).pop("_get_iterator", None)
 
     def _counted(self, epoch: Epoch, inner: Iterator[Any], drawn: deque[int], through: Through | None) -> Iterator[Any]:
         """Give the batches of a pass, and note what counts of each once the loop has it."""
@@ -351,24 +302,22 @@ class LoaderState(PlaceInData):
                 fetched.append((drawn.popleft() if drawn else 0, worker, own))
                 yield batch
 
-        one_for_each = True
+        one_for_each, workers = True, self.loader.num_workers
         for batch in (through or iter)(fetch()):
+            one_for_each &= bool(fetched)
             if fetched:
                 epoch.checksum, worker, (epoch.own, epoch.generators) = fetched.popleft()
-                if workers := self.loader.num_workers:
+                if workers:
                     epoch.workers = epoch.workers or [b""] * workers
-                    epoch.workers[epoch.position % workers] = worker or epoch.workers[epoch.position % workers]
+                    epoch.workers[epoch.position % workers] = worker
                 epoch.position += 1
-            else:
-                one_for_each = False
             yield batch
         epoch.ended, epoch.own, epoch.generators = True, None, None
         if fetched or not one_for_each:
-            _log.warning(
-                "%r: through= has not given one batch for each that it took, in their order, so that a restart goes on"
-                " with other data",
-                self._name,
+            text = (
+                "%r: through= has not given one batch for each that it took, so that a restart goes on with other data"
             )
+            _log.warning(text, self._name)
 
 
 def _check(name: str, loader: DataLoader[Any], *, stateful: bool) -> None:
@@ -389,9 +338,8 @@ def _check(name: str, loader: DataLoader[Any], *, stateful: bool) -> None:
     elif loader.num_workers and not getattr(loader, "in_order", True):
         problem = "its batches come in any order (in_order=False)"
     if problem:
-        raise InvalidArgumentError(
-            f"this DataLoader cannot be brought back to where it was: {problem}", argument=name, value=loader, hint=hint
-        )
+        text = f"this DataLoader cannot be brought back to where it was: {problem}"
+        raise InvalidArgumentError(text, argument=name, value=loader, hint=hint)
 
 
 def _has_state(value: object) -> bool:
@@ -405,10 +353,7 @@ def _is_finished(own: dict[str, Any] | None) -> bool:
 
 class _Indices:
     """The stand-in for a loader's sampler: the same indices, counted, after those of batches that were given already.
-
-    Attributes:
-        drawn: checksums after batches that are being fetched.
-    """
+    ``drawn`` are checksums after batches that are being fetched."""
 
     def __init__(self, sampler: Any, epoch: Epoch, name: str) -> None:
         self._sampler, self._epoch, self._name = sampler, epoch, name
@@ -432,8 +377,8 @@ class _Indices:
         given = sum(1 for _ in map(self._count, itertools.islice(self._indices, expected)))
         if (given, self._checksum) != (expected, self._epoch.checksum):
             raise LoadError(
-                f"{self._name!r} does not give the {expected} batches again that it gave before: its data, the "
-                "size of a batch or the sampler's seed are others, or the sampler has a state that nobody saves",
+                f"{self._name!r} does not give the {expected} batches again that it gave before: its data, the size of"
+                " a batch, the sampler's seed or its set_epoch() are others, or it has a state that nobody saves",
                 hint=f"make the loader as it was, {_STATEFUL}, or begin the epoch anew by not tracking {self._name!r}",
             )
 
@@ -452,8 +397,7 @@ class _Indices:
 
 
 class _Tagged(NamedTuple):
-    """A batch, and its worker's generators after it, empty if they have not changed. Torch's pinning passes through
-    named tuples."""
+    """A batch, and its worker's generators after it. Torch's pinning passes through named tuples."""
 
     batch: Any
     generators: bytes
@@ -464,28 +408,19 @@ class _Reporting:
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self._collate = collate
-        self._told = b""
 
     def __call__(self, samples: Any) -> _Tagged:
-        batch, before = self._collate(samples), self._told
+        batch = self._collate(samples)
         states = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)
-        self._told = save_archive(states, "", allowed=None)
-        return _Tagged(batch, b"" if self._told == before else self._told)
+        return _Tagged(batch, save_archive(states, "", allowed=None))
 
 
 class _GoingOn:
     """The stand-in for a ``worker_init_fn``: the same, in workers that take others' places, since the next batch is
-    always that of torch's worker 0.
-
-    Args:
-        generators: of each worker so far; empty for one that has given nothing yet.
-        given: batches given in this epoch.
-    """
+    always that of torch's worker 0. ``generators`` are of each worker so far, ``given`` the batches of this epoch."""
 
     def __init__(self, init: Callable[[int], Any] | None, generators: Sequence[bytes], given: int) -> None:
-        self._init = init
-        self._generators = tuple(generators)
-        self._given = given
+        self._init, self._generators, self._given = init, tuple(generators), given
 
     def __call__(self, worker: int) -> None:
         info: Any = get_worker_info()
@@ -515,28 +450,19 @@ def rest_of_epoch(states: list[Any], rank: int, world_size: int) -> dict[str, An
     For a `DataLoader`, or torchdata's `StatefulDataLoader`, whose sampler is a `DistributedSampler` (of that class
     itself) for the ranks that there are. Every sample of the epoch is given once, over all numbers of ranks; at the
     end, a few come twice or not at all (``drop_last``), so that all ranks have as many, as ever with that sampler.
-
-    Args:
-        states: of the loader on all ranks that saved. rank, world_size: of this process.
-
-    Raises:
-        LoadError: the loader was another one, or ranks were at different places.
+    Raises a `LoadError` if the loader was another one, or ranks were at different places.
     """
     reported = [state if isinstance(state, Mapping) else {} for state in states]
     first = reported[0]
     if not all(isinstance(state.get("dealing"), Mapping) for state in reported):
-        raise LoadError(
-            "the loader that was saved had no DistributedSampler, so nothing tells which samples other ranks had",
-            hint="write a function of your own, or make the loader with torch's DistributedSampler",
-        )
+        text = "the loader that was saved had no DistributedSampler, so nothing tells which samples other ranks had"
+        raise LoadError(text, hint="write a function of your own, or make the loader with torch's DistributedSampler")
     for name in ("number", "ended", "position", "set_epoch", "dealing"):
         if any(state[name] != first[name] for state in reported):
             raise LoadError(f"ranks were at different places in the data: {name} differs")
     if first["own"] is not None and not first["number"]:
-        raise LoadError(
-            "nobody has looped over fp.batches(loader), so nothing tells how many batches ranks had",
-            hint="loop over fp.batches(loader) from the first step on",
-        )
+        text = "nobody has looped over fp.batches(loader), so nothing tells how many batches ranks had"
+        raise LoadError(text, hint="loop over fp.batches(loader) from the first step on")
     dealing = first["dealing"]
     given = dealing["given"] + first["position"] * dealing["batch_size"] * dealing["replicas"]
     return vars(
@@ -602,7 +528,5 @@ def _deal(loader: DataLoader[Any], dealing: Mapping[str, int] | None = None) -> 
         if dealing and samples != dealing["samples"]:
             raise LoadError(f"the epoch that was begun has {dealing['samples']} samples, not {samples}")
     elif given:
-        raise LoadError(
-            f"the rest of an epoch was to be dealt, and the sampler is a {type(sampler).__name__}",
-            hint="make the loader with torch's DistributedSampler, on one rank too",
-        )
+        text = f"the rest of an epoch was to be dealt, and the sampler is a {type(sampler).__name__}"
+        raise LoadError(text, hint="make the loader with torch's DistributedSampler, on one rank too")

@@ -21,7 +21,6 @@ import atexit
 import contextlib
 import dataclasses
 import functools
-import io
 import json
 import logging
 import os
@@ -35,7 +34,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from ml_flashpoint.format.errors import InvalidArgumentError
-from ml_flashpoint.format.knobs import events_file, exit_deadline_s
+from ml_flashpoint.format.knobs import exit_deadline_s
 
 _log = logging.getLogger(__name__)
 
@@ -133,14 +132,6 @@ class RanksMissing(Event):
     ranks: tuple[int, ...]
     seconds: float
 
-    @property
-    def text(self) -> str:
-        """The event in words."""
-        named = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
-        plural = len(self.ranks) > 1
-        step = "" if self.step is None else f" of step {self.step}"
-        return f"rank{'s' * plural} {named} {'have' if plural else 'has'} not come to the save{step}"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartPersisted(Event):
@@ -182,13 +173,7 @@ class SteppedBack(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionRecovered(Event):
-    """A version is on its nodes, whole and verified, after ``tries`` plans.
-
-    Attributes:
-        detect_s, plan_s, fetch_s: seconds for reading and gathering what there is; for planning; for fetching from
-            peers, checking, voting.
-        fetched_bytes: bytes that this rank received from peers.
-    """
+    """A version is on its nodes, whole and verified, after ``tries`` plans. For the rest see `Recovery`."""
 
     detect_s: float
     plan_s: float
@@ -264,22 +249,15 @@ def from_fields(kind: type[_T], found: Mapping[str, Any]) -> _T | None:
     return made if all(_is_a(getattr(made, field.name), str(field.type)) for field in fields) else None
 
 
+_HINTS: dict[type, tuple[str, ...]] = {int: ("int", "float"), float: ("float",), str: ("str",)}
+
+
 def _is_a(value: object, hint: str) -> bool:
-    match value:
-        case bool():
-            return False
-        case None:
-            return "None" in hint
-        case int():
-            return hint.startswith(("int", "float"))
-        case float():
-            return hint.startswith("float")
-        case str():
-            return hint.startswith("str")
-        case tuple():
-            item = str if hint.startswith("tuple[str") else int
-            return hint.startswith("tuple") and all(type(each) is item for each in value)
-    return False
+    if value is None:
+        return "None" in hint
+    if isinstance(value, tuple):
+        return hint.startswith("tuple[") and all(_is_a(each, hint[len("tuple[") :]) for each in value)
+    return hint.startswith(_HINTS.get(type(value), ()))
 
 
 # ---- subscribers ----------------------------------------------------------------------------------------------------
@@ -293,27 +271,16 @@ class _Bus:
 
     def __init__(self) -> None:
         self.subscriptions: tuple[_Subscription, ...] = ()
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._waiting: queue.Queue[Callable[[], object]] = queue.Queue(_MOST_WAITING)
         self._thread: threading.Thread | None = None
         self._missed = 0
 
-    def add(self, subscriber: Subscriber, base: str | None = None) -> Callable[[], None]:
-        """Call a subscriber from now on, for events of one base container or of all. Return a function to end that."""
-        entry = (subscriber, base)
-        with self._lock:
-            self.subscriptions = (*self.subscriptions, entry)
-
-        def remove() -> None:
-            with self._lock:
-                self.subscriptions = tuple(each for each in self.subscriptions if each is not entry)
-
-        return remove
-
     def put(self, event: Event, pattern: str) -> None:
         """Have the present subscribers called, and the file written whose name has this pattern. Returns at once."""
         try:
-            self._ensure_thread()
+            if self._thread is None:
+                self._start()
             self._waiting.put_nowait(functools.partial(_call, event, self.subscriptions, pattern))
         except (queue.Full, RuntimeError):  # or no thread can be started
             self._missed += 1
@@ -321,7 +288,7 @@ class _Bus:
                 _log.warning("subscribers are too slow: %d events were missed", self._missed)
 
     def flush(self, deadline_s: float) -> bool:
-        """Wait until subscribers were called for all events so far; return False if they were not in time."""
+        """See the function of this name."""
         if self._thread is None or threading.current_thread() is self._thread:
             return True
         called = threading.Event()
@@ -331,16 +298,15 @@ class _Bus:
             return False
         return called.wait(deadline_s)
 
-    def _ensure_thread(self) -> None:
-        if self._thread is None:
-            with self._lock:
-                if self._thread is None:
-                    thread = threading.Thread(target=self._run, name="flashpoint-events", daemon=True)
-                    thread.start()
-                    self._thread = thread
-                    # Not at import: since Python 3.13, a child of multiprocessing forgets what its parent registered.
-                    atexit.unregister(flush)
-                    atexit.register(flush)
+    def _start(self) -> None:
+        with self.lock:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="flashpoint-events", daemon=True)
+                thread.start()
+                self._thread = thread
+                # Not at import: since Python 3.13, a child of multiprocessing forgets what its parent registered.
+                atexit.unregister(flush)
+                atexit.register(flush)
 
     def _run(self) -> None:
         while True:
@@ -350,7 +316,7 @@ class _Bus:
 def _call(event: Event, subscriptions: Iterable[_Subscription], pattern: str) -> None:
     if pattern:
         path = pattern.replace("{rank}", str(event.rank)).replace("{node}", event.node.replace(os.sep, "_"))
-        _file(path).write(event)
+        _append(path, event)
     for subscriber, base in subscriptions:
         if base is None or base == event.base:
             try:
@@ -361,6 +327,16 @@ def _call(event: Event, subscriptions: Iterable[_Subscription], pattern: str) ->
 
 _resolved = functools.lru_cache(64)(os.path.realpath)  # one base container may be known by several paths
 _bus = _Bus()
+_broken: set[str] = set()  # files that could not be written the last time
+
+
+def _begin_anew() -> None:
+    """Forget the parent's subscribers and thread, in a forked child."""
+    global _bus
+    _bus = _Bus()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 @contextlib.contextmanager
@@ -374,31 +350,17 @@ def subscribe(subscriber: Subscriber, base: str | os.PathLike[str] | None = None
     Raises:
         InvalidArgumentError: it cannot be called.
     """
-    end = add_subscriber(subscriber, base, argument="subscriber")
+    if not callable(subscriber):
+        raise InvalidArgumentError("must be callable", argument="subscriber", value=subscriber)
+    bus, entry = _bus, (subscriber, None if base is None else _resolved(os.fspath(base)))
+    with bus.lock:
+        bus.subscriptions = (*bus.subscriptions, entry)
     try:
         yield
     finally:
-        end()
-
-
-def add_subscriber(
-    subscriber: Subscriber, base: str | os.PathLike[str] | None = None, *, argument: str
-) -> Callable[[], None]:
-    """Do as `subscribe` does, without a ``with`` statement. Return a function that flushes and ends it.
-
-    Args:
-        subscriber, base: see `subscribe`.
-        argument: name of ``subscriber`` in errors.
-    """
-    if not callable(subscriber):
-        raise InvalidArgumentError("must be callable", argument=argument, value=subscriber)
-    remove = _bus.add(subscriber, None if base is None else _resolved(os.fspath(base)))
-
-    def end() -> None:
         flush()
-        remove()
-
-    return end
+        with bus.lock:
+            bus.subscriptions = tuple(each for each in bus.subscriptions if each is not entry)
 
 
 def flush(deadline_s: float | None = None) -> bool:
@@ -418,55 +380,31 @@ class _Emitter(Protocol):
 
 
 def emit(kind: type[Event], by: _Emitter, base: object, step: int | None, **fields: Any) -> None:
-    """Emit an event. Never raises, and waits for nobody.
-
-    Args:
-        kind: its class.
-        by: the rank that emits it.
-        base, step: see `Event`.
-        fields: the other attributes of its class.
-    """
-    pattern = events_file()
+    """Emit an event of a rank, with the attributes of its kind. Never raises, and waits for nobody."""
+    pattern = os.environ.get("FLASHPOINT_EVENTS", "")
     if _bus.subscriptions or pattern:
         where = "" if base is None else _resolved(str(base))
         _bus.put(kind(time_s=time.time(), rank=by.rank, node=by.node, base=where, step=step, **fields), pattern)
 
 
-class _EventFile:
-    """A file that lines are appended to, which several ranks may share: each line is one write."""
-
-    def __init__(self, path: str) -> None:
-        self._path, self._failed = path, False
-        self._file: io.RawIOBase | None = None
-
-    def write(self, event: Event) -> None:
-        line = b"\n" * self._failed + encode_event(event).encode()  # half a line is ended before the next one
-        try:
-            if self._file is None:
-                self._file = open(self._path, "ab", buffering=0, opener=_open_at_once)  # noqa: SIM115
-            error = None if self._file.write(line) == len(line) else "no room for a whole line"
-        except OSError as caught:
-            error = str(caught)
-        if error is not None and not self._failed:
-            _log.error("events cannot be written to %s: %s", self._path, error)
-        self._failed = error is not None
+def _append(path: str, event: Event) -> None:
+    """Append an event to a file, which several ranks may share: each line is one write."""
+    line = b"\n" * (path in _broken) + encode_event(event).encode()  # half a line is ended before the next one
+    try:
+        with open(path, "ab", buffering=0, opener=_open_at_once) as file:
+            error = None if file.write(line) == len(line) else "no room for a whole line"
+    except OSError as caught:
+        error = str(caught)
+    if error is None:
+        _broken.discard(path)
+    elif path not in _broken:
+        _log.error("events cannot be written to %s: %s", path, error)
+        _broken.add(path)
 
 
 def _open_at_once(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)  # does not wait for the reader of a pipe
 
-
-_file = functools.lru_cache(16)(_EventFile)
-
-
-def _begin_anew() -> None:
-    """Forget the parent's subscribers and thread, in a forked child."""
-    global _bus
-    _bus = _Bus()
-    _file.cache_clear()
-
-
-os.register_at_fork(after_in_child=_begin_anew)
 
 # ---- lines for people -----------------------------------------------------------------------------------------------
 

@@ -1,18 +1,11 @@
-"""`Flashpoint`: memory-first checkpoints for anyone with a training loop.
-
-A counter, a schedule, and a policy for failed saves, over a `Checkpointer`. What is tracked is `state.tracked`'s, the
-place in the data is `data`'s.
-"""
+"""`Flashpoint`: a counter of steps, a schedule, and a policy for failed saves, over a `Checkpointer`."""
 
 from __future__ import annotations
 
 import logging
 import os
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from functools import partial
-from types import TracebackType
 from typing import Any
 
 from torch.optim import Optimizer
@@ -20,35 +13,28 @@ from torch.utils.data import DataLoader
 
 from ml_flashpoint import events
 from ml_flashpoint.checkpointer import Checkpointer
-from ml_flashpoint.config import Config, Persist
+from ml_flashpoint.config import Config
 from ml_flashpoint.data import LoaderBatches, Loaders, Through
 from ml_flashpoint.engine.recovery import KeptVersion
-from ml_flashpoint.engine.schedule import checked_every, passes_multiple
+from ml_flashpoint.engine.schedule import checked_every
 from ml_flashpoint.engine.signals import answer_sigterm
 from ml_flashpoint.events import announce
 from ml_flashpoint.format.arguments import (
     checked_base,
     checked_bool,
     checked_callable,
-    checked_grace,
     checked_integer,
     checked_seconds,
 )
-from ml_flashpoint.format.checkpoint_id_types import MAX_STEP
-from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, SaveError, SkippedError
-from ml_flashpoint.format.failure_kinds import text_of
-from ml_flashpoint.format.knobs import exit_deadline_s, seal_deadline_s
+from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, SaveError, SkippedError, text_of
+from ml_flashpoint.format.knobs import exit_deadline_s
 from ml_flashpoint.format.manifest import Manifest
+from ml_flashpoint.format.names import MAX_STEP
 from ml_flashpoint.ranks.rank_group import default_group, rank_group
-from ml_flashpoint.ranks.retention import Keep
-from ml_flashpoint.ranks.strategies import ReplicationStrategy
-from ml_flashpoint.state.archive import SafeGlobal
 from ml_flashpoint.state.tracked import Reshard, TrackedState, checked_reshard
 from ml_flashpoint.status import Health, Recovery
 
 _log = logging.getLogger(__name__)
-
-_IF_UNASKED = "call resume() before the first step, or construct with discard_existing=True"
 
 
 class Flashpoint:
@@ -65,25 +51,21 @@ class Flashpoint:
                 fp.step()
 
     Construct it on all ranks, and save the same steps on all of them. Construction, `resume` and `versions` are
-    collective; they, `step` and `save` belong to the training thread.
-
-    The version of step n holds the state after n steps: of all tracked objects, and of the random number generators of
-    Python, NumPy, torch and CUDA. A save returns once that is copied, and waits for nothing else, except for the other
-    ranks where the structure of the state has changed.
+    collective. All of it belongs to the training thread. The version of step n holds the state after n steps: of all
+    tracked objects, and of the random number generators of Python, NumPy, torch and CUDA. A save returns once that is
+    copied, and waits for nothing else, except for the other ranks where the structure of the state has changed.
 
     Args:
-        base: base container of the job on this node: an absolute path, best on a tmpfs. Restarts use the same. An
-            earlier `Flashpoint` of this process that uses it is closed.
+        base: base container of the job on this node: an absolute path, best on a tmpfs. Restarts use the same.
         every_n_steps: `step` saves at every so many. `flashpoint plan` computes a number for a job.
-        config: all settings that `Config` has, in place of the keywords for these.
         strict: raise when a save has failed, from the next `step`, `save`, `wait` or `close`. By default failed saves
             are logged, counted in `health`, and survived.
         discard_existing: remove every version that is in the base container, on all nodes, before anything else. Not
             for a script that is started again after a crash: it would remove what it should resume from.
         on_event: called with each `events.Event` of this base container, on a thread of its own.
-        replication, keep, safe_globals, overlap, on_world_size_change, deadline_s: see `Config`.
-        handle_sigterm, grace_s: see `Config.sigterm_grace_s`; False is None there.
-        persist, persist_every, persist_keep, persist_bytes_per_s: see `Persist`.
+        config: all settings; or, as keywords, some of ``replication``, ``keep``, ``safe_globals``, ``overlap``,
+            ``on_world_size_change``, ``deadline_s``, ``persist``, ``persist_every``, ``persist_keep``,
+            ``persist_bytes_per_s``, ``handle_sigterm`` and ``grace_s``: see `Config.of`.
 
     Raises:
         InvalidArgumentError: an argument is unusable, or differs between ranks.
@@ -99,63 +81,56 @@ class Flashpoint:
         base: str | os.PathLike[str],
         *,
         every_n_steps: int = 1,
-        config: Config | None = None,
-        replication: ReplicationStrategy | str | None = None,
         strict: bool = False,
-        handle_sigterm: bool = True,
-        grace_s: float = 20.0,
-        safe_globals: Sequence[SafeGlobal] = (),
-        deadline_s: float | None = None,
         discard_existing: bool = False,
-        on_world_size_change: str = "raise",
-        overlap: bool = False,
         on_event: Callable[[events.Event], object] | None = None,
-        keep: int | Keep = 1,
-        persist: str | None = None,
-        persist_every: int = 50,
-        persist_keep: int = 3,
-        persist_bytes_per_s: float | None = None,
+        config: Config | None = None,
+        **settings: Any,
     ) -> None:
-        self._base = checked_base(base)
-        self._every = checked_every(every_n_steps)
-        self._strict = checked_bool("strict", strict)
+        every_n_steps = checked_every(every_n_steps)
+        self._every, self._strict = every_n_steps, checked_bool("strict", strict)
         on_event = checked_callable("on_event", on_event, "of one event")
-        given = Config(
-            replication=replication,
-            keep=keep,
-            persist=Persist.of(persist, persist_every, persist_keep, persist_bytes_per_s),
-            sigterm_grace_s=checked_grace(handle_sigterm, grace_s),
-            safe_globals=safe_globals,
-            overlap=overlap,
-            on_world_size_change=on_world_size_change,
-            deadline_s=deadline_s,
-        )
-        if config is not None and given != Config():
+        if config is not None and settings:
             text = "must be all settings, without keywords for some of them"
             raise InvalidArgumentError(text, argument="config", value=config)
-        config = config or given
-        self._deadline_s = seal_deadline_s() if config.deadline_s is None else config.deadline_s
-        checked_bool("discard_existing", discard_existing)
+        config = config or Config.of(**settings)
+        base = checked_base(base)
         self._world, self._ranks = default_group(), rank_group()
-        self._ranks.agree_on(every_n_steps=self._every)
-        self._checkpointer = Checkpointer(self._base, config, discard_existing=discard_existing)
-        self._loaders = Loaders()
+        self._ranks.agree_on(every_n_steps=every_n_steps)
+        self._checkpointer = Checkpointer(base, config, discard_existing=discard_existing)
+        self._loaders = Loaders(lambda: self._steps)
         self._tracked = self._tracked_type(self._ranks.rank, self._ranks.world_size)
         self._steps = 0
         self._tracking_ended = False
         self._told = False  # that saving works
-        self._lock = threading.Lock()
+        self._pending: list[tuple[int, Future[Manifest]]] = []  # saves that had not ended when they were looked at last
         self._failures = self._failures_in_a_row = 0
-        self._failure: FlashpointError | None = None  # the latest one, until it is raised
         self._last_error: str | None = None
         self._resumed_from: int | None = None
         if on_event is not None:
             self._checkpointer.subscribe(on_event)
 
+    def _check(self, *, tracked: bool = True, saves: bool = False) -> None:
+        """Raise if this cannot be used now: at all, for what is tracked, or to save."""
+        if saves:
+            answer_sigterm()
+        self._checkpointer.check_usable()
+        if default_group() is not self._world:
+            text = "torch.distributed was initialized or destroyed since this Flashpoint was constructed"
+            hint = "construct it after init_process_group, and close it before destroy_process_group"
+            raise FlashpointError(text, rank=self._ranks.rank, hint=hint)
+        if tracked and not self._tracking_ended:
+            if not self._tracked.names:
+                raise FlashpointError("nothing is tracked", hint="call track(model=..., optimizer=...) first")
+            self._tracking_ended = True
+        if saves:
+            hint = "call resume() before the first step, or construct with discard_existing=True"
+            self._checkpointer.check_asked("resume()", hint=hint)
+
     # ---- what is saved ------------------------------------------------------------------------------------
 
     def track(self, /, *, reshard: Reshard | Mapping[str, Reshard] | None = None, **named: object) -> Flashpoint:
-        """Say what to save and restore, before `resume` and the first save.
+        """Say what to save and restore, before `resume` and the first save. Return this object.
 
         Modules and optimizers are saved as they are sharded, and can be loaded by another number of ranks. The state
         of anything else belongs to one rank; see `Config.on_world_size_change`.
@@ -168,20 +143,13 @@ class Flashpoint:
                 loaders.
             named: anything with ``state_dict()`` and ``load_state_dict()``, by the name to save it under.
 
-        Returns:
-            This object.
-
         Raises:
-            InvalidArgumentError: a name is taken or no identifier, an object has no state, or ``reshard`` is unusable.
-            FlashpointError: it is too late.
+            FlashpointError: a name, an object or ``reshard`` is unusable, or it is too late.
         """
-        self._check_open()
+        self._check(tracked=False)
         if self._tracking_ended:
-            raise FlashpointError(
-                "tracking ends with resume() or the first save: what is tracked later could not be restored",
-                rank=self._ranks.rank,
-                hint="call track() before resume()",
-            )
+            text = "tracking ends with resume() or the first save: what is tracked later could not be restored"
+            raise FlashpointError(text, rank=self._ranks.rank, hint="call track() before resume()")
         functions = checked_reshard(reshard, named)
         for name, value in named.items():
             self._tracked.add(name, self._loaders.tracked(name, value), functions.get(name))
@@ -195,9 +163,6 @@ class Flashpoint:
         Args:
             loader: tracked.
             through: fetches batches ahead of the loop: takes an iterable, and gives its batches one for one, in order.
-
-        Raises:
-            InvalidArgumentError: the loader is not tracked, or ``through`` cannot be called.
         """
         return self._loaders.batches(loader, through)
 
@@ -206,66 +171,51 @@ class Flashpoint:
     def resume(self, fallback: Callable[[], int | None] | None = None, *, step: int | None = None) -> int:
         """Restore the newest state that all ranks can load, or that of a step. Collective.
 
-        May be called again during training, to go back. For the arguments and errors see `Checkpointer.load`.
-
-        Returns:
-            The number of steps done, which is where to go on; 0 if there is nothing to go on from.
+        May be called again during training, to go back. Returns the steps done, 0 if there is nothing to go on from.
+        For the arguments and errors see `Checkpointer.load`.
         """
-        self._check_usable()
-        self._steps = self._checkpointer.load(self._tracked, step=step, fallback=fallback)
-        recovery = self._checkpointer.last_load
-        assert recovery is not None
+        self._check()
+        recovery = self._checkpointer.load_tracked(self._tracked, step=step, fallback=fallback)
+        self._steps = recovery.step
         self._resumed_from = None if recovery.version is None else self._steps
-        announce(_log, self._ranks.rank, "%s", recovery.in_words(str(self._base)))
+        announce(_log, self._ranks.rank, "%s", recovery.in_words(str(self._checkpointer.base)))
         return self._steps
 
     def versions(self) -> list[KeptVersion]:
         """Return what `resume` can load from memory, newest save first. Collective."""
-        self._check_open()
+        self._check(tracked=False)
         return self._checkpointer.versions()
 
     # ---- saving -------------------------------------------------------------------------------------------
 
     def step(self) -> int:
-        """Count a step as done, and save if a save is due. Call it after the optimizer's step.
+        """Count a step as done, and save if a save is due. Call it after the optimizer's step. Return the steps done.
 
         Where no memory is free, because earlier saves are still being copied, the save is skipped.
-
-        Returns:
-            The number of steps done.
 
         Raises:
             UnaskedVersionsError: the base container has versions from before, and `resume` was not called.
             FlashpointError: a save has failed, and failures are to be raised (``strict``).
         """
-        self._prepare()
+        self._check(saves=True)
         self._steps += 1
-        self._loaders.stepped()
-        if passes_multiple(self._every, self._steps - 1, self._steps):
+        if self._steps % self._every == 0:
             self._save(self._steps, explicit=False)
-        self._raise_failure()
+        self._report()
         return self._steps
 
     def save(self, step: int | None = None) -> None:
         """Save now, whatever the schedule says. Without free memory, wait until copies of earlier saves are made.
 
+        Raises as `step` does.
+
         Args:
             step: number of steps to save under; by default those done. See `Checkpointer.save`.
-
-        Raises:
-            InvalidArgumentError: ``step`` is no step.
-            UnaskedVersionsError, FlashpointError: see `step`.
         """
-        self._prepare()
+        self._check(saves=True)
         step = self._steps if step is None else checked_integer("step", step, 0, MAX_STEP)
-        self._loaders.stepped()
         self._save(step, explicit=True)
-        self._raise_failure()
-
-    def _prepare(self) -> None:
-        answer_sigterm()
-        self._check_usable()
-        self._checkpointer.check_asked("resume()", hint=_IF_UNASKED)
+        self._report()
 
     def before_update(self) -> None:
         """Have what this thread gives to its devices from now on wait for the copy of the latest save. With
@@ -275,54 +225,48 @@ class Flashpoint:
     # ---- what becomes of saves ----------------------------------------------------------------------------
 
     def _save(self, step: int, *, explicit: bool) -> None:
-        """Save. A save that fails is logged and counted."""
+        """Save. A save that fails is counted and logged, once it has ended."""
+        committed: Future[Manifest]
         try:
-            save = self._checkpointer.save(step, self._tracked, explicit=explicit)
+            committed = self._checkpointer.save_tracked(step, self._tracked, explicit=explicit).committed
         except Exception as error:
-            self._fail(step, error)
-        else:
-            save.committed.add_done_callback(partial(self._ended, step))
+            committed = Future()
+            committed.set_exception(error)
+        self._pending.append((step, committed))
 
-    def _ended(self, step: int, committed: Future[Manifest]) -> None:
-        error = committed.exception()
-        if error is None:
-            with self._lock:
-                if self._failures_in_a_row:
-                    _log.warning("saves work again from step %d on", step)
-                self._failures_in_a_row = 0
-        elif not isinstance(error, SkippedError):
-            self._fail(step, error)
-
-    def _fail(self, step: int, error: BaseException) -> None:
-        failure = error if isinstance(error, FlashpointError) else None
-        failure = failure or SaveError(text_of(error), step=step, rank=self._ranks.rank)
-        with self._lock:
-            self._failures += 1
-            self._failures_in_a_row += 1
-            self._last_error, self._failure = str(failure), failure
-            # A job that cannot save says so again and again, but not at every step.
-            loud = self._failures_in_a_row.bit_count() == 1
-            text = "the save of step %s failed (%d in a row), training goes on: %s"
-            _log.log(logging.ERROR if loud else logging.DEBUG, text, step, self._failures_in_a_row, failure)
-
-    def _raise_failure(self) -> None:
-        """Called at the end of everything that saves or waits."""
-        stats = self._checkpointer.stats
+    def _report(self) -> None:
+        """Count and log the saves that have ended. Raise the latest failure, once, if failures are to be raised."""
+        stats, failure = self._checkpointer.stats, None
         if not self._told and stats.last_committed is not None:
             self._told = True
             what = "first save works: step %s, %.3g MB of this rank in memory; it held training up for %.3f s"
             announce(_log, self._ranks.rank, what, stats.last_committed, stats.bytes / 1e6, stats.blocked_s)
-        with self._lock:
-            failure, self._failure = self._failure, None
+        pending, self._pending = self._pending, []
+        for step, committed in pending:
+            if not committed.done():
+                self._pending.append((step, committed))
+            elif (error := committed.exception()) is None:
+                if self._failures_in_a_row:
+                    _log.warning("saves work again from step %d on", step)
+                self._failures_in_a_row = 0
+            elif not isinstance(error, SkippedError):
+                is_typed = isinstance(error, FlashpointError)
+                failure = error if is_typed else SaveError(text_of(error), step=step, rank=self._ranks.rank)
+                self._failures += 1
+                self._failures_in_a_row += 1
+                self._last_error = str(failure)
+                # A job that cannot save says so again and again, but not at every step.
+                level = logging.ERROR if self._failures_in_a_row.bit_count() == 1 else logging.DEBUG
+                text = "the save of step %s failed (%d in a row), training goes on: %s"
+                _log.log(level, text, step, self._failures_in_a_row, self._last_error)
         if self._strict and failure is not None:
             raise failure
 
     def wait(self, deadline_s: float | None = None) -> bool:
         """Wait until every save begun is verified, has failed, or is passed over for a newer one. Return True if that
         was so in time: ``deadline_s``, by default that of the constructor. Raises as `step` does."""
-        deadline_s = self._deadline_s if deadline_s is None else checked_seconds("deadline_s", deadline_s)
-        ended = self._checkpointer.wait(deadline_s)
-        self._raise_failure()
+        ended = self._checkpointer.wait(None if deadline_s is None else checked_seconds("deadline_s", deadline_s))
+        self._report()
         return ended
 
     # ---- readings -----------------------------------------------------------------------------------------
@@ -340,8 +284,7 @@ class Flashpoint:
 
     @property
     def last_replicated(self) -> int | None:
-        """Step of the newest version saved by this object of which all ranks have all copies. None if there is none,
-        or nobody holds copies of this rank's parts."""
+        """Step of the newest version of which all ranks have all copies; None without, or if nobody holds copies."""
         return self._checkpointer.stats.last_verified if self._checkpointer.holders else None
 
     @property
@@ -351,7 +294,7 @@ class Flashpoint:
 
     @property
     def health(self) -> Health:
-        """The way saving goes, now."""
+        """The way saving goes, now. A save that fails in the background counts from the next call on."""
         stats, persist = self._checkpointer.stats, self._checkpointer.persist_health
         board_error = self._checkpointer.board_error
         return Health(
@@ -372,18 +315,12 @@ class Flashpoint:
         )
 
     def scalars(self, prefix: str = "flashpoint/") -> dict[str, float]:
-        """Return the numbers of `health`, the newest steps, and the steps by which copies lag behind, by name: for
-        TensorBoard, W&B and the like. What is not known yet is left out."""
+        """Return the numbers of `health` and the newest steps by name, for TensorBoard and the like; those known."""
         saved, copied, recovery = self.last_saved, self.last_replicated, self.last_recovery
-        found = self.health.scalars(prefix)
-        if saved is not None:
-            found[f"{prefix}last_saved"] = float(saved)
-        if copied is not None:
-            found[f"{prefix}last_replicated"] = float(copied)
-            found[f"{prefix}copies_lag"] = float(max(0, (saved or 0) - copied))
-        if recovery is not None:
-            found[f"{prefix}recovery_s"] = recovery.total_s
-        return found
+        lag = None if copied is None else max(0, (saved or 0) - copied)
+        more: dict[str, float | None] = {"last_saved": saved, "last_replicated": copied, "copies_lag": lag}
+        more["recovery_s"] = None if recovery is None else recovery.total_s
+        return self.health.scalars(prefix) | {f"{prefix}{k}": float(v) for k, v in more.items() if v is not None}
 
     # ---- life ---------------------------------------------------------------------------------------------
 
@@ -392,42 +329,23 @@ class Flashpoint:
         """True once it is closed, or where this process is a forked child."""
         return self._checkpointer.is_closed
 
-    def _check_open(self) -> None:
-        self._checkpointer.check_usable()
-        if default_group() is not self._world:
-            raise FlashpointError(
-                "torch.distributed was initialized or destroyed since this Flashpoint was constructed",
-                rank=self._ranks.rank,
-                hint="construct it after init_process_group, and close it before destroy_process_group",
-            )
-
-    def _check_usable(self) -> None:
-        self._check_open()
-        if not self._tracked.names:
-            raise FlashpointError("nothing is tracked", hint="call track(model=..., optimizer=...) first")
-        self._tracking_ended = True
-
     def close(self) -> None:
-        """Let saves under way finish, within a deadline, and end. Versions stay. Safe to call twice. Raises as `step`
-        does."""
-        self._close(self._deadline_s)
-        self._raise_failure()
+        """Let saves under way finish, and end. Versions stay. Safe to call twice. Raises as `step` does."""
+        self._close(self._checkpointer.deadline_s)
+        self._report()
 
     def _close(self, deadline_s: float) -> None:
-        if self.is_closed:
-            return
-        if not self._checkpointer.await_commits(deadline_s):
-            _log.warning("closed while a save was under way: it may not be committed")
-        self._checkpointer.close(deadline_s)
+        if not self.is_closed:
+            if not self._checkpointer.await_commits(deadline_s):
+                _log.warning("closed while a save was under way: it may not be committed")
+            self._checkpointer.close(deadline_s)
 
     def __enter__(self) -> Flashpoint:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
         else:
             # The peers may be dead, or about to be. They are not waited for as long.
-            self._close(min(exit_deadline_s(), self._deadline_s))
+            self._close(min(exit_deadline_s(), self._checkpointer.deadline_s))

@@ -1,25 +1,23 @@
 """Status of saving on one rank: a reducer over its events, and the file that shows it to other processes.
 
 The file, ``<base>/.flashpoint/status/<rank>``, is one JSON object with ``schema`` and the attributes of `Status`. Also
-the two views that a training loop has of it: `Health` and `Recovery`.
+two views for a training loop: `Health` and `Recovery`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 import os
 import time
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from ml_flashpoint import events
 from ml_flashpoint.format.errors import JobInUseError, UnsafePathError
-from ml_flashpoint.format.files import read_file
-from ml_flashpoint.format.private_folders import make_tree, open_own
+from ml_flashpoint.format.files import make_tree, read_file, replace_file
 from ml_flashpoint.memory.container import STATUS, BaseContainer
 
 if TYPE_CHECKING:
@@ -97,38 +95,41 @@ class Status:
 
     def after(self, event: events.Event) -> Status:
         """Return the status after one more event of this rank."""
+        step, error = event.step, getattr(event, "error", "")[:_MOST_OF_AN_ERROR]
         change: dict[str, object] = {}
         match event:
             case events.LoopHeld():
                 change = {"held_s": event.seconds}
             case events.PartCommitted():
-                change = {"committed": event.step, "committed_after_s": event.seconds, "part_bytes": event.bytes}
+                change = {"committed": step, "committed_after_s": event.seconds, "part_bytes": event.bytes}
                 change["saves"] = self.saves + 1
             case events.PartReplicated():
-                change = {"replicated": event.step, "replication_error": None}
-                change |= {"copied_bytes": event.bytes, "copied_in_s": event.seconds}
+                change = {"replicated": step, "copied_bytes": event.bytes, "copied_in_s": event.seconds}
+                change["replication_error"] = None
             case events.VersionVerified():
-                change = {"verified": event.step, "verified_s": event.time_s, "verified_after_s": event.seconds}
+                change = {"verified": step, "verified_s": event.time_s, "verified_after_s": event.seconds}
                 change["agreement_error"] = None
             case events.SaveFailed():
-                change = {"failures": self.failures + 1, "error": event.error[:_MOST_OF_AN_ERROR]}
+                change = {"failures": self.failures + 1, "error": error}
             case events.SaveSkipped():
                 change = {"skipped": self.skipped + 1}
             case events.ReplicationFailed():
-                change = {"replication_error": event.error[:_MOST_OF_AN_ERROR]}
+                change = {"replication_error": error}
             case events.AgreementFailed():
-                change = {"agreement_error": event.error[:_MOST_OF_AN_ERROR]}
+                change = {"agreement_error": error}
             case events.RanksMissing():
-                change = {"agreement_error": f"{event.text}, for {event.seconds:.0f} s"}
+                named = ", ".join(map(str, event.ranks[:8])) + (", ..." if len(event.ranks) > 8 else "")
+                text = f"ranks {named} have not come to the save of step {step}, for {event.seconds:.0f} s"
+                change = {"agreement_error": text}
             case events.PartPersisted():
-                change = {"persisted": event.step, "persist_error": None}
+                change = {"persisted": step, "persist_error": None}
             case events.PersistFailed():
-                change = {"persist_error": event.error[:_MOST_OF_AN_ERROR]}
+                change = {"persist_error": error}
             case events.SteppedBack():
                 change = {"stepped_back": self.stepped_back + 1}
             case events.Resumed():
-                change = {"resumed": event.step}
-        return dataclasses.replace(self, updated_s=event.time_s, **change)  # type: ignore[arg-type]
+                change = {"resumed": step}
+        return replace(self, updated_s=event.time_s, **change)  # type: ignore[arg-type]
 
     @property
     def degraded(self) -> bool:
@@ -137,11 +138,8 @@ class Status:
 
 
 def write_status(path: Path, status: Status) -> None:
-    """Replace a rank's file, at once or not at all; its folder exists. Raise `OSError`, `UnsafePathError` if not."""
-    new = path.with_name(f"{path.name}.new")
-    with open(open_own(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w", encoding="utf-8") as file:
-        json.dump({"schema": events.SCHEMA, **dataclasses.asdict(status)}, file)
-    os.replace(new, path)
+    """Replace a rank's file, at once or not at all; its folder exists. Raise an `OSError` if not."""
+    replace_file(path, [json.dumps({"schema": events.SCHEMA, **asdict(status)}).encode()], fsync=False)
 
 
 def read_status(path: Path) -> Status | None:
@@ -157,31 +155,21 @@ _NOT_WRITTEN_AFTER = (events.LoopHeld, events.PartCommitted, events.SaveSkipped,
 
 
 class StatusFile:
-    """The status of this rank, and its file. Events change both, on the thread of events.
-
-    Args:
-        container: base container.
-        lock: of the job on this node; nothing is written once it is lost.
-        ranks: this rank, and the others.
-        strategy: who holds copies of whose parts.
-
-    Attributes:
-        status: the newest status.
-    """
+    """The newest `status` of this rank, and its file, which is not written once the job's lock is lost. Events change
+    both, on the thread of events."""
 
     def __init__(
         self, container: BaseContainer, lock: JobLock, ranks: RankGroup, strategy: ReplicationStrategy
     ) -> None:
-        self._lock = lock
+        self._lock, topology = lock, ranks.topology
         self._path = container.private / STATUS / str(ranks.rank)
-        before, topology = read_status(self._path), ranks.topology
-        known = before is not None and before.since_s > 0
+        before = read_status(self._path) or Status(rank=ranks.rank, node=ranks.node)
         self.status = Status(
             rank=ranks.rank,
             node=ranks.node,
             pid=os.getpid(),
-            since_s=before.since_s if before is not None and known else time.time(),
-            starts=1 + (before.starts if before is not None and known else 0),
+            since_s=before.since_s or time.time(),
+            starts=1 + before.starts,
             nodes=len(topology.node_order),
             survives=strategy.survivable_losses(topology),
             copies_on=tuple(topology.node_of(holder) for holder in strategy.copies_of(ranks.rank, topology)),
@@ -191,7 +179,8 @@ class StatusFile:
         with contextlib.suppress(OSError, UnsafePathError):  # which writing the file reports
             make_tree(container.base, self._path.parent)
         self._write()
-        self._unsubscribe = events.add_subscriber(self._note, container.base, argument="status")
+        self._subscription = contextlib.ExitStack()
+        self._subscription.enter_context(events.subscribe(self._note, container.base))
 
     def _note(self, event: events.Event) -> None:
         if event.rank == self.status.rank:
@@ -203,19 +192,19 @@ class StatusFile:
         try:
             self._lock.check()
             write_status(self._path, self.status)
-        except (OSError, UnsafePathError, JobInUseError) as error:
+        except (OSError, JobInUseError) as error:
             if not self._has_failed:
                 _log.warning("the status of rank %d cannot be written: %s", self.status.rank, error)
             self._has_failed = True
         else:
-            self._has_failed, self._written = False, self.status
+            self._has_failed = False
+        self._written = self.status
 
     def close(self) -> None:
         """Write what is not in the file yet, and end. Safe to call twice."""
-        self._unsubscribe()
+        self._subscription.close()
         if self._written is not self.status:
             self._write()
-            self._written = self.status
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,18 +253,16 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """A `Checkpointer.load`, or `Flashpoint.resume`, on this rank. Times in seconds, over all versions that were tried.
+    """A `Checkpointer.load`, or `Flashpoint.resume`, on this rank. Times in seconds.
 
     Attributes:
         step: the step to go on from.
         source: source of the state.
         version: the version loaded, if it came from memory or was persisted.
-        detect_s: reading and gathering inventories.
-        plan_s: planning.
-        fetch_s: fetching from peers, checking, voting.
-        load_s: loading into the tracked objects.
+        detect_s, plan_s: reading and gathering inventories, and planning, for the version that was tried last.
+        fetch_s, fetched_bytes: fetching that version from peers, checking, voting; and bytes that this rank received.
+        load_s: loading into the tracked objects, and versions that were tried before.
         total_s: all of it, the fallback included.
-        fetched_bytes: bytes that this rank received from peers before loading.
         discarded: versions that were complete and could not be loaded, newest first.
     """
 

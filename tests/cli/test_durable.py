@@ -15,8 +15,8 @@ import pytest
 
 from ml_flashpoint.cli import listing
 from ml_flashpoint.format.digest import digest_block
-from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord
+from ml_flashpoint.format.names import SaveId, object_name
 from ml_flashpoint.stores.durable import MARKER, DurableVersions
 from ml_flashpoint.stores.location import open_durable
 from tests.support.commands import flashpoint
@@ -30,8 +30,8 @@ pytestmark = pytest.mark.damages_on_purpose
 def write_parts(store: DurableVersions, step: int, world_size: int = 2, *, only: int | None = None) -> None:
     for rank in range(world_size if only is None else only):
         digests = tuple(digest_block(CONTENT[at : at + BLOCK]) for at in range(0, len(CONTENT), BLOCK))
-        record = ObjectRecord(object_name(rank, RUN), len(CONTENT), len(CONTENT) + 8, digests, BLOCK)
-        manifest = Manifest(f"step-{step}_ckpt", rank, world_size, RUN, "node", (record,))
+        record = ObjectRecord(len(CONTENT), len(CONTENT) + 8, digests, BLOCK)
+        manifest = Manifest(SaveId(int(RUN), step), rank, world_size, "node", record)
         store.write_part(manifest, lambda: [CONTENT, bytes(8)])
 
 

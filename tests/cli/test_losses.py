@@ -14,8 +14,8 @@ import pytest
 
 from ml_flashpoint.cli.status import Loss, losses
 from ml_flashpoint.cli.view import VersionView
-from ml_flashpoint.format.manifest import MAX_BLOCK_SIZE, Manifest, ObjectRecord, object_name
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.manifest import MAX_BLOCK_SIZE, Manifest, ObjectRecord
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.status import Status
 from ml_flashpoint.stores.version_store import Version
 from ml_flashpoint.tools.check import CheckedPart
@@ -39,8 +39,8 @@ def version(step: int = 40, own: tuple[int, ...] = (0,), problems: tuple[tuple[s
     """With the parts of own ranks, and a copy of rank 3 on node d that is twice as large."""
     parts = []
     for rank, node, size in [*((rank, "a", PART) for rank in own), (3, "d", 2 * PART)]:
-        record = ObjectRecord(object_name(rank, "s-1"), size, size, ("0" * 16,), MAX_BLOCK_SIZE)
-        manifest = Manifest(f"step-{step}_ckpt", rank, 4, "s-1", node, (record,))
+        record = ObjectRecord(size, size, ("0" * 16,), MAX_BLOCK_SIZE)
+        manifest = Manifest(SaveId(1, step), rank, 4, node, record)
         parts.append(CheckedPart(rank, manifest, problems))
     listed = Version(SaveId(1, step), f"step-{step}_ckpt", (*own, 3), 4, True)
     return VersionView(listed, "replicated", tuple(parts), copied=(3,))

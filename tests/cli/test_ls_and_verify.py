@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from ml_flashpoint.cli import output, view
 from ml_flashpoint.cli.main import app
-from ml_flashpoint.format.manifest import manifest_name
+from ml_flashpoint.format.names import manifest_name
 from ml_flashpoint.stores.base_container import BaseContainer
 from ml_flashpoint.tools.check import CheckedPart, check_part, look_at
 from tests.support.forked import Child, call

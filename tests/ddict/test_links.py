@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ml_flashpoint.ddict.checkpoints.server import CoordinatorServer
+from ml_flashpoint.ddict.coordinator import Coordinator
 from ml_flashpoint.ddict.errors import REQUESTS, DDictDestroyedError, DDictManagerLostError
 from ml_flashpoint.ddict.links import Links, locator
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration, Options
@@ -188,7 +188,7 @@ def test_without_its_coordinator_a_dictionary_is_gone(who: int) -> None:
 
 @pytest.mark.parametrize("said", [(2, "there", "/m"), (-1, "there", "/m"), (1, "there", 1), (1, None, "/m"), (1,)])
 def test_nobody_is_told_of_a_manager_that_says_nonsense(said: tuple[Any, ...]) -> None:
-    server = CoordinatorServer(configuration_of(("tcp", "127.0.0.1", 1)), "127.0.0.1")
+    server = Coordinator(configuration_of(("tcp", "127.0.0.1", 1)), "127.0.0.1")
     good = Here(1, "there", "/m", "127.0.0.1", 1)
     operation, fields = encode(good, TIMEOUT_S)
     try:

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,16 +20,17 @@ import pytest
 from ml_flashpoint.ddict import (
     CheckpointPersister,
     DAOSCheckpointPersister,
+    DDict,
     FsspecCheckpointPersister,
     NullCheckpointPersister,
     PosixCheckpointPersister,
 )
-from ml_flashpoint.ddict.checkpoints.server import CoordinatorServer
+from ml_flashpoint.ddict.coordinator import Coordinator
 from ml_flashpoint.ddict.errors import REQUESTS, DDictPersistError
 from ml_flashpoint.ddict.manager.parts import PersistedParts
 from ml_flashpoint.ddict.manager.slots import ValueSlots
 from ml_flashpoint.ddict.options import Configuration, Options
-from ml_flashpoint.ddict.persistence import History, Persisting, open_part, write_part
+from ml_flashpoint.ddict.persistence import History, open_part, write_part
 from ml_flashpoint.format.errors import DamagedError, FlashpointError, InvalidArgumentError, JobInUseError, SaveError
 from ml_flashpoint.net.channel import ConnectionLostError
 from ml_flashpoint.net.client import Connection
@@ -421,88 +421,59 @@ def test_a_store_that_fails_is_reported_and_loses_nothing(
         first.check(1, 2)
 
 
-class Background:
-    """The thread that persists what a program commits, and keeps that many."""
+@pytest.fixture
+def dictionary(tmpfs: Path) -> Iterator[DDict]:
+    """A dictionary that persists each checkpoint, and keeps one, with one committed checkpoint more in each turn."""
+    named = {"persister_class": PosixCheckpointPersister, "persist_path": str(tmpfs), "name": "name"}
+    with DDict(MANAGERS, 1, 64 << 20, **named, persist_count=1, working_set_size=4, timeout=DEADLINE_S) as dictionary:  # type: ignore[arg-type]
+        yield dictionary
 
-    def __init__(self, program: Program, keep: int) -> None:
-        self.changed = threading.Condition(threading.RLock())
-        self.persisting = Persisting(self.changed, program.write, program.history, keep)
 
-    def __enter__(self) -> Background:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.persisting.close()
-
-    def join(self) -> None:
-        for each in threading.enumerate():
-            if each.name == "ddict-persist":
-                each.join(DEADLINE_S)
-                assert not each.is_alive()
-
-    def add(self, checkpoint_id: int) -> None:
-        with self.changed:
-            self.persisting.add(checkpoint_id)
-
-    def persist(self, checkpoint_id: int) -> None:
-        self.add(checkpoint_id)
-        self.persisting.await_persisted(checkpoint_id, time.monotonic() + DEADLINE_S)
+def write(dictionary: DDict, value: int) -> None:
+    dictionary["key"] = value
+    dictionary.checkpoint()
+    dictionary.wait_for_commit()
 
 
 def test_what_a_list_names_stays_though_its_writer_saw_an_error(
-    posix: Open, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+    dictionary: DDict, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = Directory.write
+    directory_write = Directory.write
 
     def written_all_the_same(files: Directory, name: str, chunks: Iterable[Any]) -> int:
-        count = write(files, name, chunks)
+        count = directory_write(files, name, chunks)
         if name.startswith("history"):
             raise SaveError("the folder was not synchronized")
         return count
 
-    with posix() as first, Background(first, 1) as thread:
-        thread.persist(1)
-        with monkeypatch.context() as patch:
-            patch.setattr(Directory, "write", written_all_the_same)
-            with pytest.raises(SaveError):
-                thread.persist(2)
-        Program(PosixCheckpointPersister, str(tmpfs), read_only=True).check(2)  # who finds this one killed
-        thread.persist(2)
-        first.check(2)
-        assert len(list((tmpfs / "name").glob("run-*"))) == 1
+    write(dictionary, 0)
+    assert dictionary.persist() == 0
+    write(dictionary, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Directory, "write", written_all_the_same)
+        with pytest.raises(SaveError):
+            dictionary.persist()
+    found = Program(PosixCheckpointPersister, str(tmpfs), read_only=True)  # who finds this one killed
+    assert found.history.ids() == [1]
+    assert dictionary.persist() == 1
+    assert dictionary.persisted_ids() == [1]
+    assert len(list((tmpfs / "name").glob("run-*"))) == 1
 
 
-class Refused(Directory):
-    """A store that fails with errors of its own."""
+def test_a_store_that_raises_its_own_errors_ends_no_persisting(
+    dictionary: DDict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any) -> int:
+        raise ConnectionError("the storage is down")
 
-    refuses = True
-
-    def write(self, name: str, chunks: Iterable[Any]) -> int:
-        self.check()
-        return super().write(name, chunks)
-
-    def remove(self, name: str) -> None:
-        self.check()
-        super().remove(name)
-
-    def check(self) -> None:
-        if self.refuses:
-            raise ConnectionError("the storage is down")
-
-
-def test_a_store_that_raises_its_own_errors_ends_no_persisting(tmpfs: Path) -> None:
-    files = Refused(tmpfs / "mine")
-
-    class Mine(CheckpointPersister):
-        def open_store(self) -> Files:
-            return files
-
-    with Program(Mine, "ignored") as first, Background(first, -1) as thread:
+    write(dictionary, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Directory, "write", refused)
+        patch.setattr(Directory, "remove", refused)
         with pytest.raises(DDictPersistError, match="the storage is down"):
-            thread.persist(1)
-        files.refuses = False
-        thread.persist(2)
-        first.check(2)
+            dictionary.persist()
+    assert dictionary.persist() == 0
+    assert dictionary.persisted_ids() == [0]
 
 
 def test_a_part_is_written_by_one_request_only(tmpfs: Path) -> None:
@@ -569,7 +540,9 @@ def test_a_dictionary_removes_nothing_after_its_end_that_the_next_one_goes_on_fr
         second.check(1, 2)
 
 
-def test_what_is_persisted_while_a_dictionary_ends_does_not_count(posix: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_persisted_while_a_dictionary_ends_does_not_count(
+    dictionary: DDict, monkeypatch: pytest.MonkeyPatch
+) -> None:
     complete, has_begun, may_end = DurableVersions.complete, threading.Event(), threading.Event()
 
     def complete_late(*args: Any) -> Any:
@@ -577,14 +550,22 @@ def test_what_is_persisted_while_a_dictionary_ends_does_not_count(posix: Open, m
         assert may_end.wait(DEADLINE_S)
         return complete(*args)
 
-    with posix() as first:
-        with Background(first, -1) as thread, monkeypatch.context() as slow:
-            slow.setattr(DurableVersions, "complete", complete_late)
-            thread.add(1)
-            assert has_begun.wait(DEADLINE_S)
+    write(dictionary, 0)
+    monkeypatch.setattr(DurableVersions, "complete", complete_late)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(dictionary.persist)
+        assert has_begun.wait(DEADLINE_S)
+        assert dictionary._coordinator is not None
+        dictionary._coordinator.close()
         may_end.set()
-        thread.join()
-        first.check()
+    for each in threading.enumerate():
+        if each.name == "ddict-persist":
+            each.join(DEADLINE_S)
+            assert not each.is_alive()
+    options = dictionary._configuration.options
+    with contextlib.suppress(FlashpointError):
+        dictionary.destroy()
+    assert Program(PosixCheckpointPersister, options.persist_path, read_only=True).history.ids() == []
 
 
 def test_a_name_is_given_up_when_nothing_is_answered_any_more(tmpfs: Path) -> None:
@@ -610,9 +591,7 @@ def test_a_name_is_given_up_when_nothing_is_answered_any_more(tmpfs: Path) -> No
             answers.append(True)
 
     options = Options(1, 2, persister_class=Mine, name="name")
-    server = CoordinatorServer(
-        Configuration("0" * 12, options, "", ("tcp", "127.0.0.1", 1), ((), ()), SECRET), "127.0.0.1"
-    )
+    server = Coordinator(Configuration("0" * 12, options, "", ("tcp", "127.0.0.1", 1), ((), ()), SECRET), "127.0.0.1")
     assert answers == []
     server.close()
     assert answers == [False]

@@ -1,41 +1,50 @@
-"""A simulation of the rules by which a handle's requests are in order, and by which it is told what it has lost.
+"""A simulation of a dictionary: the rules of the product, told of everything in any order, late, or never.
 
-The network delivers in any order, late, or never; handles give up; commits are called off; managers are lost. The rules
-are the product's own (`Fence`, `Written`, `Epochs`, `Shard`), the processes around them are played.
+The network delivers in any order, late, or never; handles give up, go back, leave and are killed; commits are called
+off; managers are lost. The coordinator's decisions are the product's (`Rules`), and so are the fences, the shards, and
+what a handle knows (`Standing`). The processes around them are played.
 """
 
 from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from ml_flashpoint.ddict.checkpoints.writers import Beginning, Epochs
-from ml_flashpoint.ddict.errors import StaleRequestError
+from ml_flashpoint.ddict.client.keepalive import Standing
+from ml_flashpoint.ddict.errors import (
+    DDictCheckpointRetiredError,
+    DDictWritesLostError,
+    StaleEpochError,
+    StaleRequestError,
+)
 from ml_flashpoint.ddict.manager.shard import Entry, InlineValue, Shard
+from ml_flashpoint.ddict.options import Options
+from ml_flashpoint.ddict.rules import Rules, Step
+from ml_flashpoint.ddict.wire import requests as asked
 from ml_flashpoint.ddict.wire.fence import Fence
-from ml_flashpoint.ddict.wire.written import NOTHING, Written
+from ml_flashpoint.ddict.wire.requests import Back, Written
 
 SCHEDULES = "FLASHPOINT_TEST_RULES_SCHEDULES"
-STEPS = 100
+STEPS = 150
 MANAGERS = 2
 HANDLES = 2
-
-Content = list[list[Entry]]  # of each manager
+OPTIONS = Options(1, MANAGERS, working_set_size=3, replication="ring")
 
 
 @dataclass(eq=False)
 class Put:
     """A write on its way, or written."""
 
-    handle: Handle
+    handle: Handle = field(repr=False)
     manager: int
     key: bytes
-    checkpoint_id: int
-    epoch: int
-    generation: int
+    whose: asked.Whose
     number: int  # later ones have higher numbers
     given_up_at: int | None = None  # the number of the newest one then
     is_overtaken: bool = False  # by a later request of the handle that was answered, at the same manager
@@ -43,13 +52,9 @@ class Put:
 
 @dataclass(eq=False)
 class Handle:
-    """What a handle knows, and the writes that were acknowledged and that it has not gone back for."""
+    """A handle, and the writes that were acknowledged and that it has not gone back for."""
 
-    name: str
-    checkpoint_id: int = 0
-    epoch: int = 0
-    generation: int = 0
-    written: Written = NOTHING
+    standing: Standing
     acknowledged: set[Put] = field(default_factory=set)
     sent: list[Put] = field(default_factory=list)  # and not answered yet, or given up
 
@@ -60,25 +65,60 @@ class Manager:
     def __init__(self) -> None:
         self.shard, self.fence = Shard(is_final=False), Fence()
         self.epoch, self.cut = 0, (0, -1)
-        self.kept: dict[int, list[Entry]] = {}
+        self.kept: dict[int, tuple[int, list[Entry]]] = {}
+        self.dead: set[str] = set()
 
     def put(self, put: Put) -> int:
         """Write. Returns the cut that it came late for; -1: none."""
-        self.fence.hear(put.handle.name, put.generation, self.epoch)
+        handle, checkpoint_id, epoch, generation = put.whose
+        if epoch != self.epoch or handle in self.dead:
+            raise StaleEpochError("of another epoch")
+        self.fence.hear(handle, generation, self.epoch)
+        self.shard.put(Entry(put.key, checkpoint_id, handle, InlineValue(b"")))
         assert not put.is_overtaken, "it takes effect after a later request of its handle"
-        self.shard.put(Entry(put.key, put.checkpoint_id, put.handle.name, InlineValue(b"")))
-        return self.cut[0] if put.checkpoint_id <= self.cut[1] else -1
+        return self.cut[0] if checkpoint_id <= self.cut[1] else -1
 
-    def begin(self, epoch: int, base: int, cut: int, content: list[Entry]) -> None:
+    def begin(self, told: asked.Begin) -> None:
         """Begin an epoch."""
-        self.shard.load([(base, content)] if base >= 0 else [])
-        self.epoch, self.cut = epoch, (cut, base)
-        self.fence.begin(epoch)
+        if told.epoch <= self.epoch:
+            return
+        self.kept = {cut: its for cut, its in self.kept.items() if cut in told.keep}
+        wanted = dict(self.kept.values())
+        assert told.base < 0 or told.base in wanted, "what all go on from is gone"
+        self.shard.load(wanted.items())
+        self.shard.committed, self.shard.kept = told.base, frozenset(wanted)
+        self.epoch, self.cut = told.epoch, (told.cut, told.base)
+        self.fence.begin(told.epoch)
+        self.dead.clear()
 
-    def prepare(self, cut: int, checkpoint_id: int) -> None:
+    def prepare(self, told: asked.Prepare) -> None:
         """Note what belongs to a cut."""
-        self.kept[cut] = list(self.shard.entries(checkpoint_id))
-        self.cut = cut, checkpoint_id
+        if told.epoch != self.epoch:
+            raise StaleEpochError("of another epoch")
+        self.kept = {cut: its for cut, its in self.kept.items() if cut <= told.committed}
+        self.kept[told.cut] = told.checkpoint_id, self.shard.cut(told.checkpoint_id)
+        self.cut = told.cut, told.checkpoint_id
+
+    def settle(self, told: asked.Settle) -> None:
+        """Let go of what no one needs."""
+        if told.epoch != self.epoch:
+            raise StaleEpochError("of another epoch")
+        self.shard.retire(told.oldest)
+        self.shard.committed = told.committed
+        self.shard.kept = frozenset(self.kept[cut][0] for cut in told.keep if cut in self.kept)
+        self.kept = {cut: its for cut, its in self.kept.items() if cut in told.keep or cut > told.cut}
+
+    def discard(self, told: asked.Discard) -> None:
+        """Discard what a handle wrote above a checkpoint."""
+        handle, to, epoch, generation = told.whose
+        if epoch < self.epoch:
+            return
+        if told.dead:
+            self.dead.add(handle)
+        else:
+            self.fence.hear(handle, generation, epoch)
+            self.dead.discard(handle)
+        self.shard.rollback(handle, to)
 
 
 class World:
@@ -86,82 +126,142 @@ class World:
 
     def __init__(self, seed: int) -> None:
         self.chosen = random.Random(seed)
+        self.rules = Rules(OPTIONS)
         self.managers = [Manager() for _ in range(MANAGERS)]
-        self.handles = [Handle(f"handle {number}") for number in range(HANDLES)]
         self.network: list[Put] = []
         self.written: list[Put] = []
-        self.gone: set[bytes] = set()  # keys that a rollback has discarded
-        self.epochs = Epochs(MANAGERS)
-        self.cut = self.number = 0
-        self.committed: tuple[int, int, Content] = (-1, 0, [[] for _ in range(MANAGERS)])
-        self.preparing: tuple[int, int, list[int]] | None = None  # cut, checkpoint, managers that are yet to prepare it
+        self.gone: set[bytes] = set()  # keys that must not be seen any more
+        self.number = 0
+        self.contents: dict[int, set[bytes]] = {0: set()}  # the keys of each cut
+        self.there: set[bytes] = set()  # the keys of the one that the epoch began with
+        self.under_way: list[Callable[[], None]] = []  # what the coordinator still has to ask, and to note
+        self.handles: list[Handle] = []
+        for _ in range(HANDLES):
+            self.come()
 
     def step(self) -> None:
         """Let something happen."""
-        handle, roll = self.chosen.choice(self.handles), self.chosen.random
-        happens = self.chosen.choices(
-            [self.send, self.deliver, self.give_up, self.move, self.go_back, self.prepare, self.lose, self.begin],
-            [6, 6, 1, 2, 2, 5, 1, 3],
+        handle = self.chosen.choice(self.handles)
+        happens, takes_handle = self.chosen.choices(
+            [
+                *((self.send, True), (self.give_up, True), (self.move, True), (self.go_back, True)),
+                *((self.die, True), (self.leave, True)),
+                *((self.deliver, False), (self.coordinate, False), (self.lose, False)),
+            ],
+            [12, 1, 6, 2, 0.2, 0.2, 12, 40, 0.5],
         )[0]
-        if happens in (self.prepare, self.lose, self.begin, self.deliver):
-            happens()  # type: ignore[call-arg]
-        elif self.hear(handle) or roll() < 0.5:
-            happens(handle)  # type: ignore[call-arg]
+        if not takes_handle:
+            happens()  # type: ignore[operator]
+        elif self.hear(handle) or self.chosen.random() < 0.5:
+            happens(handle)  # type: ignore[operator]
 
     # ---- handles ------------------------------------------------------------------------------------------
 
+    def come(self) -> None:
+        """Have another handle, of another process, where all go on from."""
+        self.number += 1
+        name = f"handle {self.number}"
+        self.handles.append(Handle(Standing(name, f"of {name}", max(self.rules.committed, 0), self.rules.epoch)))
+        self.rules.processes[f"of {name}"] = "a process"
+
+    def call(self, _: int, request: asked.CatchUp, *, deadline: float) -> Any:
+        """Ask the coordinator, as `Links` do."""
+        return SimpleNamespace(fields=self.rules.catch_up(request.account))
+
     def hear(self, handle: Handle) -> bool:
         """Hear of an epoch, and go back if something is lost. Returns true if the handle has lost nothing."""
-        if handle.epoch == self.epochs.present or not self.epochs.is_open:
-            return handle.epoch == self.epochs.present
-        lost, _ = self.epochs.account(handle.epoch, handle.name, handle.checkpoint_id, handle.written, writes=False)
-        base, there = self.epochs.base, self.keys(self.committed[2])
-        gone = {put for put in handle.acknowledged if put.key not in there}
-        assert lost is not None or not gone, f"{handle} is not told of {gone}"
-        handle.epoch, handle.acknowledged = self.epochs.present, handle.acknowledged - gone
-        handle.written = Written(min(handle.written.checkpoint, base))
-        if lost is not None:
-            handle.checkpoint_id = min(handle.checkpoint_id, max(base, 0))
-        return lost is None
+        standing = handle.standing
+        if standing.epoch != self.rules.epoch and self.rules.is_open:
+            self.give_up(handle)
+            standing.catch_up(self, 0.0)  # type: ignore[arg-type]
+            told, standing.untold = standing.untold, None
+            gone = {put for put in handle.acknowledged if self.is_lost(put)}
+            assert isinstance(told, DDictWritesLostError) or not gone, f"{handle} is not told of {gone}"
+            handle.acknowledged -= gone
+        if standing.going_back is not None:
+            self.roll_back(handle, standing.going_back.to)
+            return False
+        if standing.lost is not None:
+            self.roll_back(handle, standing.lost[1])
+            return False
+        return standing.epoch == self.rules.epoch
 
     def send(self, handle: Handle) -> None:
-        """Send a write."""
+        """Send a write. The first one of a handle makes it one that writes."""
+        standing = handle.standing
+        if standing.lost is not None or standing.going_back is not None:
+            return
+        try:
+            if not standing.joined:
+                self.rules.join(standing.account())
+                standing.joined = True
+        except (StaleEpochError, StaleRequestError):
+            return
+        except DDictCheckpointRetiredError:
+            standing.checkpoint_id = max(self.rules.committed, 0)
+            return
         self.number += 1
         manager, key = self.chosen.randrange(MANAGERS), str(self.number).encode()
-        put = Put(handle, manager, key, handle.checkpoint_id, handle.epoch, handle.generation, self.number)
-        handle.sent.append(put)
-        self.network.append(put)
-        self.written.append(put)
+        put = Put(handle, manager, key, standing.whose(writes=True), self.number)
+        for sent in (handle.sent, self.network, self.written):
+            sent.append(put)
 
     def give_up(self, handle: Handle) -> None:
         """Wait no longer for an answer: the next generation begins."""
         for put in [each for each in handle.sent if each.given_up_at is None]:
             put.given_up_at = self.number
-            handle.generation = max(handle.generation, put.generation + 1)
-            handle.written = handle.written.and_also(Written(put.checkpoint_id))
+            handle.standing.give_up(put.whose.generation)
+            handle.standing.wrote(Written(put.whose.checkpoint_id), put.whose.epoch)
 
     def move(self, handle: Handle) -> None:
         """Go on to the next checkpoint, when all writes were answered or given up."""
         self.give_up(handle)
-        handle.checkpoint_id += 1
+        standing = handle.standing
+        if standing.lost is not None or standing.going_back is not None:
+            return
+        if not standing.joined:
+            standing.checkpoint_id += 1
+            return
+        try:
+            to = self.rules.begin_move(standing.account(), standing.checkpoint_id + 1, onwards=True)
+            if self.rules.keeps_from_moving(standing.handle, to) is not None:
+                self.rules.stay(standing.handle)
+                return
+            standing.checkpoint_id = int(self.rules.move(standing.account(), to, onwards=True)["position"])
+        except (StaleEpochError, DDictWritesLostError):
+            return  # the loss of what others wrote that are gone is told once, to anybody
 
     def go_back(self, handle: Handle) -> None:
-        """Roll back, not below what is committed."""
-        if handle.epoch != self.epochs.present or not self.epochs.is_open:
-            return
+        """Roll back, now and then below what is committed."""
+        at = handle.standing.checkpoint_id
+        lowest = self.rules.committed if self.chosen.random() < 0.9 else self.rules.oldest()
+        to = max(at - self.chosen.randrange(6), lowest, 0)
+        if to <= at and handle.standing.going_back is None and handle.standing.lost is None:
+            self.roll_back(handle, to)
+
+    def roll_back(self, handle: Handle, to: int) -> None:
+        """Roll back; what cannot be done now is done before whatever the handle does next."""
         self.give_up(handle)
-        to = max(handle.checkpoint_id - self.chosen.randrange(6), self.committed[0], 0)
-        if to > handle.checkpoint_id:
+        standing, back = handle.standing, Back(to)
+        standing.go_back(back)
+        handle.acknowledged = {put for put in handle.acknowledged if put.whose.checkpoint_id <= to}
+        try:
+            _, told = self.rules.go_back(standing.account().whose, standing.session if standing.joined else "", back)
+        except StaleEpochError:
             return
-        handle.generation += 1
-        self.call_off(to)
-        for manager in self.managers:
-            manager.fence.hear(handle.name, handle.generation, self.epochs.present)
-            manager.shard.rollback(handle.name, to)
-        self.overtake(handle, self.number + 1, range(MANAGERS))
-        self.gone |= {put.key for put in self.written if put.handle is handle and put.checkpoint_id > to}
-        handle.acknowledged = {put for put in handle.acknowledged if put.checkpoint_id <= to}
-        handle.checkpoint_id, handle.written = to, handle.written.back_to(to)
+        except DDictCheckpointRetiredError:
+            standing.going_back = None
+            return
+        if told is None:
+            self.note_epoch()
+        else:
+            for manager in self.managers:
+                manager.discard(told)
+            self.overtake(handle, self.number + 1, range(MANAGERS))
+        its = [put for put in self.written if put.handle is handle]
+        self.gone |= {put.key for put in its if put.whose.checkpoint_id > to}
+        standing.went_back(to, self.rules.state())
+        handle.acknowledged = {put for put in handle.acknowledged if not self.is_lost(put)}
 
     def overtake(self, handle: Handle, number: int, managers: range) -> None:
         """What the handle gave up before it asked for this one must not be written any more, at these managers."""
@@ -169,6 +269,26 @@ class World:
             is_given_up = put.given_up_at is not None and put.given_up_at < number
             if put.handle is handle and is_given_up and put.manager in managers:
                 put.is_overtaken = True
+
+    def die(self, handle: Handle) -> None:
+        """Have the process of a handle killed: what it had open is dropped."""
+        standing = handle.standing
+        writer = self.rules.writers.get(standing.handle)
+        settled = max(self.rules.committed, self.rules.committing)
+        if writer is not None and writer.position > settled:
+            its = [put for put in self.written if put.handle is handle]
+            self.gone |= {put.key for put in its if put.whose.checkpoint_id >= writer.position}
+        self.rules.killed(standing.session)
+        self.handles.remove(handle)
+        self.come()
+
+    def leave(self, handle: Handle) -> None:
+        """Have a handle leave: what it wrote counts, and a rollback that is not finished is."""
+        self.give_up(handle)
+        if self.rules.leave(handle.standing.account()) is not None:
+            self.note_epoch()
+        self.handles.remove(handle)
+        self.come()
 
     # ---- managers -----------------------------------------------------------------------------------------
 
@@ -180,87 +300,103 @@ class World:
         manager, handle = self.managers[put.manager], put.handle
         if put in handle.sent:
             handle.sent.remove(put)
-        if put.epoch != manager.epoch or self.chosen.random() < 0.1:
+        if self.chosen.random() < 0.1:
+            handle.standing.wrote(Written(put.whose.checkpoint_id), put.whose.epoch)
+            handle.standing.give_up(put.whose.generation)
             return
         try:
             late = manager.put(put)
-        except StaleRequestError:
+        except (StaleRequestError, StaleEpochError, DDictCheckpointRetiredError):
             return
-        if put.given_up_at is None and put.epoch == handle.epoch:
-            handle.acknowledged.add(put)
-            handle.written = handle.written.and_also(Written(put.checkpoint_id, late))
-            self.overtake(handle, put.number, range(put.manager, put.manager + 1))
-
-    # ---- the coordinator ----------------------------------------------------------------------------------
-
-    def prepare(self) -> None:
-        """Begin a commit, or go on with one."""
-        if self.epochs.behind:
-            return
-        if self.preparing is None:
-            whole = min(handle.checkpoint_id for handle in self.handles) - 1
-            is_behind = any(handle.epoch != self.epochs.present for handle in self.handles)
-            is_late = any(handle.written.late >= self.committed[1] for handle in self.handles)
-            if whole < max(self.committed[0], 0) or is_behind or (whole == self.committed[0] and not is_late):
-                return
-            self.cut += 1
-            self.preparing = self.cut, whole, self.chosen.sample(range(MANAGERS), MANAGERS)
-        cut, checkpoint_id, missing = self.preparing
-        self.managers[missing.pop()].prepare(cut, checkpoint_id)
-        if not missing:
-            self.committed = checkpoint_id, cut, [manager.kept[cut] for manager in self.managers]
-            self.preparing = None
-            self.check_steps()
-
-    def call_off(self, to: int) -> None:
-        """A handle writes again where a commit is under way."""
-        if self.preparing is not None and to <= self.preparing[1]:
-            self.preparing = None
+        if put.given_up_at is None:
+            handle.standing.wrote(Written(put.whose.checkpoint_id, late), put.whose.epoch)
+            if handle.standing.lost is None:
+                handle.acknowledged.add(put)
+                self.overtake(handle, put.number, range(put.manager, put.manager + 1))
 
     def lose(self) -> None:
         """Lose a manager: all go on from what is committed."""
-        base, cut, _ = self.committed
-        self.preparing = None
-        self.epochs.begin(Beginning(base, base, cut, "a manager was lost"))
+        self.number += 1
+        self.rules.returned(self.chosen.randrange(MANAGERS), str(self.number))
+        self.note_epoch()
 
-    def begin(self) -> None:
-        """Have a manager begin the epoch."""
-        if self.epochs.behind:
-            number = self.chosen.choice(sorted(self.epochs.behind))
-            base, _, content = self.committed
-            self.managers[number].begin(self.epochs.present, base, self.cut, content[number])
-            self.epochs.behind.discard(number)
-            self.epochs.is_open = not self.epochs.behind
+    def note_epoch(self) -> None:
+        """An epoch has begun: what is not in the cut that it began with is gone."""
+        self.there = self.contents[max(self.rules.begins()[0].keep, default=0)]
 
-    # ---- what must hold -----------------------------------------------------------------------------------
+    def is_lost(self, put: Put) -> bool:
+        """Return True if an epoch has begun without a write."""
+        return put.whose.epoch < self.rules.epoch and put.key not in self.there
 
-    @staticmethod
-    def keys(content: Content) -> set[bytes]:
-        """All keys of a cut."""
-        return {entry.key for entries in content for entry in entries}
+    # ---- the coordinator ----------------------------------------------------------------------------------
 
-    def check_steps(self) -> None:
+    def coordinate(self) -> None:
+        """Do the next thing that the rules say, one manager at a time."""
+        if not self.under_way and (step := self.rules.next()) is not None:
+            self.under_way = self.asks(step)
+        if self.under_way:
+            try:
+                self.under_way.pop(0)()
+            except StaleEpochError:  # another one has begun: tried again then
+                self.under_way.clear()
+            if not self.under_way:
+                self.rules.ended()
+
+    def asks(self, step: Step) -> list[Callable[[], None]]:
+        """Return what is asked of each manager, in any order, and what is noted after that."""
+        order, rules = self.chosen.sample(range(MANAGERS), MANAGERS), self.rules
+        if step is Step.BEGIN:
+            epoch, begins = rules.epoch, rules.begins()
+
+            def begin(number: int) -> None:
+                self.managers[number].begin(begins[number])
+                rules.begun(number, epoch)
+
+            behind = [number for number in order if number in begins]
+            return [*(lambda number=number: begin(number) for number in behind), lambda: rules.open(epoch)]
+        if step is Step.DISCARD:
+            discard = rules.discards()[0]
+            told = [lambda number=number: self.managers[number].discard(discard) for number in order]
+            return [*told, lambda: rules.discarded(discard)]
+        if step is Step.COMMIT:
+            prepared = rules.prepare()
+            told = [lambda number=number: self.managers[number].prepare(prepared) for number in order]
+            return [*told, lambda: self.committed(prepared)]
+        settle = rules.settle()
+        told = [lambda number=number: self.managers[number].settle(settle) for number in order]
+        return [*told, lambda: rules.settled(settle)]
+
+    def committed(self, prepared: asked.Prepare) -> None:
         """A commit is made of whole steps, and of nothing that was taken back."""
-        checkpoint_id, cut, content = self.committed
-        there = self.keys(content)
-        assert not there & self.gone, "what a rollback has discarded is committed"
+        if not self.rules.commit(prepared, ["snapshot"] * MANAGERS):
+            return
+        cut = prepared.cut
+        there = {entry.key for manager in self.managers for entry in manager.kept[cut][1]}
+        self.contents[cut] = there
+        assert not there & self.taken_back(), "what was taken back is committed"
         for put in (put for handle in self.handles for put in handle.acknowledged):
-            is_in = put.checkpoint_id <= checkpoint_id and put.handle.written.late < cut
+            is_in = put.whose.checkpoint_id <= prepared.checkpoint_id and put.handle.standing.written.late < cut
             assert put.key in there or not is_in, f"{put} was acknowledged before cut {cut}, which lacks it"
+
+    def taken_back(self) -> set[bytes]:
+        """Return the keys that must not be seen any more."""
+        return self.gone | {put.key for put in self.written if self.is_lost(put)}
 
     def check_end(self) -> None:
         """Everything that was acknowledged, and was neither lost nor taken back, is there."""
-        while self.epochs.behind:
-            self.begin()
-        while self.network:
-            self.deliver()
+        for _ in range(10):
+            while self.under_way or self.rules.next() is not None:
+                self.coordinate()
+            for handle in self.handles:
+                self.hear(handle)
+            while self.network:
+                self.deliver()
+        assert self.rules.committed == self.rules.target(), "not all is committed that can be"
         for manager in self.managers:
-            assert not self.gone & {entry.key for entry in manager.shard.newest()}, "it is back after a rollback"
-        for handle in self.handles:
-            self.hear(handle)
-            for put in handle.acknowledged:
-                shard = self.managers[put.manager].shard
-                assert shard.find(put.key, max(put.checkpoint_id, shard.oldest)), f"{put} was acknowledged"
+            assert not self.taken_back() & {entry.key for entry in manager.shard.newest()}, "it is back"
+        for put in (put for handle in self.handles for put in handle.acknowledged):
+            shard = self.managers[put.manager].shard
+            assert shard.find(put.key, max(put.whose.checkpoint_id, shard.committed)), f"{put} was acknowledged"
 
 
 def run(seed: int) -> None:

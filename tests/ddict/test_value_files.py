@@ -23,7 +23,8 @@ from ml_flashpoint.ddict.manager.slots import ValueSlots, in_pieces
 from ml_flashpoint.ddict.manager.store import PartStore
 from ml_flashpoint.format.digest import block_count
 from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, JobInUseError, ObjectFormatError
-from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord
+from ml_flashpoint.format.names import SaveId
 from tests.ddict import value_support
 from tests.ddict.value_support import INCARNATION, is_free, open_store, put
 from tests.support import forked
@@ -310,12 +311,11 @@ def test_a_value_that_became_a_part_of_the_store_is_not_freed_at_its_end(
 ) -> None:
     stored = put(slots, writer, full(1))
     record = ObjectRecord(
-        name=object_name(0, "00000001"),
         size=stored.size,
         file_size=stored.slot.size,
         digests=("0" * 16,) * block_count(stored.size),
     )
-    manifest = Manifest(version="step-3_ckpt", rank=0, world_size=1, save_id="00000001", node="n0", objects=(record,))
+    manifest = Manifest(SaveId(1, 3), rank=0, world_size=1, node="n0", record=record)
     part = store.commit(stored.slot, manifest)
     stored.unused = None
     let_go(slots, stored)

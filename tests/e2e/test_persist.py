@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ml_flashpoint.format.manifest import object_name
+from ml_flashpoint.format.names import object_name
 from ml_flashpoint.stores.location import open_store
 from ml_flashpoint.tools.copy import persist_version
 from tests.support.forked import Team, call_team, preload

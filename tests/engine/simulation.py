@@ -8,13 +8,15 @@ back with old memory, and jobs that go back to an older version. `World.play` ra
 
 from __future__ import annotations
 
+import json
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from ml_flashpoint.engine.rounds import NOTHING, Answer, Fate, Leader, Member, Outcome, Verdict
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.memory.lineage import RunRecord, newest_begun, next_run
 from ml_flashpoint.memory.pool import New, SlotRequest, choose, slot_limit
 from ml_flashpoint.memory.slot import State
@@ -120,32 +122,32 @@ class CarelessLeader(Leader):
         self,
         answers: Iterable[Answer],
         *,
-        may_repeat: bool = True,
+        since_s: float = math.inf,
         is_idle: bool = True,
         persister_is_busy: bool = False,
     ) -> Verdict | None:
         found = [each for each in answers if each.number == self.member.verdict.number]
         if self.broken == "mixed saves" and found and all(each.outcome is Outcome.COPIED for each in found):
             newest = max(each.save for each in found)
-            found = [replace(each, save=newest) for each in found]
+            found = [each._replace(save=newest) for each in found]
         if self.broken == "mixed tables":
-            found = [replace(each, table="") for each in found]
+            found = [each._replace(table="") for each in found]
         is_busy = persister_is_busy and self.broken != "due while busy"
-        verdict = Leader.decide(self, found, may_repeat=may_repeat, is_idle=is_idle, persister_is_busy=is_busy)
+        verdict = Leader.decide(self, found, since_s=since_s, is_idle=is_idle, persister_is_busy=is_busy)
         if verdict is None:
             return None
         if self.broken == "hopeless saves":
             self.lost -= set(self.member.explicit)
             waited = [save for save in self.member.explicit if save > verdict.newest]
-            verdict = replace(verdict, lost=(), first=waited[-1] if waited else verdict.first)
+            verdict = verdict._replace(lost=(), first=waited[-1] if waited else verdict.first)
         if self.broken == "no milestones":
-            verdict = replace(verdict, verified=verdict.verified[-self.member.keep.newest :])
+            verdict = verdict._replace(verified=verdict.verified[-self.member.keep.newest :])
         if self.broken == "one try":
-            verdict = replace(verdict, recovered=None)
+            verdict = verdict._replace(recovered=None)
         if self.broken == "lost in silence":
-            verdict = replace(verdict, lost=())
+            verdict = verdict._replace(lost=())
         if self.broken == "due once" and verdict.persist == self.member.verdict.persist:
-            verdict = replace(verdict, persist=None)
+            verdict = verdict._replace(persist=None)
         return verdict
 
 
@@ -341,7 +343,7 @@ class World:
             else:
                 assert slot.save is not None
                 slot.commit(slot.save)
-                mine.member.commit(slot.save)
+                mine.member.parts[slot.save] = True
                 self.changed = True
 
     def copy(self, rank: int) -> None:
@@ -353,7 +355,7 @@ class World:
             return
         todo = [holder for holder in self.holders[rank] if holder not in mine.acknowledged]
         if not todo or self.broken == "answer at commit":
-            member.end_push(member.target, Outcome.COPIED)
+            member.end(member.target, Outcome.COPIED)
         elif mine.push is not None:
             holder, there = mine.push
             mine.push = None
@@ -364,7 +366,7 @@ class World:
             there.commit(member.target)
             mine.acknowledged.add(holder)
         elif self.fails():
-            member.end_push(member.target, self.random.choice([Outcome.UNCOPIED, Outcome.LOST]))
+            member.end(member.target, self.random.choice([Outcome.UNCOPIED, Outcome.LOST]))
         else:
             self.offer(rank, todo[0], member.target)
 
@@ -389,8 +391,8 @@ class World:
         if not self.store_is_up:
             return
         if mine.member.answer and not mine.published:
-            answer = replace(mine.member.answer, late=0) if self.broken == "no slack" else mine.member.answer
-            self.answers[rank] = Answer.from_fields(answer.to_fields())
+            answer = mine.member.answer._replace(late=0) if self.broken == "no slack" else mine.member.answer
+            self.answers[rank] = Answer.parsed(json.loads(json.dumps(answer)))
             mine.published = True
         else:
             self.adopt(rank, self.verdict)
@@ -431,11 +433,9 @@ class World:
         if self.leader.member.verdict != self.verdict:
             self.adopt(0, self.verdict)
         is_busy = self.processes[0].persisting is not None
-        may_repeat = self.random.random() < 0.5
+        since_s = math.inf if self.random.random() < 0.5 else 0.0
         is_idle = self.now > self.called + 2000
-        verdict = self.leader.decide(
-            self.answers.values(), may_repeat=may_repeat, is_idle=is_idle, persister_is_busy=is_busy
-        )
+        verdict = self.leader.decide(self.answers.values(), since_s=since_s, is_idle=is_idle, persister_is_busy=is_busy)
         if verdict is None:
             return
         is_success = verdict.total > self.verdict.total
@@ -443,7 +443,7 @@ class World:
         if is_success:
             self.fragile, self.changed = False, True
             self.check_listed(verdict)
-        self.verdict = Verdict.from_fields(verdict.to_fields())
+        self.verdict = Verdict.parsed(json.loads(json.dumps(verdict)))
 
     def is_mixed(self, save: SaveId) -> bool:
         """Return True if the ranks have not written a save by one table."""

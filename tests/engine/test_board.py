@@ -19,7 +19,7 @@ from ml_flashpoint.engine.board import Board
 from ml_flashpoint.engine.rounds import Fate, Member, Verdict
 from ml_flashpoint.engine.store import SignedStore
 from ml_flashpoint.format.errors import ReplicationError
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.ranks.retention import Keep
 from tests.support.forked import Child, preload, wait_until
 from tests.workers import board_store
@@ -238,7 +238,7 @@ def test_values_that_are_not_signed_with_the_secret_are_like_silence(
     job.save(10, explicit=True)
     job.await_verified(10)
     forged = Verdict(99, (SaveId(1, 90),), SaveId(1, 91))
-    stranger.set("verdict", json.dumps(forged.to_fields()))
+    stranger.set("verdict", json.dumps(forged))
     wait_until(lambda: "not signed" in caplog.text, "a report")
     job.save(20, explicit=True)
     job.await_verified(20)
@@ -344,7 +344,7 @@ def test_values_of_the_board_that_make_no_sense_are_an_error_and_are_got_over(
     job = begin(2, in_process)
     job.save(10, explicit=True)
     job.await_verified(10)
-    in_process().set("verdict", '{"number": -1}')
+    in_process().set("verdict", "[-1]")
     wait_until(lambda: job.boards[1].error is not None, "a rank that cannot read the verdict")
     assert "ProtocolError" in str(job.boards[1].error)
     job.save(20, explicit=True)

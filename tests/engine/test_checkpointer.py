@@ -25,7 +25,7 @@ from ml_flashpoint.format.errors import (
     UnaskedVersionsError,
     UnreadableError,
 )
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import SaveId
 from tests.memory.support import fill_up
 from tests.support.forked import call, call_team, preload, wait_until
 from tests.support.tmpfs import SMALL_TMPFS_BYTES
@@ -51,7 +51,7 @@ def test_a_save_is_staged_committed_and_verified(checkpointer: Checkpointer) -> 
     assert save.id == SaveId(1, 5)
     assert str(save.version) == str(checkpointer.id(5)) == f"{checkpointer.base}/step-5_ckpt"
     assert dict(manifest.labels) == {"door": "test", "table": "t1"}
-    found = safetensors.torch.load_file(Path(save.version) / manifest.objects[0].name)
+    found = safetensors.torch.load_file(Path(save.version) / manifest.object_name)
     assert found["model.w"].tolist() == [500.0] * jobs.SIZE
     assert bytes(found["note"]) == b"nnnnn"
     assert (checkpointer.stats.committed, checkpointer.stats.last_verified) == (1, 5)
@@ -174,7 +174,7 @@ def test_a_step_that_is_known_late_and_tensors_that_another_process_reads(checkp
     checkpointer.fill(save, [("part", copy[10:20]), ("b", other), ("more", torch.ones(9))])
     checkpointer.commit(save)
     save.verified.result(30)
-    found = safetensors.torch.load_file(Path(str(save.version)) / save.committed.result().objects[0].name)
+    found = safetensors.torch.load_file(Path(str(save.version)) / save.committed.result().object_name)
     assert [found[key].tolist() for key in ("part", "more")] == [[800.0] * 10, [1.0] * 9]
 
 

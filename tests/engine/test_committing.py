@@ -112,7 +112,7 @@ def seal_and_check(
     extra: Sequence[BytesItem] = (),
 ) -> None:
     """Recompute the digests, and compare every item with what `safetensors` finds."""
-    slot, record = writer.seal(some.take, filled, extra, NAME, deadline_s=10)
+    slot, record = writer.seal(some.take, filled, extra, deadline_s=10)
     data, size = bytes(slot.buffer), record.block_size
     blocks = range(0, record.size, size)
     assert record.digests == tuple(digest_block(data[at : min(at + size, record.size)]) for at in blocks)

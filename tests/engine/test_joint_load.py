@@ -8,8 +8,8 @@ import pytest
 
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.engine.joint_load import JointLoad
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import (
+    Blame,
     DeadlineError,
     DigestMismatchError,
     LoadError,
@@ -21,7 +21,7 @@ from ml_flashpoint.format.errors import (
     UnreadableError,
     UnsafeContentError,
 )
-from ml_flashpoint.format.failure_kinds import Blame
+from ml_flashpoint.format.names import CheckpointContainerId
 from ml_flashpoint.ranks.rank_group import rank_group
 
 BASE = CheckpointContainerId("/dev/shm/none")

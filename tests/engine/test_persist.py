@@ -18,7 +18,7 @@ from ml_flashpoint.engine.rounds import Verdict
 from ml_flashpoint.engine.store import JobStore
 from ml_flashpoint.format.errors import CapacityError
 from ml_flashpoint.format.manifest import Manifest
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.memory.container import BaseContainer, Owner
 from ml_flashpoint.memory.pool import Pool, SlotRequest
 from ml_flashpoint.stores.durable import DurableVersions
@@ -97,7 +97,7 @@ class Job:
         for version in (version for version in self.store.versions() if version.counts):
             for rank in range(RANKS):
                 manifest = self.store.manifest(version, rank)
-                data = stored_object(manifest, [self.store]).read(0, manifest.objects[0].size)
+                data = stored_object(manifest, [self.store]).read(0, manifest.record.size)
                 entry = layout_of().by_key["w"]
                 numbers = memoryview(data)[entry.begin : entry.end].cast("f")
                 assert set(numbers) == {value_of(version.save, rank)}

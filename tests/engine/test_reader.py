@@ -11,7 +11,6 @@ import torch
 
 from ml_flashpoint.engine.copying import Copies
 from ml_flashpoint.engine.reader import DurableParts, MemoryParts, ObjectReader, VersionReader
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import (
     DamagedError,
     DigestMismatchError,
@@ -19,8 +18,8 @@ from ml_flashpoint.format.errors import (
     UnreadableError,
 )
 from ml_flashpoint.format.knobs import BLOCK_BYTES_VARIABLE
-from ml_flashpoint.format.manifest import MAX_BLOCK_SIZE, Manifest, ObjectRecord, object_name
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.manifest import MAX_BLOCK_SIZE, Manifest, ObjectRecord
+from ml_flashpoint.format.names import CheckpointContainerId, SaveId, object_name
 from ml_flashpoint.memory.container import BaseContainer, Owner
 from ml_flashpoint.memory.pool import Pool, SlotRequest
 from ml_flashpoint.stores.durable import DurableVersions
@@ -168,8 +167,8 @@ def test_a_remote_object_of_a_size_that_cannot_be_is_a_typed_error() -> None:
     """A manifest that a peer gives may say anything."""
     blocks = 1 << 18
     size = blocks * MAX_BLOCK_SIZE
-    record = ObjectRecord(object_name(0, "00000001"), size, size, ("0" * 16,) * blocks, MAX_BLOCK_SIZE)
-    manifest = Manifest("step-1_ckpt", 0, 1, "00000001", "node", (record,))
+    record = ObjectRecord(size, size, ("0" * 16,) * blocks, MAX_BLOCK_SIZE)
+    manifest = Manifest(SaveId(1, 1), 0, 1, "node", record)
     with pytest.raises(UnreadableError, match="no memory can be had"):
         ObjectReader(manifest, fetch=lambda *_: None)
 
@@ -179,7 +178,7 @@ def test_durable_parts_are_read_by_checked_ranges(node: Node, tmpfs: Path) -> No
     store = DurableVersions(Directory(tmpfs / "durable"))
     for rank in (0, 1):
         with node.container.open_part(SAVE, rank) as part:
-            record = part.manifest.objects[0]
+            record = part.manifest.record
             rest = bytes(record.file_size - record.size)
             store.write_part(part.manifest, lambda part=part, rest=rest: [part.buffer, rest])  # type: ignore[misc]
     version = store.complete(SAVE, 2)

@@ -13,7 +13,7 @@ import pytest
 
 from ml_flashpoint.engine.recovery import DurableTier, Listing
 from ml_flashpoint.format.errors import SaveError
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.memory.container import BaseContainer
 from ml_flashpoint.memory.lineage import read_records, write_record
 from ml_flashpoint.ranks.rank_group import rank_group

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 from ml_flashpoint.engine.rounds import Answer, Fate, Leader, Member, Outcome, Verdict
 from ml_flashpoint.format.errors import InvalidArgumentError, ProtocolError
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.ranks.retention import Keep
 from tests.engine.simulation import BROKEN, find_violation
 
@@ -43,17 +42,17 @@ def test_the_simulation_notices_a_rule_that_is_left_out(broken: str) -> None:
 
 @given(st.builds(Verdict, _NUMBERS, _SAVE_LISTS, _SAVES, _NUMBERS, *[st.none() | _SAVES] * 2, _SAVE_LISTS))
 def test_a_verdict_comes_back_from_json(verdict: Verdict) -> None:
-    assert Verdict.from_fields(json.loads(json.dumps(verdict.to_fields()))) == verdict
+    assert Verdict.parsed(json.loads(json.dumps(verdict))) == verdict
 
 
 @given(st.builds(Answer, _NUMBERS, _SAVES, st.sampled_from(Outcome), _NUMBERS, st.text(max_size=32)))
 def test_an_answer_comes_back_from_json(answer: Answer) -> None:
-    assert Answer.from_fields(json.loads(json.dumps(answer.to_fields()))) == answer
+    assert Answer.parsed(json.loads(json.dumps(answer))) == answer
 
 
 @given(_JSON)
 def test_what_is_no_verdict_and_no_answer_is_refused(value: object) -> None:
-    for parse in (Verdict.from_fields, Answer.from_fields):
+    for parse in (Verdict.parsed, Answer.parsed):
         with pytest.raises(ProtocolError):
             parse(value)
 
@@ -88,7 +87,7 @@ def test_a_round_chooses_the_newest_part_that_rank_0_has_committed() -> None:
     for step in (10, 20, 30, 40):
         member.call(SaveId(1, step))
     for step in (10, 20, 30):
-        member.commit(SaveId(1, step))
+        member.parts[SaveId(1, step)] = True
     verdict = Leader(member, ranks=3).decide([Answer(0, SaveId(1, 10), outcome=Outcome.COPIED)] * 3)
     assert verdict == Verdict(1, (SaveId(1, 10),), SaveId(1, 30), total=1)
 
@@ -137,19 +136,17 @@ def test_a_save_that_a_rank_has_no_part_of_begins_no_round_again() -> None:
 def test_a_save_without_copies_begins_a_round_again_after_a_pause_that_grows() -> None:
     member = Member(Verdict(0, (), SaveId(1, 0)), keep=Keep(1))
     member.call(SaveId(1, 10), explicit=True)
-    member.commit(SaveId(1, 10))
-    leader, pauses = Leader(member, ranks=2), []
-    for number in range(8):
+    member.parts[SaveId(1, 10)] = True
+    leader = Leader(member, ranks=2)
+    for number, pause_s in enumerate([0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0]):
         answers = [Answer(number, SaveId(1, 10), Outcome.UNCOPIED)]
-        assert leader.decide(answers, may_repeat=False) is None
-        verdict = leader.decide(answers)
+        assert number == 0 or leader.decide(answers, since_s=0.99 * pause_s) is None
+        verdict = leader.decide(answers, since_s=pause_s)
         assert verdict is not None
         assert verdict.first == SaveId(1, 10) or number == 0
         member.adopt(verdict)
-        pauses.append(leader.pause_s)
-    assert pauses == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0]
     member.call(SaveId(1, 20), explicit=True)
-    verdict = leader.decide([Answer(8, SaveId(1, 10), Outcome.UNCOPIED)], may_repeat=False)
+    verdict = leader.decide([Answer(9, SaveId(1, 10), Outcome.UNCOPIED)], since_s=0.0)
     assert verdict is not None
     assert verdict.first == SaveId(1, 20), "its slot may be the one that is needed"
 
@@ -160,7 +157,7 @@ def test_the_first_verified_save_at_or_after_each_multiple_is_due_to_be_persiste
     leader = Leader(member, ranks=1, persist_every=20)
     for number, step in enumerate(range(30, 100, 10)):
         member.call(SaveId(2, step), explicit=True)
-        member.commit(SaveId(2, step))
+        member.parts[SaveId(2, step)] = True
         decided = leader.decide([Answer(number, SaveId(2, step), Outcome.COPIED)], persister_is_busy=step == 60)
         assert decided is not None
         due.append(None if decided.persist is None else decided.persist.step)
@@ -180,12 +177,12 @@ def test_answers_for_two_saves_verify_neither() -> None:
 def test_answers_of_an_earlier_round_decide_nothing() -> None:
     member = Member(Verdict(7, (), SaveId(1, 0)), keep=Keep(1))
     stale = Answer(6, SaveId(1, 10), outcome=Outcome.COPIED)
-    assert Leader(member, ranks=2).decide([stale, replace(stale, outcome=Outcome.LOST)]) is None
+    assert Leader(member, ranks=2).decide([stale, stale._replace(outcome=Outcome.LOST)]) is None
 
 
 def test_only_the_first_answer_of_a_round_counts() -> None:
     member = Member(Verdict(0, (), SaveId(1, 0)), keep=Keep(1))
     member.call(SaveId(1, 10))
     member.fail(SaveId(1, 10), late=1)
-    member.end_push(SaveId(1, 10), Outcome.COPIED)
+    member.end(SaveId(1, 10), Outcome.COPIED)
     assert member.answer == Answer(0, SaveId(1, 10), outcome=Outcome.LOST, late=1)

@@ -7,7 +7,7 @@ from collections.abc import Collection
 import pytest
 
 from ml_flashpoint.engine.inventory import NodeReport, Unread, why_nothing
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.memory.lineage import RunRecord
 from ml_flashpoint.ranks.recovery import NodeInventory
 from tests.ranks.recovery_support import part

@@ -25,7 +25,7 @@ def base(tmpfs: Path) -> Path:
 
 def used_bytes(path: Path) -> int:
     """Bytes of an object that its manifest counts."""
-    return read_manifest(path.with_suffix(".manifest")).objects[0].size
+    return read_manifest(path.with_suffix(".manifest")).record.size
 
 
 def places(path: Path, stride: int = 1) -> list[int]:

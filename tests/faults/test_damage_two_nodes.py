@@ -47,10 +47,9 @@ def whole(root: Path, step: int) -> bool:
         if {m.rank for m in manifests} != {0, 1}:
             return False
         for manifest in manifests:
-            for record in manifest.objects:
-                data = (base / manifest.version / record.name).read_bytes()[: record.size]
-                if engine.digests(data, record.block_size) != record.digests:
-                    return False
+            record, path = manifest.record, base / manifest.save.version / manifest.object_name
+            if engine.digests(path.read_bytes()[: record.size], record.block_size) != record.digests:
+                return False
     return True
 
 

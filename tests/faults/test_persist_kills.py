@@ -27,8 +27,8 @@ def verify(store: Path) -> int:
     found = [version for version in open_store(store).versions() if version.counts]
     for version in found:
         for rank in version.ranks:
-            record = open_store(store).manifest(version, rank).objects[0]
-            content = (store / version.folder / record.name).read_bytes()
+            manifest = open_store(store).manifest(version, rank)
+            record, content = manifest.record, (store / version.folder / manifest.object_name).read_bytes()
             verify_blocks(content[: record.size], record.digests, record.block_size)
     return found[0].step if found else 0
 

@@ -17,7 +17,7 @@ import torch
 
 from ml_flashpoint import Checkpointer, Config, Flashpoint, Persist, events
 from ml_flashpoint.format.errors import CapacityError, NothingLoadableError, SaveError
-from ml_flashpoint.format.manifest import manifest_name, object_name
+from ml_flashpoint.format.names import manifest_name, object_name
 from ml_flashpoint.stores.durable import MARKER, DurableVersions
 from ml_flashpoint.stores.location import open_store
 from ml_flashpoint.stores.version_store import Version

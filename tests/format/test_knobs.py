@@ -17,10 +17,8 @@ def test_blocks_are_small_in_tests_and_16_mib_elsewhere(monkeypatch: pytest.Monk
     assert knobs.block_bytes() == BLOCK_SIZE == 16 * 2**20
 
 
-@pytest.mark.parametrize(
-    "text", ["", "0", "-4096", "2048", "4097", "12288", "4096.0", "4 KiB", "٤٠٩٦", str(2**31), "9" * 5000]
-)
-def test_a_block_is_a_power_of_two(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("text", ["", "0", "-4096", "2048", "4096.0", "4 KiB", "٤٠٩٦", str(2**31), "9" * 5000])
+def test_a_block_is_a_number_of_bytes(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(knobs.BLOCK_BYTES_VARIABLE, text)
     with pytest.raises(InvalidArgumentError, match="FLASHPOINT_TEST_BLOCK_BYTES"):
         knobs.block_bytes()

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ml_flashpoint.format.errors import FlashpointError, SaveError, UnreadableError, UnsafePathError
-from ml_flashpoint.format.private_folders import check_unplanted, check_way, make_tree, open_folder
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.files import check_unplanted, check_way, make_tree, open_folder
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.memory.container import BaseContainer, Owner
 from ml_flashpoint.memory.lock import JobLock
 from ml_flashpoint.memory.pool import Pool

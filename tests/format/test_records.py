@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ml_flashpoint.format.errors import DamagedError
-from ml_flashpoint.format.records import decode_record, encode_record
+from ml_flashpoint.format.manifest import decode_record, encode_record
 
 CONTENT = {"run": "a", "parent": None, "list": [1, 2, "ü"]}
 
@@ -26,7 +26,7 @@ def test_no_flipped_bit_changes_what_a_record_says() -> None:
                 found = decode_record("kind", bytes(altered))
             except DamagedError:
                 continue
-            assert found == CONTENT  # one kind of white space for another
+            assert found == CONTENT  # one spelling of an escape for another
 
 
 def test_no_truncated_record_is_read() -> None:

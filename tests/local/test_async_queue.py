@@ -141,41 +141,28 @@ def test_what_does_not_end_in_time_is_given_up(queue: AsyncCallsQueue, monkeypat
     go_on.set()
 
 
-def _leave(report: Any, folder: Path, is_daemon: bool) -> None:
-    queue, forever = AsyncCallsQueue(is_daemon=is_daemon), threading.Event()
-    queue.schedule_async_request(AsyncRequest(write, (folder / "a", "x"), []))
-    queue.schedule_async_request(AsyncRequest(fail, ("no such luck",), []))
-    if is_daemon:
-        queue.schedule_async_request(AsyncRequest(forever.wait, (), []))
+def _leave(report: Any, folder: Path) -> None:
+    AsyncCallsQueue().schedule_async_request(AsyncRequest(write, (folder / "a", "x"), []))
 
 
-@pytest.mark.parametrize("is_daemon", [False, True])
-def test_what_nobody_closed_is_done_nevertheless_and_told(tmp_path: Path, is_daemon: bool) -> None:
-    with Child(_leave, tmp_path, is_daemon) as child:
+def test_what_nobody_closed_is_done_nevertheless(tmp_path: Path) -> None:
+    with Child(_leave, tmp_path) as child:
         child.join()
-        assert "asynchronous call 1 failed: ValueError: no such luck" in child.log
-        assert ("asynchronous call 2 failed: it had not ended when the process did" in child.log) == is_daemon
-        if not is_daemon:
-            assert (tmp_path / "a").read_text() == "x"
-            assert "asynchronous call 0 was not finalized" in child.log
+    assert (tmp_path / "a").read_text() == "x"
 
 
-def _leave_a_save(report: Any, folder: Path, fails: bool) -> None:
+def _leave_a_save(report: Any, folder: Path) -> None:
     manager, queue = LocalCheckpointManager(folder), AsyncCallsQueue()
-    if fails:
-        (folder / "step-1_ckpt").write_text("in the way of the commit")
     request = manager.save(BasicTensorAwareStateDict({"a": torch.ones(9)}), 1, is_async=True)
     assert request is not None
     queue.schedule_async_request(request)
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_local_save_that_nobody_finalized_is_told_of_if_it_failed(tmpfs: Path, fails: bool) -> None:
-    with Child(_leave_a_save, tmpfs / "job", fails) as child:
+def test_a_local_save_that_nobody_finalized_is_committed(tmpfs: Path) -> None:
+    with Child(_leave_a_save, tmpfs / "job") as child:
         child.join()
-        assert ("asynchronous call 0 failed" in child.log) == fails
     with contextlib.closing(LocalCheckpointManager(tmpfs / "job")) as manager:
-        assert manager.find_latest() == (-1 if fails else 1)
+        assert manager.find_latest() == 1
 
 
 def test_none_stands_for_no_arguments(queue: AsyncCallsQueue) -> None:

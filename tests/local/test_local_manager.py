@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from ml_flashpoint.engine.checkpointer import Checkpointer
-from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, UnaskedVersionsError
+from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, SaveError, UnaskedVersionsError
 from ml_flashpoint.local import (
     AsyncCallsQueue,
     BasicTensorAwareStateDict,
@@ -205,7 +204,7 @@ def test_closed_is_closed(manager: LocalCheckpointManager) -> None:
     manager.close()
     manager.close()
     for use in (manager.find_latest, manager.load, lambda: manager.save(state(), 2)):
-        with pytest.raises(CallOrderError, match="closed"):
+        with pytest.raises(SaveError, match="closed"):
             use()
 
 
@@ -213,7 +212,7 @@ def test_a_second_manager_takes_over(manager: LocalCheckpointManager, tmpfs: Pat
     manager.save(state(1), 1)
     manager.save(state(2), 2, is_async=True)
     second = LocalCheckpointManager(tmpfs, "job")
-    with pytest.raises(CallOrderError, match="closed"):
+    with pytest.raises(SaveError, match="closed"):
         manager.find_latest()
     assert value_of(second.load()) == 2
     # In the order in which they were saved, whoever saved them.
@@ -331,15 +330,13 @@ def test_the_request_can_be_waited_for_in_another_process(manager: LocalCheckpoi
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_logs(manager: LocalCheckpointManager, caplog: pytest.LogCaptureFixture, is_async: bool) -> None:
-    caplog.set_level(logging.DEBUG, "ml_flashpoint.local")
+    caplog.set_level(logging.INFO, "ml_flashpoint.local")
     request = manager.save(state(), 12, is_async=is_async)
     if request is not None:
         request.execute_sync()
     (path,) = manager.local_ckpt_dir.glob("step-12_ckpt/*.safetensors")
     infos = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
-    debugs = [record.getMessage() for record in caplog.records if record.levelno == logging.DEBUG]
     assert any(str(path) in message for message in infos)
-    assert sum(bool(re.fullmatch(r"finalize_fn took \d+\.\d{4}s", message)) for message in debugs) == 1
 
 
 def _save_and_hang(report: Any, root: Path) -> None:

@@ -166,7 +166,7 @@ def test_a_state_that_contains_itself_is_refused(manager: LocalCheckpointManager
 def _load_crafted(base: Path, archive: bytes, **changed: Any) -> Any:
     """What a manager makes of a checkpoint with this archive and a header that was changed so."""
     data = changed.pop("header", None)
-    header = {"wrapped": True, "tensors": [["t", "cpu"]], "meshes": [], **changed}
+    header = {"wrapped": True, "devices": {"t": "cpu"}, "meshes": [], **changed}
     data = json.dumps(header).encode() if data is None else data
     items = [(HEADER_KEY, data), *([(ARCHIVE_KEY, archive)] if archive else [])]
     with Checkpointer(base) as checkpointer:
@@ -200,7 +200,7 @@ def _archive(*described: Any) -> bytes:
 
 
 def test_a_crafted_checkpoint_is_read_like_any_other(tmpfs: Path) -> None:
-    loaded, _ = _load_crafted(tmpfs / "job", _archive(0, 0))
+    loaded, _ = _load_crafted(tmpfs / "job", _archive("t", 0))
     assert_equal(loaded.state_dict, {"x": torch.ones(2)})
 
 
@@ -216,7 +216,7 @@ def test_a_pickle_is_not_opened(tmpfs: Path) -> None:
 
 @pytest.mark.parametrize(
     "described",
-    [(1, 0), (-1, 0), ("0", 0), (), (0, 0, 0), (0, 0, 0, [], [], [])],
+    [("u", 0), (0, 0), ("t", "0"), (), ("t", 0, "m"), ("t", 0, "m", [], [], [])],
     ids=str,
 )
 def test_an_archive_that_makes_no_sense_is_passed_over(tmpfs: Path, described: Any) -> None:
@@ -230,15 +230,15 @@ def test_an_archive_that_makes_no_sense_is_passed_over(tmpfs: Path, described: A
         {"header": b""},
         {"header": b"not json"},
         {"header": b"[]"},
-        {"tensors": [["nothing", "cpu"]]},
-        {"tensors": [["t", "nowhere"]]},
+        {"devices": {"nothing": "cpu"}},
+        {"devices": {"t": "nowhere"}},
         {"wrapped": False},
     ],
     ids=str,
 )
 def test_a_header_that_makes_no_sense_is_passed_over(tmpfs: Path, changed: Any) -> None:
     with pytest.raises(NoReplicasAvailableError):
-        _load_crafted(tmpfs / "job", _archive(0, 0), **changed)
+        _load_crafted(tmpfs / "job", _archive("t", 0), **changed)
 
 
 def test_a_state_without_its_archive_is_passed_over(tmpfs: Path) -> None:

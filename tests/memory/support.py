@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from ml_flashpoint.format.manifest import Manifest, object_name
+from ml_flashpoint.format.manifest import Manifest
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.format.object_format import Layout, plan_layout
-from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.container import BaseContainer
 from ml_flashpoint.memory.pool import Pool
 from ml_flashpoint.memory.slot import Slot
@@ -26,8 +26,8 @@ def fill(slot: Slot, save: SaveId, rank: int = 0, world_size: int = 4, numbers: 
     layout = layout_of(numbers)
     entry = layout.by_key["w"]
     slot.view(entry.begin, entry.end, torch.float32, entry.shape).fill_(value_of(save, rank))
-    record = slot.seal(object_name(rank, save.text), layout, [b"abc"])
-    return Manifest(save.version, rank, world_size, save.text, "node-0", (record,))
+    record = slot.seal(layout, [b"abc"])
+    return Manifest(save, rank, world_size, "node-0", record)
 
 
 def value_of(save: SaveId, rank: int = 0) -> float:

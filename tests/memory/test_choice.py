@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.memory.pool import New, SlotRequest, choose, slot_limit, slot_size
 from ml_flashpoint.memory.slot import PAGE, State
 

@@ -18,7 +18,7 @@ from ml_flashpoint.format.errors import (
     SaveError,
     UnsafePathError,
 )
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.memory.container import BaseContainer, Owner
 from ml_flashpoint.memory.lineage import read_records
 from ml_flashpoint.memory.lock import JobLock, locked_out
@@ -74,7 +74,7 @@ def test_versions_manifests_and_byte_ranges_are_read(tmpfs: Path) -> None:
     (tmpfs / "step-40_ckpt" / "rank-00000-abc.manifest").write_bytes(b"of an earlier format")
     assert container.list_versions() == {(7, 40): {0, 2}, (8, 40): {0}}
     manifest = container.read_manifest(SAVE, 2)
-    assert (manifest.rank, manifest.step, SaveId.of(manifest)) == (2, 40, SAVE)
+    assert (manifest.rank, manifest.save.step, manifest.save) == (2, 40, SAVE)
     assert value_in(container, SAVE, 2) == value_of(SAVE, 2)
     with pytest.raises(ObjectNotFoundError):
         container.read_manifest(SAVE, 1)
@@ -117,7 +117,7 @@ def test_damaged_parts_are_refused(tmpfs: Path) -> None:
     os.truncate(path, PAGE)
     with pytest.raises(DamagedError), container.open_part(SAVE, 0):
         pass
-    next((tmpfs / "step-40_ckpt").glob("*.manifest")).write_bytes(b"MLFLASHPOINT-MANIFEST 9 ")
+    next((tmpfs / "step-40_ckpt").glob("*.manifest")).write_bytes(b'{"kind":"mlflashpoint-manifest-9"}')
     with pytest.raises(ManifestError):
         container.read_manifest(SAVE, 0)
 

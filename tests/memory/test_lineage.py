@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ml_flashpoint.format.errors import CapacityError, DamagedError, SaveError, UnsafePathError
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.memory.container import BaseContainer
 from ml_flashpoint.memory.lineage import RunRecord, mark_begun, newest_begun, next_run, read_records, write_record
 from tests.memory.support import fill_up

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ml_flashpoint.format.errors import JobInUseError, UnsafePathError
-from ml_flashpoint.format.private_folders import open_own
+from ml_flashpoint.format.files import open_own
 from ml_flashpoint.memory.lock import JobLock, locked_out
 from tests.support.forked import Child, Report, wait_until
 

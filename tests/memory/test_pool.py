@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ml_flashpoint.format.errors import ObjectNotFoundError, PrunedError, SaveError
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.memory.container import BaseContainer, Owner
 from ml_flashpoint.memory.pool import Pool, SlotRequest, slot_size
 from ml_flashpoint.memory.slot import PAGE, Slot, State

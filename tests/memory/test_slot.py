@@ -13,8 +13,8 @@ from safetensors import safe_open
 
 from ml_flashpoint.format.digest import digest_block
 from ml_flashpoint.format.errors import CapacityError, DamagedError, SaveError, UnsafePathError
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.format.object_format import plan_layout
-from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.slot import PAGE, Slot
 from tests.memory.support import fill, layout_of
 from tests.support.forked import Child, Report
@@ -40,7 +40,7 @@ def test_a_new_slot_is_whole_private_and_faulted_in(tmpfs: Path) -> None:
 def test_what_is_in_a_slot_is_a_safetensors_file_with_digests_by_block(tmpfs: Path) -> None:
     slot = Slot.make(tmpfs / "0.safetensors", 16 * PAGE)
     manifest = fill(slot, SaveId(1, 2))
-    record = manifest.objects[0]
+    record = manifest.record
     assert (record.size, record.file_size, record.block_size) == (layout_of().size, slot.size, PAGE)
     assert record.digests[0] == digest_block(slot.buffer[:PAGE])
     with safe_open(tmpfs / "0.safetensors", "np") as opened:
@@ -53,9 +53,9 @@ def test_an_object_that_does_not_fit_leaves_the_slot_as_it_is(tmpfs: Path) -> No
     slot = Slot.make(tmpfs / "0", PAGE)
     slot.tensor.fill_(7)
     with pytest.raises(CapacityError, match="does not fit"):
-        slot.seal("o.safetensors", layout_of(), [b"abc"])
+        slot.seal(layout_of(), [b"abc"])
     with pytest.raises(CapacityError, match="header"):
-        slot.seal("o.safetensors", plan_layout([], reserve=0), metadata={"a": "b" * PAGE})
+        slot.seal(plan_layout([], reserve=0), metadata={"a": "b" * PAGE})
     assert set(slot.buffer) == {7}
     slot.close()
 

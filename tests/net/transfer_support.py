@@ -21,8 +21,8 @@ from typing import Any
 
 from ml_flashpoint.format.digest import digest_block
 from ml_flashpoint.format.errors import FlashpointError, ObjectNotFoundError
-from ml_flashpoint.format.manifest import Manifest, ObjectRecord, encode, object_name
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord, encode
+from ml_flashpoint.format.names import SaveId, object_name
 from ml_flashpoint.net import handshake
 from ml_flashpoint.net.channel import Channel
 from ml_flashpoint.net.client import connect
@@ -44,15 +44,15 @@ SLACK_S = 15.0
 """What a busy machine may add to a deadline. Far below the default deadlines, which no test may wait for."""
 
 
-def record_of(data: bytes | mmap.mmap, name: str = NAME, block_size: int = BLOCK) -> ObjectRecord:
+def record_of(data: bytes | mmap.mmap, block_size: int = BLOCK) -> ObjectRecord:
     with memoryview(data) as view:
         size = len(view)
         digests = tuple(digest_block(view[at : at + block_size]) for at in range(0, size, block_size))
-    return ObjectRecord(name, size, size, digests, block_size)
+    return ObjectRecord(size, size, digests, block_size)
 
 
-def manifest_of(*records: ObjectRecord, rank: int = 3) -> Manifest:
-    return Manifest(VERSION, rank, 4, SAVE.text, "n1", records)
+def manifest_of(record: ObjectRecord, rank: int = 3) -> Manifest:
+    return Manifest(SAVE, rank, 4, "n1", record)
 
 
 def pattern(size: int, seed: int = 0) -> bytes:
@@ -103,7 +103,7 @@ class MemoryStore:
         if self.held:
             yield None
             return
-        size = manifest.objects[0].size
+        size = manifest.record.size
         # As a slot that goes back to its pool would: fails if the transfer still holds on to the memory.
         with mmap.mmap(-1, max(1, size)) as memory:
             try:
@@ -113,7 +113,7 @@ class MemoryStore:
                     self.on_commit()
                 self.committed.append(memory[:size])
             except BaseException:
-                self.aborted.append(manifest.version)
+                self.aborted.append(manifest.save.version)
                 raise
             finally:
                 self.ended.set()

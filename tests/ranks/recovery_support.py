@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 from hypothesis import strategies as st
 
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.ranks.recovery import CompleteVersion, Damage, NodeInventory, PartRecord, plan_fetches
 from ml_flashpoint.ranks.strategies import (
     CliqueStrategy,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ml_flashpoint.format.errors import InvalidArgumentError
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.ranks.retention import Keep, checked_keep, kept
 
 rules = st.builds(Keep, st.integers(1, 5), st.none() | st.integers(1, 7), st.integers(1, 3))

@@ -17,9 +17,8 @@ from ml_flashpoint.format.errors import (
     ObjectNotFoundError,
     SaveError,
 )
-from ml_flashpoint.format.manifest import Manifest, ObjectRecord, encode, manifest_name, object_name
-from ml_flashpoint.format.records import MAX_RECORD_BYTES, encode_record
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.manifest import MAX_RECORD_BYTES, Manifest, ObjectRecord, encode, encode_record
+from ml_flashpoint.format.names import SaveId, manifest_name, object_name
 from ml_flashpoint.stores.durable import MARKER, DurableVersions, folder_of, save_of, version_of
 from ml_flashpoint.stores.files import Directory, UrlFiles
 from ml_flashpoint.stores.version_store import Version
@@ -29,8 +28,8 @@ pytestmark = pytest.mark.damages_on_purpose
 
 
 def part(step: int, rank: int = 0, world_size: int = 2, run: str = RUN) -> Manifest:
-    record = ObjectRecord(object_name(rank, run), 5, 8, (digest_block(b"hello"),), 4096)
-    return Manifest(f"step-{step}_ckpt", rank, world_size, run, "node", (record,))
+    record = ObjectRecord(5, 8, (digest_block(b"hello"),), 4096)
+    return Manifest(SaveId(int(run), step), rank, world_size, "node", record)
 
 
 def content() -> Iterator[bytes]:

@@ -21,8 +21,7 @@ def written(path: Path, size: int, file_size: int) -> tuple[bytes, ObjectRecord]
     data = os.urandom(size)
     path.write_bytes(data + b"\xff" * (file_size - size))
     digests = tuple(digest_block(data[at : at + BLOCK]) for at in range(0, size, BLOCK))
-    name = "rank-00000-1700000000000-0000000a-0000000000000000001.safetensors"
-    return data, ObjectRecord(name, size, file_size, digests, BLOCK)
+    return data, ObjectRecord(size, file_size, digests, BLOCK)
 
 
 def content(path: Path, record: ObjectRecord) -> bytes:

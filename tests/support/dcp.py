@@ -19,7 +19,7 @@ from ml_flashpoint.adapter.pytorch.seed import (
     ReplicationManager,
 )
 from ml_flashpoint.engine.checkpointer import Checkpointer
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+from ml_flashpoint.format.names import CheckpointContainerId
 
 try:
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,8 +18,7 @@ from typing import IO, Any
 import xxhash
 from safetensors import safe_open
 
-_MAGIC = "MLFLASHPOINT-MANIFEST 1 "
-_NAME = re.compile(r"rank-(\d{5,8})-([0-9A-Za-z][0-9A-Za-z_-]*)\.(.+)")
+_KIND = "mlflashpoint-manifest-1"
 
 
 def problems_in(folder: Path, any_bytes: bool = False) -> list[str]:
@@ -41,26 +39,14 @@ def problems_in(folder: Path, any_bytes: bool = False) -> list[str]:
 
 
 def _check(path: Path, any_bytes: bool) -> list[str]:
-    first, _, body = path.read_bytes().partition(b"\n")
-    if first.decode() != _MAGIC + xxhash.xxh3_128(body).hexdigest():
-        return [f"{path}: its first line does not fit the rest"]
-    content = json.loads(body)
-    named = (int(_matched(path.name)[1]), _matched(path.name)[2], path.parent.name)
-    said = (content["rank"], content["save_id"], content["version"])
-    wrong = [f"{path}: it is the manifest of {said}"] if said != named else []
-    for record in content["objects"]:
-        match = _matched(record["name"])
-        if (int(match[1]), match[2]) != said[:2]:
-            wrong.append(f"{path}: an object of another part: {record['name']}")
-        wrong += _check_object(path.parent / record["name"], record, any_bytes)
-    return wrong
-
-
-def _matched(name: str) -> re.Match[str]:
-    match = _NAME.fullmatch(name)
-    if match is None:
-        raise ValueError(f"no name of a file of a part: {name!r}")
-    return match
+    record = json.loads(path.read_bytes())
+    content = record["content"]
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    if (record["kind"], record["digest"]) != (_KIND, xxhash.xxh3_128(canonical).hexdigest()):
+        return [f"{path}: its digest does not fit the rest"]
+    named = f"step-{content['step']}_ckpt/rank-{content['rank']:05d}-{content['run']:08d}.manifest"
+    wrong = [] if str(path).endswith(f"/{named}") else [f"{path}: it is the manifest {named}"]
+    return wrong + _check_object(path.with_suffix(".safetensors"), content["object"], any_bytes)
 
 
 def _check_object(path: Path, record: dict[str, Any], any_bytes: bool) -> list[str]:

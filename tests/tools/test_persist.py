@@ -29,8 +29,8 @@ from ml_flashpoint.format.errors import (
     UnreadableError,
     UnsafePathError,
 )
-from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name, write_manifest
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord, write_manifest
+from ml_flashpoint.format.names import SaveId, object_name
 from ml_flashpoint.memory.container import BaseContainer as JobContainer
 from ml_flashpoint.memory.lineage import RunRecord, mark_begun, write_record
 from ml_flashpoint.stores.base_container import BaseContainer
@@ -60,12 +60,13 @@ def commit(base: Path, rank: int, step: int, *, world_size: int = 4) -> Path:
     """A part as a job leaves it; returns its object."""
     data = content(rank, step)
     digests = tuple(digest_block(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK))
-    record = ObjectRecord(object_name(rank, RUN), len(data), len(data) + 100, digests, BLOCK)
+    record = ObjectRecord(len(data), len(data) + 100, digests, BLOCK)
     folder = base / f"step-{step}_ckpt"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / record.name).write_bytes(data + b"\xff" * 100)
-    write_manifest(folder, Manifest(folder.name, rank, world_size, RUN, f"node-{base.name}", (record,)))
-    return folder / record.name
+    manifest = Manifest(SaveId(int(RUN), step), rank, world_size, f"node-{base.name}", record)
+    (folder / manifest.object_name).write_bytes(data + b"\xff" * 100)
+    write_manifest(folder, manifest)
+    return folder / manifest.object_name
 
 
 def commit_all(bases: list[Path], step: int, ranks: dict[int, list[int]]) -> None:
@@ -89,9 +90,9 @@ def stored(store: DurableVersions) -> dict[int, list[bytes]]:
     found = {}
     for version in counting(store):
         store.check_parts(version)
-        records = [store.manifest(version, rank).objects[0] for rank in version.ranks]
-        names = [f"{version.folder}/{record.name}" for record in records]
-        whole = [store.files.read(name, limit=10**6) for name in names]
+        records = [store.manifest(version, rank).record for rank in version.ranks]
+        names = [object_name(rank, version.save_id) for rank in version.ranks]
+        whole = [store.files.read(f"{version.folder}/{name}", limit=10**6) for name in names]
         assert all(each[record.size :] == bytes(100) for each, record in zip(whole, records, strict=True))
         found[version.step] = [each[: record.size] for each, record in zip(whole, records, strict=True)]
     return found
@@ -345,7 +346,7 @@ def test_of_a_running_job_the_newest_is_taken(
     hold = BaseContainer.hold
 
     def removed(self: BaseContainer, manifest: Manifest) -> Any:
-        if manifest.step == 7:
+        if manifest.save.step == 7:
             shutil.rmtree(self.base / "step-7_ckpt")
             commit_all(bases, 8, {0: [0, 1, 2, 3]})
             raise PrunedError("it went")

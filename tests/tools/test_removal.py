@@ -11,7 +11,7 @@ import pytest
 
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.format.errors import DeadlineError, InvalidArgumentError, JobInUseError, ObjectNotFoundError
-from ml_flashpoint.format.manifest import object_name
+from ml_flashpoint.format.names import object_name
 from ml_flashpoint.stores.durable import MARKER, DurableVersions
 from ml_flashpoint.stores.files import Directory
 from ml_flashpoint.stores.location import open_durable
@@ -51,7 +51,7 @@ def steps(store: DurableVersions) -> list[int]:
 
 
 def test_a_step_goes_and_no_other(url: str, store: DurableVersions) -> None:
-    assert remove_versions(url, 2) == [f"run-{part(2).save_id[:22]}/step-2_ckpt"]
+    assert remove_versions(url, 2) == [f"run-{part(2).save.text}/step-2_ckpt"]
     assert steps(store) == [1, 1]
     with pytest.raises(ObjectNotFoundError, match="no version of step 2"):
         remove_versions(url, 2)
@@ -64,7 +64,7 @@ def test_the_newest_goes_only_if_that_is_said(url: str, store: DurableVersions) 
     assert steps(store) == [1, 2, 1]
     assert len(remove_versions(url, 1, newest=True)) == 2  # both saves of it
     assert steps(store) == [2]
-    assert [name for name in store.files.list() if name.startswith("run-")] == [f"run-{part(2).save_id[:22]}"]
+    assert [name for name in store.files.list() if name.startswith("run-")] == [f"run-{part(2).save.text}"]
 
 
 def test_what_is_not_whole_is_not_what_a_job_goes_on_from(url: str, store: DurableVersions) -> None:
@@ -142,7 +142,7 @@ def test_the_command(url: str, root: Path, store: DurableVersions, capsys: pytes
     assert "say --newest" in capsys.readouterr().err
     assert steps(store) == [1, 2, 1]
     assert flashpoint("rm", f"{root}@2", "--yes", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["versions"] == [f"run-{part(2).save_id[:22]}/step-2_ckpt"]
+    assert json.loads(capsys.readouterr().out)["versions"] == [f"run-{part(2).save.text}/step-2_ckpt"]
     assert flashpoint("rm", url, "--yes", "--newest") == 0
     assert flashpoint("rm", url, "--yes", "--newest") == 2
     assert flashpoint("rm", root.parent / "job", "--yes", "--newest") == 2

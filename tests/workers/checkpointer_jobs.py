@@ -46,7 +46,7 @@ def save_steps(report: Report, rank: int, steps: int) -> tuple[dict[int, list[in
         newest = max(checkpointer.container.list_versions())
         values = []
         for each in sorted(parts[newest.step]):
-            name = checkpointer.container.read_manifest(newest, each).objects[0].name
+            name = checkpointer.container.read_manifest(newest, each).object_name
             found = safetensors.torch.load_file(Path(base()) / newest.version / name)
             values.append(float(found["model.w"].max()))
         return parts, values

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from ml_flashpoint.format.digest import digest_block
 from ml_flashpoint.format.errors import JobInUseError
-from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord
+from ml_flashpoint.format.names import SaveId, object_name
 from ml_flashpoint.memory.container import STATUS, BaseContainer, Owner
 from ml_flashpoint.memory.lock import JobLock
 from ml_flashpoint.memory.slot import PAGE, Slot, round_up
@@ -51,14 +52,13 @@ def commit(container: BaseContainer, part: Part) -> None:
         round_up(max(1, part.size), PAGE), b"\0"
     )
     blocks = [content[begin : min(begin + BLOCK, part.size)] for begin in range(0, part.size, BLOCK)]
-    record = ObjectRecord(part.name, part.size, len(content), tuple(map(digest_block, blocks)), BLOCK)
+    record = ObjectRecord(part.size, len(content), tuple(map(digest_block, blocks)), BLOCK)
     node = f"node-{part.rank // 2}"
-    version = f"step-{part.step}_ckpt"
     owner = Owner(part.world_size, part.rank)
     path = container.slot_folder(owner) / str(len(container.slot_paths(owner)))
     slot = Slot.make(path, len(content))
     slot.buffer[:] = content
-    container.commit(slot, Manifest(version, part.rank, part.world_size, part.save_id, node, (record,)))
+    container.commit(slot, Manifest(SaveId(part.run, part.step), part.rank, part.world_size, node, record))
     slot.close()
 
 

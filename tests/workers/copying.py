@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ from ml_flashpoint.engine import copying
 from ml_flashpoint.engine.copying import Copies, Failures, HeldCopies
 from ml_flashpoint.engine.rounds import Verdict
 from ml_flashpoint.format.errors import FlashpointError
-from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord
+from ml_flashpoint.format.names import SaveId, object_name
 from ml_flashpoint.memory.container import BaseContainer, Owner
 from ml_flashpoint.memory.pool import Pool, SlotRequest
 from ml_flashpoint.net.channel import Channel
@@ -108,15 +107,13 @@ class Rank:
 
     def push_crafted(self, to: int, run: int, number: int | None = None, **changes: Any) -> None:
         """Push a part of this rank that is not what it should be."""
-        text = f"{RUN:08d}"
-        record = {"name": object_name(self.ranks.rank, text), "size": 0, "file_size": 4096, "digests": ()}
-        part = {"version": "step-1_ckpt", "rank": self.ranks.rank, "world_size": self.ranks.world_size}
-        record.update({name: changes.pop(name) for name in [*record] if name in changes})
-        part.update(changes)
-        manifest = Manifest(**{"save_id": text, "node": "n", **part}, objects=(ObjectRecord(**record),))  # type: ignore[arg-type]
-        verdict = self.verdict if number is None else replace(self.verdict, number=number)
+        record = ObjectRecord(size=0, file_size=changes.pop("file_size", 4096), digests=())
+        save = SaveId(RUN, changes.pop("step", 1))
+        part = {"rank": self.ranks.rank, "world_size": self.ranks.world_size, "node": "n", **changes}
+        manifest = Manifest(save, record=record, **part)
+        verdict = self.verdict if number is None else self.verdict._replace(number=number)
         with PeerConnection(self.copies.address_of(to), self.ranks.secret) as peer:
-            peer.push(manifest, memoryview(b""), {"run": run, "verdict": verdict.to_fields()})
+            peer.push(manifest, memoryview(b""), {"run": run, "verdict": verdict})
 
     def die_amid(self, method: str) -> None:
         """Kill this process once it has sent, or received, half of the next part."""

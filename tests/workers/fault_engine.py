@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ml_flashpoint import Checkpointer, Config, Flashpoint
 from ml_flashpoint.engine.save import Save
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.digest import digest_block
 from ml_flashpoint.format.errors import FlashpointError, NothingLoadableError
+from ml_flashpoint.format.names import CheckpointContainerId
 from ml_flashpoint.ranks.strategies import ReplicationStrategy
 from tests.support.bare_trainer import bare_trainer
 from tests.support.forked import Report

@@ -19,7 +19,7 @@ def share(report: Callable[..., None], rank: int) -> tuple[list[bytes], int, boo
     store = open_store(ranks)
     client, other = store.connect("run-1"), store.connect("run-2")
     client.set(f"value/{rank}", f"of {rank}")
-    count = client.add("count", 1)
+    count = client.plain.add("count", 1)
     other.set("value/0", "of another run")
     assert store.address is not None
     TCPStore(*store.address, None, False, timedelta(seconds=5)).set(f"run-1/strange/{rank}", "planted")

@@ -117,7 +117,7 @@ def _header_bytes(door: Door, step: int) -> int:
 
 
 def _id(door: Door, step: int) -> Any:
-    from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
+    from ml_flashpoint.format.names import CheckpointContainerId
 
     return CheckpointContainerId(door.version(step))
 

@@ -16,7 +16,7 @@ from torch import nn
 from ml_flashpoint import Flashpoint, events
 from ml_flashpoint.engine import copying
 from ml_flashpoint.format.errors import SaveError, SkippedError
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import SaveId
 from tests.support.forked import Report
 from tests.workers.fault_engine import Rank
 

@@ -25,7 +25,7 @@ from ml_flashpoint.cli.output import bytes_text
 from ml_flashpoint.extras import DISTRIBUTION
 from ml_flashpoint.format import knobs
 from ml_flashpoint.format.errors import FlashpointError
-from ml_flashpoint.format.private_folders import check_folder, check_way
+from ml_flashpoint.format.files import check_folder, check_way
 from ml_flashpoint.memory.capacity import (
     available_bytes,
     existing_parent,

@@ -121,7 +121,7 @@ def verify_versions(source: str, *, as_json: bool, threads: int) -> int:
             ]
     results = [dataclasses.replace(each, state=durable_state(each.version, each.parts)) for each in results]
     checked = [part for result in results for part in result.parts if not part.removed]
-    objects = sum(len(part.manifest.objects) for part in checked if part.manifest is not None)
+    objects = sum(part.manifest is not None for part in checked)
     problems = [problem for result in results for problem in result.problems]
     size, seconds = sum(result.bytes for result in results), time.monotonic() - began
     bad = sum(bool(part.problems) for part in checked) + sum(bool(result.version.problem) for result in results)

@@ -22,7 +22,7 @@ from rich.text import Text
 from ml_flashpoint.cli import output
 from ml_flashpoint.cli.output import bytes_text, plural, time_text
 from ml_flashpoint.format.errors import InvalidArgumentError
-from ml_flashpoint.format.manifest import MAX_WORLD_SIZE
+from ml_flashpoint.format.names import MAX_WORLD_SIZE
 from ml_flashpoint.memory.pool import slot_limit, slot_size
 from ml_flashpoint.ranks.strategies import STRATEGIES, ReplicationStrategy, Topology, checked_strategy
 

@@ -94,8 +94,8 @@ def doctor(
 
     from ml_flashpoint.cli import output
     from ml_flashpoint.cli.examination import BAD, Examined, examine
-    from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
     from ml_flashpoint.format.errors import InvalidArgumentError, InvalidNameError
+    from ml_flashpoint.format.names import CheckpointContainerId
 
     try:
         path = Path(str(CheckpointContainerId(base)))

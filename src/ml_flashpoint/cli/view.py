@@ -11,14 +11,14 @@ import contextlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import psutil
 
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidArgumentError, ObjectNotFoundError
+from ml_flashpoint.format.names import CheckpointContainerId
 from ml_flashpoint.memory.container import SLOTS, STATUS
 from ml_flashpoint.memory.lineage import newest_begun
 from ml_flashpoint.memory.lock import PRIVATE, is_open
@@ -114,9 +114,8 @@ def base_named(name: str) -> str:
         return name
     found = [base for base in find_bases() if base.name == name]
     if len(found) > 1:
-        raise InvalidArgumentError(
-            f"there are several of this name, {', '.join(map(str, found))}", argument="BASE", value=name
-        )
+        text = f"there are several of this name, {', '.join(map(str, found))}"
+        raise InvalidArgumentError(text, argument="BASE", value=name)
     if not found:
         raise ObjectNotFoundError(
             "no job in the memory of this node is called so", path=name, hint="flashpoint ls lists them"
@@ -326,23 +325,9 @@ def _read_base(store: BaseContainer) -> View:
     ranks = {each.rank: each for each in read_ranks(store.base)}
     record = newest_begun(store.records())
     copies = {rank for _, parts in found for rank in _copied(parts, ranks)}
-    return View(
-        path=str(store.base),
-        durable=False,
-        versions=tuple(
-            _judged(
-                version,
-                parts,
-                ranks,
-                copies,
-                newest=number == 0,
-                abandoned=record is not None and not record.has(version.save),
-            )
-            for number, (version, parts) in enumerate(found)
-        ),
-        ranks=tuple(ranks.values()),
-        resident_bytes=memory_of(store.base),
-    )
+    views = [_judged(*each, ranks, copies, newest=number == 0) for number, each in enumerate(found)]
+    views = [replace(each, abandoned=record is not None and not record.has(each.version.save)) for each in views]
+    return View(str(store.base), False, tuple(views), tuple(ranks.values()), memory_of(store.base))
 
 
 def _judged(
@@ -352,15 +337,9 @@ def _judged(
     copies: set[int],
     *,
     newest: bool,
-    abandoned: bool,
 ) -> VersionView:
-    """Judge one save by its parts here.
-
-    Args:
-        ranks: of this node.
-        copies: ranks whose copies this node holds, of any save.
-        newest: True if ranks that run have to commit it, too.
-    """
+    """Judge one save by its parts here. ``copies``: ranks whose copies this node holds, of any save. Ranks that run
+    have to commit the ``newest`` one, too."""
     copied = _copied(parts, ranks)
     here = {part.rank for part in parts} - copied
     missing = ranks.keys() - here - copied
@@ -374,7 +353,7 @@ def _judged(
     else:
         state = "replicated" if copied and copied >= copies else "local"
     ordered = tuple(sorted(parts, key=lambda part: part.rank))
-    return VersionView(version, state, ordered, tuple(sorted(copied)), tuple(sorted(writing)), abandoned)
+    return VersionView(version, state, ordered, tuple(sorted(copied)), tuple(sorted(writing)))
 
 
 def _copied(parts: Iterable[CheckedPart], ranks: Mapping[int, RankView]) -> set[int]:

@@ -1,6 +1,6 @@
 """The persisted checkpoints of a dictionary: one more holder of its committed cuts, which outlives it.
 
-Owns which of them count, and the coordinator's background thread that has them written. A checkpoint is a version of
+Owns which of them count; when one is written, `rules` decide. A checkpoint is a version of
 `stores.durable`, a part a manager; each attempt to persist one has a number of its own in place of a run. What counts
 is listed in one small file, written whole or not at all, anew with each change::
 
@@ -24,9 +24,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import xxhash
 
@@ -35,16 +34,14 @@ from ml_flashpoint.ddict.options import Configuration, next_number
 from ml_flashpoint.format import knobs
 from ml_flashpoint.format.errors import (
     DamagedError,
-    FlashpointError,
     InvalidArgumentError,
     JobInUseError,
     ObjectNotFoundError,
 )
 from ml_flashpoint.format.files import as_octets
-from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name
+from ml_flashpoint.format.manifest import MAX_RECORD_BYTES, Manifest, ObjectRecord, decode_record, encode_record
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.format.object_format import encode_header, plan_layout
-from ml_flashpoint.format.records import MAX_RECORD_BYTES, decode_record, encode_record
-from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.stores.durable import MARKER, DurableVersions, save_of, version_of
 from ml_flashpoint.stores.version_store import StoredObject, Version, stored_object
 
@@ -58,7 +55,6 @@ _PIECE_BYTES: Final = 1 << 16
 _LOCK: Final = "lock"
 _HISTORY: Final = re.compile(r"history-([0-9]{8,12})\.json")
 _KIND: Final = "mlflashpoint-dictionary-1"
-_FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 30.0
 
 Checkpoints = dict[int, Version]
 
@@ -78,9 +74,8 @@ def write_part(store: DurableVersions, version: Version, manager: int, items: Se
     views = [as_octets(buffer) for _, buffer in items]
     layout = plan_layout([], [(name, len(view)) for (name, _), view in zip(items, views, strict=True)], reserve=0)
     chunks = [memoryview(encode_header(layout, layout.size, {"flashpoint": "dictionary"})), *views]
-    name, node = object_name(manager, version.save_id), os.uname().nodename or "unknown"
-    record = ObjectRecord(name, layout.size, layout.size, tuple(_digests(chunks)), _BLOCK_BYTES)
-    manifest = Manifest(version.name, manager, version.world_size, version.save_id, node, (record,))
+    record = ObjectRecord(layout.size, layout.size, tuple(_digests(chunks)), _BLOCK_BYTES)
+    manifest = Manifest(version.save, manager, version.world_size, os.uname().nodename or "unknown", record)
     store.write_part(manifest, lambda: chunks)
 
 
@@ -326,186 +321,3 @@ class History:
 
 def _name_of(number: int) -> str:
     return f"history-{number:08d}.json"
-
-
-# ---- writing in the background --------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False, slots=True)
-class _Wanted:
-    """A checkpoint that is to be persisted."""
-
-    checkpoint_id: int
-    due: bool  # tried again where that fails, until it works or a later one was tried
-    pause_s: float = 0.0  # before the next try, if one has failed
-    again_at: float = 0.0
-
-
-class Persisting:
-    """The coordinator's thread that has committed checkpoints persisted. Thread-safe; what says so is called with the
-    coordinator's lock held.
-
-    Args:
-        changed: the coordinator's lock; notified of what changes here.
-        write: has all managers write their parts of a checkpoint as this version.
-        history: what is persisted; None: nothing can be.
-        keep: how many stay.
-    """
-
-    def __init__(
-        self,
-        changed: threading.Condition,
-        write: Callable[[int, Version], object],
-        history: History | None,
-        keep: int,
-    ) -> None:
-        self._changed, self._write, self._history, self._keep = changed, write, history, keep
-        self._waiting: list[_Wanted] = []
-        self._current = -1
-        self._called_off = False  # the current one was rolled back, or all has ended
-        self._outdated = False  # it was committed again
-        self._done: set[int] = set()
-        self._error: FlashpointError | None = None
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="ddict-persist", daemon=True)
-        self._thread.start()
-
-    @property
-    def history(self) -> History:
-        """The account of what is persisted. Raises `DDictPersistError`: there is no persister."""
-        if self._history is None:
-            raise DDictPersistError("this dictionary was made without a persister", hint="pass persister_class")
-        return self._history
-
-    # ---- with the lock held -------------------------------------------------------------------------------
-
-    @property
-    def waiting(self) -> Sequence[int]:
-        """Checkpoints that managers must keep until they are persisted. With the lock held."""
-        return [each.checkpoint_id for each in self._waiting]
-
-    def add(self, checkpoint_id: int, *, due: bool = False) -> None:
-        """Have a committed checkpoint persisted, unless it is. With the lock held. ``due``: if it fails, try again
-        until that works, or the next one is due."""
-        found = next((each for each in self._waiting if each.checkpoint_id == checkpoint_id), None)
-        if found is not None:
-            found.due, found.pause_s, found.again_at = found.due or due, 0.0, 0.0  # at once: somebody waits
-        elif checkpoint_id not in self._done:
-            self._waiting.append(_Wanted(checkpoint_id, due))
-        self._changed.notify_all()
-
-    def state(self) -> dict[str, Any]:
-        """Return the newest checkpoint that is ``persisted`` (-1: none), and the ``persist_error`` of the last that
-        could not be, unless a later one was. With the lock held."""
-        error = None if self._error is None else str(self._error)
-        return {"persisted": max(self._done, default=-1), "persist_error": error}
-
-    def committed(self, checkpoint_id: int) -> None:
-        """Note that this was committed, perhaps again: what is persisted of it lacks late writes. With the lock
-        held."""
-        self._done.discard(checkpoint_id)
-        self._outdated = self._outdated or self._current == checkpoint_id
-
-    def take_back(self, to: int) -> None:
-        """Note that what is above is committed no more: `record` it. With the lock held."""
-        self._done = {each for each in self._done if each <= to}
-        self._waiting = [each for each in self._waiting if each.checkpoint_id <= to]
-        self._called_off = self._called_off or self._current > to
-        self._error = None
-        if self._history is not None:
-            self._history.take_back(to)
-
-    def restored(self, checkpoint_id: int) -> None:
-        """Note that this persisted checkpoint is held, and nothing else. With the lock held."""
-        self._done = {checkpoint_id}
-
-    # ---- without it ---------------------------------------------------------------------------------------
-
-    def record(self, deadline: float | None = None) -> None:
-        """Have the store know of a rollback; see `History.record`. Nothing is persisted before."""
-        if self._history is not None:
-            self._history.record(deadline)
-
-    def await_persisted(self, checkpoint_id: int, deadline: float) -> None:
-        """Wait until a checkpoint that was added is persisted. Raises `DDictTimeoutError`: not in time;
-        `FlashpointError`: it could not be persisted."""
-        with self._changed:
-            self._await(
-                lambda: all(each.pause_s for each in self._waiting if each.checkpoint_id == checkpoint_id), deadline
-            )
-            if checkpoint_id not in self._done:
-                raise self._error or DDictPersistError("it was rolled back", checkpoint_id=checkpoint_id)
-
-    def await_idle(self, deadline: float) -> None:
-        """Wait until nothing is to be persisted. What could not be is given up. Raises `DDictTimeoutError`: not in
-        time."""
-
-        def is_idle() -> bool:
-            self._waiting = [each for each in self._waiting if not each.pause_s]
-            return not self._waiting and self._current < 0
-
-        with self._changed:
-            self._await(is_idle, deadline)
-
-    def _await(self, holds: Callable[[], bool], deadline: float) -> None:
-        if not self._changed.wait_for(holds, max(0.0, deadline - time.monotonic())):
-            raise DDictTimeoutError("checkpoints are still being persisted")
-
-    def close(self) -> None:
-        """Begin nothing more, and let what is under way not count."""
-        with self._changed:
-            self._closing = self._called_off = True
-            self._changed.notify_all()
-        self._thread.join(1.0)
-
-    # ---- the thread ---------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        while (wanted := self._await_next()) is not None:
-            failure = self._try(wanted.checkpoint_id)
-            with self._changed:
-                if not (self._called_off or self._outdated):
-                    self._note(wanted, failure)
-                    if failure is not None:
-                        _log.error("checkpoint %d was not persisted: %s", wanted.checkpoint_id, failure)
-                self._current = -1
-                self._changed.notify_all()
-
-    def _await_next(self) -> _Wanted | None:
-        with self._changed:
-            while not self._closing:
-                now = time.monotonic()
-                for wanted in self._waiting:
-                    if wanted.again_at <= now:
-                        self._current, self._called_off, self._outdated = wanted.checkpoint_id, False, False
-                        return wanted
-                again_at = min((each.again_at for each in self._waiting), default=None)
-                self._changed.wait(None if again_at is None else again_at - now)
-        return None
-
-    def _note(self, wanted: _Wanted, failure: FlashpointError | None) -> None:
-        self._error = failure
-        is_wanted = wanted in self._waiting  # nobody has given it up meanwhile
-        self._waiting = [each for each in self._waiting if each is not wanted and not each.pause_s]
-        if failure is None:
-            self._done.add(wanted.checkpoint_id)
-        elif wanted.due and is_wanted:
-            wanted.pause_s = min(2 * wanted.pause_s, _LONGEST_RETRY_S) or _FIRST_RETRY_S
-            wanted.again_at = time.monotonic() + wanted.pause_s
-            self._waiting.append(wanted)  # after those that are new: one of them takes its place
-
-    def _try(self, checkpoint_id: int) -> FlashpointError | None:
-        version = None
-        try:
-            self.record()
-            version = self.history.new_attempt(checkpoint_id)
-            self._write(checkpoint_id, version)
-            self.history.complete(version, self._keep, lambda: self._called_off)
-            return None
-        except Exception as error:  # the thread must go on
-            if version is not None:
-                self.history.remove_failed(version)
-            if isinstance(error, FlashpointError):
-                return error
-            _log.exception("persisting checkpoint %d failed", checkpoint_id)
-            return DDictPersistError(f"{type(error).__name__}: {error}", checkpoint_id=checkpoint_id)

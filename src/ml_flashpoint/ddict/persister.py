@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Final
 
 from ml_flashpoint.ddict.errors import DDictPersistError
 from ml_flashpoint.format.arguments import checked_integer
-from ml_flashpoint.format.checkpoint_id_types import validate_segment
 from ml_flashpoint.format.errors import InvalidArgumentError, InvalidNameError
-from ml_flashpoint.format.manifest import MAX_WORLD_SIZE
-from ml_flashpoint.format.private_folders import check_unplanted
+from ml_flashpoint.format.files import check_unplanted
+from ml_flashpoint.format.names import MAX_WORLD_SIZE, validate_segment
 
 if TYPE_CHECKING:
     from ml_flashpoint.stores.files import Files

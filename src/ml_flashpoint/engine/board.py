@@ -26,7 +26,7 @@ from ml_flashpoint.engine.rounds import Answer, Leader, Member, Outcome, Verdict
 from ml_flashpoint.engine.store import SignedStore
 from ml_flashpoint.format.errors import CapacityError, FlashpointError, SaveError
 from ml_flashpoint.format.knobs import late_s
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.memory.pool import SlotRequest
 
 _log = logging.getLogger(__name__)
@@ -74,15 +74,15 @@ class Board:
         self._rank, self._ranks = rank, ranks
         # Without other ranks, nothing changes but by this one's own calls, which wake the thread.
         self._shortest_pause_s = _SHORTEST_PAUSE_S if ranks > 1 else _IDLE_S
-        self._connect, self._copy, self._heard = connect, push, heard
+        self._connect, self._push, self._heard = connect, push, heard
         self._also, self._emit, self._persister_is_busy = also, emit, persister_is_busy
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()  # of the member
+        self._news = threading.Event()
         self._store: SignedStore | None = None
         self._published: Answer | None = None
         self._last_heard = member.verdict
-        self._called = self._decided = self._answered = self._began = time.monotonic()
-        self._late_s = late_s()
-        self._has_news = False
+        self._called = self._decided = self._answered = time.monotonic()
+        self._late_s = self._first_late_s = late_s()
         self._closed = False
         self._last: Callable[[], None] = lambda: None
         self._error: str | None = None
@@ -111,48 +111,47 @@ class Board:
 
     def call(self, save: SaveId, *, explicit: bool = False, table: str = "") -> None:
         """See `Member.call`."""
-        with self._changed:
+        with self._lock:
             self._member.call(save, explicit=explicit, table=table)
-            self._called = time.monotonic()
-            self._tell()
+        self._called = time.monotonic()
+        self._news.set()
 
     def request(self, save: SaveId | None, *, explicit: bool = False) -> SlotRequest:
         """See `Member.request`."""
-        with self._changed:
+        with self._lock:
             return self._member.request(save, explicit=explicit)
 
     @property
     def retained(self) -> frozenset[SaveId]:
         """See `Member.retained`. Also once the board is closed."""
-        with self._changed:
+        with self._lock:
             return self._member.retained
 
     def commit(self, save: SaveId) -> None:
-        """See `Member.commit`."""
-        with self._changed:
-            self._member.commit(save)
-            self._tell()
+        """Record that this rank's part of a save is committed."""
+        with self._lock:
+            self._member.parts[save] = True
+        self._news.set()
 
     def fail(self, save: SaveId, *, late: int = 0) -> None:
         """See `Member.fail`."""
-        with self._changed:
+        with self._lock:
             self._member.fail(save, late=late)
-            self._tell()
+        self._news.set()
 
     def hear(self, verdict: Verdict) -> None:
         """Take a verdict into use that came with a peer's push. This rank retains by it when this returns."""
-        with self._changed:
+        with self._lock:
             if self._member.adopt(verdict):
-                self._tell()
+                self._news.set()
 
     def close(self, deadline_s: float, last: Callable[[], None] = lambda: None) -> bool:
         """End the thread, after a last call on it unless the store has failed. Return True if it has ended in time.
 
         The thread may be in a call of the store: those have no deadlines.
         """
-        with self._changed:
-            self._closed, self._last = True, last
-            self._tell()
+        self._last, self._closed = last, True
+        self._news.set()
         if self._thread.is_alive():
             self._thread.join(deadline_s)
         return not self._thread.is_alive()
@@ -160,115 +159,120 @@ class Board:
     # ---- the board's thread ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        began = time.monotonic()
         while not self._closed:
-            pause_s = min(max((time.monotonic() - self._began) / 10, self._shortest_pause_s), _LONGEST_PAUSE_S)
+            pause_s = min(max((time.monotonic() - began) / 10, self._shortest_pause_s), _LONGEST_PAUSE_S)
             try:
                 if self._go_on():
-                    self._began = time.monotonic()
+                    began = time.monotonic()
                     continue
                 self._error = None
             except Exception as error:  # of whatever kind: a thread that ended would be silent for ever
                 self._report(error)
                 self._store, pause_s = None, _LONGEST_PAUSE_S
-            with self._changed:
-                if self._changed.wait_for(lambda: self._closed or self._has_news, pause_s):
-                    self._began = time.monotonic()
-                self._has_news = False
+            if self._news.wait(pause_s):
+                began = time.monotonic()
+                self._news.clear()
         if self._error is None:
-            self._guard(self._last)
+            try:
+                self._last()
+            except Exception:
+                _log.exception("rank %d: the board ends", self._rank)
 
     def _go_on(self) -> bool:
         """Answer the round, decide it, or adopt a newer verdict. Return True if anything of that was to be done."""
         verdict = self._member.verdict
         if verdict.number > self._last_heard.number:
             self._last_heard = verdict
-            self._guard(lambda: self._heard(verdict))
+            try:
+                self._heard(verdict)
+            except Exception:  # it must not be mistaken for a failure of the store
+                _log.exception("rank %d: the board goes on", self._rank)
         if self._store is None:
-            store = self._connect()
-            if self._leader is not None:
-                for rank in range(self._ranks):
-                    store.reserve(f"answer/{rank}")
-                store.set("verdict", json.dumps(self._member.verdict.to_fields()))
-                if self._error is not None:  # answers that were counted are found when late
-                    store.delete_key(f"count/{self._member.verdict.number}")
-            self._store, self._published = store, None
+            self._store, self._published = self._connected(verdict), None
         self._also()
-        answered = self._answer(self._store)
-        return (self._look(self._store) if self._leader is None else self._lead(self._store, self._leader)) or answered
+        answered = self._answer(self._store, verdict)
+        if self._leader is not None:
+            newer = self._decide(self._store, self._leader, verdict.number)
+        else:
+            blob = self._store.get("verdict")  # rank 0 may not have come yet
+            newer = Verdict.parsed(json.loads(blob)) if blob else None
+        if newer is None:
+            return answered
+        with self._lock:
+            return self._member.adopt(newer) or answered
 
-    def _guard(self, call: Callable[[], None]) -> None:
-        """Call what must not be mistaken for a failure of the store."""
-        try:
-            call()
-        except Exception:
-            _log.exception("rank %d: the board goes on", self._rank)
+    def _connected(self, verdict: Verdict) -> SignedStore:
+        store = self._connect()
+        if self._leader is not None:
+            for rank in range(self._ranks):
+                store.reserve(f"answer/{rank}")
+            store.set("verdict", json.dumps(verdict))
+            if self._error is not None:  # answers that were counted are found when late
+                store.plain.delete_key(f"count/{verdict.number}")
+        return store
 
-    def _answer(self, store: SignedStore) -> bool:
-        """Push the round's part if it is committed, and publish the answer if there is one."""
-        with self._changed:
-            save, verdict, answer = self._member.target, self._member.verdict, self._member.answer
-            committed = save is not None and self._member.parts.get(save, False)
-        if verdict.number > self._last_heard.number:
-            return True
-        if answer is None and save is not None and committed:
-            outcome = self._push(save, verdict)
-            with self._changed:
-                if self._member.verdict != verdict:
+    def _answer(self, store: SignedStore, verdict: Verdict) -> bool:
+        """Push the round's part if it is committed, and publish the answer if there is one. Return False if there was
+        nothing to do."""
+        member = self._member
+        with self._lock:
+            if member.verdict is not verdict:
+                return True
+            save, answer = member.target, member.answer
+            is_due = answer is None and save is not None and member.parts.get(save, False)
+        if is_due:
+            assert save is not None
+            outcome = Outcome.COPIED
+            try:
+                self._push(save, verdict)
+            except FlashpointError as error:
+                _log.warning("step %d has no copies, and is not verified: %s", save.step, error)
+                # For a smaller save there may be room: nobody waits for this one until its deadline.
+                outcome = Outcome.LOST if isinstance(error, CapacityError) else Outcome.UNCOPIED
+            with self._lock:
+                if member.verdict is not verdict:
                     return True
-                self._member.end_push(save, outcome)
-                answer = self._member.answer
+                member.end(save, outcome)
+                answer = member.answer
         if answer is None or answer == self._published:
             return False
-        store.set(f"answer/{self._rank}", json.dumps(answer.to_fields()))
-        store.add(f"count/{answer.number}", 1 if answer.outcome is Outcome.COPIED else self._ranks)
+        store.set(f"answer/{self._rank}", json.dumps(answer))
+        store.plain.add(f"count/{answer.number}", 1 if answer.outcome is Outcome.COPIED else self._ranks)
         self._published, self._answered = answer, time.monotonic()
         return True
 
-    def _push(self, save: SaveId, verdict: Verdict) -> Outcome:
-        try:
-            self._copy(save, verdict)
-        except FlashpointError as error:
-            _log.warning("step %d has no copies, and is not verified: %s", save.step, error)
-            # For a smaller save there may be room: nobody waits for this one until its deadline.
-            return Outcome.LOST if isinstance(error, CapacityError) else Outcome.UNCOPIED
-        return Outcome.COPIED
-
-    def _look(self, store: SignedStore) -> bool:
-        """Adopt the newest verdict. Rank 0 may not have come yet."""
-        blob = store.get("verdict") if store.check(["verdict"]) else b""
-        return bool(blob) and self._adopt(Verdict.from_fields(json.loads(blob)))
-
-    def _lead(self, store: SignedStore, leader: Leader) -> bool:
-        """Decide the round, if that can be done."""
-        number, now = self._member.verdict.number, time.monotonic()
+    def _decide(self, store: SignedStore, leader: Leader, number: int) -> Verdict | None:
+        """Decide a round on rank 0, and publish the verdict; None if that cannot be done yet."""
+        now = time.monotonic()
         has_answered = self._published is not None and self._published.number == number
         is_late = has_answered and now - self._answered > self._late_s
         answers: list[Answer] = []
-        if store.add(f"count/{number}", 0) >= self._ranks or is_late:
+        if store.plain.add(f"count/{number}", 0) >= self._ranks or is_late:
             blobs = store.multi_get([f"answer/{rank}" for rank in range(self._ranks)])
-            found = [Answer.from_fields(json.loads(blob)) if blob else None for blob in blobs]
+            found = [Answer.parsed(json.loads(blob)) if blob else None for blob in blobs]
             answers = [answer for answer in found if answer is not None]
             if is_late:
                 self._report_missing([rank for rank, each in enumerate(found) if not each or each.number != number])
         is_busy = self._persister_is_busy()
-        with self._changed:
+        with self._lock:
             verdict = leader.decide(
                 answers,
-                may_repeat=now - self._decided >= leader.pause_s,
+                since_s=now - self._decided,
                 is_idle=now - self._called >= _IDLE_S,
                 persister_is_busy=is_busy,
             )
         if verdict is None:
-            return False
-        store.set("verdict", json.dumps(verdict.to_fields()))
-        store.delete_key(f"count/{number - 1}")
+            return None
+        store.set("verdict", json.dumps(verdict))
+        store.plain.delete_key(f"count/{number - 1}")
         if verdict.total > self._member.verdict.total:
             self._missing = None
-        self._decided, self._late_s = now, late_s()
-        return self._adopt(verdict)
+        self._decided, self._late_s = now, self._first_late_s
+        return verdict
 
     def _report_missing(self, missing: Sequence[int]) -> None:
-        """Tell which ranks have not answered a round, less and less often."""
+        """Name the ranks that have not answered a round, less and less often."""
         seconds, save = self._late_s, self._member.target
         self._late_s *= 2
         if missing:
@@ -277,14 +281,6 @@ class Board:
             self._missing = f"step {step} is not verified: for {seconds:.0f} s, nothing was heard of rank {named}"
             _log.warning("%s", self._missing)
             self._emit(events.RanksMissing, step=step, ranks=tuple(missing), seconds=seconds)
-
-    def _adopt(self, verdict: Verdict) -> bool:
-        with self._changed:
-            return self._member.adopt(verdict)
-
-    def _tell(self) -> None:
-        self._has_news = True
-        self._changed.notify()
 
     def _report(self, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"

@@ -37,7 +37,6 @@ from ml_flashpoint.engine.save import Save, SaveStats, Terms
 from ml_flashpoint.engine.signals import InFlight, answer_sigterm, hold_up_sigterm, let_go_of_sigterm
 from ml_flashpoint.engine.store import open_store
 from ml_flashpoint.format.arguments import checked_base, checked_bool, checked_integer
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import (
     DeadlineError,
     FlashpointError,
@@ -49,8 +48,9 @@ from ml_flashpoint.format.errors import (
     SupersededError,
     UnaskedVersionsError,
     UnreadableError,
+    is_shortage,
+    retrying,
 )
-from ml_flashpoint.format.failure_kinds import is_shortage, retrying
 from ml_flashpoint.format.knobs import (
     copy_threads,
     exit_deadline_s,
@@ -58,8 +58,8 @@ from ml_flashpoint.format.knobs import (
     recovery_deadline_s,
     seal_deadline_s,
 )
-from ml_flashpoint.format.manifest import Manifest, object_name
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.manifest import Manifest
+from ml_flashpoint.format.names import CheckpointContainerId, SaveId
 from ml_flashpoint.memory.container import BaseContainer, Owner
 from ml_flashpoint.memory.lock import JobLock
 from ml_flashpoint.memory.pool import Pool, SlotRequest
@@ -494,7 +494,7 @@ class Checkpointer:
         except FlashpointError:  # which is that of the futures
             return
         assert save.id is not None
-        board, size, seconds = self._board, manifest.objects[0].size, time.monotonic() - save.terms.began
+        board, size, seconds = self._board, manifest.record.size, time.monotonic() - save.terms.began
         with self._changed:
             self.stats.committed += 1
             self.stats.last_committed = save.id.step
@@ -517,19 +517,10 @@ class Checkpointer:
         save.content.staged.wait(save.terms.left_s)
         saves.end(save.staged, None)
         rank, take = self.ranks.rank, partial(self._take, save)
-        name = object_name(rank, save.id.text)
-        slot, record = self._writer.seal(take, save.content, extra, name, deadline_s=save.terms.left_s)
+        slot, record = self._writer.seal(take, save.content, extra, deadline_s=save.terms.left_s)
         if save.terms.table:
             labels[_TABLE] = save.terms.table
-        manifest = Manifest(
-            version=save.id.version,
-            rank=rank,
-            world_size=self.ranks.world_size,
-            save_id=save.id.text,
-            node=self.ranks.node,
-            objects=(record,),
-            labels=labels,
-        )
+        manifest = Manifest(save.id, rank, self.ranks.world_size, self.ranks.node, record, labels)
         save.slot = save.content = None
         self._pool.commit(slot, manifest)
         return manifest
@@ -608,7 +599,7 @@ class Checkpointer:
 
     def subscribe(self, on_event: events.Subscriber) -> None:
         """Have a function called with each event of this base container, until this is closed: `events.subscribe`."""
-        self._subscriptions.callback(events.add_subscriber(on_event, self.base, argument="on_event"))
+        self._subscriptions.enter_context(events.subscribe(on_event, self.base))
 
     def wait(self, deadline_s: float | None = None) -> bool:
         """Wait until all futures of all saves that were begun have ended. Return True if that was so in time."""
@@ -897,10 +888,10 @@ class Checkpointer:
         give_up = time.monotonic() + _LINGER_S
         with contextlib.suppress(RuntimeError):
             store = self._store.connect("open")
-            left = store.add("closed", 1)
+            left = store.plain.add("closed", 1)
             while self.ranks.rank == 0 and left < self.ranks.world_size and time.monotonic() < give_up:
                 time.sleep(_LINGER_S / 100)
-                left = store.add("closed", 0)
+                left = store.plain.add("closed", 0)
 
     def __enter__(self) -> Self:
         return self

@@ -276,7 +276,7 @@ class PartWriter:
     # ---- sealing -------------------------------------------------------------------------------------------
 
     def seal(
-        self, take: Take, filled: Filled, extra: Sequence[BytesItem], name: str, *, deadline_s: float
+        self, take: Take, filled: Filled, extra: Sequence[BytesItem], *, deadline_s: float
     ) -> tuple[Slot, ObjectRecord]:
         """Add further byte items, write the header and complete the digests of an object. Return its slot, which is
         another one if these items did not fit, and its entry for the manifest. For ``deadline_s`` see `fill`."""
@@ -285,13 +285,13 @@ class PartWriter:
         if extra:
             layout = with_byte_items(layout, _sizes(items), staged.end)
         try:
-            record = staged.slot.seal(name, layout, contents)
+            record = staged.slot.seal(layout, contents)
         except CapacityError:
             lying = [(entry.key, _view(staged.slot, entry)) for entry in layout.tensors]
             lying += [(alias, _view(staged.slot, layout.by_key[kept])) for alias, kept in layout.aliases.items()]
             filled = self._place(take, lying, items, staged, deadline_s)
             layout, staged = filled.layout, filled.staged
-            record = staged.slot.seal(name, layout, contents)
+            record = staged.slot.seal(layout, contents)
         # What is added is about as long the next time.
         self._behind, self._extra = max(0, layout.size - staged.end), max(0, layout.size - size)
         return staged.slot, record

@@ -23,11 +23,14 @@ from ml_flashpoint.format.errors import (
     ManifestError,
     ObjectNotFoundError,
     ReplicationError,
+    as_ours,
+    is_transient,
+    pauses,
+    retrying,
 )
-from ml_flashpoint.format.failure_kinds import as_ours, is_transient, pauses, retrying
 from ml_flashpoint.format.knobs import recovery_deadline_s, transfer_deadline_s
 from ml_flashpoint.format.manifest import Manifest, encode
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.memory.capacity import most_bytes
 from ml_flashpoint.memory.container import BaseContainer
 from ml_flashpoint.memory.pool import Pool, SlotRequest
@@ -112,10 +115,10 @@ class Copies:
         this rank knows. Return the part's bytes when all have it. Raise a `FlashpointError` if a holder has no copy.
         """
         manifest = pool.container.read_manifest(save, self._ranks.rank)
-        rider = {"run": self._held.run, "verdict": verdict.to_fields()}
-        with pool.reading(save) as slot, slot.buffer[: manifest.objects[0].size] as view:
+        rider = {"run": self._held.run, "verdict": verdict}
+        with pool.reading(save) as slot, slot.buffer[: manifest.record.size] as view:
             push_to_all(list(self._holders), lambda rank: self._holders[rank].push(manifest, view, rider))
-        return manifest.objects[0].size
+        return manifest.record.size
 
     def fetch_part(
         self,
@@ -144,7 +147,7 @@ class Copies:
         """
         failures = [] if failures is None else failures
         manifest = self.read_manifest(save, rank, nodes, until=until, failures=failures)
-        record, part = manifest.objects[0], PartName.of(manifest)
+        record, part = manifest.record, PartName.of(manifest)
         request = SlotRequest(save, frozenset(retained) - {save})
 
         def fetch() -> None:
@@ -175,7 +178,7 @@ class Copies:
         """Fill a buffer with whole blocks of a part's object, checked, from ``first_block`` on. Raise a
         `FlashpointError` if none of the nodes gives the blocks."""
         part = PartName(save, manifest.rank)
-        with BlockChecker(manifest.objects[0], buffer, str(part), first_block) as blocks:
+        with BlockChecker(manifest.record, buffer, str(part), first_block) as blocks:
             self._ask(nodes, part, lambda peer: peer.fetch(part, blocks), None, None)
 
     def _ask(
@@ -268,7 +271,7 @@ class HeldCopies:
     @contextlib.contextmanager
     def receive(self, manifest: Manifest, rider: Fields) -> Iterator[memoryview | None]:
         """See `TransferBackend`."""
-        verdict = Verdict.from_fields(rider.get("verdict"))
+        verdict = Verdict.parsed(rider.get("verdict"))
         with self._in_turn(manifest.rank, integer(rider, "run", 1), verdict.number):
             self._hear(verdict)
             save, pool = self._checked(manifest)
@@ -318,12 +321,12 @@ class HeldCopies:
         try:
             yield
         except CapacityError as error:
-            lasting = pool.shortage(manifest.objects[0].file_size, self._retained())
+            lasting = pool.shortage(manifest.record.file_size, self._retained())
             raise lasting or ReplicationError(f"no copy can be taken in just now: {error}") from error
 
     def _checked(self, manifest: Manifest) -> tuple[SaveId, Pool]:
         """Return the save of a part that is pushed, and the pool for it; refuse what cannot be right."""
-        (save, rank), record = PartName.of(manifest), manifest.objects[0]
+        (save, rank), record = PartName.of(manifest), manifest.record
         pool = self._pools.get(rank)
         if pool is None or pool.owner.world_size != manifest.world_size:
             raise ReplicationError(f"this rank holds no copies of rank {rank} of {manifest.world_size}", rank=rank)
@@ -352,12 +355,12 @@ class HeldCopies:
 
 def _taken(pool: Pool, manifest: Manifest, request: SlotRequest) -> Slot:
     """Take a slot of just the size in a manifest; raise `CapacityError` if there is none now."""
-    size = manifest.objects[0].file_size
+    size = manifest.record.file_size
     slot = pool.take(size, request, exact=True)
     if slot is None:
         text = "there is no free slot, and no room for one more"
         hint = "enlarge the tmpfs (mount -o remount,size=...), free memory, or lower keep"
-        raise CapacityError(text, needed_bytes=size, step=manifest.step, rank=manifest.rank, hint=hint)
+        raise CapacityError(text, needed_bytes=size, step=manifest.save.step, rank=manifest.rank, hint=hint)
     return slot
 
 
@@ -365,7 +368,7 @@ def _taken(pool: Pool, manifest: Manifest, request: SlotRequest) -> Slot:
 def _committing(pool: Pool, manifest: Manifest, slot: Slot) -> Iterator[memoryview]:
     """Yield the bytes of a part's object in a slot, to be filled, and commit the part; if that fails, free the slot."""
     try:
-        with slot.buffer[: manifest.objects[0].size] as view:
+        with slot.buffer[: manifest.record.size] as view:
             yield view
     except BaseException:
         pool.free(slot)

@@ -14,9 +14,13 @@ from ml_flashpoint.format.errors import (
     LoadError,
     NothingLoadableError,
     ObjectNotFoundError,
+    as_ours,
+    is_transient,
+    pauses,
+    retrying,
+    text_of,
 )
-from ml_flashpoint.format.failure_kinds import as_ours, is_transient, pauses, retrying, text_of
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.memory.container import BaseContainer
 from ml_flashpoint.memory.lineage import RunRecord, newest_begun, read_records
 from ml_flashpoint.ranks.rank_group import RankGroup
@@ -131,12 +135,12 @@ def _read_parts(container: BaseContainer) -> tuple[list[PartRecord], list[Unread
 def _record_of(container: BaseContainer, save: SaveId, rank: int) -> PartRecord:
     """Return a part whose object has the size in its manifest. Who needs the content checks the content."""
     manifest = container.read_manifest(save, rank)
-    record = manifest.objects[0]
-    path = container.base / save.version / record.name
+    record = manifest.record
+    path = container.base / save.version / manifest.object_name
     if os.stat(path).st_size != record.file_size:
         raise DamagedError(f"the object does not have {record.file_size} bytes", step=save.step, rank=rank, path=path)
     table = manifest.labels.get(TABLE_LABEL, "")
-    return PartRecord(save, manifest.rank, manifest.world_size, manifest.total_size, table)
+    return PartRecord(save, manifest.rank, manifest.world_size, manifest.record.size, table)
 
 
 def _unread(version: str, error: FlashpointError) -> Unread:

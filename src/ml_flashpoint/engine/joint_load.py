@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from ml_flashpoint import events
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
-from ml_flashpoint.format.errors import RanksLostError
-from ml_flashpoint.format.failure_kinds import Blame, blame_of, text_of
+from ml_flashpoint.format.errors import Blame, RanksLostError, blame_of, text_of
+from ml_flashpoint.format.names import CheckpointContainerId
 
 if TYPE_CHECKING:
     from ml_flashpoint.engine.checkpointer import Checkpointer

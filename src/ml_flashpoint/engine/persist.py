@@ -23,11 +23,10 @@ from ml_flashpoint import events
 from ml_flashpoint.config import Persist
 from ml_flashpoint.engine.rounds import Verdict
 from ml_flashpoint.engine.store import SignedStore
-from ml_flashpoint.format.errors import DeadlineError, FlashpointError, JobInUseError, PrunedError, SaveError
-from ml_flashpoint.format.failure_kinds import text_of
+from ml_flashpoint.format.errors import DeadlineError, FlashpointError, JobInUseError, PrunedError, SaveError, text_of
 from ml_flashpoint.format.knobs import collective_deadline_s, transfer_deadline_s
 from ml_flashpoint.format.manifest import ObjectRecord
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.memory.pool import Pool
 from ml_flashpoint.memory.slot import Slot
 from ml_flashpoint.ranks.rank_group import RankGroup
@@ -253,9 +252,9 @@ class Persister:
         if self._rank == 0:
             self._remove_old(save)
         self._pace = began = time.monotonic()
-        self._store.write_part(manifest, lambda: self._content(task, slot, manifest.objects[0]))
+        self._store.write_part(manifest, lambda: self._content(task, slot, manifest.record))
         task.hold.close()
-        seconds, size = time.monotonic() - began, manifest.total_size
+        seconds, size = time.monotonic() - began, manifest.record.size
         events.emit(events.PartPersisted, self._ranks, self._base, save.step, bytes=size, seconds=seconds)
         if self._rank == 0:
             self._complete(task)
@@ -424,7 +423,7 @@ class _FailedParts:
 
     def find(self, save: SaveId) -> str | None:
         """Return the reason why the part of a rank is not there; None if no rank has published one."""
-        return self._ask(lambda store: store.get(_key(save)).decode() if store.check([_key(save)]) else None)
+        return self._ask(lambda store: store.get(_key(save)).decode() or None)
 
 
 def _key(save: SaveId) -> str:

@@ -16,19 +16,18 @@ import torch
 
 from ml_flashpoint.copy.cpu import typed_view
 from ml_flashpoint.copy.dtypes import torch_dtype
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.digest import verify_blocks
 from ml_flashpoint.format.errors import (
     DamagedError,
     ObjectNotFoundError,
     PrunedError,
     UnreadableError,
+    retrying,
 )
-from ml_flashpoint.format.failure_kinds import retrying
 from ml_flashpoint.format.knobs import recovery_deadline_s
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
+from ml_flashpoint.format.names import CheckpointContainerId, SaveId
 from ml_flashpoint.format.object_format import Entry, Layout, header_length, parse_header
-from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.container import BaseContainer
 from ml_flashpoint.memory.pool import Pool
 from ml_flashpoint.stores.bounded import in_background, result_of
@@ -60,7 +59,7 @@ class ObjectReader:
         self, manifest: Manifest, *, local: memoryview | None = None, fetch: FetchBlocks | None = None, path: str = ""
     ) -> None:
         self.manifest = manifest
-        self.record: ObjectRecord = manifest.objects[0]
+        self.record: ObjectRecord = manifest.record
         self.path = path
         self._fetch = fetch
         self._present: set[int] | None = set() if local is None else None
@@ -79,7 +78,7 @@ class ObjectReader:
             text = f"no memory can be had for an object of {size} bytes: {error}"
             manifest = self.manifest
             raise UnreadableError(
-                text, step=manifest.step, rank=manifest.rank, node=manifest.node, path=self.path
+                text, step=manifest.save.step, rank=manifest.rank, node=manifest.node, path=self.path
             ) from error
 
     def ensure(self, begin: int, end: int) -> None:
@@ -182,7 +181,7 @@ class MemoryParts:
         def fetch(first: int, buffer: memoryview) -> None:
             self._copies.read_blocks(self._save, manifest, first, buffer, nodes)
 
-        return ObjectReader(manifest, fetch=fetch, path=f"{self._save.version}/{manifest.objects[0].name}")
+        return ObjectReader(manifest, fetch=fetch, path=f"{self._save.version}/{manifest.object_name}")
 
     def open_here(self, rank: int, stack: contextlib.ExitStack) -> ObjectReader:
         """Return a reader of a part of this node. Its digests are checked once a process.
@@ -195,8 +194,8 @@ class MemoryParts:
         save, container = self._save, self._container
         with contextlib.ExitStack() as opened:
             manifest = container.read_manifest(save, rank)
-            record = manifest.objects[0]
-            path = os.fspath(container.base / save.version / record.name)
+            record = manifest.record
+            path = os.fspath(container.base / save.version / manifest.object_name)
             if rank == self._pool.owner.rank and self._pool.slot_of(save) is not None:
                 buffer = opened.enter_context(self._pool.reading(save)).buffer
                 if len(buffer) != record.file_size:
@@ -224,7 +223,7 @@ class DurableParts:
     def open(self, rank: int, stack: contextlib.ExitStack) -> ObjectReader:
         """See `MemoryParts.open`."""
         manifest = self.manifest(rank)
-        record = manifest.objects[0]
+        record = manifest.record
         path = self._store.path_of(manifest)
 
         def fetch(first: int, buffer: memoryview) -> None:

@@ -26,7 +26,6 @@ from ml_flashpoint.engine.inventory import NodeReport, gather_reports, why_nothi
 from ml_flashpoint.engine.reader import DurableParts, MemoryParts, VersionReader, waited_for
 from ml_flashpoint.engine.rounds import Verdict
 from ml_flashpoint.engine.sidecars import carrier_of, sidecar_files
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import (
     CapacityError,
     FlashpointError,
@@ -34,10 +33,14 @@ from ml_flashpoint.format.errors import (
     ObjectNotFoundError,
     SaveError,
     UnreadableError,
+    as_ours,
+    is_damage,
+    is_transient,
+    retrying,
+    text_of,
 )
-from ml_flashpoint.format.failure_kinds import as_ours, is_damage, is_transient, retrying, text_of
 from ml_flashpoint.format.knobs import recovery_deadline_s
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import CheckpointContainerId, SaveId
 from ml_flashpoint.memory.capacity import available_bytes
 from ml_flashpoint.memory.container import BaseContainer
 from ml_flashpoint.memory.lineage import (
@@ -596,10 +599,10 @@ class _Search:
         finally:
             self._damage += [(node, save, rank) for node, error in failures if is_damage(error)]
         self._mended.append((self._ranks.node, save, rank))
-        self.report.fetched_bytes += manifest.total_size
+        self.report.fetched_bytes += manifest.record.size
         recovery.checked.add((save, rank))
         seconds = time.monotonic() - began
-        self._tell(events.PartFetched, save, part_rank=rank, bytes=manifest.total_size, seconds=seconds)
+        self._tell(events.PartFetched, save, part_rank=rank, bytes=manifest.record.size, seconds=seconds)
 
     def _retained_beside(self, save: SaveId) -> set[SaveId]:
         """Return a version and those that the run is going to list: their slots are taken by nothing."""

@@ -20,21 +20,22 @@ import contextlib
 import hashlib
 import json
 import logging
+import secrets
 import threading
 import time
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ml_flashpoint.engine.store import JobStore, SignedStore
 from ml_flashpoint.format.errors import DeadlineError, FlashpointError, SaveError, UnreadableError
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.state.replicas import Replica, written_by
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 _PIECE = 4 << 20
@@ -81,13 +82,13 @@ class Replicas:
 
     def __init__(self, rank: int, ranks: int, store: JobStore) -> None:
         self._rank, self._ranks, self._store = rank, ranks, store
+        self._calls = threading.Lock()  # of the client: its calls are short
         self._client: SignedStore | None = None
         self._has_failed = False
-        self._calls = threading.Lock()  # one thread at a time uses the client: its calls are short
-        self._large: OrderedDict[str, int] = OrderedDict()  # keys of this rank's large values, and their pieces
+        self._large: dict[str, int] = {}  # keys of this rank's large values, and their pieces
         self._published: tuple[_Structure, SaveId] | None = None
         self._changes = -1  # the number of structures that were published when all were read last
-        self._lock = threading.Lock()  # never held in a call of the store
+        self._lock = threading.Lock()  # of what follows; never held in a call of the store
         self._own: _Structure | None = None
         self._items: Sequence[Replica] = ()
         self._share: Callable[[Table], bytes] | None = None  # of what is saved now
@@ -95,7 +96,6 @@ class Replicas:
         self._table: Table | None = None
         self._agreed: list[_Structure] = []  # structures that the table is for
         self._given_up: _Structure | None = None
-        self._shared: str | None = None  # the table of the newest share
 
     def agree(
         self,
@@ -130,24 +130,18 @@ class Replicas:
                 self._own, self._items, self._table = own, items(), None
             if self._table is not None:
                 return self._table
-        until, pause_s = time.monotonic() + (0.0 if own == self._given_up else deadline_s), _FIRST_PAUSE_S
-        while True:
-            try:
-                with self._using() as store:
-                    table = self._agree_now(store, save)
-                self._given_up = None
-                return table
-            except UnreadableError as error:
-                if time.monotonic() >= until:
-                    self._given_up = own
-                    raise DeadlineError(
-                        f"ranks have not agreed on who writes what: {error.message}",
-                        step=save.step,
-                        rank=self._rank,
-                        hint="have all ranks save at the same steps",
-                    ) from error
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        try:
+            table = _polled(lambda: self._adopt(save), 0.0 if own == self._given_up else deadline_s)
+        except UnreadableError as error:
+            self._given_up = own
+            raise DeadlineError(
+                f"ranks have not agreed on who writes what: {error.message}",
+                step=save.step,
+                rank=self._rank,
+                hint="have all ranks save at the same steps",
+            ) from error
+        self._given_up = None
+        return table
 
     def pass_over(self, save: SaveId) -> None:
         """Note that this rank has come to a save, and could not read its state: other ranks do not wait for it, if they
@@ -165,20 +159,21 @@ class Replicas:
     def answer(self) -> None:
         """Publish this rank's entry, and adopt what others have published. On the board's thread. Does not wait.
         Raise a `FlashpointError` if the job's store failed."""
-        with self._lock:
-            if self._own is None or self._ranks == 1:
-                return
-        table: Table | None = None
+        if self._own is None or self._ranks == 1:
+            return
         with self._using() as store:
             self._publish_entry(store)
-            changes = store.add("changes", 0)
-            if changes != self._changes:
-                with contextlib.suppress(_NotYetError):
-                    table = self._adopt(store, [each for each, _ in self._entries(store)])
-                    self._changes = changes
+            changes = store.plain.add("changes", 0)
+        if changes == self._changes:
+            return
+        try:
+            table = self._adopt(None)
+        except (_NotYetError, SaveError):
+            return
+        self._changes = changes
         with self._lock:
             share = self._share if table is self._table else None
-        if table is not None and share is not None:
+        if share is not None:
             try:
                 self.publish(table.name, partial(share, table))
             except (FlashpointError, ValueError) as error:  # this rank's next save fails by that, and says so
@@ -186,29 +181,25 @@ class Replicas:
 
     def publish(self, table: str, share: Callable[[], bytes]) -> None:
         """Publish, once, what this rank writes by a table of this name: what ``share`` returns, for rank 0."""
-        with self._lock:
-            if table == self._shared:
-                return
-        with self._using() as store:
-            self._set_large(store, f"share/{table}/{self._rank}", share)
-        with self._lock:
-            self._shared = table
+        key = f"share/{table}/{self._rank}"
+        if key not in self._large:
+            with self._using() as store:
+                self._set_large(store, key, share)
 
     def collect(self, table: str, deadline_s: float) -> list[bytes]:
         """Wait for what all ranks publish of a table, and return it in rank order. Raise a `DeadlineError`, which names
         the rank, if one has not published in time."""
-        until, pause_s = time.monotonic() + deadline_s, _FIRST_PAUSE_S
-        found: list[bytes] = []
-        while len(found) < self._ranks:
+        until, found = time.monotonic() + deadline_s, list[bytes]()
+
+        def share_of(rank: int) -> bytes:
             with self._using() as store:
-                blob = _get_large(store, f"share/{table}/{len(found)}")
-            if blob is not None:
-                found.append(blob)
-                continue
-            if time.monotonic() >= until:
-                raise DeadlineError("a rank has not published what it writes", rank=len(found))
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                return _get_large(store, f"share/{table}/{rank}", f"rank {rank} has not published what it writes")
+
+        for rank in range(self._ranks):
+            try:
+                found.append(_polled(partial(share_of, rank), until - time.monotonic()))
+            except _NotYetError as error:
+                raise DeadlineError(error.message, rank=rank) from error
         return found
 
     # ---- with the client of the store ------------------------------------------------------------------------
@@ -222,8 +213,9 @@ class Replicas:
         try:
             if self._client is None:
                 client = self._store.connect("table")
-                if self._has_failed:
-                    client.restart("changes")
+                if self._has_failed:  # the count may be no number: it begins anew, at one that it has not had
+                    client.plain.delete_key("changes")
+                    client.plain.add("changes", secrets.randbits(48))
                 self._client, self._has_failed = client, False
             yield self._client
         except RuntimeError as error:  # of torch's store, when it is gone
@@ -232,89 +224,97 @@ class Replicas:
         finally:
             self._calls.release()
 
-    def _agree_now(self, store: SignedStore, save: SaveId) -> Table:
-        """Return the table, if all ranks have come to a save."""
-        self._publish_entry(store)
-        entries = self._entries(store)
-        for rank, (_, seen) in enumerate(entries):
-            if seen < save:
-                raise _NotYetError(f"rank {rank} has come to step {seen.step}")
-        for rank, (structure, _) in enumerate(entries):
-            if structure == _UNKNOWN:
-                raise SaveError("a rank could not read its state; its log says why", step=save.step, rank=rank)
-        return self._adopt(store, [structure for structure, _ in entries])
-
     def _publish_entry(self, store: SignedStore) -> None:
         with self._lock:
-            own, seen, before = self._own, self._seen, self._published
-        if own is None or before == (own, seen):
+            own, seen = self._own, self._seen
+        if own is None or self._published == (own, seen):
             return
         store.set(f"entry/{self._rank}", json.dumps([*own, *seen]))
-        if before is None or before[0] != own:
-            store.add("changes", 1)
+        if self._published is None or self._published[0] != own:
+            store.plain.add("changes", 1)
         self._published = own, seen
 
-    def _entries(self, store: SignedStore) -> list[tuple[_Structure, SaveId]]:
-        """Return all ranks' structures, and the saves that they have come to."""
-        keys = [f"entry/{rank}" for rank in range(self._ranks)]
-        blobs = store.multi_get(keys) if store.check(keys) else [_get(store, key) for key in keys]
-        if b"" in blobs:
-            raise _NotYetError(f"rank {blobs.index(b'')} has not saved")
-        found = map(json.loads, blobs)
-        return [(_Structure(kind, plan), SaveId(run, step)) for kind, plan, run, step in found]
+    def _adopt(self, save: SaveId | None) -> Table:
+        """Return the table for the entries of all ranks, by which this rank writes from now on.
 
-    def _adopt(self, store: SignedStore, structures: list[_Structure]) -> Table:
-        """Return the table for these structures, by which this rank writes from now on."""
-        with self._lock:
-            own, items = self._own, self._items
-            if self._table is not None and self._agreed == structures:
-                return self._table
-        if own is None or structures[self._rank] != own:
-            raise _NotYetError("the entry of this rank is on its way")
-        if _UNKNOWN in structures:
-            raise _NotYetError(f"rank {structures.index(_UNKNOWN)} could not read its state")
-        kinds = [kind for kind, _ in structures]
-        if kinds.index(own.kind) == self._rank and kinds.count(own.kind) < self._ranks:
-            self._set_large(store, f"list/{own.kind}", lambda: json.dumps(items, separators=(",", ":")).encode())
-        lists: dict[str, Sequence[Replica]] = {own.kind: items}
-        for rank, kind in enumerate(kinds):
-            if kind not in lists:
-                blob = _get_large(store, f"list/{kind}")
-                if blob is None:
-                    raise _NotYetError(f"rank {rank} has not published its items")
-                lists[kind] = [Replica(name, nbytes) for name, nbytes in json.loads(blob)]
+        Raises:
+            UnreadableError: the ranks have not come to the save, if there is one, or not published what they have.
+            SaveError: a rank could not read its state.
+        """
+        with self._using() as store:
+            self._publish_entry(store)
+            keys = [f"entry/{rank}" for rank in range(self._ranks)]
+            blobs = store.multi_get(keys) if store.plain.check(keys) else [store.get(key) for key in keys]
+            if b"" in blobs:
+                raise _NotYetError(f"rank {blobs.index(b'')} has not saved")
+            entries = list(map(json.loads, blobs))
+            for rank, (*_, run, step) in enumerate(entries):
+                if save is not None and (run, step) < save:
+                    raise _NotYetError(f"rank {rank} has come to step {step}")
+            structures = [_Structure(kind, plan) for kind, plan, *_ in entries]
+            if _UNKNOWN in structures:
+                rank = structures.index(_UNKNOWN)
+                raise SaveError("a rank could not read its state; its log says why", step=save and save.step, rank=rank)
+            with self._lock:
+                own, items = self._own, self._items
+                if self._table is not None and self._agreed == structures:
+                    return self._table
+            if own is None or structures[self._rank] != own:
+                raise _NotYetError("the entry of this rank is on its way")
+            lists = self._lists(store, [kind for kind, _ in structures], own.kind, items)
         name = hashlib.blake2b(json.dumps(structures).encode(), digest_size=16).hexdigest()
-        table = Table(name, written_by(self._rank, kinds, lists))
+        table = Table(name, written_by(self._rank, [kind for kind, _ in structures], lists))
         with self._lock:
             if own != self._own:
                 raise _NotYetError("the structure has changed once more")
             self._table, self._agreed = table, structures
-            return table
+        return table
+
+    def _lists(
+        self, store: SignedStore, kinds: Sequence[str], own: str, items: Sequence[Replica]
+    ) -> dict[str, Sequence[Replica]]:
+        """Return the items of each kind, and publish those of this rank if it is the lowest one of its kind."""
+        if kinds.index(own) == self._rank and kinds.count(own) < self._ranks:
+            self._set_large(store, f"list/{own}", lambda: json.dumps(items, separators=(",", ":")).encode())
+        lists: dict[str, Sequence[Replica]] = {own: items}
+        for rank, kind in enumerate(kinds):
+            if kind not in lists:
+                blob = _get_large(store, f"list/{kind}", f"rank {rank} has not published its items")
+                lists[kind] = [Replica(name, nbytes) for name, nbytes in json.loads(blob)]
+        return lists
 
     def _set_large(self, store: SignedStore, key: str, data: Callable[[], bytes]) -> None:
-        """Write a large value, once. Of those of this rank, only the few that were used last stay in the store."""
-        if key not in self._large:
-            packed = zlib.compress(data(), 1)
-            begins = range(0, len(packed), _PIECE)
-            for number, begin in enumerate(begins):
-                store.set(f"{key}/{number}", packed[begin : begin + _PIECE])
-            store.set(key, str(len(begins)))
-            self._large[key] = len(begins)
-        self._large.move_to_end(key)
+        """Write a large value, once. Of those of this rank, only the newest few stay in the store."""
+        if key in self._large:
+            return
+        packed = zlib.compress(data(), 1)
+        begins = range(0, len(packed), _PIECE)
+        for number, begin in enumerate(begins):
+            store.set(f"{key}/{number}", packed[begin : begin + _PIECE])
+        store.set(key, str(len(begins)))
+        self._large[key] = len(begins)
         if len(self._large) > _LARGE_KEPT:
-            old, pieces = self._large.popitem(last=False)
-            for each in (old, *(f"{old}/{number}" for number in range(pieces))):
-                store.delete_key(each)
+            old = next(iter(self._large))
+            for each in (old, *(f"{old}/{number}" for number in range(self._large.pop(old)))):
+                store.plain.delete_key(each)
 
 
-def _get(store: SignedStore, key: str) -> bytes:
-    """Return a value; empty if there is none."""
-    return store.get(key) if store.check([key]) else b""
+def _get_large(store: SignedStore, key: str, if_none: str) -> bytes:
+    """Return a large value. Raise a `_NotYetError` with a text if there is none."""
+    pieces = [store.get(f"{key}/{number}") for number in range(int(store.get(key) or 0))]
+    if not pieces or b"" in pieces:
+        raise _NotYetError(if_none)
+    return zlib.decompress(b"".join(pieces))
 
 
-def _get_large(store: SignedStore, key: str) -> bytes | None:
-    count = _get(store, key)
-    if not count:
-        return None
-    pieces = [store.get(f"{key}/{number}") for number in range(int(count))]
-    return None if b"" in pieces else zlib.decompress(b"".join(pieces))
+def _polled(call: Callable[[], _T], deadline_s: float) -> _T:
+    """Return the result of a call once it raises no `UnreadableError` any more, or raise that at the deadline."""
+    until, pause_s = time.monotonic() + deadline_s, _FIRST_PAUSE_S
+    while True:
+        try:
+            return call()
+        except UnreadableError:
+            if time.monotonic() >= until:
+                raise
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

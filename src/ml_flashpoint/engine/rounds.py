@@ -1,35 +1,31 @@
 """Rounds: which save the ranks of a job verify next, and what each rank retains meanwhile.
 
-Pure functions and plain state, without clocks, threads, sockets or files, so that a simulation of thousands of
-schedules drives the very code that jobs run (``tests/engine/simulation.py``).
+Plain state, without clocks, threads, sockets or files, so that a simulation of thousands of schedules drives the very
+code that jobs run (``tests/engine/simulation.py``).
 
 A verdict lists the verified saves, and ``first``. The round's save is, on each rank, its first save call that is not
 older than ``first``. It follows from the calls alone, so the moment at which a rank learns of a verdict does not
-matter. Each rank commits its part of that save, has its holders copy it, and answers once. The leader, rank 0, reads
-all answers and decides the next verdict. A rank or a leader that is silent means that nothing new is verified, and
-nothing else.
-
-A rank that has no part of the round's save will never have one, for a step is saved once a run: that save is lost, and
-no round is about it again. A part that only lacks copies is tried again.
+matter. A rank retains what its newest verdict lists, and its part of the round's save. It has the holders copy that
+part, answers once, and keeps the part until a newer verdict. The leader, rank 0, decides: all have copied the same
+save, or the ranks go on without it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import enum
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from ml_flashpoint.engine.schedule import passes_multiple
 from ml_flashpoint.format.errors import InvalidArgumentError, ProtocolError
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.memory.pool import SlotRequest
 from ml_flashpoint.ranks.retention import Keep, kept
 
 NOTHING = SaveId(0, 0)
-"""Stands for "no version": older than every save."""
-
+"""Older than every save."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _MOST_LOST = 16
 
@@ -42,9 +38,8 @@ class Fate(enum.Enum):
     SUPERSEDED = "superseded"
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """A decision of the leader.
+class Verdict(NamedTuple):
+    """A decision of the leader. Travels as JSON.
 
     Attributes:
         number: position in the run, from 0.
@@ -87,40 +82,29 @@ class Verdict:
             return Fate.SUPERSEDED
         return Fate.OPEN
 
-    def to_fields(self) -> dict[str, object]:
-        """Return this verdict as values that JSON can hold."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
-
     @classmethod
-    def from_fields(cls, found: Any) -> Verdict:
-        """Return the verdict of `to_fields`, which another rank has sent. Raise `ProtocolError` if it is none."""
-        with _parsing("a verdict", found):
-            recovered, persist = found["recovered"], found["persist"]
+    def parsed(cls, found: Any) -> Verdict:
+        """Return the verdict that another rank has sent, decoded from JSON. Raise `ProtocolError` if it is none."""
+        try:
+            number, verified, first, total, recovered, persist, lost = found
             return cls(
-                number=int(found["number"]),
-                verified=tuple(map(_save, found["verified"])),
-                first=_save(found["first"]),
-                total=int(found["total"]),
-                recovered=None if recovered is None else _save(recovered),
-                persist=None if persist is None else _save(persist),
-                lost=tuple(map(_save, found["lost"])),
+                int(number),
+                _saves(verified),
+                _saves([first])[0],
+                int(total),
+                recovered and _saves([recovered])[0],
+                persist and _saves([persist])[0],
+                _saves(lost),
             )
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ProtocolError(f"the board has not a verdict, but {str(found)[:80]}: {error}") from error
 
 
-@contextlib.contextmanager
-def _parsing(kind: str, found: object) -> Iterator[None]:
-    try:
-        yield
-    except (TypeError, ValueError, KeyError) as error:
-        raise ProtocolError(f"the board has not {kind}, but {str(found)[:80]}: {error}") from error
+def _saves(found: Any) -> tuple[SaveId, ...]:
+    return tuple([SaveId(int(run), int(step)) for run, step in found])
 
 
-def _save(found: Any) -> SaveId:
-    run, step = found
-    return SaveId(int(run), int(step))
-
-
-class Outcome(enum.Enum):
+class Outcome(str, enum.Enum):
     """Result of a round on one rank."""
 
     COPIED = "copied"
@@ -131,9 +115,8 @@ class Outcome(enum.Enum):
     """The rank has no part of the save, or a holder no room for its copy, and never will."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The word of one rank on a round.
+class Answer(NamedTuple):
+    """The word of one rank on a round. Travels as JSON.
 
     Attributes:
         number: of the verdict that began the round.
@@ -149,16 +132,14 @@ class Answer:
     late: int = 0
     table: str = ""
 
-    def to_fields(self) -> list[object]:
-        """Return this answer as values that JSON can hold."""
-        return [self.number, self.save, self.outcome.value, self.late, self.table]
-
     @classmethod
-    def from_fields(cls, found: Any) -> Answer:
-        """Return the answer of `to_fields`, which another rank has sent. Raise `ProtocolError` if it is none."""
-        with _parsing("an answer", found):
-            number, save, outcome, late, table = found
-            return cls(int(number), _save(save), Outcome(outcome), int(late), str(table))
+    def parsed(cls, found: Any) -> Answer:
+        """Return the answer that another rank has sent, decoded from JSON. Raise `ProtocolError` if it is none."""
+        try:
+            number, (run, step), outcome, late, table = found
+            return cls(int(number), SaveId(int(run), int(step)), Outcome(outcome), int(late), str(table))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ProtocolError(f"the board has not an answer, but {str(found)[:80]}: {error}") from error
 
 
 @dataclass(slots=True)
@@ -168,26 +149,25 @@ class Member:
     Attributes:
         verdict: the newest verdict that this rank knows; at first that which recovery has found.
         keep: rule for the verified versions that stay.
+        calls: saves that the program has called, newest last, and the agreement on who writes what of each.
         target: the round's save; None until the rank calls it.
         answer: the answer to the round; None until there is one.
         explicit: saves newer than the newest verified one that somebody waits for; newest last.
-        parts: saves of this run of which this rank has a part or is about to have one; True if the part is committed.
+        parts: saves of this run of which this rank has a part or is about to have one; True once the part is committed.
     """
 
     verdict: Verdict
     keep: Keep
-    calls: list[SaveId] = field(default_factory=list)
+    calls: dict[SaveId, str] = field(default_factory=dict)
     target: SaveId | None = None
     answer: Answer | None = None
     explicit: list[SaveId] = field(default_factory=list)
     parts: dict[SaveId, bool] = field(default_factory=dict)
-    tables: dict[SaveId, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.verdict.recovered is not None:
             self.target = self.verdict.recovered
-            self.calls.append(self.target)
-            self.parts[self.target] = True
+            self.calls[self.target], self.parts[self.target] = "", True
 
     def call(self, save: SaveId, *, explicit: bool = False, table: str = "") -> None:
         """Record that the program saves. Raise an `InvalidArgumentError` if a newer save was called before.
@@ -197,14 +177,10 @@ class Member:
             explicit: True if somebody waits for this save.
             table: name of the agreement on who writes what; a save is verified only if it is the same on all ranks.
         """
-        if self.calls and save <= self.calls[-1]:
-            raise InvalidArgumentError(
-                f"step {save.step} is not above step {self.calls[-1].step}, which was saved before in this run",
-                argument="step",
-                value=save.step,
-            )
-        self.calls.append(save)
-        self.parts[save], self.tables[save] = False, table
+        if self.calls and save <= (last := next(reversed(self.calls))):
+            text = f"step {save.step} is not above step {last.step}, which was saved before in this run"
+            raise InvalidArgumentError(text, argument="step", value=save.step)
+        self.calls[save], self.parts[save] = table, False
         if explicit:
             self.explicit.append(save)
         if self.target is None and save >= self.verdict.first:
@@ -231,40 +207,31 @@ class Member:
             spare = int(is_coming and not comes_first)
         return SlotRequest(save, self.retained, comes_first, spare, may_grow=self.verdict.total > self.keep.versions)
 
-    def commit(self, save: SaveId) -> None:
-        """Record that this rank's part of a save is committed."""
-        self.parts[save] = True
-
     def fail(self, save: SaveId, *, late: int = 0) -> None:
         """Record that a save has no part on this rank: it failed, or found no slot (``late`` is 1 then), or its slot
         was taken. If it is the round's save, answer so."""
         self.parts.pop(save, None)
-        self._answer(save, Outcome.LOST, late)
+        self.end(save, Outcome.LOST, late)
 
-    def end_push(self, save: SaveId, outcome: Outcome) -> None:
-        """Record that the push of the round's part has ended."""
-        # The version that the run goes on from is never lost.
-        if outcome is Outcome.LOST and save == self.verdict.recovered:
+    def end(self, save: SaveId, outcome: Outcome, late: int = 0) -> None:
+        """Answer with an outcome, if a save is the round's and there is no answer yet."""
+        if outcome is Outcome.LOST and save == self.verdict.recovered:  # which is never lost
             outcome = Outcome.UNCOPIED
-        self._answer(save, outcome)
-
-    def _answer(self, save: SaveId, outcome: Outcome, late: int = 0) -> None:
         if save == self.target and self.answer is None:
-            self.answer = Answer(self.verdict.number, save, outcome, late, self.tables.get(save, ""))
+            self.answer = Answer(self.verdict.number, save, outcome, late, self.calls.get(save, ""))
 
     def adopt(self, verdict: Verdict) -> bool:
         """Take a verdict into use if it is newer, from the board or along with a push. Return True if it was newer."""
         if verdict.number <= self.verdict.number:
             return False
-        self.verdict = verdict
-        self.calls = [save for save in self.calls if save >= verdict.newest]  # no round is about an older one
-        self.tables = {save: self.tables[save] for save in self.calls if save in self.tables}
-        self.explicit = [save for save in self.explicit if save > verdict.newest]
-        self.answer = None
+        self.verdict, newest = verdict, verdict.newest
+        self.calls = {save: table for save, table in self.calls.items() if save >= newest}  # no round is about others
+        self.parts = {save: committed for save, committed in self.parts.items() if save >= newest}
+        self.explicit = [save for save in self.explicit if save > newest]
         due = [save for save in self.calls if save >= verdict.first]
-        self.target = due[0] if due else None
-        if self.target is not None and self.target not in self.parts:
-            self._answer(self.target, Outcome.LOST, late=len(due))
+        self.target, self.answer = due[0] if due else None, None
+        if due and due[0] not in self.parts:
+            self.end(due[0], Outcome.LOST, late=len(due))
         return True
 
 
@@ -292,16 +259,11 @@ class Leader:
     def __post_init__(self) -> None:
         self.due_after = max(self.member.verdict.retained, default=NOTHING).step
 
-    @property
-    def pause_s(self) -> float:
-        """Seconds since the newest verdict after which a round may be about the same save once more."""
-        return min(_SHORTEST_PAUSE_S * 2 ** (self.tries - 1), _LONGEST_PAUSE_S) if 0 < self.tries < 64 else 0.0
-
     def decide(
         self,
         answers: Iterable[Answer],
         *,
-        may_repeat: bool = True,
+        since_s: float = math.inf,
         is_idle: bool = True,
         persister_is_busy: bool = False,
     ) -> Verdict | None:
@@ -309,34 +271,35 @@ class Leader:
 
         Args:
             answers: of any rounds, at most one from each rank.
-            may_repeat: False while the round after one without result must not be about the same save; see `pause_s`.
+            since_s: seconds since the newest verdict. Rounds about one save begin with pauses that grow.
             is_idle: True if rank 0 has called no save for a while: its program may wait for one.
             persister_is_busy: nothing becomes due to be persisted just now.
         """
         old = self.member.verdict
         found = [answer for answer in answers if answer.number == old.number]
-        if any(each.outcome is not Outcome.COPIED for each in found) or len({(a.save, a.table) for a in found}) > 1:
-            return self._go_on_without(old, found, may_repeat)
+        written = {(answer.save, answer.table) for answer in found}
+        if len(written) > 1 or {answer.outcome for answer in found} - {Outcome.COPIED}:
+            return self._go_on_without(old, found, since_s)
         if len(found) == self.ranks:
             return self._verify(old, found[0].save, persister_is_busy)
         if not is_idle:
             return None
-        first, waited, lost = old.first, self._waited(old.newest), self._lost(old.newest)
+        first, (waited, lost) = old.first, self._explicit(old.newest)
         if waited and self.member.target is None and old.recovered is None:
             first = min(first, waited[-1])  # the round's save will not come before this one is verified
-        if first != old.first or lost != old.lost:
-            return replace(old, number=old.number + 1, first=first, lost=lost)
-        return None
+        if (first, lost) == (old.first, old.lost):
+            return None
+        return old._replace(number=old.number + 1, first=first, lost=lost)
 
-    def _go_on_without(self, old: Verdict, found: list[Answer], may_repeat: bool) -> Verdict | None:
+    def _go_on_without(self, old: Verdict, found: Sequence[Answer], since_s: float) -> Verdict | None:
         """Return the verdict after a round without result; None if it would be about the same save too soon."""
         newest = max(answer.save for answer in found)
         # A rank whose first call is newer has not made the others' call, and never will.
-        lost = {a.save for a in found if a.outcome is Outcome.LOST or a.save < newest}
-        if len({(answer.save, answer.table) for answer in found}) > len({answer.save for answer in found}):
+        lost = {answer.save for answer in found if answer.outcome is Outcome.LOST or answer.save < newest}
+        if len({answer.table for answer in found if answer.save == newest}) > 1:
             lost.add(newest)
         slack = self.slack + max(answer.late for answer in found)
-        waited = [save for save in self._waited(old.newest) if save not in lost]
+        waited = [save for save in self._explicit(old.newest)[0] if save not in lost]
         if old.recovered is not None:
             first = old.recovered
         elif waited and not slack:
@@ -344,11 +307,12 @@ class Leader:
         else:
             first = max([self._later(slack), *(SaveId(save.run, save.step + 1) for save in lost)])
         is_repeat = old.first <= first <= newest
-        if is_repeat and not may_repeat:
+        pause_s = min(_SHORTEST_PAUSE_S * 2 ** min(self.tries - 1, 9), _LONGEST_PAUSE_S)
+        if is_repeat and self.tries and since_s < pause_s:
             return None
         self.lost |= lost
         self.slack, self.tries = slack, self.tries + 1 if is_repeat else 0
-        return replace(old, number=old.number + 1, first=first, lost=self._lost(old.newest))
+        return old._replace(number=old.number + 1, first=first, lost=self._explicit(old.newest)[1])
 
     def _verify(self, old: Verdict, save: SaveId, persister_is_busy: bool) -> Verdict:
         """Return the verdict that lists a save."""
@@ -356,35 +320,26 @@ class Leader:
         self.lost = {each for each in self.lost if each > save}
         parts = self.member.parts.items()
         held = [each for each, is_committed in parts if is_committed and each > save and each not in self.lost]
-        waited, first = self._waited(save), self._later(self.slack)
+        first, (waited, lost) = self._later(self.slack), self._explicit(save)
         if not self.slack:
             first = waited[0] if waited else max(held, default=first)
-        is_due = not persister_is_busy and passes_multiple(self.persist_every, self.due_after, save.step)
-        if is_due:
-            self.due_after = save.step
-        return Verdict(
-            old.number + 1,
-            tuple(kept([*old.verified, save], self.member.keep)),
-            first,
-            old.total + 1,
-            persist=save if is_due else old.persist,
-            lost=self._lost(save),
-        )
+        persist = old.persist
+        if not persister_is_busy and passes_multiple(self.persist_every, self.due_after, save.step):
+            persist, self.due_after = save, save.step
+        verified = tuple(kept([*old.verified, save], self.member.keep))
+        return Verdict(old.number + 1, verified, first, old.total + 1, persist=persist, lost=lost)
 
-    def _lacks(self, save: SaveId) -> bool:
-        return save in self.lost or save not in self.member.parts
-
-    def _waited(self, newest: SaveId) -> list[SaveId]:
-        """Return the saves newer than a verified one that somebody waits for and that no rank is known to lack."""
-        return [save for save in self.member.explicit if save > newest and not self._lacks(save)]
-
-    def _lost(self, newest: SaveId) -> tuple[SaveId, ...]:
-        """Return the saves newer than a verified one that somebody waits for in vain, a few of the newest."""
-        return tuple(save for save in self.member.explicit if save > newest and self._lacks(save))[-_MOST_LOST:]
+    def _explicit(self, newest: SaveId) -> tuple[list[SaveId], tuple[SaveId, ...]]:
+        """Return the saves newer than a verified one that somebody waits for: those that every rank may have, and a few
+        of the newest that some rank lacks."""
+        there = self.member.parts.keys() - self.lost
+        waiting = [save for save in self.member.explicit if save > newest]
+        lacked = [save for save in waiting if save not in there]
+        return [save for save in waiting if save in there], tuple(lacked[-_MOST_LOST:])
 
     def _later(self, slack: int) -> SaveId:
         """Return the first save that rank 0 has not called, or one later by ``slack`` saves of the program's stride."""
-        calls = self.member.calls
+        calls = list(self.member.calls)
         if not calls:
             return self.member.verdict.first
         stride = calls[-1].step - calls[-2].step if len(calls) > 1 and calls[-1].run == calls[-2].run else 1

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ml_flashpoint.engine.committing import Filled, Staged
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.manifest import Manifest
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import CheckpointContainerId, SaveId
 from ml_flashpoint.memory.slot import Slot
 
 _T = TypeVar("_T")

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-from ml_flashpoint.format.checkpoint_id_types import validate_segment
 from ml_flashpoint.format.errors import ManifestError
 from ml_flashpoint.format.manifest import Manifest
+from ml_flashpoint.format.names import validate_segment
 
 if TYPE_CHECKING:
     from ml_flashpoint.engine.reader import ObjectReader
@@ -37,7 +37,7 @@ def carrier_of(manifest: Manifest) -> int | None:
     if label is None:
         return None
     if not (label.isascii() and label.isdigit() and int(label) < manifest.world_size):
-        raise ManifestError(f"no rank keeps its files: {label!a}", step=manifest.step, rank=manifest.rank)
+        raise ManifestError(f"no rank keeps its files: {label!a}", step=manifest.save.step, rank=manifest.rank)
     return int(label)
 
 

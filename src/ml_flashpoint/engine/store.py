@@ -4,7 +4,7 @@ Rank 0 hosts a ``TCPStore`` of torch (https://docs.pytorch.org/docs/stable/distr
 a job of one process has a ``HashStore``. A ``TCPStore`` serves whoever connects, so each value carries a keyed hash of
 its key and its content. A value without the right hash is as good as none. Counts are not signed: they tell ranks no
 more than when to look. Where a count is no number, the server ends the connection of each client that adds to it, so
-counts begin anew when a client has failed.
+counts are removed when a client has failed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import hmac
 import json
 import logging
-import secrets
 from collections.abc import Sequence
 from datetime import timedelta
 from hashlib import blake2b
@@ -29,13 +28,16 @@ _SIGNATURE_BYTES = 16
 _CLIENT_S = 5.0
 
 
-class SignedStore(Store):  # type: ignore[misc, unused-ignore]
+class SignedStore:
     """A client of a store of torch whose values are signed, under a prefix. Not thread-safe: a call waits behind
-    another thread's."""
+    another thread's.
+
+    Attributes:
+        plain: the same keys without signatures: for counts.
+    """
 
     def __init__(self, store: Store, prefix: str, secret: bytes) -> None:
-        super().__init__()
-        self._store = PrefixStore(prefix, store)
+        self.plain = PrefixStore(prefix, store)
         self._prefix, self._secret = prefix, secret
         self._has_reported = False
 
@@ -49,47 +51,26 @@ class SignedStore(Store):  # type: ignore[misc, unused-ignore]
             return value
         if blob and not self._has_reported:
             self._has_reported = True
-            _log.warning(
-                "the job's store has a value at %s/%s that no rank of this job has written: values that are not signed"
-                " are ignored",
-                self._prefix,
-                key,
-            )
+            text = "the job's store has a value at %s/%s that is not signed by a rank of this job, and is ignored"
+            _log.warning(text, self._prefix, key)
         return b""
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
         content = value.encode() if isinstance(value, str) else value
-        self._store.set(key, self._signature(key, content) + content)  # type: ignore[arg-type, unused-ignore]
+        self.plain.set(key, self._signature(key, content) + content)  # type: ignore[arg-type, unused-ignore]
 
     def get(self, key: str) -> bytes:
-        """Return a value; empty if it is not signed. Waits up to the client's timeout for a key that is missing."""
-        return self._checked(key, self._store.get(key))
+        """Return a value; empty if there is none, or it is not signed."""
+        return self._checked(key, self.plain.get(key)) if self.plain.check([key]) else b""
 
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:  # type: ignore[override, unused-ignore]
-        """Return several values, as `get` does."""
-        return [self._checked(key, blob) for key, blob in zip(keys, self._store.multi_get(list(keys)), strict=True)]
-
-    def check(self, keys: Sequence[str]) -> bool:  # type: ignore[override, unused-ignore]
-        """Return True if all keys are there."""
-        return bool(self._store.check(list(keys)))
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of keys that are all there, as `get` does."""
+        return [self._checked(key, blob) for key, blob in zip(keys, self.plain.multi_get(list(keys)), strict=True)]
 
     def reserve(self, key: str) -> None:
-        """Have a key there, with an empty value until one is written, so that `multi_get` never waits for this key."""
-        self._store.compare_set(key, "", "")
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a count, which is 0 before, and return it."""
-        return int(self._store.add(key, amount))
-
-    def restart(self, key: str) -> None:
-        """Have a count begin anew, at a number that it has not had."""
-        self.delete_key(key)
-        self.add(key, secrets.randbits(48))
-
-    def delete_key(self, key: str) -> bool:
-        """Remove a key. Return False if it was not there."""
-        return bool(self._store.delete_key(key))
+        """Have a key there, with an empty value until one is written: for `multi_get`."""
+        self.plain.compare_set(key, "", "")
 
 
 class JobStore:
@@ -137,7 +118,7 @@ def open_store(ranks: RankGroup) -> JobStore:
 
     def reach() -> None:
         try:
-            store.connect("open").add("ranks", 1)
+            store.connect("open").plain.add("ranks", 1)
         except RuntimeError as error:
             raise _unusable(ranks, f"rank 0 cannot be reached at {name}:{port}: {error}") from error
 

@@ -8,8 +8,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidArgumentError, InvalidNameError
+from ml_flashpoint.format.names import CheckpointContainerId
 
 if TYPE_CHECKING:
     from ml_flashpoint.state.archive import SafeGlobal

@@ -37,11 +37,6 @@ def digest_block(buf: Buffer) -> str:
     return xxhash.xxh3_64(buf).hexdigest()
 
 
-def is_digest(text: object) -> bool:
-    """Return True for text of the form that `digest_block` gives."""
-    return isinstance(text, str) and _DIGEST.fullmatch(text) is not None
-
-
 def digest_blocks(buffer: Buffer, *, block_size: int = BLOCK_SIZE) -> tuple[str, ...]:
     """Return the digests of all blocks of a contiguous buffer, in order.
 
@@ -88,15 +83,9 @@ def verify_blocks(
     first_block: int = 0,
     path: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Check that consecutive whole blocks of an object have the digests that were recorded for them.
+    """Raise a `DigestMismatchError` unless consecutive whole blocks of an object have exactly these digests.
 
-    Args:
-        buffer: the bytes of the blocks. Only the last block of an object may be shorter than ``block_size``.
-        digests: the recorded digests of exactly these blocks.
-        first_block, path: number of the first block within the object, and the object, for errors.
-
-    Raises:
-        DigestMismatchError: a digest differs, or there are more or fewer blocks than digests.
+    ``first_block`` is the number of the first one within the object, and ``path`` the object, for errors.
     """
     size, found = memoryview(buffer).nbytes, digest_blocks(buffer, block_size=block_size)
     wrong = [index for index, (one, other) in enumerate(zip(found, digests, strict=False)) if one != other]

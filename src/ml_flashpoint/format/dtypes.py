@@ -74,27 +74,25 @@ def checked_tensor(dtype: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...],
         sizes = tuple(map(operator.index, shape))
     except TypeError:
         raise InvalidArgumentError("a shape must be integers", argument="shape", value=shape) from None
-    nbytes = tensor_nbytes(dtype, sizes)
-    if nbytes is None:
-        raise InvalidArgumentError("this is not the shape of a tensor", argument="shape", value=shape)
-    return sizes, nbytes
+    return sizes, tensor_nbytes(dtype, sizes)
 
 
-def tensor_nbytes(dtype: str, shape: Sequence[int]) -> int | None:
-    """Return the bytes of a tensor, or None if no tensor can have this shape."""
-    if len(shape) > _MAX_DIMENSIONS or any(not 0 <= size <= MAX_SIZE for size in shape):
-        return None
-    nbytes = math.prod(shape) * ITEMSIZES[dtype]
-    return nbytes if nbytes <= MAX_SIZE else None
+def tensor_nbytes(dtype: str, shape: Sequence[int]) -> int:
+    """Return the bytes of a tensor. Raise an `InvalidArgumentError` if no tensor can have this shape."""
+    if len(shape) <= _MAX_DIMENSIONS and all(0 <= size <= MAX_SIZE for size in shape):
+        nbytes = math.prod(shape) * ITEMSIZES[dtype]
+        if nbytes <= MAX_SIZE:
+            return nbytes
+    raise InvalidArgumentError("this is not the shape of a tensor", argument="shape", value=shape)
 
 
-def parse_true_type(text: str) -> tuple[str, tuple[int, ...]] | None:
-    """Return dtype and shape of a text such as ``complex64 2,3``, or None if there is no such tensor."""
+def parse_true_type(text: str) -> tuple[str, tuple[int, ...], int]:
+    """Return dtype, shape and bytes of a text such as ``complex64 2,3``. Raise a `ValueError` if it names no tensor."""
     dtype, _, dimensions = text.partition(" ")
     sizes = dimensions.split(",") if dimensions else []
-    if dtype not in ITEMSIZES or len(sizes) > _MAX_DIMENSIONS:
-        return None
     # int() would also take signs, blanks and underscores.
-    if not all(size.isascii() and size.isdecimal() and len(size) <= 19 for size in sizes):
-        return None
-    return dtype, tuple(map(int, sizes))
+    is_right = all(size.isascii() and size.isdecimal() and len(size) <= 19 for size in sizes[: _MAX_DIMENSIONS + 1])
+    if not is_right or dtype not in ITEMSIZES or len(sizes) > _MAX_DIMENSIONS:
+        raise ValueError(f"there is no tensor {text[:80]!a}")
+    shape = tuple(map(int, sizes))
+    return dtype, shape, tensor_nbytes(dtype, shape)

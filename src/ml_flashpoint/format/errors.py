@@ -1,10 +1,15 @@
-"""Every error that this package raises on purpose. All of them survive pickling with everything they carry."""
+"""Every error that this package raises on purpose, and how they are told apart. All survive pickling whole."""
 
 from __future__ import annotations
 
+import enum
+import errno
+import logging
 import os
 import reprlib
-from typing import TYPE_CHECKING, TypedDict
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 if TYPE_CHECKING:  # in `typing` from Python 3.11 on
     from typing_extensions import Unpack
@@ -60,13 +65,14 @@ class FlashpointError(Exception):
         named = (("step", self.step), ("rank", self.rank), ("node", self.node), ("path", self.path))
         return [f"{name} {value}" for name, value in named if value is not None]
 
+    def __str__(self) -> str:
+        context = self._context()
+        shown = f"{self._sentence} [{', '.join(context)}]" if context else self._sentence
+        return f"{shown}; {self.hint}" if self.hint else shown
+
+    @property
     def _sentence(self) -> str:
         return self.message
-
-    def __str__(self) -> str:
-        context, sentence = self._context(), self._sentence()
-        shown = f"{sentence} [{', '.join(context)}]" if context else sentence
-        return f"{shown}; {self.hint}" if self.hint else shown
 
 
 class InvalidNameError(FlashpointError, ValueError):
@@ -90,16 +96,14 @@ class InvalidArgumentError(FlashpointError, ValueError):
         self.argument = argument
         self.value = reprlib.repr(value)
 
-    @property
-    def _is_about_argument(self) -> bool:
-        return self.argument is not None and self.message.startswith(_VERBS)
-
-    def _sentence(self) -> str:
-        return f"{self.argument} {self.message}, got {self.value}" if self._is_about_argument else self.message
-
     def _context(self) -> list[str]:
-        named = self.argument is not None and not self._is_about_argument
-        return [*([f"{self.argument}={self.value}"] if named else []), *super()._context()]
+        is_named = self.argument is None or self._sentence != self.message
+        return super()._context() if is_named else [f"{self.argument}={self.value}", *super()._context()]
+
+    @property
+    def _sentence(self) -> str:
+        is_about_argument = self.argument is not None and self.message.startswith(_VERBS)
+        return f"{self.argument} {self.message}, got {self.value}" if is_about_argument else self.message
 
 
 class DamagedError(FlashpointError):
@@ -233,3 +237,98 @@ class SkippedError(SaveError):
 
 class SupersededError(SaveError):
     """A save is not going to be verified: a newer one is, or the ranks have passed over it."""
+
+
+# ---- kinds of failures, as recovery asks for them --------------------------------------------------------------------
+
+_log = logging.getLogger(__name__)
+
+_DAMAGE = (DamagedError, ObjectNotFoundError)
+_TRANSIENT = (UnreadableError, ReplicationError, DeadlineError, OSError, MemoryError)
+_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR})
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+
+_T = TypeVar("_T")
+
+
+class Blame(enum.IntEnum):
+    """The cause of a version that cannot be loaded. Greater ones leave less to try."""
+
+    VERSION = 1
+    """This version, or the way to it: an older one may be loadable."""
+    OBJECT = 2
+    """The object that the state was handed to refused it, perhaps for its content: it may take an older one."""
+    RANKS = 3
+    """Ranks lost each other: the same version may be loadable the next time."""
+    PROGRAM = 4
+    """The program differs from the one that saved, or has not allowed a type: older versions would fare the same."""
+    CHOICE = 5
+    """The user has to decide what becomes of some of the state."""
+
+
+def blame_of(error: BaseException) -> Blame:
+    """Return the cause of an error that kept a version from being loaded."""
+    if isinstance(error, ReshardError):
+        return Blame.CHOICE
+    if isinstance(error, RanksLostError):
+        return Blame.RANKS
+    if isinstance(error, (*_DAMAGE, *_TRANSIENT, PrunedError)):
+        return Blame.VERSION
+    return Blame.PROGRAM if isinstance(error, FlashpointError) else Blame.OBJECT
+
+
+def text_of(error: BaseException) -> str:
+    """Return an error in one line, for other ranks."""
+    return str(error) if isinstance(error, FlashpointError) else f"{type(error).__name__}: {error}"
+
+
+def is_damage(error: BaseException) -> bool:
+    """Return True if a part is missing, or not as it was saved. Looking again finds the same."""
+    return isinstance(error, _DAMAGE)
+
+
+def is_transient(error: BaseException) -> bool:
+    """Return True if something could not be read just now, and may be sound."""
+    return isinstance(error, _TRANSIENT)
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Return True if the system has run out of something that comes back: descriptors, memory."""
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _SHORTAGES)
+
+
+def as_ours(error: Exception) -> FlashpointError:
+    """Return an error as one of this package, to vote with. One of others tells nothing about a checkpoint."""
+    return error if isinstance(error, FlashpointError) else UnreadableError(text_of(error))
+
+
+def pauses(until: float) -> Iterator[None]:
+    """Sleep before each further try, longer each time, until ``until`` (`time.monotonic`) has passed."""
+    pause_s = _FIRST_PAUSE_S
+    while (left_s := until - time.monotonic()) > 0:
+        time.sleep(min(pause_s, left_s))
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        yield
+
+
+def retrying(work: Callable[[], _T], until: float, what: str, *, also: tuple[type[FlashpointError], ...] = ()) -> _T:
+    """Call ``work``, and again while it fails for a reason that may pass and ``until`` has not.
+
+    Args:
+        work: called; its last failure is raised.
+        until: of `time.monotonic`.
+        what: for the log.
+        also: further errors that may pass.
+    """
+    waiting, has_told = pauses(until), False
+    while True:
+        try:
+            return work()
+        except Exception as error:
+            if not is_transient(error) and not isinstance(error, also):
+                raise
+            if not has_told:
+                _log.warning("%s failed, trying again for %.0f s: %s", what, max(0.0, until - time.monotonic()), error)
+            has_told = True
+            if next(waiting, True):  # there is no time left; None after a pause
+                raise

@@ -24,6 +24,8 @@ def describe_dtype(dtype: np.dtype[Any]) -> Any:
     Raises:
         InvalidArgumentError: it cannot be made again: it holds Python objects, or belongs to another package.
     """
+    if np.dtype(dtype.str) is dtype and not dtype.hasobject:
+        return dtype.str
     described = None if dtype.hasobject else _described(dtype)
     if described is None or not _is(described, dtype):
         raise InvalidArgumentError(

@@ -1,23 +1,17 @@
-"""`AsyncRequest`: the rest of an asynchronous save. `AsyncCallsQueue`: finalizes requests in order, on all ranks alike.
-
-A local save ends with its engine's future. The function of a foreign request runs in a thread, which ends one.
-"""
+"""`AsyncRequest`: the rest of an asynchronous save. `AsyncCallsQueue`: finalizes them in order, on all ranks alike."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent import futures
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import wait
-from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
 from ml_flashpoint.format.arguments import ignored
@@ -26,7 +20,6 @@ from ml_flashpoint.format.knobs import call_deadline_s, seal_deadline_s
 from ml_flashpoint.local.errors import BackgroundWorkerError, CallOrderError, CheckpointingException
 from ml_flashpoint.ranks.rank_group import rank_group
 
-_log = logging.getLogger(__name__)
 _VOTE_S = 1.0
 """A blocking wait asks the other ranks this often: those that are done must not wait beyond a collective's deadline."""
 
@@ -53,9 +46,7 @@ class AsyncRequest(NamedTuple):
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
         """Have one more function called at the end. Raises a `CallOrderError` once the request is scheduled."""
         if self.is_frozen:
-            raise CallOrderError(
-                "nothing can be added to a frozen AsyncRequest", hint="add finalizations before scheduling it"
-            )
+            raise CallOrderError("nothing can be added to a frozen AsyncRequest: add it before scheduling that")
         self.finalize_fns.append(fn)
 
     def freeze(self) -> AsyncRequest:
@@ -72,65 +63,46 @@ class AsyncRequest(NamedTuple):
         return partial(self.async_fn or (lambda *_, **__: None), *arguments, **(self.async_fn_kwargs or {}))
 
     def execute_sync(self) -> None:
-        """Do all of it now. Collective: finalizations follow once all ranks have run ``async_fn``.
-
-        Raises:
-            CheckpointingException: it failed on this or another rank; nothing was finalized.
-        """
-        error: Exception | None = None
+        """Do all of it now. Collective: finalizations follow once all ranks have run ``async_fn``. Raises a
+        `CheckpointingException` if it failed on a rank; nothing was finalized."""
+        ranks, error = rank_group(), None
         try:
             self.bound()()
         except Exception as caught:
             error = caught
-        if not rank_group().all_ok(error is None):
+        if not ranks.all_ok(error is None):
             failed = error or "on another rank; its own error says why"
-            raise CheckpointingException(f"the request failed: {failed}", rank=rank_group().rank) from error
+            raise CheckpointingException(f"the request failed: {failed}", rank=ranks.rank) from error
         self.execute_finalize_fns()
 
     def execute_finalize_fns(self, validate_matching_call_idx: bool = True) -> int:
-        """Call the finalizations, and return ``call_idx``. Collective if they are.
-
-        Args:
-            validate_matching_call_idx: check that all ranks finalize the same call.
-
-        Raises:
-            CallOrderError: ranks are at different calls; nothing was finalized.
-        """
+        """Call the finalizations, and return ``call_idx``. Collective if they are. Unless told not to, raises a
+        `CallOrderError` if ranks finalize different calls."""
         ranks = rank_group()
         if validate_matching_call_idx and len(set(ranks.gather(str(self.call_idx).encode()))) > 1:
-            raise CallOrderError(
-                f"ranks finalize different calls: {self.call_idx} here",
-                rank=ranks.rank,
-                hint="schedule and finalize the same requests on all ranks",
-            )
+            raise CallOrderError(f"ranks finalize different calls: {self.call_idx} here", rank=ranks.rank)
         for finalize in self.finalize_fns or ():
             finalize()
         return self.call_idx
 
 
 class BackgroundSave:
-    """The ``async_fn`` of a local save, which the trainer's own engine commits.
+    """The ``async_fn`` of a local save, which the trainer's own engine makes: waits until that has ended, well or not.
 
-    Called, it waits until the save has ended: here, or in a process that another queue forked or pickled it to.
+    Another process, to which another queue has forked or pickled it, waits for a byte in a pipe of the trainer's.
     """
 
-    def __init__(self, ended: Future[Any]) -> None:
-        self._ended = ended
+    def __init__(self, save: Future[Any]) -> None:
+        self.ended: Future[None] = Future()
         self._process = os.getpid()
-        # Another process opens the pipe by this one's descriptor of it. There is something to read once the save ends.
         self._pipe, write_end = os.pipe()
         weakref.finalize(self, os.close, self._pipe)
-        ended.add_done_callback(partial(_announce, write_end))
-
-    @property
-    def future(self) -> Future[Any] | None:
-        """Return the future of the save if this process makes it."""
-        return self._ended if os.getpid() == self._process else None
+        save.add_done_callback(partial(_announce, self.ended, write_end))
 
     def __call__(self) -> None:
-        """Wait for the end, well or not: finalizing the request tells which."""
-        if self.future is not None:
-            self.future.exception()
+        """Wait."""
+        if os.getpid() == self._process:
+            self.ended.result()
         else:
             _await_end(self._process, self._pipe)
 
@@ -138,10 +110,11 @@ class BackgroundSave:
         return partial, (_await_end, self._process, self._pipe)
 
 
-def _announce(write_end: int, _: Future[Any]) -> None:
+def _announce(ended: Future[None], write_end: int, _: Future[Any]) -> None:
     with contextlib.suppress(OSError):  # nobody can read from it any more
         os.write(write_end, b".")
     os.close(write_end)
+    ended.set_result(None)
 
 
 def _await_end(trainer: int, pipe: int) -> None:
@@ -155,41 +128,22 @@ def _await_end(trainer: int, pipe: int) -> None:
 
 
 class AsyncCallsQueue:
-    """Requests under way, in order. Not thread-safe: it belongs to the training thread.
+    """Requests under way, in order. Scheduling, finalizing and closing are collective, in the training thread.
 
-    Scheduling, finalizing and closing are collective. Functions of foreign requests run in threads of this process.
-
-    Args:
-        is_daemon: if this process ends without `close`, do not wait for requests. Else they may end, within
-            ``FLASHPOINT_CALL_DEADLINE_S`` each. Either way an error is logged for each, since nobody finalizes it.
-        persistent, cpu_priority, io_priority, sigterm_timeout, cpu_shm_mode: accepted, and ignored: there is no worker
-            process.
+    A local save ends with its engine's future; functions of foreign requests run in threads of this process. All
+    arguments are accepted, and ignored: there is no worker process.
     """
 
-    def __init__(
-        self,
-        persistent: bool = True,
-        is_daemon: bool = False,
-        *,
-        cpu_priority: int | None = None,
-        io_priority: int | None = None,
-        sigterm_timeout: float | None = None,
-        cpu_shm_mode: bool | None = None,
-    ) -> None:
-        unused = {"cpu_priority": cpu_priority, "io_priority": io_priority}
-        ignored("AsyncCallsQueue", **unused, sigterm_timeout=sigterm_timeout, cpu_shm_mode=cpu_shm_mode)
-        self._is_daemon = is_daemon
+    def __init__(self, persistent: bool = True, is_daemon: bool = False, **unused: Any) -> None:
+        ignored("AsyncCallsQueue", **unused)
+        self._executor = ThreadPoolExecutor(thread_name_prefix="flashpoint-call")
         self._calls: deque[tuple[AsyncRequest, Future[Any]]] = deque()
         self._next_index = 0
         self._closed = False
-        self._at_exit = Finalize(None, self._end_with_process, exitpriority=20)
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
-        """Start a request, and return its number. It is frozen from now on. One that cannot start, since ``preload_fn``
-        fails for example, has failed: finalizing it raises.
-
-        Args:
-            async_request: ours, or another named tuple with the same fields.
+        """Start a request, ours or another named tuple with the same fields, and return its number. It is frozen from
+        now on. If it cannot start, since ``preload_fn`` fails for example, finalizing it raises.
 
         Raises:
             CallOrderError: the queue is closed, or there is something to preload and no second argument to take it.
@@ -200,124 +154,73 @@ class AsyncCallsQueue:
         try:
             request = AsyncRequest(**async_request._asdict())
         except (AttributeError, TypeError) as error:
-            raise InvalidArgumentError(
-                f"must be an AsyncRequest: {error}", argument="async_request", value=async_request
-            ) from error
+            text = f"must be an AsyncRequest: {error}"
+            raise InvalidArgumentError(text, argument="async_request", value=async_request) from error
         request = request.freeze()._replace(call_idx=self._next_index)
         self._next_index += 1
-        self._calls.append((request, _started(request)))
+        self._calls.append((request, self._started(request)))
         return request.call_idx
 
+    def _started(self, request: AsyncRequest) -> Future[Any]:
+        """Start what a request has to run. Return a future that ends with it."""
+        if isinstance(request.async_fn, BackgroundSave):
+            return request.async_fn.ended
+        ended: Future[Any] = Future()
+        try:
+            if request.async_fn is not None:
+                return self._executor.submit(request.bound())
+            ended.set_result(None)
+        except CallOrderError:  # on all ranks
+            raise
+        except Exception as error:  # the other ranks, whose calls have begun, learn of it as they finalize the request
+            ended.set_exception(error)
+        return ended
+
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
-        """Finalize the requests that have ended on all ranks, oldest first.
+        """Finalize the requests that have ended on all ranks, oldest first, and return their numbers.
 
         Args:
             blocking: wait for all of them, up to ``FLASHPOINT_CALL_DEADLINE_S`` for each.
             no_dist: do not ask the other ranks: a request counts as ended when it has here.
 
-        Returns:
-            Their numbers.
-
         Raises:
             BackgroundWorkerError: a request failed, or did not end in time, on some rank. It is given up; younger ones
-                stay in the queue.
-            Exception: a finalization failed. Its request is given up, likewise.
+                stay in the queue. So it is with one whose finalization raises.
         """
         finalized: list[int] = []
+        ranks = rank_group()
         while self._calls:
             (request, future), deadline_s = self._calls[0], call_deadline_s()
             give_up = time.monotonic() + deadline_s
-            while not self._has_ended(future, _VOTE_S if blocking else 0.0, no_dist):
+            while True:
+                futures.wait([future], _VOTE_S if blocking else 0.0)
+                is_over = future.done() or (blocking and time.monotonic() > give_up)
+                if is_over if no_dist else ranks.all_ok(is_over):
+                    break
                 if not blocking:
                     return finalized
-                if time.monotonic() > give_up and not _is_local(request):
-                    _fail(future, f"it has not ended within {deadline_s:.0f} s (FLASHPOINT_CALL_DEADLINE_S)")
             self._calls.popleft()
-            self._check(request, future, no_dist)
+            why = f"it has not ended within {deadline_s:.0f} s (FLASHPOINT_CALL_DEADLINE_S)"
+            if future.done():
+                why = "" if (error := future.exception()) is None else f"{type(error).__name__}: {error}"
+            told = [why.encode(errors="replace")] if no_dist else ranks.gather(why.encode(errors="replace"))
+            for rank, each in enumerate(told):
+                if each:
+                    text = f"asynchronous call {request.call_idx} failed: {each.decode(errors='replace')}"
+                    raise BackgroundWorkerError(text, rank=ranks.rank if no_dist else rank)
             finalized.append(request.execute_finalize_fns(validate_matching_call_idx=not no_dist))
         return finalized
-
-    def _has_ended(self, future: Future[Any], timeout_s: float, no_dist: bool) -> bool:
-        """Return True if a call has ended here within so many seconds, and on all ranks."""
-        futures.wait([future], timeout_s)
-        return future.done() if no_dist else rank_group().all_ok(future.done())
-
-    def _check(self, request: AsyncRequest, future: Future[Any], no_dist: bool) -> None:
-        """Raise if a call has failed on some rank. Finalizing a local save tells its failure."""
-        ranks, error = rank_group(), None if _is_local(request) else future.exception()
-        failures = {ranks.rank: "" if error is None else str(error)}
-        if not no_dist:
-            blobs = ranks.gather(failures[ranks.rank].encode(errors="replace"))
-            failures = {rank: blob.decode(errors="replace") for rank, blob in enumerate(blobs)}
-        for rank, why in failures.items():
-            if why:
-                raise BackgroundWorkerError(f"asynchronous call {request.call_idx} failed: {why}", rank=rank)
 
     def get_num_unfinalized_calls(self) -> int:
         """Return the number of requests that are scheduled and not finalized."""
         return len(self._calls)
 
     def close(self, abort: bool = False) -> None:
-        """Finalize everything. Safe to call twice.
-
-        Args:
-            abort: give up what is under way instead. Not collective.
-
-        Raises:
-            BackgroundWorkerError, Exception: see `maybe_finalize_async_calls`; the queue is closed nevertheless.
-        """
+        """Finalize everything, or, with ``abort``, give up what is under way (not collective). Safe to call twice."""
         self._closed = True
-        self._at_exit.cancel()
         try:
             if not abort:
                 self.maybe_finalize_async_calls(blocking=True)
         finally:
-            if self._calls:
-                _log.warning("process %d gave up %d asynchronous calls", os.getpid(), len(self._calls))
             self._calls.clear()
-
-    def _end_with_process(self) -> None:
-        """Let requests end that nobody waits for, and log what became of them: nobody finalizes them."""
-        for request, future in self._calls:
-            futures.wait([future], 0 if self._is_daemon else call_deadline_s())
-            error = future.exception() if future.done() else "it had not ended when the process did"
-            if error is not None or not _is_local(request):
-                outcome = "was not finalized" if error is None else f"failed: {error}"
-                _log.error("the queue was not closed: asynchronous call %d %s", request.call_idx, outcome)
-
-
-def _is_local(request: AsyncRequest) -> bool:
-    return isinstance(request.async_fn, BackgroundSave)
-
-
-def _started(request: AsyncRequest) -> Future[Any]:
-    """Start what a request has to run. Return a future that ends with it."""
-    if isinstance(request.async_fn, BackgroundSave) and request.async_fn.future is not None:
-        return request.async_fn.future
-    future: Future[Any] = Future()
-    if request.async_fn is None:
-        future.set_result(None)
-    else:
-        try:
-            call = request.bound()
-            threading.Thread(target=_run, args=(call, future), name="flashpoint-call", daemon=True).start()
-        except CallOrderError:  # on all ranks
-            raise
-        except Exception as error:  # the other ranks, whose calls have begun, learn of it as they finalize the request
-            _fail(future, f"{type(error).__name__}: {error}")
-    return future
-
-
-def _run(call: Callable[[], Any], future: Future[Any]) -> None:
-    try:
-        call()
-    except BaseException as error:  # of whatever kind: finalizing the request tells it
-        _fail(future, f"{type(error).__name__}: {error}")
-    else:
-        with contextlib.suppress(InvalidStateError):  # it was given up
-            future.set_result(None)
-
-
-def _fail(future: Future[Any], why: str) -> None:
-    with contextlib.suppress(InvalidStateError):  # it has ended before
-        future.set_exception(BackgroundWorkerError(why))
+            self._executor.shutdown(wait=False)

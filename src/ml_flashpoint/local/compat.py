@@ -7,11 +7,9 @@ leads here, too, and everything else of it stays missing.
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
+import importlib.util
 import sys
 import types
-from collections.abc import Mapping, Sequence
 
 from ml_flashpoint.local import async_queue, basic_state_dict, errors, local_manager
 from ml_flashpoint.local import replication as cliques
@@ -20,7 +18,7 @@ from ml_flashpoint.local.errors import CompatibilityError
 PACKAGE = "nvidia_resiliency_ext"
 
 _LOCAL = f"{PACKAGE}.checkpointing.local"
-_REPLACED: dict[str, types.ModuleType | None] = {
+_ALWAYS: dict[str, types.ModuleType | None] = {
     _LOCAL: None,
     f"{_LOCAL}.base_state_dict": basic_state_dict,
     f"{_LOCAL}.basic_state_dict": basic_state_dict,
@@ -31,40 +29,13 @@ _REPLACED: dict[str, types.ModuleType | None] = {
     f"{_LOCAL}.replication.group_utils": cliques,
     f"{_LOCAL}.replication.strategies": cliques,
 }
-"""Paths that always lead here, by the module that they lead to; None for a package."""
-_ADDED: dict[str, types.ModuleType | None] = {
+"""Paths by the module that they lead to; None for a package."""
+_WHERE_NONE_IS: dict[str, types.ModuleType | None] = {
     PACKAGE: None,
     f"{PACKAGE}.checkpointing": None,
     f"{PACKAGE}.checkpointing.async_ckpt": None,
     f"{PACKAGE}.checkpointing.async_ckpt.core": async_queue,
 }
-"""Paths that lead here where nobody else has them."""
-
-
-class _Loader(importlib.abc.Loader):
-    def __init__(self, leads_to: types.ModuleType | None) -> None:
-        self._leads_to = leads_to
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        module.__doc__ = "Stand-in: see ml_flashpoint.local.compat."
-        if self._leads_to is not None:
-            for source in (errors, self._leads_to):
-                module.__dict__.update((name, each) for name, each in vars(source).items() if name[0].isupper())
-                module.__dict__.update((name, vars(source)[name]) for name in getattr(source, "__all__", ()))
-            module.__dict__["BaseCheckpointManager"] = local_manager.LocalCheckpointManager
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(self, modules: Mapping[str, types.ModuleType | None]) -> None:
-        self._modules = modules
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in self._modules:
-            return None
-        is_package = self._modules[fullname] is None
-        return importlib.machinery.ModuleSpec(fullname, _Loader(self._modules[fullname]), is_package=is_package)
 
 
 def install() -> None:
@@ -75,14 +46,26 @@ def install() -> None:
     Raises:
         CompatibilityError: they are imported already, from the package that they belong to.
     """
-    if any(isinstance(each, _Finder) for each in sys.meta_path):
+    taken = next((sys.modules[name] for name in _ALWAYS if name in sys.modules), None)
+    if isinstance(taken, _StandIn):
         return
-    for name in _REPLACED:
-        if (present := sys.modules.get(name)) is not None:
-            raise CompatibilityError(
-                f"{name} is imported already, so its import path is taken",
-                path=getattr(present, "__file__", None),
-                hint="call install() before anything imports it, or import from ml_flashpoint.local instead",
-            )
-    sys.meta_path.insert(0, _Finder(_REPLACED))
-    sys.meta_path.append(_Finder(_ADDED))
+    if taken is not None:
+        text = f"{taken.__name__} is imported already, so its import path is taken"
+        hint = "call install() before anything imports it, or import from ml_flashpoint.local instead"
+        raise CompatibilityError(text, path=getattr(taken, "__file__", None), hint=hint)
+    is_installed = importlib.util.find_spec(PACKAGE) is not None
+    for name, source in (_ALWAYS if is_installed else {**_WHERE_NONE_IS, **_ALWAYS}).items():
+        sys.modules[name] = _StandIn(name, source)
+
+
+class _StandIn(types.ModuleType):
+    """A module with the public names of another one, or a package."""
+
+    def __init__(self, name: str, source: types.ModuleType | None) -> None:
+        super().__init__(name, "Stand-in: see ml_flashpoint.local.compat.")
+        if source is None:
+            self.__path__: list[str] = []
+            return
+        for each in (errors, source):
+            vars(self).update((name, value) for name, value in vars(each).items() if name[0] != "_")
+        self.BaseCheckpointManager = local_manager.LocalCheckpointManager

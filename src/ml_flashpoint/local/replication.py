@@ -8,17 +8,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ml_flashpoint.format.arguments import checked_integer
 from ml_flashpoint.format.errors import InvalidArgumentError, TopologyError
 from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.ranks.strategies import CliqueStrategy, ReplicationStrategy, Topology, copies_within
-
-__all__ = [
-    "CliqueReplicationStrategy",
-    "GroupWrapper",
-    "LazyCliqueReplicationStrategy",
-    "ReplicationStrategy",
-    "parse_group_sequence",
-]
 
 
 def parse_group_sequence(replication_jump: int, replication_factor: int, world_size: int) -> list[list[int]]:
@@ -26,26 +19,14 @@ def parse_group_sequence(replication_jump: int, replication_factor: int, world_s
 
     ``parse_group_sequence(2, 2, 8)`` is ``[[0, 2], [1, 3], [4, 6], [5, 7]]``. A world size that is no multiple of
     their product gives smaller cliques at the end, and none of a single rank if that can be helped.
-
-    Raises:
-        InvalidArgumentError: the jump or the world size is below 1, the factor below 2.
     """
     strategy = CliqueStrategy(replication_factor, replication_jump)
-    if type(world_size) is not int or world_size < 1:
-        raise InvalidArgumentError("must be an integer of at least 1", argument="world_size", value=world_size)
-    topology = Topology(("anywhere",) * world_size)
+    topology = Topology(("anywhere",) * checked_integer("world_size", world_size, 1))
     return [list(each) for each in sorted({strategy.members_of(rank, topology) for rank in range(world_size)})]
 
 
 class GroupWrapper:
-    """A process group, for programs that hand groups over in this form.
-
-    Args:
-        group: None for all ranks.
-
-    Raises:
-        InvalidArgumentError: ``group`` is no process group.
-    """
+    """A process group, for programs that hand groups over in this form; of all ranks, if it is None."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if group is not None and not isinstance(group, dist.ProcessGroup):
@@ -66,8 +47,7 @@ class GroupWrapper:
 class CliqueReplicationStrategy(ReplicationStrategy):
     """Every member of a clique of ranks holds copies of the others' parts, as far as they are on other nodes.
 
-    Members on one node hold nothing for each other, since they would be lost together: the members of a clique are best
-    on different nodes. Collective to construct.
+    Members on one node hold nothing for each other, since they would be lost together. Collective to construct.
 
     Args:
         local_group: the clique that this rank is in: a process group, or the global ranks.
@@ -86,16 +66,10 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             lambda: _members(local_group, ranks.rank, ranks.world_size),
             TopologyError("another rank's group is no clique; its own error says why", rank=ranks.rank),
         )
-        # The lowest rank of each clique lists it; the others compare.
-        gathered = ranks.gather(json.dumps(members).encode() if members[0] == ranks.rank else b"")
-        self._cliques = [json.loads(blob) for blob in gathered if blob]
-        listed = sorted(rank for clique in self._cliques for rank in clique)
-        if not ranks.all_ok(members in self._cliques and len(set(listed)) == len(listed)):
-            raise TopologyError(
-                f"the groups of the ranks overlap: {sorted(self._cliques)}",
-                rank=ranks.rank,
-                hint="every rank must be in one clique, and all its ranks must name the same members",
-            )
+        self._clique_of = [tuple(json.loads(blob)) for blob in ranks.gather(json.dumps(members).encode())]
+        if any(self._clique_of[member] != clique for clique in self._clique_of for member in clique):
+            hint = "every rank must be in one clique, and all its ranks must name the same members"
+            raise TopologyError(f"the groups of the ranks overlap: {self._clique_of}", rank=ranks.rank, hint=hint)
 
     @staticmethod
     def from_replication_params(
@@ -106,10 +80,10 @@ class CliqueReplicationStrategy(ReplicationStrategy):
 
     def copies_of(self, rank: int, topology: Topology) -> tuple[int, ...]:
         """Return a member on each other node of the clique: see `ReplicationStrategy.copies_of`."""
-        return copies_within(next((each for each in self._cliques if rank in each), [rank]), rank, topology)
+        return copies_within(self._clique_of[rank], rank, topology)
 
     def __repr__(self) -> str:
-        return f"cliques({self._cliques})"
+        return f"cliques({sorted(set(self._clique_of))})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CliqueReplicationStrategy) and repr(other) == repr(self)
@@ -124,9 +98,6 @@ class LazyCliqueReplicationStrategy(CliqueReplicationStrategy):
     Args:
         replication_jump: best at least the number of ranks of a node; by default that of the node with most.
         replication_factor: ranks of a clique.
-
-    Raises:
-        InvalidArgumentError: the jump is below 1, or the factor below 2.
     """
 
     def __init__(self, replication_jump: int | None = None, replication_factor: int = 2) -> None:
@@ -153,7 +124,6 @@ def _members(group: Any, rank: int, world_size: int) -> list[int]:
     else:
         raise InvalidArgumentError("must be a process group or ranks", argument="local_group", value=group)
     if rank not in members or members[0] < 0 or members[-1] >= world_size:
-        raise InvalidArgumentError(
-            f"must hold this rank and others of the {world_size}", argument="local_group", value=members, rank=rank
-        )
+        text = f"must hold this rank and others of the {world_size}"
+        raise InvalidArgumentError(text, argument="local_group", value=members, rank=rank)
     return members

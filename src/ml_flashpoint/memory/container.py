@@ -27,30 +27,36 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId, validate_segment
 from ml_flashpoint.format.errors import (
     CapacityError,
     DamagedError,
     InvalidNameError,
-    ManifestError,
     ObjectNotFoundError,
     PrunedError,
     SaveError,
     UnreadableError,
     UnsafePathError,
 )
-from ml_flashpoint.format.files import open_regular, replace_file, writing
-from ml_flashpoint.format.manifest import (
-    Manifest,
+from ml_flashpoint.format.files import (
+    check_folder,
+    check_way,
+    make_tree,
+    open_folder,
+    open_own,
+    open_regular,
+    replace_file,
+    writing,
+)
+from ml_flashpoint.format.manifest import Manifest, read_manifest, write_manifest
+from ml_flashpoint.format.names import (
+    CheckpointContainerId,
+    SaveId,
     manifest_name,
     object_name,
     parse_manifest_name,
     parse_object_name,
-    read_manifest,
-    write_manifest,
+    validate_segment,
 )
-from ml_flashpoint.format.private_folders import check_folder, check_way, make_tree, open_folder, open_own
-from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.capacity import is_memory
 from ml_flashpoint.memory.lock import JOB, PRIVATE, JobLock
 from ml_flashpoint.memory.slot import PAGE, TEMPORARY, Slot
@@ -122,10 +128,7 @@ class BaseContainer:
             ManifestError: it is damaged.
             UnreadableError: it cannot be read just now.
         """
-        manifest = read_manifest(self._folder(save) / manifest_name(rank, save.text))
-        if [record.name for record in manifest.objects] != [object_name(rank, save.text)]:
-            raise ManifestError("a part must have one object, named after it", path=self._folder(save), rank=rank)
-        return manifest
+        return read_manifest(self._folder(save) / manifest_name(rank, save.text))
 
     @contextlib.contextmanager
     def open_part(self, save: SaveId, rank: int) -> Iterator[Part]:
@@ -138,8 +141,8 @@ class BaseContainer:
             UnreadableError: it cannot be read just now.
         """
         manifest = self.read_manifest(save, rank)
-        record = manifest.objects[0]
-        path = self._folder(save) / record.name
+        record = manifest.record
+        path = self._folder(save) / manifest.object_name
         with locked_part(self.base, save, rank) as descriptor:
             if os.fstat(descriptor).st_size != record.file_size:
                 raise DamagedError(f"the object does not have {record.file_size} bytes", path=path)
@@ -160,9 +163,7 @@ class BaseContainer:
         """
         if self._lock is not None:
             self._lock.check()
-        save, rank = SaveId.of(manifest), manifest.rank
-        if save is None or [each.name for each in manifest.objects] != [object_name(rank, save.text)]:
-            raise SaveError("a part must have one object, named after it", step=manifest.step, rank=rank)
+        save, rank = manifest.save, manifest.rank
         folder = self._folder(save)
         try:
             for tries_left in reversed(range(_TRIES)):
@@ -170,7 +171,7 @@ class BaseContainer:
                     with contextlib.suppress(FileExistsError):
                         os.mkdir(folder, 0o700)
                     os.close(open_folder(folder))
-                    _link(slot.path, folder / manifest.objects[0].name)
+                    _link(slot.path, folder / manifest.object_name)
                     break
                 except FileNotFoundError:  # another rank has removed the folder, seen empty
                     if not tries_left:

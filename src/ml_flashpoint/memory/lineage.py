@@ -18,8 +18,8 @@ from pathlib import Path
 
 from ml_flashpoint.format.errors import DamagedError, SaveError, UnreadableError
 from ml_flashpoint.format.files import read_file, replace_file, writing
-from ml_flashpoint.format.records import decode_record, encode_record
-from ml_flashpoint.format.save_id import MAX_RUN, RUN_PATTERN, SaveId
+from ml_flashpoint.format.manifest import decode_record, encode_record
+from ml_flashpoint.format.names import MAX_RUN, RUN_PATTERN, SaveId
 from ml_flashpoint.memory.container import RUNS, BaseContainer, names_in
 
 _MARKS = ("written", "begun", "verified")

@@ -24,7 +24,7 @@ from typing import Final
 import xxhash
 
 from ml_flashpoint.format.errors import JobInUseError
-from ml_flashpoint.format.private_folders import is_at, make_tree, open_own
+from ml_flashpoint.format.files import is_at, make_tree, open_own
 
 PRIVATE: Final = ".flashpoint"
 """Folder of a base container for what is not a version."""

@@ -21,10 +21,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol, TypeVar
 
-from ml_flashpoint.format.errors import CapacityError, FlashpointError, PrunedError
-from ml_flashpoint.format.failure_kinds import is_shortage
+from ml_flashpoint.format.errors import CapacityError, FlashpointError, PrunedError, is_shortage
 from ml_flashpoint.format.manifest import Manifest
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.memory.capacity import available_bytes
 from ml_flashpoint.memory.container import BaseContainer, Owner
 from ml_flashpoint.memory.slot import PAGE, Slot, State, no_room, round_up

@@ -23,10 +23,10 @@ from ml_flashpoint.copy.pinned import PageLock
 from ml_flashpoint.format import knobs
 from ml_flashpoint.format.digest import digest_blocks
 from ml_flashpoint.format.errors import CapacityError, DamagedError, SaveError
+from ml_flashpoint.format.files import open_own
 from ml_flashpoint.format.manifest import ObjectRecord
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.format.object_format import Layout, encode_header
-from ml_flashpoint.format.private_folders import open_own
-from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.capacity import available_bytes
 
 if TYPE_CHECKING:  # managers of dictionaries map slots without torch
@@ -213,7 +213,6 @@ class Slot:
 
     def seal(
         self,
-        name: str,
         layout: Layout,
         byte_items: Sequence[bytes] = (),
         *,
@@ -222,7 +221,6 @@ class Slot:
         """Write the byte items and the header of an object whose tensors are in place. Return its record.
 
         Args:
-            name: of the object.
             layout: where everything lies.
             byte_items: content of ``layout.byte_items``, in their order.
             metadata: goes into the header.
@@ -240,7 +238,7 @@ class Slot:
         block_size = knobs.block_bytes()
         with self.buffer[: layout.size] as view:
             digests = digest_blocks(view, block_size=block_size)
-        return ObjectRecord(name, layout.size, self.size, digests, block_size)
+        return ObjectRecord(layout.size, self.size, digests, block_size)
 
     # ---- readers, and the end ------------------------------------------------------------------------------
 

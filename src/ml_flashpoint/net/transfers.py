@@ -32,8 +32,8 @@ from ml_flashpoint.format.errors import (
     ProtocolError,
     ReplicationError,
 )
-from ml_flashpoint.format.manifest import Manifest, ObjectRecord, decode, encode, object_name
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord, decode, encode
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.net.channel import STALL_S, Cancelled, Channel, ConnectionLostError
 from ml_flashpoint.net.client import Connection
 from ml_flashpoint.net.handshake import check_secret
@@ -71,13 +71,8 @@ class PartName(NamedTuple):
 
     @staticmethod
     def of(manifest: Manifest) -> PartName:
-        """Return the name of a part. Raise a `ManifestError` unless it has one object that is named after it."""
-        save, rank = SaveId.of(manifest), manifest.rank
-        names = [record.name for record in manifest.objects]
-        if save is None or names != [object_name(rank, save.text)]:
-            message = f"no part of a save: it is of {manifest.save_id!a} and has the objects {names}"
-            raise ManifestError(message, step=manifest.step, rank=rank)
-        return PartName(save, rank)
+        """Return the name of a part."""
+        return PartName(manifest.save, manifest.rank)
 
     def to_fields(self) -> Fields:
         """Return the name as fields of a request."""
@@ -303,7 +298,7 @@ class TransferService:
         rider, manifest = fields.get("rider"), decode(encoded)
         if not isinstance(rider, dict):
             raise ProtocolError("a push must have a rider")
-        part, record = PartName.of(manifest), manifest.objects[0]
+        part, record = PartName.of(manifest), manifest.record
         with error_context(part), contextlib.ExitStack() as receiving:
             buffer = receiving.enter_context(self._backend.receive(manifest, rider))
             if buffer is None:
@@ -408,7 +403,7 @@ class PeerConnection:
         arrived are not those of the manifest.
         """
         part = PartName.of(manifest)
-        if buffer.nbytes != manifest.total_size:
+        if buffer.nbytes != manifest.record.size:
             raise InvalidArgumentError("the buffer must have the size of the manifest's object")
         work_s = self._deadline_s + buffer.nbytes / _WORK_BYTES_S
         fields, encoded = {"rider": rider or {}}, encode(manifest)

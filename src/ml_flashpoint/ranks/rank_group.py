@@ -20,9 +20,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from ml_flashpoint.format.checkpoint_id_types import validate_segment
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, JobInUseError, TopologyError
 from ml_flashpoint.format.knobs import NODE_ID_VARIABLE, collective_deadline_s
+from ml_flashpoint.format.names import validate_segment
 from ml_flashpoint.ranks.collectives import Collectives
 from ml_flashpoint.ranks.strategies import Topology
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ml_flashpoint.format.arguments import checked_integer
 from ml_flashpoint.format.errors import InvalidArgumentError
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import SaveId
 
 _MOST = 10_000
 

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ml_flashpoint.copy.dtypes import octets_of
 from ml_flashpoint.copy.tensors import is_plain_strided
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import ReshardError
+from ml_flashpoint.format.names import CheckpointContainerId
 from ml_flashpoint.state.archive import SafeGlobal, load_archive, save_archive
 from ml_flashpoint.state.packed_state import packed_items
 from ml_flashpoint.state.plain_modes import plain_modes

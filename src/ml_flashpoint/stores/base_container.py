@@ -12,17 +12,16 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import DamagedError, ObjectNotFoundError
 from ml_flashpoint.format.files import writing
-from ml_flashpoint.format.manifest import Manifest, manifest_name, parse_manifest_name
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.manifest import Manifest
+from ml_flashpoint.format.names import CheckpointContainerId, SaveId, manifest_name, parse_manifest_name
 from ml_flashpoint.memory.container import BaseContainer as JobContainer
 from ml_flashpoint.memory.container import listed, locked_part, version_folders
 from ml_flashpoint.memory.lineage import RunRecord, read_records
 from ml_flashpoint.memory.lock import PRIVATE, locked_out
 from ml_flashpoint.stores.files import Directory, reading
-from ml_flashpoint.stores.version_store import Version, VersionStore, save_of_part
+from ml_flashpoint.stores.version_store import Version, VersionStore
 
 
 class BaseContainer(VersionStore):
@@ -79,7 +78,7 @@ class BaseContainer(VersionStore):
 
     def hold(self, manifest: Manifest) -> AbstractContextManager[object]:
         """See `VersionStore.hold`."""
-        return locked_part(self.base, save_of_part(manifest), manifest.rank)
+        return locked_part(self.base, manifest.save, manifest.rank)
 
     def remove(self, step: int | None, check: Callable[[], None] = lambda: None) -> list[str]:
         """Remove versions with their memory, or all that the job has left; see `VersionStore.remove`.

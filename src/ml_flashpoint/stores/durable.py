@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import (
     DamagedError,
     FlashpointError,
@@ -27,9 +26,8 @@ from ml_flashpoint.format.errors import (
     ManifestError,
     ObjectNotFoundError,
 )
-from ml_flashpoint.format.manifest import Manifest, manifest_name, parse_manifest_name
-from ml_flashpoint.format.records import MAX_RECORD_BYTES, decode_record, encode_record
-from ml_flashpoint.format.save_id import RUN_PATTERN, SaveId
+from ml_flashpoint.format.manifest import MAX_RECORD_BYTES, Manifest, decode_record, encode_record
+from ml_flashpoint.format.names import MAX_WORLD_SIZE, RUN_PATTERN, CheckpointContainerId, SaveId, parse_manifest_name
 from ml_flashpoint.stores.bounded import watched_files
 from ml_flashpoint.stores.files import Files
 from ml_flashpoint.stores.ownership import PERIOD_S, owned_files
@@ -63,8 +61,7 @@ def version_of(fields: Mapping[str, Any]) -> Version:
     step, save_id, size = (fields.get(each) for each in _FIELDS)
     if type(step) is int and isinstance(save_id, str) and type(size) is int:
         save = SaveId.parse(CheckpointContainerId.format_version_container(step), save_id)
-        if save is not None:
-            manifest_name(size - 1, save_id)  # checks the size
+        if save is not None and 0 < size <= MAX_WORLD_SIZE:
             return Version(save, folder_of(save), range(size), size, True)
     raise InvalidArgumentError("these name no version", argument="fields", value=dict(fields))
 

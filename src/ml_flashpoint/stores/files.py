@@ -22,7 +22,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ml_flashpoint.format.checkpoint_id_types import validate_segment
 from ml_flashpoint.format.errors import (
     DamagedError,
     FlashpointError,
@@ -36,6 +35,7 @@ from ml_flashpoint.format.errors import (
 )
 from ml_flashpoint.format.files import (
     as_octets,
+    check_unplanted,
     close_in_children,
     open_regular,
     replace_file,
@@ -43,7 +43,7 @@ from ml_flashpoint.format.files import (
     text_of_system,
     writing,
 )
-from ml_flashpoint.format.private_folders import check_unplanted
+from ml_flashpoint.format.names import validate_segment
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from ml_flashpoint.format.errors import InvalidArgumentError
-from ml_flashpoint.format.private_folders import check_unplanted
+from ml_flashpoint.format.files import check_unplanted
 from ml_flashpoint.stores.base_container import BaseContainer
 from ml_flashpoint.stores.durable import DurableVersions, is_run_folder
 from ml_flashpoint.stores.files import Directory, UrlFiles

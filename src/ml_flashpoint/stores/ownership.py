@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager
 from typing import Final
 
 from ml_flashpoint.format.errors import DamagedError, FlashpointError, JobInUseError, ObjectNotFoundError
-from ml_flashpoint.format.records import decode_record, encode_record
+from ml_flashpoint.format.manifest import decode_record, encode_record
 from ml_flashpoint.stores.files import Files
 
 _log = logging.getLogger(__name__)

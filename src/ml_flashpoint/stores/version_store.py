@@ -20,24 +20,15 @@ from ml_flashpoint.format.errors import (
     DamagedError,
     DigestMismatchError,
     FlashpointError,
-    ManifestError,
     ObjectNotFoundError,
     PrunedError,
     SaveError,
     UnreadableError,
+    is_damage,
 )
-from ml_flashpoint.format.failure_kinds import is_damage
-from ml_flashpoint.format.manifest import (
-    MAX_MANIFEST_BYTES,
-    Manifest,
-    ObjectRecord,
-    decode,
-    encode,
-    manifest_name,
-    object_name,
-)
+from ml_flashpoint.format.manifest import MAX_RECORD_BYTES, Manifest, ObjectRecord, decode, encode
+from ml_flashpoint.format.names import SaveId, manifest_name
 from ml_flashpoint.format.object_format import Entry, Layout, header_length, parse_header
-from ml_flashpoint.format.save_id import SaveId
 from ml_flashpoint.memory.lineage import RunRecord
 from ml_flashpoint.stores.files import PIECE_BYTES, Files
 
@@ -152,15 +143,11 @@ class VersionStore(ABC):
 
     def _manifest(self, name: str) -> Manifest:
         path = self.files.path_of(name)
-        manifest = decode(self.files.read(name, limit=MAX_MANIFEST_BYTES), path)
-        own = object_name(manifest.rank, manifest.save_id)
-        if SaveId.of(manifest) is None or [record.name for record in manifest.objects] != [own]:
-            raise ManifestError("a part must have one object, named after it", rank=manifest.rank, path=path)
-        return manifest
+        return decode(self.files.read(name, limit=MAX_RECORD_BYTES), path)
 
     def check_size(self, manifest: Manifest) -> None:
         """Check that the object of a part is there, and as long as it should be. Raises what `manifest` raises."""
-        size, wanted = self.files.size(self._name_of(manifest)), manifest.objects[0].file_size
+        size, wanted = self.files.size(self._name_of(manifest)), manifest.record.file_size
         if size != wanted:
             text = f"the object has {size} bytes, and {wanted} were committed"
             raise DamagedError(text, rank=manifest.rank, path=self.path_of(manifest))
@@ -174,7 +161,7 @@ class VersionStore(ABC):
         return self.files.path_of(self._name_of(manifest))
 
     def _name_of(self, manifest: Manifest) -> str:
-        return f"{self.folder_of(save_of_part(manifest))}/{manifest.objects[0].name}"
+        return f"{self.folder_of(manifest.save)}/{manifest.object_name}"
 
     def write_part(self, manifest: Manifest, content: Callable[[], Iterable[Buffer]]) -> bool:
         """Write a part, durably: its object, then its manifest. Return False if it was there already.
@@ -185,16 +172,16 @@ class VersionStore(ABC):
             manifest: of the part.
             content: returns the bytes of the object, as many as its file has, in pieces.
         """
-        name = f"{self.folder_of(save_of_part(manifest))}/{manifest_name(manifest.rank, manifest.save_id)}"
+        name = f"{self.folder_of(manifest.save)}/{manifest_name(manifest.rank, manifest.save.text)}"
         with contextlib.suppress(DamagedError, ObjectNotFoundError, PrunedError):  # the usual case
             if self._manifest(name) == manifest:
                 for _ in stored_object(manifest, [self]).pieces():
                     pass
                 return False
         written = self.files.write(self._name_of(manifest), iter(content()))
-        if written != manifest.objects[0].file_size:
-            text = f"{written} bytes were written, and not {manifest.objects[0].file_size}"
-            raise SaveError(text, step=manifest.step, rank=manifest.rank, path=self.path_of(manifest))
+        if written != manifest.record.file_size:
+            text = f"{written} bytes were written, and not {manifest.record.file_size}"
+            raise SaveError(text, step=manifest.save.step, rank=manifest.rank, path=self.path_of(manifest))
         self.files.write(name, [encode(manifest)])
         return True
 
@@ -223,13 +210,6 @@ class VersionStore(ABC):
             JobInUseError: somebody else is.
         """
         return contextlib.nullcontext(lambda: None)
-
-
-def save_of_part(manifest: Manifest) -> SaveId:
-    """Return the save of a part of a training job."""
-    save = SaveId.of(manifest)
-    assert save is not None  # checked where it was read
-    return save
 
 
 # ---- objects --------------------------------------------------------------------------------------------------------
@@ -344,7 +324,7 @@ def check_blocks(record: ObjectRecord, begin: int, into: memoryview, path: str) 
 
 def stored_object(manifest: Manifest, stores: Sequence[VersionStore]) -> StoredObject:
     """Return the object of a part that several stores hold. A block that one cannot give is read from the next."""
-    record, save = manifest.objects[0], save_of_part(manifest)
+    record, save = manifest.record, manifest.save
 
     def read(begin: int, into: memoryview) -> None:
         failures: list[FlashpointError] = []

@@ -7,10 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
-from ml_flashpoint.format.errors import FlashpointError, PrunedError
-from ml_flashpoint.format.failure_kinds import is_damage
+from ml_flashpoint.format.errors import FlashpointError, PrunedError, is_damage
 from ml_flashpoint.format.manifest import Manifest
-from ml_flashpoint.stores.version_store import Version, VersionStore, save_of_part, stored_object
+from ml_flashpoint.stores.version_store import Version, VersionStore, stored_object
 
 _MANIFESTS_AT_A_TIME: Final = 8
 
@@ -34,7 +33,7 @@ class CheckedPart:
     @property
     def bytes(self) -> int:
         """Bytes of its object that count."""
-        return 0 if self.manifest is None else self.manifest.total_size
+        return 0 if self.manifest is None else self.manifest.record.size
 
 
 def look_at(store: VersionStore, version: Version) -> list[CheckedPart]:
@@ -76,7 +75,7 @@ def check_part(
         for piece in stored_object(manifest, [store]).pieces():
             advance(len(piece))
     except FlashpointError as error:
-        if isinstance(error, PrunedError) or not store.has(save_of_part(manifest), part.rank):
+        if isinstance(error, PrunedError) or not store.has(manifest.save, part.rank):
             return CheckedPart(part.rank, manifest, removed=True)
         return CheckedPart(part.rank, manifest, (_problem(error, store),))
     return part

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from ml_flashpoint.format.errors import InvalidArgumentError, SaveError
-from ml_flashpoint.format.files import sync_directory
-from ml_flashpoint.format.private_folders import check_unplanted
+from ml_flashpoint.format.files import check_unplanted, sync_directory
 from ml_flashpoint.memory.lock import PRIVATE
 from ml_flashpoint.stores.base_container import BaseContainer
 from ml_flashpoint.stores.bounded import in_background, while_it_moves
@@ -200,7 +199,7 @@ def _write_parts(
     lock, done, written = threading.Lock(), 0, 0
     with contextlib.ExitStack() as stack:
         parts = version.parts(stack)
-        total = sum(part.manifest.objects[0].file_size for part in parts.values())
+        total = sum(part.manifest.record.file_size for part in parts.values())
         left = iter(parts.values())
 
         def advance(nbytes: int) -> None:
@@ -232,7 +231,7 @@ def _write_parts(
                         with lock:
                             written += 1
                     else:
-                        advance(part.manifest.objects[0].file_size)
+                        advance(part.manifest.record.file_size)
                 except BaseException as error:
                     failures.append(error)  # what is left need not be written
 

@@ -19,10 +19,10 @@ from ml_flashpoint.format.errors import (
     MissingPartsError,
     ObjectNotFoundError,
     PrunedError,
+    is_damage,
 )
-from ml_flashpoint.format.failure_kinds import is_damage
 from ml_flashpoint.format.manifest import Manifest
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.memory.lineage import newest_begun
 from ml_flashpoint.stores.location import open_store
 from ml_flashpoint.stores.version_store import StoredObject, Version, VersionStore, stored_object

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ml_flashpoint.format.errors import DigestMismatchError, LoadError, ObjectNotFoundError
-from ml_flashpoint.format.manifest import object_name
+from ml_flashpoint.format.names import object_name
 from ml_flashpoint.stores.location import open_store
 from ml_flashpoint.tools.copy import persist_version
 from ml_flashpoint.tools.export import export_version

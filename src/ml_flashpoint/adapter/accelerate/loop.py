@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
 from typing import Any
 
 from accelerate import Accelerator
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from ml_flashpoint.adapter.accelerate.place import LoaderPlace, samplers_within
+from ml_flashpoint.data import LoaderBatches
 from ml_flashpoint.flashpoint import Flashpoint
 from ml_flashpoint.format.errors import InvalidArgumentError
 
@@ -83,7 +83,7 @@ class AcceleratorFlashpoint(Flashpoint):
                 if through is not None:
                     text = "cannot be used with a loader that Accelerate has prepared, which fetches ahead itself"
                     raise InvalidArgumentError(text, argument="through", value=through)
-                return _Batches(place)
+                return LoaderBatches(place)
         return super().batches(loader, through)
 
     def step(self) -> int:
@@ -96,19 +96,6 @@ class AcceleratorFlashpoint(Flashpoint):
             if not any(place.is_looped_over for place in self._places):
                 _log.warning("nobody loops over fp.batches(loader): a restart begins an epoch anew")
         return super().step()
-
-
-class _Batches:
-    """The batches of a prepared loader. Each ``for`` loop over this is one pass."""
-
-    def __init__(self, place: LoaderPlace) -> None:
-        self._place = place
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._place.begin()
-
-    def __len__(self) -> int:
-        return len(self._place.loader)
 
 
 class _Accumulated:

@@ -208,7 +208,7 @@ class LoaderPlace(PlaceInData):
         """True once a pass was begun."""
         return self._active is not None
 
-    def begin(self) -> Iterator[Any]:
+    def begin(self, through: None = None) -> Iterator[Any]:
         """Return the iterator of a pass: the rest of the one that was loaded, or the next one."""
         pending, self._pending = self._pending, None
         if self._draws is None:

@@ -16,8 +16,8 @@ from ml_flashpoint.adapter.lightning.strategies import without_tensors
 from ml_flashpoint.config import Config
 from ml_flashpoint.copy.tensors import check_copies
 from ml_flashpoint.flashpoint import Flashpoint
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import LoadError
+from ml_flashpoint.format.names import CheckpointContainerId
 from ml_flashpoint.state.archive import save_archive
 from ml_flashpoint.state.modules import freeze_parameters, frozen_parameters
 from ml_flashpoint.state.optimizers import OptimizerState
@@ -120,9 +120,9 @@ class TrainerFlashpoint(Flashpoint):
 
     def save_due(self, step: int) -> None:
         """Save by the schedule. Without free memory, the save is skipped."""
-        self._prepare()
+        self._check(saves=True)
         self._save(step, explicit=False)
-        self._raise_failure()
+        self._report()
 
     # ---- loading ------------------------------------------------------------------------------------------
 

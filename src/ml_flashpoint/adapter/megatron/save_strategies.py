@@ -35,11 +35,10 @@ from ml_flashpoint.engine.committing import BytesItem, TensorItem
 from ml_flashpoint.engine.save import Save
 from ml_flashpoint.engine.sidecars import sidecar_items, sidecar_labels
 from ml_flashpoint.format.arguments import ignored
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, SaveError, UnaskedVersionsError
+from ml_flashpoint.format.files import make_tree
 from ml_flashpoint.format.knobs import seal_deadline_s
-from ml_flashpoint.format.private_folders import make_tree
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import CheckpointContainerId, SaveId
 from ml_flashpoint.ranks.rank_group import rank_group
 
 _log = logging.getLogger(__name__)

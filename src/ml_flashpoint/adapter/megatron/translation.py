@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlanner
 
 from ml_flashpoint.adapter.megatron.releases import refused_in_common, resharding
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import SaveError, UnsafeContentError
+from ml_flashpoint.format.names import CheckpointContainerId
 from ml_flashpoint.state.archive import place_of, save_archive
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)

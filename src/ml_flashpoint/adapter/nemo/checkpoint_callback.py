@@ -16,9 +16,9 @@ from ml_flashpoint.adapter.nemo.checkpoint_io import (
 )
 from ml_flashpoint.adapter.trainer_loops import Schedule, go_last, updates_by_step
 from ml_flashpoint.format.arguments import checked_base, checked_bool
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.format.knobs import seal_deadline_s
+from ml_flashpoint.format.names import CheckpointContainerId
 
 
 class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]

@@ -30,9 +30,9 @@ from ml_flashpoint.config import Config
 from ml_flashpoint.copy import cuda
 from ml_flashpoint.copy.tensors import check_copies
 from ml_flashpoint.engine.checkpointer import Checkpointer
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import SaveError
 from ml_flashpoint.format.knobs import exit_deadline_s
+from ml_flashpoint.format.names import CheckpointContainerId
 
 _log = logging.getLogger(__name__)
 

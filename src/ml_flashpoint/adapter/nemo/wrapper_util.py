@@ -24,9 +24,9 @@ from ml_flashpoint.adapter.nemo.checkpoint_io import (
 )
 from ml_flashpoint.config import Config, Persist
 from ml_flashpoint.format.arguments import checked_base, checked_bool, checked_integer, checked_seconds, ignored
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, NothingLoadableError
-from ml_flashpoint.format.private_folders import make_private
+from ml_flashpoint.format.files import make_private
+from ml_flashpoint.format.names import CheckpointContainerId
 from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.ranks.retention import Keep
 

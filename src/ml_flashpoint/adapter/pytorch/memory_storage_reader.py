@@ -20,12 +20,12 @@ from ml_flashpoint.adapter.pytorch.seed import DefaultMLFlashpointCheckpointLoad
 from ml_flashpoint.copy.cpu import copy_all
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.engine.reader import ObjectReader, VersionReader
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import (
     InvalidArgumentError,
     LoadError,
     ObjectNotFoundError,
 )
+from ml_flashpoint.format.names import CheckpointContainerId
 from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.state.archive import SafeGlobal, check_bytes, load_archive
 

@@ -43,9 +43,9 @@ from ml_flashpoint.copy.tensors import is_plain_strided, materialized
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.engine.committing import BytesItem, TensorItem
 from ml_flashpoint.format.arguments import ignored
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidArgumentError, NotStagedError, SaveError
 from ml_flashpoint.format.knobs import exit_deadline_s
+from ml_flashpoint.format.names import CheckpointContainerId
 from ml_flashpoint.state.archive import SafeGlobal, by_name, load_archive, save_archive
 from ml_flashpoint.state.plan import item_keys
 

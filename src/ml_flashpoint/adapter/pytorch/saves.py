@@ -14,10 +14,9 @@ from ml_flashpoint import events
 from ml_flashpoint.adapter.pytorch.saving_process import RemoteSaves, SaveServer
 from ml_flashpoint.adapter.pytorch.staging import GIVEN_S, Staged, StagedStateDict
 from ml_flashpoint.engine.checkpointer import Checkpointer
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidArgumentError, SaveError
 from ml_flashpoint.format.knobs import seal_deadline_s
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import CheckpointContainerId, SaveId
 from ml_flashpoint.ranks.rank_group import RankGroup
 
 _log = logging.getLogger(__name__)

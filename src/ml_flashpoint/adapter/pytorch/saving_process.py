@@ -27,9 +27,9 @@ from ml_flashpoint.adapter.pytorch.staging import LeftOut, Staged, StagedStateDi
 from ml_flashpoint.copy.dtypes import dtype_name, octets_of, torch_dtype
 from ml_flashpoint.engine.committing import BytesItem, TensorItem
 from ml_flashpoint.format import errors
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import FlashpointError, ProtocolError, SaveError
 from ml_flashpoint.format.knobs import collective_deadline_s, seal_deadline_s
+from ml_flashpoint.format.names import CheckpointContainerId
 from ml_flashpoint.net.client import Connection
 from ml_flashpoint.net.messages import Dialect, Fields, errors_of, list_of, text
 from ml_flashpoint.net.server import Peer, RequestServer

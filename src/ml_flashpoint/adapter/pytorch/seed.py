@@ -16,8 +16,8 @@ from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.engine.reader import VersionReader
 from ml_flashpoint.engine.save import SaveStats
 from ml_flashpoint.format.arguments import checked_integer, ignored
-from ml_flashpoint.format.checkpoint_id_types import CheckpointContainerId
 from ml_flashpoint.format.errors import InvalidArgumentError, ReplicationError
+from ml_flashpoint.format.names import CheckpointContainerId
 from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.ranks.strategies import ReplicationStrategy, checked_strategy
 

@@ -155,7 +155,7 @@ class TrainerFlashpoint(Flashpoint):
     @property
     def place(self) -> Path:
         """A folder in the base container for what this rank's Trainer reads of a version."""
-        return Path(self._base) / "trainer" / f"rank-{self._ranks.rank:05d}"
+        return Path(self._checkpointer.base) / "trainer" / f"rank-{self._ranks.rank:05d}"
 
 
 class _Attached(TrainerCallback):  # type: ignore[misc]

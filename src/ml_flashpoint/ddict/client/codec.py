@@ -39,7 +39,7 @@ import torch
 from ml_flashpoint.copy.cpu import cpu_clone, view_identity
 from ml_flashpoint.copy.dtypes import STORABLE_DTYPES, dtype_name, octets_of, torch_dtype
 from ml_flashpoint.ddict.manager.slots import decode_number, encode_number
-from ml_flashpoint.format.dtypes import parse_true_type, tensor_nbytes
+from ml_flashpoint.format.dtypes import parse_true_type
 from ml_flashpoint.format.errors import DamagedError, InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -245,11 +245,7 @@ def assemble(kind: str, parts: Sequence[object], pickled: bytes) -> object:
 @lru_cache(maxsize=4096)
 def _parse_tensor_type(text: str) -> tuple[str, tuple[int, ...], int]:
     """``(dtype, shape, bytes)`` of what `_describe` made. Raises ValueError."""
-    found = parse_true_type(text)
-    nbytes = None if found is None else tensor_nbytes(*found)
-    if found is None or nbytes is None:
-        raise ValueError("there is no such tensor")
-    return *found, nbytes
+    return parse_true_type(text)
 
 
 def tensor_octets(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

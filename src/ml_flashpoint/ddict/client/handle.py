@@ -8,7 +8,6 @@ of this. What of a handle's writes can be lost is `keepalive.Standing`'s.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import multiprocessing.util
 import os
@@ -61,8 +60,8 @@ from ml_flashpoint.ddict.wire.requests import (
     Request,
     State,
     Whose,
+    Written,
 )
-from ml_flashpoint.ddict.wire.written import NOTHING, Written
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError
 from ml_flashpoint.net.client import Reply
 
@@ -345,7 +344,7 @@ class Handle:
         size = shared_memory.object_size(encoded)
         reserved = exchange.request(Allocate(told.whose, size), key).fields
         value_id = reserved["v"]
-        told = dataclasses.replace(told, value_id=value_id)
+        told = told._replace(value_id=value_id)
         try:
             if not exchange.local:
                 blobs = shared_memory.object_blobs(encoded, reserved["size"], value_id)
@@ -493,7 +492,7 @@ class Handle:
 
     def _go_back(self, back: Back, deadline: float) -> None:
         standing, to = self.standing, back.to
-        if not (standing.joined or standing.written != NOTHING):
+        if not (standing.joined or standing.written != Written()):
             self._move(to, deadline)
             return
         standing.go_back(back)

@@ -28,8 +28,7 @@ from ml_flashpoint.ddict.errors import (
 )
 from ml_flashpoint.ddict.links import Exchange, Links, locator
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
-from ml_flashpoint.ddict.wire.requests import Account, Attach, Back, CatchUp, Join, Leave, Watch, Whose
-from ml_flashpoint.ddict.wire.written import Written
+from ml_flashpoint.ddict.wire.requests import Account, Attach, Back, CatchUp, Join, Leave, Watch, Whose, Written
 from ml_flashpoint.format.errors import FlashpointError
 
 _log = logging.getLogger(__name__)
@@ -134,6 +133,7 @@ class Standing:
             if answer["lost"] is not None:
                 if self.lost is None or self.lost[0] != answer["lost"]:
                     self._lose(str(answer["lost"]), base, answer["manager"])
+                    self.written = Written()
                 return
             self.written = Written(min(self.written.checkpoint, base))  # all of it is in that cut
             if answer["taken"] and self.untold is None:
@@ -147,7 +147,6 @@ class Standing:
         to = min(max(base, 0), self.checkpoint_id)
         self.lost = why, to, manager
         self.untold = writes_lost(why, to, manager)
-        self.written = Written()
 
     def tell(self) -> None:
         """Raise what it has to be told, once."""

@@ -21,7 +21,7 @@ from ml_flashpoint.ddict.options import Configuration
 from ml_flashpoint.ddict.persistence import History, open_part, write_part
 from ml_flashpoint.ddict.wire.keys import described, place
 from ml_flashpoint.format.errors import DamagedError
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.stores.version_store import StoredObject, Version
 
 if TYPE_CHECKING:

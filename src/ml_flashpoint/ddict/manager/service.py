@@ -353,7 +353,7 @@ def _keys(call: _Call, request: asked.Keys) -> Result:
         for entry in found
         if not (request.once and entry.broadcast and place(entry.key, managers) != manager.number)
     ]
-    return {"n": len(keys)}, (b"" if request.count else b"".join(_LENGTH.pack(len(key)) + key for key in keys),)
+    return {"n": len(keys)}, (b"" if request.only_count else b"".join(_LENGTH.pack(len(key)) + key for key in keys),)
 
 
 # ---- what the coordinator and other managers ask for ----------------------------------------------------------------

@@ -62,8 +62,8 @@ from ml_flashpoint.format.errors import (
     ReplicationError,
 )
 from ml_flashpoint.format.knobs import block_bytes, transfer_deadline_s
-from ml_flashpoint.format.manifest import Manifest, ObjectRecord, encode, object_name
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord, encode
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.memory.slot import Slot
 from ml_flashpoint.net.channel import ConnectionLostError, TransferCancelledError
 from ml_flashpoint.net.handshake import check_secret
@@ -220,8 +220,8 @@ class CopyBackend:
     @contextlib.contextmanager
     def receive(self, manifest: Manifest, rider: Fields) -> Iterator[memoryview | None]:
         """See `TransferBackend`."""
-        rank, save = manifest.rank, SaveId.of(manifest)
-        if save is None or rank not in self._held or manifest.world_size != self._managers or not is_part(manifest):
+        rank, save = manifest.rank, manifest.save
+        if rank not in self._held or manifest.world_size != self._managers or not is_part(manifest):
             raise ProtocolError("this manager holds no copies of that one, or this is no part", rank=rank)
         held = self._store.find(save, rank)
         if held is not None and held.manifest == manifest:
@@ -300,7 +300,7 @@ class Recoverer:
     def _index(self, ref: PartRef) -> tuple[Index, memoryview]:
         if ref not in self._indices:
             part = self._part(ref)
-            path = f"{ref.save.version}/{part.record.name}"
+            path = f"{ref.save.version}/{part.manifest.object_name}"
             data, segment = split_object(part.data, part.record.file_size, path)
             self._indices[ref] = decode_index(data, ref, self._rank, len(self._copies.nodes), path), segment
         return self._indices[ref]
@@ -329,7 +329,7 @@ class Recoverer:
         part = self._store.find(ref.save, self._rank)
         if part is None:
             return None
-        record, path = part.record, f"{ref.save.version}/{part.record.name}"
+        record, path = part.record, f"{ref.save.version}/{part.manifest.object_name}"
         try:
             verify_blocks(part.data, record.digests, record.block_size, path=path)
         except DamagedError as error:
@@ -362,7 +362,7 @@ class Recoverer:
                 raise ManifestError("a holder gave the manifest of another part", node=holder.node)
             with (
                 self._store.receiving(manifest) as buffer,
-                BlockChecker(manifest.objects[0], buffer, str(name)) as blocks,
+                BlockChecker(manifest.record, buffer, str(name)) as blocks,
             ):
                 peer.fetch(name, blocks, cancelled=self._cancelled)
         part = self._store.find(ref.save, self._rank)
@@ -525,8 +525,7 @@ class Snapshots:
     def _seal_value(self, checkpoint_id: int, value: StoredValue) -> None:
         ref, block = self._next_ref(checkpoint_id), block_bytes()
         digests = digest_blocks(value.slot.buffer[: value.size], block_size=block)
-        name = object_name(self._manager, ref.name)
-        self._commit(ref, value.slot, ObjectRecord(name, value.size, value.slot.size, digests, block))
+        self._commit(ref, value.slot, ObjectRecord(value.size, value.slot.size, digests, block))
         value.part = ref  # its slot is the store's to free
 
     def _write(self, own: PartRef, told: tuple[PartRef, ...], entries: list[Entry], missing: list[bytes]) -> None:
@@ -536,15 +535,14 @@ class Snapshots:
         layout = plan_object(len(index), sum(map(len, segment)))
         slot = self._store.take(layout.size)
         try:
-            name = object_name(self._manager, own.name)
-            self._commit(own, slot, slot.seal(name, layout, (index, b"".join(segment))))
+            self._commit(own, slot, slot.seal(layout, (index, b"".join(segment))))
         except BaseException:
             self._store.free(slot)
             raise
 
     def _commit(self, ref: PartRef, slot: Slot, record: ObjectRecord) -> None:
         nodes, manager = self.copies.nodes, self._manager
-        manifest = Manifest(ref.save.version, manager, len(nodes), ref.name, nodes[manager], (record,))
+        manifest = Manifest(ref.save, manager, len(nodes), nodes[manager], record)
         self._store.commit(slot, manifest)
 
     def _push(self, deadline: float) -> None:

@@ -35,10 +35,10 @@ from ml_flashpoint.format.errors import (
     ManifestError,
     ObjectNotFoundError,
     SaveError,
+    is_shortage,
 )
-from ml_flashpoint.format.failure_kinds import is_shortage
-from ml_flashpoint.format.manifest import Manifest, ObjectRecord, object_name, parse_object_name
-from ml_flashpoint.format.save_id import SaveId
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord
+from ml_flashpoint.format.names import SaveId, object_name, parse_object_name
 from ml_flashpoint.memory.capacity import available_bytes
 from ml_flashpoint.memory.container import BaseContainer, Owner
 from ml_flashpoint.memory.lock import JobLock
@@ -62,17 +62,15 @@ class PartRef(NamedTuple):
 
 
 def part_ref(name: object, step: object) -> PartRef:
-    """A reference that somebody else gave. Raises `InvalidArgumentError`, `InvalidNameError`: it names no part."""
-    if not isinstance(name, str):
+    """A reference that somebody else gave. Raises `InvalidArgumentError`: it names no part."""
+    if not isinstance(name, str) or parse_object_name(object_name(0, name)) is None:
         raise InvalidArgumentError("not the name of a part", argument="name", value=name)
-    object_name(0, name)  # refuses what cannot be part of a file's name
     return PartRef(name, check_checkpoint_id(step, "step"))
 
 
 def is_part(manifest: Manifest) -> bool:
     """Return True if the manifest is of a part of a dictionary: a snapshot, or a large value, that fills a slot."""
-    objects = [(record.name, record.file_size % PAGE) for record in manifest.objects]
-    return SaveId.of(manifest) is not None and objects == [(object_name(manifest.rank, manifest.save_id), 0)]
+    return manifest.record.file_size % PAGE == 0
 
 
 _log = logging.getLogger(__name__)
@@ -96,7 +94,7 @@ class HeldPart:
     @property
     def record(self) -> ObjectRecord:
         """The record of its object."""
-        return self.manifest.objects[0]
+        return self.manifest.record
 
     @property
     def data(self) -> memoryview:
@@ -160,7 +158,7 @@ class PartStore:
             return
         try:
             manifest = self.container.read_manifest(save, owner[0])
-            if manifest.objects[0].file_size != slot.size:
+            if manifest.record.file_size != slot.size:
                 raise ManifestError("the manifest is of another object", path=self.container.base / found)
             self._parts[save, owner[0]] = HeldPart(save, manifest, slot)
         except (ObjectNotFoundError, ManifestError) as error:  # cut short, or damaged
@@ -249,10 +247,10 @@ class PartStore:
     def commit(self, slot: Slot, manifest: Manifest) -> HeldPart:
         """Make what lies in a slot a part, in place of one of the same name. The slot is the part's from then on.
         Raises `SaveError`, `CapacityError`: there is no such part then."""
-        save, rank = SaveId.of(manifest), manifest.rank
+        save, rank = manifest.save, manifest.rank
         with self._lock:
-            if save is None or slot not in self._in_use:
-                raise SaveError("this is no part, or the store was closed", rank=rank, path=slot.path)
+            if slot not in self._in_use:
+                raise SaveError("the store was closed", rank=rank, path=slot.path)
             replaced = self._parts.pop((save, rank), None)
             if replaced is not None and replaced.slot is not slot:
                 self._release(replaced.slot)
@@ -264,9 +262,9 @@ class PartStore:
     def receiving(self, manifest: Manifest) -> Iterator[memoryview]:
         """Yield a buffer for a part from elsewhere, which is committed if the block is left without an error. Raises
         what `take` and `commit` raise."""
-        slot = self.take(manifest.objects[0].file_size, exact=True)
+        slot = self.take(manifest.record.file_size, exact=True)
         try:
-            with slot.buffer[: manifest.objects[0].size] as buffer:
+            with slot.buffer[: manifest.record.size] as buffer:
                 yield buffer
             self.commit(slot, manifest)
         except BaseException:

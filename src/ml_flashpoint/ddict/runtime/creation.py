@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from ml_flashpoint.ddict.checkpoints.server import CoordinatorServer
+from ml_flashpoint.ddict.coordinator import Coordinator
 from ml_flashpoint.ddict.native.ray import is_on_ray
 from ml_flashpoint.ddict.options import Configuration, Options
 from ml_flashpoint.ddict.runtime.embedded import EmbeddedRuntime, Runtime
@@ -21,7 +21,7 @@ from ml_flashpoint.format.errors import InvalidArgumentError
 _log = logging.getLogger(__name__)
 
 
-def create(options: Options) -> tuple[Configuration, CoordinatorServer | None, Runtime]:
+def create(options: Options) -> tuple[Configuration, Coordinator | None, Runtime]:
     """Start the coordinator and the managers of a new dictionary. The coordinator is None where its runtime has it.
     Raises `InvalidArgumentError`: the options do not go together; `DDictError`: a manager did not start."""
     if options.replicated and options.n_nodes == 1:
@@ -41,7 +41,7 @@ def create(options: Options) -> tuple[Configuration, CoordinatorServer | None, R
     )
     with contextlib.ExitStack() as undo:
         undo.callback(runtime.stop)
-        coordinator = CoordinatorServer(configuration)
+        coordinator = Coordinator(configuration)
         undo.callback(coordinator.close)
         its = configuration.to_json()
         runtime.start([{"configuration": its, "manager": number} for number in range(options.managers)])

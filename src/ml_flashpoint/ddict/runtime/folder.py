@@ -19,8 +19,7 @@ from pathlib import Path
 
 from ml_flashpoint.ddict.errors import DDictError
 from ml_flashpoint.format.errors import UnsafePathError
-from ml_flashpoint.format.files import close_in_children
-from ml_flashpoint.format.private_folders import check_way, is_at, open_own
+from ml_flashpoint.format.files import check_way, close_in_children, is_at, open_own
 
 BASE_VARIABLE = "FLASHPOINT_DDICT_BASE"
 """Environment variable: folder in which dictionaries make theirs, in place of one in ``/dev/shm``."""

@@ -28,7 +28,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ml_flashpoint.ddict.checkpoints.server import CoordinatorServer
+from ml_flashpoint.ddict.coordinator import Coordinator
 from ml_flashpoint.ddict.errors import DDictError, DDictTimeoutError
 from ml_flashpoint.ddict.native.ray import own_host
 from ml_flashpoint.ddict.options import Configuration
@@ -99,7 +99,7 @@ class RayRuntime(Runtime):
             for name, value in os.environ.items()
             if name.startswith("FLASHPOINT_") and name != NODE_ID_VARIABLE  # that is the creator's node
         }
-        self._coordinator = CoordinatorServer(configuration, own_host())
+        self._coordinator = Coordinator(configuration, own_host())
         self.configuration = configuration = dataclasses.replace(configuration, coordinator=self._coordinator.address)
         """With what clients need to find the coordinator, which knows where the managers are."""
         self._group: PlacementGroup | None = None

@@ -11,9 +11,11 @@ up. Threads of one handle can overtake each other: a request that is refused has
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from ml_flashpoint.ddict.errors import StaleRequestError
+
+_OVER: Final = 1 << 62  # the generation of a handle that asks for nothing more
 
 
 class _Heard(NamedTuple):
@@ -35,6 +37,14 @@ class Fence:
             raise StaleRequestError("the handle that made this request has given it up")
         self._heard[handle] = _Heard(max(epoch, newest.epoch), generation)
         return generation > newest.generation
+
+    def end(self, handle: str, generation: int) -> bool:
+        """Note the last request of a handle. Return False if that was heard before."""
+        if self._heard.get(handle, _Heard(0, 0)).generation == _OVER:
+            return False
+        self.hear(handle, generation)
+        self._heard[handle] = _Heard(0, _OVER)
+        return True
 
     def begin(self, epoch: int) -> None:
         """Forget what was heard in earlier epochs, of which all requests are refused."""

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from ml_flashpoint.format.checkpoint_id_types import (
+from ml_flashpoint.format.errors import InvalidArgumentError, InvalidNameError
+from ml_flashpoint.format.names import (
     MAX_SEGMENT_BYTES,
     MAX_STEP,
     CheckpointContainerId,
     CheckpointObjectId,
     validate_segment,
 )
-from ml_flashpoint.format.errors import InvalidArgumentError, InvalidNameError
 
 BASE = CheckpointContainerId("/tmp/mlf-jobs/job-145")
 

@@ -1,11 +1,11 @@
-"""Absolute, hierarchical names of checkpoints and of objects in them. Names are values: no filesystem is looked at."""
+"""Names: absolute ids of checkpoints and objects, saves, and the files of parts. Values: no filesystem is looked at."""
 
 from __future__ import annotations
 
 import operator
 import os
 import re
-from typing import SupportsIndex, TypeVar
+from typing import NamedTuple, SupportsIndex, TypeVar
 
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, InvalidNameError
 
@@ -15,14 +15,28 @@ MAX_SEGMENT_BYTES = 255
 MAX_STEP = 2**63 - 1
 """Largest step number."""
 
+MAX_WORLD_SIZE = 2**24
+"""Largest number of ranks in a job."""
+
+MAX_RUN = 10**12 - 1
+"""Highest number of a run. A name with a higher one is no name of a save: nobody can make the next run unreadable."""
+
+RUN_PATTERN = "[0-9]{8,12}"
+"""Regular expression of the number in names."""
+
 _VERSION_CONTAINER = re.compile(r"step-(0|[1-9][0-9]{0,18})_ckpt")
-_SHOWN_CHARACTERS = 80
+_RUN = re.compile(RUN_PATTERN)
+_SAVE_ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,127}")
+_PART_FILE = re.compile(rf"rank-([0-9]{{5,8}})-({_SAVE_ID.pattern})\.(manifest|safetensors)")
 
 _Id = TypeVar("_Id", bound="_AbsoluteId")
 
 
+# ---- ids ------------------------------------------------------------------------------------------------------------
+
+
 def _shown(name: str) -> str:
-    return ascii(name if len(name) <= _SHOWN_CHARACTERS else name[:_SHOWN_CHARACTERS] + "...")
+    return ascii(name if len(name) <= 80 else name[:80] + "...")
 
 
 def validate_segment(name: str) -> str:
@@ -43,19 +57,8 @@ def validate_segment(name: str) -> str:
     except UnicodeEncodeError:
         raise InvalidNameError(f"a name must be encodable as UTF-8: {_shown(name)}") from None
     if len(encoded) > MAX_SEGMENT_BYTES:
-        raise InvalidNameError(
-            f"a name must have at most {MAX_SEGMENT_BYTES} bytes, not {len(encoded)}: {_shown(name)}"
-        )
+        raise InvalidNameError(f"a name must have at most {MAX_SEGMENT_BYTES} bytes: {_shown(name)}")
     return name
-
-
-def is_segment(name: object) -> bool:
-    """Return True if `validate_segment` takes a name."""
-    try:
-        validate_segment(name)  # type: ignore[arg-type]
-    except InvalidNameError:
-        return False
-    return True
 
 
 class _AbsoluteId(str):
@@ -79,10 +82,7 @@ class _AbsoluteId(str):
         """The normalised absolute path."""
         return str(self)
 
-    @property
-    def data(self) -> str:
-        """The normalised absolute path."""
-        return str(self)
+    data = path
 
     @property
     def segments(self) -> tuple[str, ...]:
@@ -162,7 +162,6 @@ class CheckpointContainerId(_AbsoluteId):
         return int(match[1]) if match is not None and int(match[1]) <= MAX_STEP else None
 
     parse_version_container_step = parse_version_container
-    """The name of :meth:`parse_version_container` in google/ml-flashpoint."""
 
     @property
     def parent(self) -> CheckpointContainerId:
@@ -202,9 +201,70 @@ class CheckpointObjectId(_AbsoluteId):
         return CheckpointObjectId(f"{above.path}/{validate_segment(object_name)}")
 
     create = from_container
-    """The shorter name of :meth:`from_container`."""
 
     @property
     def container(self) -> CheckpointContainerId:
         """The container that the object lies in."""
         return CheckpointContainerId("/" + "/".join(self.segments[:-1]))
+
+
+# ---- saves, and the files of parts ----------------------------------------------------------------------------------
+
+
+class SaveId(NamedTuple):
+    """Name of a save. Saves of a later run compare greater, and within a run those of a later step.
+
+    Attributes:
+        run: number of the run, from 1. Run 0 is older than every run.
+        step: training step.
+    """
+
+    run: int
+    step: int
+
+    @property
+    def version(self) -> str:
+        """Directory name of the version, ``step-<step>_ckpt``."""
+        return f"step-{self.step}_ckpt"
+
+    @property
+    def text(self) -> str:
+        """The run as manifests and file names spell it: at least 8 digits."""
+        return f"{self.run:08d}"
+
+    @staticmethod
+    def parse(version: str, text: str) -> SaveId | None:
+        """Return the save of a version's directory name and a save id, or None if there is no such save."""
+        step = CheckpointContainerId.parse_version_container(version)
+        if step is None or not _RUN.fullmatch(text):
+            return None
+        save = SaveId(int(text), step)
+        return save if save.text == text else None
+
+
+def manifest_name(rank: int, save_id: str) -> str:
+    """Return the file name of the manifest of a rank's part: ``rank-00003-<save id>.manifest``."""
+    return f"rank-{rank:05d}-{save_id}.manifest"
+
+
+def parse_manifest_name(name: str) -> tuple[int, str] | None:
+    """Return rank and save id from a file name of `manifest_name`, or None for any other."""
+    return _parse_part_file(name, "manifest")
+
+
+def object_name(rank: int, save_id: str) -> str:
+    """Return the file name of a rank's object: ``rank-00003-<save id>.safetensors``."""
+    return f"rank-{rank:05d}-{save_id}.safetensors"
+
+
+def parse_object_name(name: str) -> tuple[int, str] | None:
+    """Return rank and save id from a file name of `object_name`, or None for any other."""
+    return _parse_part_file(name, "safetensors")
+
+
+def _parse_part_file(name: str, kind: str) -> tuple[int, str] | None:
+    match = _PART_FILE.fullmatch(name)
+    if match is None or match[3] != kind:
+        return None
+    rank = int(match[1])
+    return (rank, match[2]) if rank < MAX_WORLD_SIZE and match[1] == f"{rank:05d}" else None

@@ -62,7 +62,7 @@ class Run:
         failures = FailureConfig(max_failures=8)
         self._trainer = TorchTrainer(
             ray_train.train,
-            train_loop_config={"told": str(self.told), "epochs": 2, **config},
+            train_loop_config={"told": str(self.told), **config},
             scaling_config=scaling,
             run_config=RunConfig(name=name, storage_path=str(folder / "storage"), failure_config=failures),
         )
@@ -79,24 +79,24 @@ class Run:
     def reports(self, rank: int) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.told / f"{rank}.jsonl").read_text().splitlines()]
 
-    def losses(self, rank: int) -> dict[int, float]:
-        """What the last life that did a step told of it."""
-        return {each["step"]: each["loss"] for each in self.reports(rank) if "step" in each}
-
     def resumed_at(self) -> list[int]:
         return [each["resumes"] for each in self.reports(0) if "resumes" in each]
 
     def holds(self) -> int:
         """Wait until all ranks hold. Return after which step."""
         files = [self.told / f"holds-{rank}" for rank in range(RANKS)]
-        wait_until(lambda: all(each.exists() and each.read_text() for each in files), DEADLINE_S)
+        wait_until(lambda: all(map(_is_written, files)), "all ranks hold", DEADLINE_S)
         (step,) = {int(each.read_text()) for each in files}
         return step
 
     def places(self) -> list[tuple[str, Path]]:
         """Return the nodes that the ranks are on, and where each keeps its base containers."""
         files = [self.told / f"node-{rank}" for rank in range(RANKS)]
-        wait_until(lambda: all(each.exists() and each.read_text().endswith("\n") for each in files), DEADLINE_S)
+        wait_until(
+            lambda: all(each.exists() and each.read_text().endswith("\n") for each in files),
+            "the ranks have nodes",
+            DEADLINE_S,
+        )
         found = [each.read_text().split() for each in files]
         return [(node, Path(root)) for node, root in found]
 
@@ -107,21 +107,27 @@ class Run:
         shutil.rmtree(root)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(cluster: RayCluster, folder: Path) -> Run:
-    return Run(folder, "undisturbed").start().end()
+def _is_written(path: Path) -> bool:
+    return path.exists() and path.read_text().endswith("\n")
 
 
-def assert_is(run: Run, undisturbed: Run) -> None:
+def assert_undisturbed(run: Run) -> None:
+    """What ranks are told by their life that ends is what they come to without a crash."""
     for rank in range(RANKS):
-        assert run.losses(rank) == undisturbed.losses(rank)
-        assert run.reports(rank)[-1] == undisturbed.reports(rank)[-1]
+        reports = run.reports(rank)
+        losses = {each["undisturbed"]: each["loss"] for each in reports if "undisturbed" in each}
+        assert len(losses) == 12
+        # Of a step that two lives did, what the last one did counts.
+        assert {each["step"]: each["loss"] for each in reports if "step" in each} == losses
+        assert reports[-1]["weights"] == reports[-1]["undisturbed_weights"]
+        assert [each["failures"] for each in reports if "failures" in each] == [0]
 
 
-def test_killed_workers(cluster: RayCluster, folder: Path, undisturbed: Run) -> None:
-    run = Run(folder, "killed", kills=[3, 8, 11]).start().end()
-    assert_is(run, undisturbed)
-    assert len(run.resumed_at()) == 4
+def test_killed_workers(cluster: RayCluster, folder: Path) -> None:
+    run = Run(folder, "killed", kills=[3, 8]).start().end()
+    assert_undisturbed(run)
+    print(run.resumed_at(), *[each for each in run.reports(0) + run.reports(1) if "resumes" in each])
+    assert len(run.resumed_at()) >= 3
     assert min(run.resumed_at()[1:]) > 0
     pointers = [each["reported"] for each in run.reports(0) if each.get("reported")]
     assert pointers[-1]["step"] == 6, "what was reported last is told to the next life"
@@ -130,18 +136,18 @@ def test_killed_workers(cluster: RayCluster, folder: Path, undisturbed: Run) -> 
         assert json.loads((Path(reported) / "flashpoint.json").read_text())["step"] == 12
 
 
-def test_a_lost_node(cluster: RayCluster, folder: Path, undisturbed: Run) -> None:
+def test_a_lost_node(cluster: RayCluster, folder: Path) -> None:
     run = Run(folder, "lost", hold=5).start()
     step = run.holds()
     run.lose(cluster)
-    assert_is(run.end(), undisturbed)
+    assert_undisturbed(run.end())
     assert run.resumed_at() == [0, step]
 
 
 def test_a_node_that_is_to_be_taken_away(cluster: RayCluster, folder: Path) -> None:
     cluster.fill()
     options = {"every_n_steps": 10_000, "ask_every_n_steps": 1}
-    run = Run(folder, "taken", hold="saved", epochs=2000, options=options).start()
+    run = Run(folder, "taken", hold="saved", epochs=10_000, options=options).start()
     node = next(node for node, _ in run.places() if node in cluster.others)
     drain = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", cluster.address, "--node-id", node]
     drain += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "test"]

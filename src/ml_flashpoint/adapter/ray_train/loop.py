@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 from ml_flashpoint.data import LoaderBatches, Through
 from ml_flashpoint.flashpoint import Flashpoint
 from ml_flashpoint.format.arguments import checked_base, checked_integer
-from ml_flashpoint.format.checkpoint_id_types import validate_segment
 from ml_flashpoint.format.errors import InvalidArgumentError
+from ml_flashpoint.format.names import validate_segment
 
 _log = logging.getLogger(__name__)
 

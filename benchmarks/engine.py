@@ -42,8 +42,8 @@ class Engine:
         """Save, and return when the part is committed."""
         self.step += 1
         save = self.checkpoints.begin(self.step, explicit=True)
-        self.checkpoints.fill(save, items)
-        self.checkpoints.commit(save)
+        save.fill(items)
+        save.commit()
         save.committed.result()
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.cuda import floors
 from benchmarks.cuda.report import Row, Run
-from ml_flashpoint.copy import pinned
+from ml_flashpoint.copy import cuda
 from ml_flashpoint.copy.cpu import copy_all
 from ml_flashpoint.copy.dtypes import described, torch_dtype
 from ml_flashpoint.format.object_format import plan_layout
@@ -49,7 +49,7 @@ def _one(run: Run, path: Path, name: str, kind: tuple[int, int]) -> Iterator[Row
         "copies", f"{name}: up, not locked", lambda: copy_all(sources, views), nbytes, floor=floors.UP, runs=3
     )
     if run.on_gpu:
-        pinned.note_device(torch.cuda.current_device())
+        cuda.note_device(torch.cuda.current_device())
         began = time.perf_counter()
         slot.prepare()
         note = "" if slot.is_pinned else "refused"

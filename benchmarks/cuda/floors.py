@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.cuda.report import Row, Run
-from ml_flashpoint.copy import pinned
+from ml_flashpoint.copy import cuda
 from ml_flashpoint.memory.slot import Slot
 
 DOWN, UP = "pinned, device to host", "pinned, host to device"
@@ -50,7 +50,7 @@ def faults_and_locks(run: Run, folder: Path) -> Iterator[Row]:
     began = time.perf_counter()
     slot = Slot.make(folder / "faulted", size)
     yield run.row("memory", "reserved and faulted in, one thread", [time.perf_counter() - began], size)
-    runtime = pinned.Runtime() if run.on_gpu else None
+    runtime = cuda.Runtime() if run.on_gpu else None
     for unit in (64 << 20, 256 << 20, 1 << 30):
         if runtime is None:
             yield Row("memory", f"locked by {unit >> 20} MiB", note="left out: there is no device")

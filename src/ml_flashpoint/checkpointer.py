@@ -47,13 +47,11 @@ from ml_flashpoint.format.errors import (
 )
 from ml_flashpoint.format.knobs import seal_deadline_s
 from ml_flashpoint.format.names import MAX_STEP, CheckpointContainerId, SaveId
-from ml_flashpoint.state.packed_state import item_bytes, rank_key
-from ml_flashpoint.state.plan import Captured, Offer, Share
-from ml_flashpoint.state.planner import TrackedLoadPlanner
+from ml_flashpoint.state.archive import save_archive
+from ml_flashpoint.state.plan import Captured, Offer, Share, Tree
 from ml_flashpoint.state.random_numbers import capture_rng_state, restore_rng_state
 from ml_flashpoint.state.resharding import Resharding
-from ml_flashpoint.state.tracked import Reshard, Stateful, TrackedState, checked_reshard
-from ml_flashpoint.state.tree import Tree
+from ml_flashpoint.state.tracked import Reshard, Stateful, TrackedLoad, TrackedState, checked_reshard, rank_key
 from ml_flashpoint.status import Recovery, Source
 
 _log = logging.getLogger(__name__)
@@ -147,7 +145,7 @@ class Checkpointer(engine.Checkpointer):
             SaveError: a save has begun and not returned, or the checkpointer is closed.
         """
         answer_sigterm()
-        self.check_asked("load(state)")
+        self.check_usable("load(state)")
         return self.save_tracked(step, self._tracked_of(state), explicit=explicit)
 
     def save_tracked(self, step: int, tracked: TrackedState, *, explicit: bool) -> Save:
@@ -188,19 +186,18 @@ class Checkpointer(engine.Checkpointer):
                 raise tree
             assert written is not None
             captured = written.share.capture(tree)
-            copies = self.stage(
-                save,
+            copies = save.stage(
                 captured.tensors,
                 [*written.share.byte_keys, METADATA_KEY],
                 kind=captured.plan,
                 late=self.overlap.begin(tensor for _, tensor in captured.tensors),
             )
             captured.tensors = ()
-            self.commit(save, items=partial(self._items, written, captured, copies))
+            save.commit(items=partial(self._items, written, captured, copies))
         except Exception as caught:
-            self.fail(save, caught)
+            save.fail(caught)
         except BaseException:  # the program is being interrupted
-            self.fail(save, SaveError("interrupted", step=step, rank=self.ranks.rank))
+            save.fail(SaveError("interrupted", step=step, rank=self.ranks.rank))
             raise
         return save
 
@@ -218,7 +215,7 @@ class Checkpointer(engine.Checkpointer):
     def _flatten(self, save: SaveId, tracked: TrackedState) -> Tree:
         """Flatten the state. Afterwards `_written` says what this rank writes of it."""
         tree, ranks, known = Tree(tracked.to_save()), self.ranks, self._written
-        offer = None if known is None or not known.offer.is_of(tree) else known.offer
+        offer = None if known is None or not known.offer.structure.is_of(tree) else known.offer
         if offer is None:
             self._written = known = None
             offer = Offer(tree, rank=ranks.rank, ranks=ranks.world_size, own=rank_key(ranks.rank))
@@ -235,7 +232,7 @@ class Checkpointer(engine.Checkpointer):
     ) -> tuple[list[TensorItem], list[BytesItem]]:
         """Return the items of a save under their names. On the committing executor."""
         allowed, table = tuple(self.config.safe_globals), written.table
-        tensors, byte_items = written.share.named(captured, copies, partial(item_bytes, allowed=allowed))
+        tensors, byte_items = written.share.named(captured, copies, partial(save_archive, allowed=allowed))
         self.replicas.publish(table.name, partial(_metadata_by, written.offer, self.ranks.rank, table))
         if self.ranks.rank == 0:
             if self._metadata[0] != table.name:
@@ -439,26 +436,22 @@ class _Load:
         tracked, step = self._tracked, partial(self._joint.step, version)
         metadata = step(reader.read_metadata)
         reader.set_up_storage_reader(metadata, ranks.rank == 0)
-        target = step(lambda: tracked.target(metadata))
+        target = step(lambda: TrackedLoad(tracked, metadata, reader, path=str(version), allowed=allowed))
         change = None
         if target.saved_by != ranks.world_size:
             keep = self._checkpointer.config.on_world_size_change == "keep"
-            change = Resharding(tracked, target, version, safe_globals=allowed, keep=keep)
+            change = Resharding(tracked, target, version, keep=keep)
             reports = ranks.gather(step(lambda: change.read(reader, metadata)))
             step(lambda: change.decide(reports))
-        planner = TrackedLoadPlanner(
-            target.structured, path=str(version), safe_globals=allowed, device_of=tracked.device_of()
-        )
-        left = step(lambda: planner.plan(target.state, metadata))
-        left_on_all = set.intersection(*(set(json.loads(blob)) for blob in ranks.gather(json.dumps(left).encode())))
-        step(lambda: planner.check_left(left_on_all))
+        left = ranks.gather(json.dumps(target.left).encode())
+        left_on_all = set.intersection(*(set(json.loads(blob)) for blob in left))
+        step(lambda: target.check_left(left_on_all))
 
         def load_and_apply() -> None:
-            states = tracked.unpacked(target, reader, path=str(version), allowed=allowed)
-            planner.load(reader)
-            tracked.apply(target, states | ({} if change is None else change.states))
+            target.load(reader)
+            tracked.apply(target, {**target.states, **({} if change is None else change.states)})
 
-        step(load_and_apply, touched=lambda: planner.touched)
+        step(load_and_apply, touched=lambda: target.touched)
 
 
 def checked_wanted(step: int | None, fallback: object) -> int | None:

@@ -11,7 +11,6 @@ from ml_flashpoint.format.arguments import (
     checked_bool,
     checked_choice,
     checked_globals,
-    checked_grace,
     checked_integer,
     checked_seconds,
 )
@@ -144,7 +143,9 @@ class Config:
             settings: further attributes.
         """
         durable = Persist.of(persist, persist_every, persist_keep, persist_bytes_per_s)
-        return cls(persist=durable, sigterm_grace_s=checked_grace(handle_sigterm, grace_s), **settings)
+        seconds = checked_seconds("grace_s", grace_s)
+        grace = seconds if checked_bool("handle_sigterm", handle_sigterm) else None
+        return cls(persist=durable, sigterm_grace_s=grace, **settings)
 
     @property
     def rule(self) -> Keep:

@@ -24,16 +24,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-    get_worker_info,
-)
+from torch.utils import data
 
 from ml_flashpoint.format.arguments import checked_callable
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError
@@ -59,7 +50,7 @@ class Loaders:
 
     def tracked(self, name: str, value: object) -> object:
         """Return what is tracked of a value: its place, if it is a `DataLoader`."""
-        if not isinstance(value, DataLoader):
+        if not isinstance(value, data.DataLoader):
             return value
         self._places[name] = LoaderState(name, value, self)
         return self._places[name]
@@ -135,7 +126,7 @@ class LoaderState(PlaceInData):
         InvalidArgumentError: such a loader cannot be brought back to where it was.
     """
 
-    def __init__(self, name: str, loader: DataLoader[Any], loaders: Loaders) -> None:
+    def __init__(self, name: str, loader: data.DataLoader[Any], loaders: Loaders) -> None:
         self._name, self.loader, self._loaders = name, cast(Any, loader), loaders
         # Accelerate's wrappers always have the methods; their ``__class__`` is that of the loader within.
         self._stateful = _has_state(loader) and _has_state(loader.__class__)
@@ -320,20 +311,20 @@ class LoaderState(PlaceInData):
             _log.warning(text, self._name)
 
 
-def _check(name: str, loader: DataLoader[Any], *, stateful: bool) -> None:
+def _check(name: str, loader: data.DataLoader[Any], *, stateful: bool) -> None:
     """Refuse loaders that cannot be brought back to where they were."""
     batches, problem, hint = loader.batch_sampler, "", _STATEFUL
     if stateful:
         # torchdata draws the order again from wherever the generator is, and leaves out as many as the loop has had.
         sampler = getattr(batches, "sampler", loader.sampler)
-        if type(sampler) in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler):
+        if type(sampler) in (data.RandomSampler, data.SubsetRandomSampler, data.WeightedRandomSampler):
             problem = f"its {type(sampler).__name__} has no state_dict()"
             hint = "track torch's DataLoader with it, or StatefulDataLoader(shuffle=True)"
-    elif isinstance(loader.dataset, IterableDataset):
+    elif isinstance(loader.dataset, data.IterableDataset):
         problem = "its dataset is iterable, so that only reading it again would lead to where it was"
-    elif batches is not None and type(batches) is not BatchSampler and not _has_state(batches):
+    elif batches is not None and type(batches) is not data.BatchSampler and not _has_state(batches):
         problem = f"its batch sampler ({type(batches).__name__}) has no state_dict() and load_state_dict()"
-    elif type(loader).__iter__ is not DataLoader.__iter__:
+    elif type(loader).__iter__ is not data.DataLoader.__iter__:
         problem = f"its class ({type(loader).__name__}) has an __iter__ of its own, but no state_dict()"
     elif loader.num_workers and not getattr(loader, "in_order", True):
         problem = "its batches come in any order (in_order=False)"
@@ -411,8 +402,7 @@ class _Reporting:
 
     def __call__(self, samples: Any) -> _Tagged:
         batch = self._collate(samples)
-        states = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)
-        return _Tagged(batch, save_archive(states, "", allowed=None))
+        return _Tagged(batch, save_archive(capture_rng_state(), "", allowed=None))
 
 
 class _GoingOn:
@@ -423,22 +413,19 @@ class _GoingOn:
         self._init, self._generators, self._given = init, tuple(generators), given
 
     def __call__(self, worker: int) -> None:
-        info: Any = get_worker_info()
+        info: Any = data.get_worker_info()
         place = (worker + self._given) % info.num_workers
         if place != worker:
             base = info.seed - info.id
             for name, value in (("id", place), ("seed", base + place)):
-                object.__setattr__(info, name, value)
+                object.__setattr__(info, name, value)  # which torch lets nobody set
             random.seed(info.seed)
             torch.manual_seed(info.seed)
             np.random.seed(generate_state(base, place))
         if self._init is not None:
             self._init(place)
         if place < len(self._generators) and self._generators[place]:
-            states = load_archive(self._generators[place], "a worker's generators", path="a loader")
-            torch.set_rng_state(states[0])
-            random.setstate(states[1])
-            np.random.set_state(states[2])
+            restore_rng_state(load_archive(self._generators[place], "a worker's generators", path="a loader"))
 
 
 # ---- the rest of an epoch, dealt to another number of ranks ----------------------------------------------------
@@ -477,7 +464,7 @@ def rest_of_epoch(states: list[Any], rank: int, world_size: int) -> dict[str, An
     )
 
 
-class _Dealing(DistributedSampler[Any]):
+class _Dealing(data.DistributedSampler[Any]):
     """A sampler that deals the rest of an epoch: ranks take turns in what is left of its order."""
 
     given = 0
@@ -503,10 +490,10 @@ class _Dealing(DistributedSampler[Any]):
         return left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
 
 
-def _dealing_of(loader: DataLoader[Any]) -> dict[str, int] | None:
+def _dealing_of(loader: data.DataLoader[Any]) -> dict[str, int] | None:
     """Return how a loader's sampler deals out the samples; None if it is another sampler."""
     sampler: Any = loader.sampler
-    if type(sampler) not in (DistributedSampler, _Dealing):
+    if type(sampler) not in (data.DistributedSampler, _Dealing):
         return None
     return {
         "given": getattr(sampler, "given", 0),
@@ -516,11 +503,11 @@ def _dealing_of(loader: DataLoader[Any]) -> dict[str, int] | None:
     }
 
 
-def _deal(loader: DataLoader[Any], dealing: Mapping[str, int] | None = None) -> None:
+def _deal(loader: data.DataLoader[Any], dealing: Mapping[str, int] | None = None) -> None:
     """Have a loader deal what an epoch has left, as `_dealing_of` gives it; a whole epoch by default."""
     sampler: Any = loader.sampler
     given = dealing["given"] if dealing else 0
-    if given and type(sampler) is DistributedSampler:
+    if given and type(sampler) is data.DistributedSampler:
         sampler.__class__ = _Dealing  # which the loader's batch sampler need not know of
     if type(sampler) is _Dealing:
         sampler.given = given

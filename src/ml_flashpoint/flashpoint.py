@@ -16,9 +16,7 @@ from ml_flashpoint.checkpointer import Checkpointer
 from ml_flashpoint.config import Config
 from ml_flashpoint.data import LoaderBatches, Loaders, Through
 from ml_flashpoint.engine.recovery import KeptVersion
-from ml_flashpoint.engine.schedule import checked_every
 from ml_flashpoint.engine.signals import answer_sigterm
-from ml_flashpoint.events import announce
 from ml_flashpoint.format.arguments import (
     checked_base,
     checked_bool,
@@ -87,7 +85,7 @@ class Flashpoint:
         config: Config | None = None,
         **settings: Any,
     ) -> None:
-        every_n_steps = checked_every(every_n_steps)
+        every_n_steps = checked_integer("every_n_steps", every_n_steps, 1)
         self._every, self._strict = every_n_steps, checked_bool("strict", strict)
         on_event = checked_callable("on_event", on_event, "of one event")
         if config is not None and settings:
@@ -125,7 +123,7 @@ class Flashpoint:
             self._tracking_ended = True
         if saves:
             hint = "call resume() before the first step, or construct with discard_existing=True"
-            self._checkpointer.check_asked("resume()", hint=hint)
+            self._checkpointer.check_usable("resume()", hint=hint)
 
     # ---- what is saved ------------------------------------------------------------------------------------
 
@@ -178,7 +176,7 @@ class Flashpoint:
         recovery = self._checkpointer.load_tracked(self._tracked, step=step, fallback=fallback)
         self._steps = recovery.step
         self._resumed_from = None if recovery.version is None else self._steps
-        announce(_log, self._ranks.rank, "%s", recovery.in_words(str(self._checkpointer.base)))
+        events.announce(_log, self._ranks.rank, "%s", recovery.in_words(str(self._checkpointer.base)))
         return self._steps
 
     def versions(self) -> list[KeptVersion]:
@@ -240,7 +238,7 @@ class Flashpoint:
         if not self._told and stats.last_committed is not None:
             self._told = True
             what = "first save works: step %s, %.3g MB of this rank in memory; it held training up for %.3f s"
-            announce(_log, self._ranks.rank, what, stats.last_committed, stats.bytes / 1e6, stats.blocked_s)
+            events.announce(_log, self._ranks.rank, what, stats.last_committed, stats.bytes / 1e6, stats.blocked_s)
         pending, self._pending = self._pending, []
         for step, committed in pending:
             if not committed.done():

@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import threading
 import time
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -176,6 +177,7 @@ class StatusFile:
         )
         self._written: Status | None = None
         self._has_failed = False
+        self._writing = threading.Lock()
         with contextlib.suppress(OSError, UnsafePathError):  # which writing the file reports
             make_tree(container.base, self._path.parent)
         self._write()
@@ -190,8 +192,9 @@ class StatusFile:
 
     def _write(self) -> None:
         try:
-            self._lock.check()
-            write_status(self._path, self.status)
+            with self._writing:  # a close may come while the thread of events writes
+                self._lock.check()
+                write_status(self._path, self.status)
         except (OSError, JobInUseError) as error:
             if not self._has_failed:
                 _log.warning("the status of rank %d cannot be written: %s", self.status.rank, error)

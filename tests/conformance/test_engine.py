@@ -26,8 +26,8 @@ class EngineDoor(Door):
         tensors = [(key, value) for key, value in state.items() if isinstance(value, torch.Tensor)]
         others = [(key, json.dumps(value).encode()) for key, value in state.items() if not torch.is_tensor(value)]
         save = self._checkpointer.begin(step, explicit=True)
-        self._checkpointer.fill(save, tensors, others)
-        self._checkpointer.commit(save)
+        save.fill(tensors, others)
+        save.commit()
         save.committed.result()
 
     def load_latest(self) -> tuple[int, State] | None:

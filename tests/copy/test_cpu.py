@@ -190,17 +190,6 @@ def test_any_mix_lands_in_one_buffer(items: list[tuple[torch.dtype, tuple[int, .
         assert arena[begin:end].numpy().tobytes() == raw(source)
 
 
-@pytest.mark.cuda
-@every_dtype
-def test_to_a_device_and_back(dtype: torch.dtype) -> None:
-    source = tensor_of(dtype, (64, 33))
-    there = torch.zeros(64 * 33 * dtype.itemsize, dtype=torch.uint8, device="cuda").view(dtype).view(64, 33)
-    back = torch.zeros(64 * 33 * dtype.itemsize, dtype=torch.uint8).view(dtype).view(33, 64)
-    copy_all([there], [source])
-    copy_all([back], [there.t()])
-    assert raw(back.t()) == raw(source)
-
-
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.complex128])
 @pytest.mark.parametrize(
     ("shape", "stride"), [((), ()), ((1,), (3,)), ((1, 1), (7, 5)), ((0, 2), (2, 1)), ((2, 3), (3, 1))]

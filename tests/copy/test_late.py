@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ml_flashpoint.copy import pinned, transfers
-from ml_flashpoint.copy.late import LateCopy
+from ml_flashpoint.copy import cuda, transfers
+from ml_flashpoint.copy.overlap import LateCopy
 from ml_flashpoint.format.errors import SaveError
 from tests.support.played_streams import PlayedStreams
 from tests.support.tensors import raw, tensor_of
@@ -34,7 +34,7 @@ class Job:
             at += source.nbytes
         begin = memory.data_ptr()
         if locked:
-            pinned._process.locked[begin] = begin + memory.nbytes
+            cuda._process.locked[begin] = begin + memory.nbytes
         self.changes: list[bool] = []
 
     def save(self) -> LateCopy:
@@ -50,7 +50,7 @@ class Job:
 
 @pytest.fixture(autouse=True)
 def _process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned, "_process", pinned._Process())
+    monkeypatch.setattr(cuda, "_process", cuda._Process())
     monkeypatch.setattr(transfers, "SMALL", 1)
 
 

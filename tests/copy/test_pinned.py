@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ml_flashpoint.copy.cuda import device_today
-from ml_flashpoint.copy.pinned import SLICE, PageLock, is_locked, slices
+from ml_flashpoint.copy.cuda import SLICE, PageLock, device_today, is_locked, slices
 from tests.support.played_cuda import PlayedRuntime, play
 
 SOURCES = Path(__file__).parents[2] / "src" / "ml_flashpoint"

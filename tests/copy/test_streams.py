@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from ml_flashpoint.copy import cuda, pinned, transfers
+from ml_flashpoint.copy import cuda, transfers
 from ml_flashpoint.copy.cpu import copy_all
-from ml_flashpoint.copy.late import LateCopy
+from ml_flashpoint.copy.overlap import LateCopy
 from ml_flashpoint.format.errors import SaveError
 from tests.support.tensors import raw, tensor_of
 
@@ -104,7 +104,7 @@ class Torch:
 
         monkeypatch.setattr(torch, "empty", made)
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: self.kept.append(tensor))
-        monkeypatch.setattr(pinned, "_process", pinned._Process())
+        monkeypatch.setattr(cuda, "_process", cuda._Process())
         monkeypatch.setattr(cuda, "_streams", {})
         monkeypatch.setattr(cuda, "indices", lambda tensors: [self.there.get(id(each), -1) for each in tensors])
         monkeypatch.setattr(cuda, "are_on_devices", lambda tensors: any(id(each) in self.there for each in tensors))
@@ -141,7 +141,7 @@ def test_a_late_copy_holds_the_stream_of_the_program_and_not_its_thread(
 ) -> None:
     source, view = played.on(1, torch.arange(9.0).repeat(2)), torch.zeros(18)
     monkeypatch.setattr(transfers, "SMALL", 1)
-    monkeypatch.setattr(pinned, "is_locked", lambda *_: True)
+    monkeypatch.setattr(cuda, "is_locked", lambda *_: True)
     late = LateCopy({0}, lambda: None)
     late.start(["weight"], [view], [source])
     assert any(each.data_ptr() == source.data_ptr() for each in played.kept), "its memory may be used again"

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ml_flashpoint.copy import pinned, transfers
+from ml_flashpoint.copy import cuda, transfers
 from ml_flashpoint.copy.cpu import copy_all, typed_view
 from tests.support.played_streams import PlayedStreams
 from tests.support.tensors import PLAIN_DTYPES, raw, tensor_of
@@ -21,14 +21,14 @@ FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.int16, torch.bool,
 
 @pytest.fixture(autouse=True)
 def _small_borders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned, "SLICE", SLICE)
+    monkeypatch.setattr(cuda, "SLICE", SLICE)
     monkeypatch.setattr(transfers, "TRANSFER", TRANSFER)
     monkeypatch.setattr(transfers, "SMALL", SMALL)
-    monkeypatch.setattr(pinned, "_process", pinned._Process())
+    monkeypatch.setattr(cuda, "_process", cuda._Process())
 
 
 def lock(begin: int, end: int) -> None:
-    pinned._process.locked[begin] = end
+    cuda._process.locked[begin] = end
 
 
 class Arena:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ml_flashpoint.copy import cuda, pinned, transfers
+from ml_flashpoint.copy import cuda, transfers
 from ml_flashpoint.copy.cpu import copy_all, cpu_clones
 from ml_flashpoint.format.errors import SaveError
 from ml_flashpoint.memory.slot import Slot
@@ -22,7 +22,7 @@ SLEEP = 200_000_000  # clock cycles: a tenth of a second
 @pytest.fixture(autouse=True)
 def _small_borders(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.cuda.init()
-    monkeypatch.setattr(pinned, "SLICE", 1 << 20)
+    monkeypatch.setattr(cuda, "SLICE", 1 << 20)
     monkeypatch.setattr(transfers, "TRANSFER", 1 << 18)
     monkeypatch.setattr(transfers, "SMALL", 1 << 16)
 
@@ -31,7 +31,7 @@ def _small_borders(monkeypatch: pytest.MonkeyPatch) -> None:
 def slot(request: pytest.FixtureRequest, tmpfs: Path) -> Iterator[Slot]:
     made = Slot.make(tmpfs / "slot", 16 << 20)
     if request.param == "locked":
-        pinned.note_device(torch.cuda.current_device())
+        cuda.note_device(torch.cuda.current_device())
         made.prepare()
         assert made.is_pinned
     yield made

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ml_flashpoint import Flashpoint
-from ml_flashpoint.copy.late import LateCopy
+from ml_flashpoint.copy.overlap import LateCopy
 from tests.support.played_device import lock_slots
 
 pytestmark = pytest.mark.cuda

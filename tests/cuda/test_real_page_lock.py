@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ml_flashpoint.copy import cuda, pinned
+from ml_flashpoint.copy import cuda
 from ml_flashpoint.memory.slot import Slot
 
 pytestmark = pytest.mark.cuda
@@ -20,8 +20,8 @@ SIZE = 4 << 20
 @pytest.fixture(autouse=True)
 def _device() -> None:
     torch.cuda.init()
-    assert pinned._runtime() is not None, "torch's own copy of the runtime was not found"
-    pinned.note_device(torch.cuda.current_device())
+    assert cuda._runtime() is not None, "torch's own copy of the runtime was not found"
+    cuda.note_device(torch.cuda.current_device())
 
 
 def a_kernel_runs() -> bool:
@@ -35,11 +35,11 @@ def locked_slot(path: Path, size: int = SIZE) -> Slot:
 
 
 def test_a_slot_is_locked_by_slices_until_it_is_closed(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned, "SLICE", 1 << 20)
+    monkeypatch.setattr(cuda, "SLICE", 1 << 20)
     slot = locked_slot(tmpfs / "slot")
     assert slot.is_pinned
     assert slot.tensor.is_pinned()
-    for begin, end in pinned.slices(slot.address, slot.address + SIZE):
+    for begin, end in cuda.slices(slot.address, slot.address + SIZE):
         at = begin - slot.address
         slot.tensor[at : at + end - begin].copy_(torch.ones(end - begin, dtype=torch.uint8, device="cuda"))
     assert bool(slot.tensor.all())
@@ -61,7 +61,7 @@ def test_what_nobody_closes_is_unlocked_before_it_is_unmapped(tmpfs: Path) -> No
 
 def test_a_refusal_is_no_error_of_the_next_kernel(tmpfs: Path) -> None:
     slot = Slot.make(tmpfs / "slot", SIZE)
-    lock = pinned.PageLock(slot.address + (1 << 45), SIZE)  # where nothing is mapped
+    lock = cuda.PageLock(slot.address + (1 << 45), SIZE)  # where nothing is mapped
     assert not lock.extend()
     assert not lock.is_due
     assert a_kernel_runs()
@@ -91,7 +91,7 @@ def test_background_threads_make_no_context_elsewhere(tmpfs: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two devices")
     before = torch.cuda.mem_get_info(0)[0] if torch.cuda.current_device() else None
-    pinned.note_device(1)
+    cuda.note_device(1)
     slot = locked_slot(tmpfs / "slot")
     slot.close()
     assert before is None or torch.cuda.mem_get_info(0)[0] >= before - (64 << 20)
@@ -104,7 +104,7 @@ def test_forked_children_leave_cuda_alone(tmpfs: Path) -> None:
         status = 1
         try:
             slot.close()
-            status = int(pinned.is_locked(slot.address, 1) or cuda.in_use())
+            status = int(cuda.is_locked(slot.address, 1) or cuda.in_use())
         finally:
             os._exit(status)
     assert os.waitpid(child, 0)[1] == 0

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from ml_flashpoint.ddict.runtime import supervisor
+from ml_flashpoint.ddict.runtime import embedded
 from ml_flashpoint.ddict.runtime.embedded import EmbeddedRuntime
 from tests.support.processes import child_environment
 from tests.workers import ddict_entries
@@ -27,7 +27,7 @@ DEADLINE_S = 30.0
 
 def server_pid() -> int:
     """The fork server of this process, as it is now."""
-    return supervisor.fork_server().pid
+    return embedded.fork_server().pid
 
 
 def runtime_of(root: Path, entry: str = "note_and_wait") -> EmbeddedRuntime:

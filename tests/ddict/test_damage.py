@@ -32,7 +32,7 @@ def damage(dictionary: DDict, node: int, of: int, *, large: bool | None = None) 
     found = 0
     for part in Path(dictionary._configuration.base, f"node-{node}").glob(f"step-*_ckpt/rank-{of:05d}-*.safetensors"):
         content = bytearray(part.read_bytes()[:8192])
-        if large is None or large == (b'"index"' not in content):
+        if large is None or large == (b'{"format"' not in content):
             with part.open("r+b") as file:
                 file.seek(100)
                 byte = file.read(1)

@@ -8,7 +8,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,10 +18,9 @@ import torch
 
 from ml_flashpoint.ddict import DDict, PosixCheckpointPersister
 from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictError, DDictTimeoutError
+from ml_flashpoint.ddict.runtime import embedded
 from ml_flashpoint.ddict.runtime import folder as runtime_folder
-from ml_flashpoint.ddict.runtime import supervisor
-from ml_flashpoint.ddict.runtime.embedded import EmbeddedRuntime
-from ml_flashpoint.ddict.runtime.supervisor import MOST_DEATHS
+from ml_flashpoint.ddict.runtime.embedded import MOST_DEATHS
 from tests.ddict.embedded_support import (
     DEADLINE_S,
     configs_of,
@@ -69,14 +67,6 @@ def test_every_manager_gets_its_configuration_and_all_end(tmpfs: Path, monkeypat
         runtime.start([])
 
 
-def test_the_creator_has_one_thread_a_manager(tmpfs: Path) -> None:
-    before = set(threading.enumerate())
-    with started(tmpfs, 2), started(tmpfs, 1):
-        names = sorted(thread.name for thread in set(threading.enumerate()) - before)
-        assert names == ["ddict-supervisor-0", "ddict-supervisor-0", "ddict-supervisor-1"]
-    assert set(threading.enumerate()) <= before
-
-
 def test_one_dictionary_ends_and_another_goes_on(tmpfs: Path) -> None:
     with started(tmpfs, 2) as first, started(tmpfs, 2) as second:
         assert {psutil.Process(pid).ppid() for one in (first, second) for pid in one.pids().values()} == {server_pid()}
@@ -104,13 +94,6 @@ def test_a_manager_that_cannot_start_is_named_and_nothing_is_left(tmpfs: Path, e
         runtime.start(configs_of(runtime, 3))
     assert caught.value.manager == 1
     assert set(server.children()) <= before
-    assert list(tmpfs.iterdir()) == []
-
-
-def test_code_that_cannot_be_imported_is_told(tmpfs: Path) -> None:
-    runtime = EmbeddedRuntime(entry="tests.workers.no_such_module:run", root=tmpfs)
-    with pytest.raises(DDictError, match="no_such_module"):
-        runtime.start(configs_of(runtime, 1))
     assert list(tmpfs.iterdir()) == []
 
 
@@ -178,11 +161,11 @@ def test_a_killed_manager_comes_back_as_another_incarnation(tmpfs: Path) -> None
         assert seen_by(runtime, 0)["restarted"] is False
 
 
-@pytest.mark.parametrize("within_s", [supervisor.DEATHS_WITHIN_S, 0.0], ids=["at once", "in its own time"])
+@pytest.mark.parametrize("within_s", [embedded.DEATHS_WITHIN_S, 0.0], ids=["at once", "in its own time"])
 def test_a_manager_that_cannot_start_again_stays_down(
     tmpfs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, within_s: float
 ) -> None:
-    monkeypatch.setattr(supervisor, "DEATHS_WITHIN_S", within_s)
+    monkeypatch.setattr(embedded, "DEATHS_WITHIN_S", within_s)
     with started(tmpfs, 2, "fail_when_restarted") as runtime:
         killed = runtime.pids()[0]
         os.kill(killed, signal.SIGKILL)

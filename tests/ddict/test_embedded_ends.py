@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from ml_flashpoint.ddict.errors import DDictDestroyedError, DDictError
+from ml_flashpoint.ddict.runtime import embedded
 from ml_flashpoint.ddict.runtime import folder as runtime_folder
-from ml_flashpoint.ddict.runtime import supervisor
 from tests.ddict.embedded_support import (
     DEADLINE_S,
     creator,
@@ -102,15 +102,15 @@ def test_a_fork_server_that_does_not_answer_is_in_nobodys_way(tmpfs: Path, monke
         suspend(before)
         runtime.stop(timeout_s=0.1)
         assert watch.alive() == []
-        end = supervisor.ForkServer.end
+        end = embedded.ForkServer.end
 
-        def end_and_be_patient(server: supervisor.ForkServer) -> None:
-            monkeypatch.setattr(supervisor, "_ANSWER_S", DEADLINE_S)
+        def end_and_be_patient(server: embedded.ForkServer) -> None:
+            monkeypatch.setattr(embedded, "_ANSWER_S", DEADLINE_S)
             end(server)
 
-        monkeypatch.setattr(supervisor, "_ANSWER_S", 0.5)
-        monkeypatch.setattr(supervisor.ForkServer, "end", end_and_be_patient)
-        forked = supervisor._fork()  # what it is told to do it does not, and so another one does
+        monkeypatch.setattr(embedded, "_ANSWER_S", 0.5)
+        monkeypatch.setattr(embedded.ForkServer, "end", end_and_be_patient)
+        forked = embedded._fork()  # what it is told to do it does not, and so another one does
         assert psutil.Process(forked.pid).ppid() == server_pid() != before
         forked.reap()
         assert not psutil.pid_exists(forked.pid)

@@ -24,7 +24,7 @@ from ml_flashpoint.ddict.errors import (
     DDictWritesLostError,
 )
 from ml_flashpoint.ddict.native import ProcessGroup, ProcessTemplate, this_process
-from ml_flashpoint.ddict.runtime import supervisor
+from ml_flashpoint.ddict.runtime import embedded
 from ml_flashpoint.net.client import Connection
 from tests.support.dictionaries import DEADLINE_S, await_that, kill_manager, pid_of, runtime_of, stopped
 
@@ -256,7 +256,7 @@ def test_a_manager_that_does_not_answer_is_named_in_time(make: Callable[..., DDi
 
 
 def test_a_manager_that_stays_down_is_named_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "MOST_DEATHS", 0)
+    monkeypatch.setattr(embedded, "MOST_DEATHS", 0)
     stored = {"persister_class": PosixCheckpointPersister, "persist_path": str(tmp_path), "persist_count": -1}
     options = {"working_set_size": 8, "replication": "ring", **stored}
     d = DDict(1, 2, 64 << 20, timeout=DEADLINE_S, **options)

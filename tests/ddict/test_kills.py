@@ -23,7 +23,7 @@ from ml_flashpoint.ddict.errors import (
     DDictCheckpointRetiredError,
     DDictWritesLostError,
 )
-from ml_flashpoint.ddict.runtime.supervisor import DEATHS_WITHIN_S, MOST_DEATHS
+from ml_flashpoint.ddict.runtime.embedded import DEATHS_WITHIN_S, MOST_DEATHS
 from tests.support.dictionaries import (
     DEADLINE_S,
     await_that,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ml_flashpoint.ddict.coordinator import Coordinator
-from ml_flashpoint.ddict.errors import REQUESTS, DDictDestroyedError, DDictManagerLostError
+from ml_flashpoint.ddict.errors import REQUESTS, DDictDestroyedError
 from ml_flashpoint.ddict.links import Links, locator
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration, Options
 from ml_flashpoint.ddict.wire.requests import Here, Places, State, encode
@@ -87,46 +87,6 @@ def test_a_manager_that_moved_is_asked_after_anew(what: str) -> None:
         with served(0) as right, links_to(place := Place(wrong, right)) as links:
             assert ask(links, 0) == 0
             assert place.asked == [False, True]
-
-
-def test_one_that_is_where_it_was_is_not_asked_after_anew() -> None:
-    with served(0) as right, links_to(place := Place(right, None)) as links:
-        first = links.connect(0, TIMEOUT_S)
-        assert [ask(links, 0), ask(links, 0)] == [0, 0]
-        first.close()
-        assert place.asked == [False, False]
-
-
-def test_one_that_dies_is_asked_after_anew() -> None:
-    with contextlib.ExitStack() as stack:
-        before = stack.enter_context(served(0))
-        with served(0) as after, links_to(place := Place(before, after)) as links:
-            assert ask(links, 0) == 0
-            stack.close()
-            assert ask(links, 0) == 0
-            assert place.asked == [False, True]
-
-
-def test_one_that_is_nowhere_is_waited_for_as_long_as_there_is_time() -> None:
-    with links_to(Place(None, None)) as links:
-        began = time.monotonic()
-        with pytest.raises(DDictManagerLostError) as raised:
-            ask(links, 0, 0.5)
-        assert raised.value.retryable
-        assert time.monotonic() - began < 15
-
-
-def test_a_dictionary_that_is_gone_is_not_looked_for_any_longer() -> None:
-    class Nowhere(Place):
-        def find(self, manager: int, timeout_s: float, *, anew: bool) -> Address | None:
-            raise DDictDestroyedError("it was destroyed")
-
-    links = Links(Nowhere(None, None), SECRET)
-    began = time.monotonic()
-    with pytest.raises(DDictDestroyedError):
-        ask(links, 0)
-    assert time.monotonic() - began < TIMEOUT_S / 2
-    links.close()
 
 
 class Knowing(Player):

@@ -7,6 +7,7 @@ import dataclasses
 import multiprocessing
 import os
 import signal
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from ml_flashpoint.ddict import DDict, PosixCheckpointPersister
 from ml_flashpoint.ddict.errors import DDictCheckpointRetiredError, DDictKeyError, DDictWritesLostError
-from ml_flashpoint.ddict.runtime.supervisor import MOST_DEATHS
+from ml_flashpoint.ddict.runtime.embedded import MOST_DEATHS
 from ml_flashpoint.format.errors import FlashpointError
 from tests.support import tmpfs as tmpfs_folders
 from tests.support.dictionaries import DEADLINE_S, await_copies, await_that, kill_manager
@@ -289,9 +290,15 @@ class DictionaryModel(RuleBasedStateMachine):
         assert self.dictionary is not None
         assert self.dictionary._coordinator is not None
         expected = self.model.target()
-        coordinator = self.dictionary._coordinator.coordinator
-        assert coordinator.newest(None, DEADLINE_S)["committed"] == expected
-        await_that(lambda: not coordinator._busy and coordinator._next_job() is None)
+        coordinator, rules = self.dictionary._coordinator, self.dictionary._coordinator.rules
+
+        def is_idle() -> bool:
+            with coordinator._changed:
+                return not coordinator._busy and rules.next() is None
+
+        found = coordinator.newest(rules.epoch, time.monotonic() + DEADLINE_S, lambda: False)
+        assert found["committed"] == expected
+        await_that(is_idle)
         self.model.commit(expected)
 
     # ---- persistence --------------------------------------------------------------------------------------
@@ -337,8 +344,8 @@ class DictionaryModel(RuleBasedStateMachine):
         self.deaths[manager] += 1
         # One loss at a time: the next one is only survived with what the last one cost made up for.
         await_copies(self.dictionary, model.committed)
-        epochs = self.dictionary._coordinator.coordinator._epochs  # type: ignore[union-attr]
-        await_that(lambda: not epochs.behind)  # else its loss may be part of the epoch that it has yet to begin
+        rules = self.dictionary._coordinator.rules  # type: ignore[union-attr]
+        await_that(lambda: not rules._behind)  # else its loss may be part of the epoch that it has yet to begin
         epoch = self.dictionary._access.state()["epoch"]
         kill_manager(self.dictionary, manager, lose_node=lost_node)
         key = next((key for key in _places if _places[key] == manager), None)
@@ -394,8 +401,8 @@ class DictionaryModel(RuleBasedStateMachine):
         model.open.append(at)
         event("a writer is killed")
         self.let_commit()
-        coordinator = self.dictionary._coordinator.coordinator  # type: ignore[union-attr]
-        await_that(lambda: not coordinator._discards)
+        rules = self.dictionary._coordinator.rules  # type: ignore[union-attr]
+        await_that(lambda: not rules._discards)
         for each in range(HANDLES):
             self.check(each)
 

@@ -28,7 +28,7 @@ from ml_flashpoint.ddict import (
 from ml_flashpoint.ddict.coordinator import Coordinator
 from ml_flashpoint.ddict.errors import REQUESTS, DDictPersistError
 from ml_flashpoint.ddict.manager.parts import PersistedParts
-from ml_flashpoint.ddict.manager.slots import ValueSlots
+from ml_flashpoint.ddict.manager.store import ValueSlots
 from ml_flashpoint.ddict.options import Configuration, Options
 from ml_flashpoint.ddict.persistence import History, open_part, write_part
 from ml_flashpoint.format.errors import DamagedError, FlashpointError, InvalidArgumentError, JobInUseError, SaveError
@@ -314,7 +314,7 @@ def test_a_damaged_list_gives_way_to_an_older_one(
     damaged = {
         "truncated": text[:-1],
         "of another kind": text.replace("dictionary-1", "dictionary-0"),
-        "names what it should not": text.replace('"step": 2', '"step": -2'),
+        "names what it should not": text.replace('"step":2', '"step":-2'),
     }
     newest.write_text(damaged[how])
     with caplog.at_level(logging.WARNING), posix() as third:

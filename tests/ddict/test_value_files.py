@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import resource
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,13 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from ml_flashpoint.ddict.client.codec import encode
-from ml_flashpoint.ddict.client.shared_memory import ValueWriter, object_blobs, object_size, read_object, read_value
+from ml_flashpoint.ddict.client.values import ValueWriter, encode, object_blobs, object_size, read_object, read_value
 from ml_flashpoint.ddict.errors import StaleValueError
 from ml_flashpoint.ddict.links import allow_many_files
 from ml_flashpoint.ddict.manager.shard import StoredValue
-from ml_flashpoint.ddict.manager.slots import ValueSlots, in_pieces
-from ml_flashpoint.ddict.manager.store import PartStore
+from ml_flashpoint.ddict.manager.store import PartStore, ValueSlots, in_pieces
 from ml_flashpoint.format.digest import block_count
 from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, JobInUseError, ObjectFormatError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
@@ -76,29 +73,6 @@ def used_bytes(slots: ValueSlots) -> int:
 
 
 # ---- one process ------------------------------------------------------------------------------------------------
-
-
-def test_a_value_is_written_adopted_and_read(slots: ValueSlots, writer: ValueWriter) -> None:
-    value = {"weights": torch.randn(COUNT), "table": np.arange(COUNT), "name": "x"}
-    stored = put(slots, writer, value)
-    assert stored.value_id == f"v-{INCARNATION}-000000000000"
-    assert stored.size == object_size(encode(value))
-    for copy in (False, True):
-        found = read_value(str(stored.slot.path), stored.value_id, copy=copy)
-        assert isinstance(found, dict)
-        assert torch.equal(found["weights"], value["weights"])
-        assert np.array_equal(found["table"], value["table"])
-        assert found["table"].flags.writeable == copy
-        assert found["name"] == "x"
-    assert used_bytes(slots) == stored.nbytes
-
-
-def test_what_is_written_to_a_view_stays_with_its_reader(slots: ValueSlots, writer: ValueWriter) -> None:
-    stored = put(slots, writer, full(1))
-    mine = read_value(str(stored.slot.path), stored.value_id)
-    assert isinstance(mine, torch.Tensor)
-    mine.fill_(5)
-    assert torch.equal(read_value(str(stored.slot.path), stored.value_id), full(1))  # type: ignore[arg-type]
 
 
 def test_a_lock_lives_exactly_as_long_as_the_view(slots: ValueSlots, writer: ValueWriter) -> None:
@@ -168,27 +142,6 @@ def test_mappings_are_bounded_and_those_of_removed_files_are_forgotten(slots: Va
     writer.close()
 
 
-def test_many_threads_put_and_get(slots: ValueSlots, writer: ValueWriter) -> None:
-    wrong: list[object] = []
-
-    def work(number: int) -> None:
-        for i in range(20):
-            value = full(number * 100 + i)
-            stored = put(slots, writer, value)
-            if not torch.equal(read_value(str(stored.slot.path), stored.value_id), value):  # type: ignore[arg-type]
-                wrong.append(number)
-            let_go(slots, stored)
-
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
-    assert not wrong
-    assert used_bytes(slots) == 0
-
-
 # ---- promises ---------------------------------------------------------------------------------------------------
 
 
@@ -215,7 +168,7 @@ def test_only_what_was_written_whole_is_adopted(slots: ValueSlots, writer: Value
 def test_a_damaged_object_is_not_adopted(slots: ValueSlots) -> None:
     room = slots.allocate(1000)
     with open(room.path, "r+b") as file:
-        file.write((4096).to_bytes(8, "little") + b"{nonsense")
+        file.write((1 << 40).to_bytes(8, "little"))
     with pytest.raises(ObjectFormatError):
         slots.adopt(room.value_id)
     slots.abandon([room.value_id])
@@ -255,27 +208,15 @@ def test_a_failed_write_leaves_no_value(slots: ValueSlots, writer: ValueWriter) 
         slots.adopt(room.value_id)
 
 
-def test_no_room_is_a_typed_error_and_no_leak(small_tmpfs: Path) -> None:
-    store = open_store(small_tmpfs)
-    slots = ValueSlots(store, INCARNATION)
-    room = slots.allocate(2 << 20)
-    with pytest.raises(CapacityError):
-        slots.allocate(3 << 20)
-    assert used_bytes(slots) == room.size
-    slots.abandon([room.value_id])
-    assert slots.allocate(3 << 20).size >= 3 << 20
-    store.close()
-
-
 @pytest.mark.parametrize("piece_bytes", [1 << 30, 70_000])  # a value of 400 kB travels whole, or as one of 2 GiB does
 def test_values_from_another_node_are_filled_in(
     slots: ValueSlots, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
 ) -> None:
-    monkeypatch.setattr("ml_flashpoint.ddict.manager.slots._PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr("ml_flashpoint.ddict.manager.store._PIECE_BYTES", piece_bytes)
     value = {"a": torch.randn(COUNT), "b": np.arange(10)}
     encoded = encode(value)
     room = slots.allocate(object_size(encoded))
-    blobs = [bytes(blob) for blob in object_blobs(encoded, room.size, room.value_id)]
+    blobs = [bytes(blob) for blob in object_blobs(encoded, room.value_id)]
     with pytest.raises(InvalidArgumentError):
         slots.fill(room.value_id, [*blobs, bytes(room.size)])
     with pytest.raises(StaleValueError):
@@ -288,22 +229,11 @@ def test_values_from_another_node_are_filled_in(
     assert max(map(len, blobs)) <= piece_bytes
     for found in (
         read_value(room.path, room.value_id),
-        read_object(sent, room.value_id, file_size=room.size),
+        read_object(sent, room.value_id),
     ):
         assert isinstance(found, dict)
         assert torch.equal(found["a"], value["a"])
         assert np.array_equal(found["b"], value["b"])
-
-
-def test_the_slot_of_a_value_is_free_when_nothing_refers_to_the_value(slots: ValueSlots, writer: ValueWriter) -> None:
-    stored = put(slots, writer, full(1))
-    slot, value_id, reader = stored.slot, stored.value_id, stored
-    del stored
-    second = put(slots, writer, full(2))
-    assert second.slot is not slot
-    assert torch.equal(read_object(bytes(slot.buffer[: reader.size]), value_id, file_size=slot.size), full(1))  # type: ignore[arg-type]
-    del reader
-    assert put(slots, writer, full(3)).slot is slot
 
 
 def test_a_value_that_became_a_part_of_the_store_is_not_freed_at_its_end(

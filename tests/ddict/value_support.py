@@ -11,12 +11,10 @@ from typing import Any
 
 import torch
 
-from ml_flashpoint.ddict.client.codec import encode
-from ml_flashpoint.ddict.client.shared_memory import ValueWriter, object_size, read_value
+from ml_flashpoint.ddict.client.values import ValueWriter, encode, object_size, read_value
 from ml_flashpoint.ddict.errors import DDictError, StaleValueError
 from ml_flashpoint.ddict.manager.shard import StoredValue
-from ml_flashpoint.ddict.manager.slots import ValueSlots
-from ml_flashpoint.ddict.manager.store import PartStore
+from ml_flashpoint.ddict.manager.store import PartStore, ValueSlots
 
 INCARNATION = "0123456789abcdef"
 

@@ -128,31 +128,6 @@ def test_ranks_that_save_alike_verify_their_saves(
         assert [verdict.number for verdict in heard] == sorted({verdict.number for verdict in heard})
 
 
-def test_a_save_that_one_rank_has_not_called_is_not_verified_and_the_next_one_is(
-    begin: Callable[..., _Job], in_process: Callable[[], SignedStore]
-) -> None:
-    job = begin(3, in_process)
-    job.save(10)
-    job.await_verified(10)
-    job.save(20, ranks=range(2))
-    job.save(30, explicit=True)
-    job.await_verified(30)
-    assert all(SaveId(1, 20) not in verdict.verified for heard in job.heard for verdict in heard)
-
-
-def test_a_save_without_copies_is_not_verified(
-    begin: Callable[..., _Job], in_process: Callable[[], SignedStore]
-) -> None:
-    job = begin(2, in_process)
-    job.copies_fail.set()
-    job.save(10)
-    wait_until(lambda: all(board.verdict.number for board in job.boards), "a round without result")
-    assert all(board.verdict.verified == () for board in job.boards)
-    job.copies_fail.clear()
-    job.save(20, explicit=True)
-    job.await_verified(20)
-
-
 def test_rounds_about_a_save_without_copies_come_ever_more_slowly(
     begin: Callable[..., _Job], in_process: Callable[[], SignedStore]
 ) -> None:
@@ -196,19 +171,6 @@ def test_an_explicit_save_before_the_save_of_the_round_is_verified_at_once(
     job = begin(2, in_process, Verdict(0, (), SaveId(1, 500)))
     job.save(10, explicit=True)
     job.await_verified(10)
-
-
-def test_ranks_that_do_not_agree_on_who_writes_what_verify_nothing(
-    begin: Callable[..., _Job], in_process: Callable[[], SignedStore]
-) -> None:
-    job = begin(2, in_process)
-    for rank, board in enumerate(job.boards):
-        board.call(SaveId(1, 10), table=f"table {rank}")
-        board.commit(SaveId(1, 10))
-    wait_until(lambda: job.boards[1].verdict.number > 0, "a round without result")
-    job.save(20, explicit=True)
-    job.await_verified(20)
-    assert all(SaveId(1, 10) not in verdict.verified for heard in job.heard for verdict in heard)
 
 
 def test_what_is_due_to_be_persisted_is_told_to_all_and_nothing_while_the_persister_is_busy(
@@ -261,15 +223,6 @@ def test_the_ranks_that_nothing_is_heard_of_are_named(
     job.save(10, ranks=[1])
     job.await_verified(10)
     assert job.boards[0].error is None
-
-
-def test_the_recovered_version_is_verified_before_anything_else(
-    begin: Callable[..., _Job], in_process: Callable[[], SignedStore]
-) -> None:
-    recovered = SaveId(1, 70)
-    job = begin(2, in_process, Verdict(0, (), recovered, recovered=recovered))
-    job.await_verified(70)
-    assert job.heard[1][0].verified == (recovered,)
 
 
 def test_a_verdict_that_comes_with_a_push_is_not_adopted_twice(

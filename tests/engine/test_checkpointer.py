@@ -49,9 +49,9 @@ def test_a_save_is_staged_committed_and_verified(checkpointer: Checkpointer) -> 
     save.verified.result(30)
     assert save.staged.done()
     assert save.id == SaveId(1, 5)
-    assert str(save.version) == str(checkpointer.id(5)) == f"{checkpointer.base}/step-5_ckpt"
+    assert str(checkpointer.id(5)) == f"{checkpointer.base}/step-5_ckpt"
     assert dict(manifest.labels) == {"door": "test", "table": "t1"}
-    found = safetensors.torch.load_file(Path(save.version) / manifest.object_name)
+    found = safetensors.torch.load_file(Path(checkpointer.id(5)) / manifest.object_name)
     assert found["model.w"].tolist() == [500.0] * jobs.SIZE
     assert bytes(found["note"]) == b"nnnnn"
     assert (checkpointer.stats.committed, checkpointer.stats.last_verified) == (1, 5)
@@ -66,7 +66,7 @@ def test_versions_that_nobody_has_asked_about_are_not_overwritten(tmpfs: Path) -
         assert call(jobs.open_elsewhere, str(tmpfs / "job")) == "JobInUseError"
     with Checkpointer(tmpfs / "job") as second:
         assert second.run == 0
-        for call_it in (lambda: second.begin(6), lambda: second.check_asked("resume()")):
+        for call_it in (lambda: second.begin(6), lambda: second.check_usable("resume()")):
             with pytest.raises(UnaskedVersionsError, match="nobody has asked about"):
                 call_it()
         assert second.latest() == second.id(5)
@@ -106,15 +106,15 @@ def test_of_two_in_one_process_the_later_one_counts(tmpfs: Path) -> None:
 def test_a_save_that_fails_leaves_no_trace(checkpointer: Checkpointer) -> None:
     for step in (1, 2, 3):
         save = checkpointer.begin(step)
-        checkpointer.stage(save, jobs.state_of(0, step))
-        checkpointer.fail(save, SaveError("out of luck"))
+        save.stage(jobs.state_of(0, step))
+        save.fail(SaveError("out of luck"))
         for future in (save.staged, save.committed, save.verified):
             assert future is save.staged or isinstance(future.exception(0), SaveError)
         with pytest.raises(SaveError, match="out of luck"):
-            checkpointer.fill(save, [])
+            save.fill([])
     save = checkpointer.begin(4, explicit=True)
     with pytest.raises(InvalidArgumentError, match="twice"):
-        checkpointer.fill(save, [("a", torch.ones(1)), ("a", torch.ones(1))])
+        save.fill([("a", torch.ones(1)), ("a", torch.ones(1))])
     assert isinstance(save.verified.exception(0), InvalidArgumentError)
     jobs.begin_and_commit(checkpointer, 5).verified.result(30)
     assert (checkpointer.stats.failed, checkpointer.stats.committed) == (4, 1)
@@ -124,17 +124,17 @@ def test_a_save_that_fails_leaves_no_trace(checkpointer: Checkpointer) -> None:
 def test_without_a_slot_a_loop_skips_and_somebody_who_waits_gets_one(checkpointer: Checkpointer) -> None:
     jobs.begin_and_commit(checkpointer, 1).verified.result(30)
     busy = checkpointer.begin(2)
-    checkpointer.stage(busy, jobs.state_of(0, 2))
+    busy.stage(jobs.state_of(0, 2))
     skipped = checkpointer.begin(3)
     with pytest.raises(SkippedError, match="no slot is free"):
-        checkpointer.stage(skipped, jobs.state_of(0, 3))
+        skipped.stage(jobs.state_of(0, 3))
     assert (checkpointer.stats.skipped, checkpointer.stats.failed) == (1, 0)
     explicit = checkpointer.begin(4, explicit=True)
-    staged = threading.Thread(target=lambda: checkpointer.stage(explicit, jobs.state_of(0, 4)))
+    staged = threading.Thread(target=lambda: explicit.stage(jobs.state_of(0, 4)))
     staged.start()
-    checkpointer.fail(busy, SaveError("out of luck"))
+    busy.fail(SaveError("out of luck"))
     staged.join(30)
-    checkpointer.commit(explicit, items=lambda: (jobs.state_of(0, 4), []))
+    explicit.commit(items=lambda: (jobs.state_of(0, 4), []))
     explicit.verified.result(30)
 
 
@@ -142,8 +142,8 @@ def test_a_save_that_nobody_goes_on_with_ends_at_its_deadline(tmpfs: Path, monke
     monkeypatch.setenv("FLASHPOINT_SEAL_DEADLINE_S", "0.2")
     with Checkpointer(tmpfs / "job") as checkpointer:
         save, unnamed = checkpointer.begin(1), checkpointer.begin()
-        checkpointer.stage(save, jobs.state_of(0, 1))
-        checkpointer.stage(unnamed, jobs.state_of(0, 1))
+        save.stage(jobs.state_of(0, 1))
+        unnamed.stage(jobs.state_of(0, 1))
         for future in (save.committed, save.verified, unnamed.verified):
             assert isinstance(future.exception(30), DeadlineError)
         assert checkpointer.wait(30)
@@ -153,28 +153,28 @@ def test_a_save_that_nobody_goes_on_with_ends_at_its_deadline(tmpfs: Path, monke
 
 def test_a_step_that_is_known_late_and_tensors_that_another_process_reads(checkpointer: Checkpointer) -> None:
     save = checkpointer.begin(explicit=True)
-    (copy, other) = checkpointer.stage(save, jobs.state_of(0, 7))
-    assert save.version is None
-    place = checkpointer.place_of(save, copy[10:20])
+    (copy, other) = save.stage(jobs.state_of(0, 7))
+    assert save.step is None
+    place = save.place_of(copy[10:20])
     assert place is not None
     assert call(jobs.read_at, *place, 10) == 7000.0
-    assert checkpointer.place_of(save, copy[::2]) is None
-    assert checkpointer.place_of(save, torch.ones(3)) is None
-    again = checkpointer.tensor_at(save, place[1], torch.float32, (2, 5))
+    assert save.place_of(copy[::2]) is None
+    assert save.place_of(torch.ones(3)) is None
+    again = save.tensor_at(place[1], torch.float32, (2, 5))
     assert again.data_ptr() == copy[10:].data_ptr()
     with pytest.raises(SaveError, match="nothing is staged"):
-        checkpointer.tensor_at(save, 0, torch.float32, (5,))
-    checkpointer.name(save, 7)
+        save.tensor_at(0, torch.float32, (5,))
+    save.name(7)
     with pytest.raises(SaveError, match="before it is committed"):
-        checkpointer.commit(save)
+        save.commit()
     assert isinstance(save.verified.exception(0), SaveError)
     save = checkpointer.begin(explicit=True)
-    (copy, other) = checkpointer.stage(save, jobs.state_of(0, 8))
-    checkpointer.name(save, 8)
-    checkpointer.fill(save, [("part", copy[10:20]), ("b", other), ("more", torch.ones(9))])
-    checkpointer.commit(save)
+    (copy, other) = save.stage(jobs.state_of(0, 8))
+    save.name(8)
+    save.fill([("part", copy[10:20]), ("b", other), ("more", torch.ones(9))])
+    save.commit()
     save.verified.result(30)
-    found = safetensors.torch.load_file(Path(str(save.version)) / save.committed.result().object_name)
+    found = safetensors.torch.load_file(Path(checkpointer.id(8)) / save.committed.result().object_name)
     assert [found[key].tolist() for key in ("part", "more")] == [[800.0] * 10, [1.0] * 9]
 
 
@@ -182,7 +182,7 @@ def test_a_state_that_has_no_room_says_so(small_tmpfs: Path) -> None:
     with Checkpointer(small_tmpfs / "job") as checkpointer:
         save = checkpointer.begin(1, explicit=True)
         with pytest.raises(CapacityError, match="no room for one more version"):
-            checkpointer.fill(save, [("w", torch.zeros(SMALL_TMPFS_BYTES, dtype=torch.uint8))])
+            save.fill([("w", torch.zeros(SMALL_TMPFS_BYTES, dtype=torch.uint8))])
         jobs.begin_and_commit(checkpointer, 2).verified.result(30)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +18,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ml_flashpoint.copy import pinned, transfers
-from ml_flashpoint.copy.late import LateCopy
-from ml_flashpoint.engine.committing import BytesItem, Filled, PartWriter, TensorItem
+from ml_flashpoint.copy import cuda, transfers
+from ml_flashpoint.copy.overlap import LateCopy
+from ml_flashpoint.engine.committing import BytesItem, Part, PartWriter, TensorItem
 from ml_flashpoint.format.digest import BLOCK_SIZE, digest_block
 from ml_flashpoint.format.errors import SaveError
 from ml_flashpoint.format.knobs import BLOCK_BYTES_VARIABLE
@@ -27,7 +29,6 @@ from ml_flashpoint.memory.slot import Slot, round_up
 from tests.support.played_streams import PlayedStreams
 from tests.support.tmpfs import make_folder, remove_folder
 
-NAME = "rank-00000-00000001.safetensors"
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float64)
 # Around the boundaries of blocks, and far from them.
 SIZES = st.one_of(
@@ -72,7 +73,7 @@ class Slots:
         self._folder, self._count = folder, itertools.count()
         self.free: list[Slot] = []
 
-    def take(self, size: int, old: Slot | None = None, *, exact: bool = False) -> Slot:
+    def take(self, size: int, old: Slot | None, exact: bool) -> Slot:
         """Give a slot that is just large enough."""
         self.free += [] if old is None or exact else [old]
         for slot in self.free:
@@ -106,13 +107,13 @@ def octets(tensor: torch.Tensor) -> torch.Tensor:
 def seal_and_check(
     writer: PartWriter,
     some: Slots,
-    filled: Filled,
+    part: Part,
     tensors: Sequence[TensorItem],
     byte_items: Sequence[BytesItem],
     extra: Sequence[BytesItem] = (),
 ) -> None:
     """Recompute the digests, and compare every item with what `safetensors` finds."""
-    slot, record = writer.seal(some.take, filled, extra, deadline_s=10)
+    slot, record = writer.seal(part, some.take, extra)
     data, size = bytes(slot.buffer), record.block_size
     blocks = range(0, record.size, size)
     assert record.digests == tuple(digest_block(data[at : min(at + size, record.size)]) for at in blocks)
@@ -133,13 +134,14 @@ def run(case: Case, writer: PartWriter, some: Slots) -> None:
     extra = [(f"extra{i}", noise(n, i).numpy().tobytes()) for i, n in enumerate(case.extra)]
     with mock.patch.dict("os.environ", {BLOCK_BYTES_VARIABLE: str(case.block_size)}):
         sources = [(key, tensor.clone()) for key, tensor in originals]
-        staged = writer.stage(some.take, sources)
+        part = Part(math.inf)
+        copies = writer.stage(part, some.take, sources)
         for _, source in sources:
             source.zero_()  # the program goes on
-        tensors = [(case.prefix + originals[i][0], staged.views[i]) for i in case.named] + made(case.added, "added")
-        filled = writer.fill(some.take, tensors, byte_items, staged=staged, deadline_s=10)
+        tensors = [(case.prefix + originals[i][0], copies[i]) for i in case.named] + made(case.added, "added")
+        writer.fill(part, some.take, tensors, byte_items)
         expected = [(case.prefix + originals[i][0], originals[i][1]) for i in case.named] + made(case.added, "added")
-        seal_and_check(writer, some, filled, expected, byte_items, extra)
+        seal_and_check(writer, some, part, expected, byte_items, extra)
 
 
 @pytest.mark.slow
@@ -164,9 +166,11 @@ def test_what_was_not_staged_is_stored_once_under_all_its_names(case: Case) -> N
     with mock.patch.dict("os.environ", {BLOCK_BYTES_VARIABLE: str(case.block_size)}), slots() as some:
         writer = PartWriter()
         for _ in range(2):
-            filled = writer.fill(some.take, tensors, byte_items, deadline_s=10)
-            seal_and_check(writer, some, filled, tensors, byte_items, extra)
-            assert len(filled.layout.tensors) == len(tensors) - sum(1 for i in case.named if tensors[i][1].numel())
+            part = Part(math.inf)
+            writer.fill(part, some.take, tensors, byte_items)
+            seal_and_check(writer, some, part, tensors, byte_items, extra)
+            assert part.layout is not None
+            assert len(part.layout.tensors) == len(tensors) - sum(1 for i in case.named if tensors[i][1].numel())
 
 
 @pytest.mark.parametrize("byte_items", [(), (2_000_000,)])
@@ -191,10 +195,10 @@ def test_views_that_cannot_be_named_as_they_lie_are_copied_once_more(
     expected = list(zip("xy", change([tensor for _, tensor in sources]), strict=True))
     with slots() as some:
         writer = PartWriter()
-        staged = writer.stage(some.take, sources)
-        tensors = list(zip("xy", change(staged.views), strict=True))
-        filled = writer.fill(some.take, tensors, staged=staged, deadline_s=10)
-        seal_and_check(writer, some, filled, expected, [])
+        part = Part(math.inf)
+        tensors = list(zip("xy", change(writer.stage(part, some.take, sources)), strict=True))
+        writer.fill(part, some.take, tensors)
+        seal_and_check(writer, some, part, expected, [])
 
 
 def test_a_view_that_is_read_otherwise_is_another_tensor() -> None:
@@ -204,13 +208,15 @@ def test_a_view_that_is_read_otherwise_is_another_tensor() -> None:
     items += [("again", whole.conj()), ("rows", whole.expand(2, 3000)), ("columns", whole.expand(2, 3000).t())]
     with slots() as some:
         writer = PartWriter()
-        seal_and_check(writer, some, writer.fill(some.take, items, deadline_s=10), items, [])
-        staged = writer.stage(some.take, [("x", whole)])
-        (copy,) = staged.views
+        part = Part(math.inf)
+        writer.fill(part, some.take, items)
+        seal_and_check(writer, some, part, items, [])
+        part = Part(math.inf)
+        (copy,) = writer.stage(part, some.take, [("x", whole)])
         items = [("x", copy), ("conjugate", copy.conj()), ("imaginary", whole.imag)]
-        filled = writer.fill(some.take, items, staged=staged, deadline_s=10)
+        writer.fill(part, some.take, items)
         expected = [("x", whole), ("conjugate", whole.conj()), ("imaginary", whole.imag)]
-        seal_and_check(writer, some, filled, expected, [])
+        seal_and_check(writer, some, part, expected, [])
 
 
 def test_where_only_content_changes_nothing_is_planned_anew() -> None:
@@ -222,14 +228,14 @@ def test_where_only_content_changes_nothing_is_planned_anew() -> None:
         for step in range(3):
             for _, tensor in sources:
                 tensor.add_(step)
-            staged = writer.stage(some.take, sources, kind=kind)
-            views.append(staged.views)
-            filled = writer.fill(
-                some.take, list(zip("abcdefghijklmnopqrst", staged.views, strict=True)), staged=staged, deadline_s=10
-            )
-            layouts.append(filled.layout)
+            part = Part(math.inf)
+            copies = writer.stage(part, some.take, sources, kind=kind)
+            views.append(copies)
+            writer.fill(part, some.take, list(zip("abcdefghijklmnopqrst", copies, strict=True)))
+            assert part.layout is not None
+            layouts.append(part.layout)
             expected = list(zip("abcdefghijklmnopqrst", (tensor for _, tensor in sources), strict=True))
-            seal_and_check(writer, some, filled, expected, [])
+            seal_and_check(writer, some, part, expected, [])
     assert all(one is other for one, other in zip(*views[1:], strict=True)), "the views of a slot are made once"
     entries = [layout.tensors for layout in layouts]
     assert all(one is other for one, other in zip(entries[0], entries[2], strict=True)), "so are the entries"
@@ -239,43 +245,42 @@ def test_what_is_staged_in_vain_takes_no_room_for_long() -> None:
     tensors = made([(torch.uint8, 40_000)] * 4, "t")
     with slots() as some:
         writer = PartWriter()
-        staged = writer.stage(some.take, tensors)
-        mine = [(key, view) for (key, _), view in zip(tensors, staged.views, strict=True)][1:3]
-        filled = writer.fill(some.take, mine, staged=staged, deadline_s=10)
-        assert filled.staged.slot.size < 160_000 < staged.slot.size
-        seal_and_check(writer, some, filled, tensors[1:3], [])
+        part = Part(math.inf)
+        copies = writer.stage(part, some.take, tensors)
+        staged = part.slot
+        mine = [(key, view) for (key, _), view in zip(tensors, copies, strict=True)][1:3]
+        writer.fill(part, some.take, mine)
+        assert part.slot is not None
+        assert staged is not None
+        assert part.slot.size < 160_000 < staged.size
+        seal_and_check(writer, some, part, tensors[1:3], [])
 
 
 @pytest.mark.parametrize("changes", [False, True])
 def test_a_late_copy_is_awaited_and_checked_before_the_object_is_sealed(
     monkeypatch: pytest.MonkeyPatch, changes: bool
 ) -> None:
-    monkeypatch.setattr(pinned, "_process", pinned._Process())
+    monkeypatch.setattr(cuda, "_process", cuda._Process())
     monkeypatch.setattr(transfers, "SMALL", 1)
     played = PlayedStreams(0.0)
     sources = [("late", played.on(0, torch.arange(70_000.0))), ("now", torch.arange(3000.0))]
     expected = [(key, tensor.clone()) for key, tensor in sources]
     with slots() as some, played.played():
 
-        def take(size: int, old: Slot | None = None, *, exact: bool = False) -> Slot:
-            slot = some.take(size, old, exact=exact)
-            pinned._process.locked[slot.address] = slot.address + slot.size
+        def take(size: int, old: Slot | None, exact: bool) -> Slot:
+            slot = some.take(size, old, exact)
+            cuda._process.locked[slot.address] = slot.address + slot.size
             return slot
 
-        writer, late = PartWriter(), LateCopy([0], lambda: None)
-        staged = writer.stage(take, sources, late=late)
-        filled = writer.fill(
-            take,
-            [(key, view) for (key, _), view in zip(sources, staged.views, strict=True)],
-            staged=staged,
-            deadline_s=10,
-        )
+        part, writer, late = Part(time.monotonic() + 10), PartWriter(), LateCopy([0], lambda: None)
+        copies = writer.stage(part, take, sources, late=late)
+        named = [(key, view) for (key, _), view in zip(sources, copies, strict=True)]
+        writer.fill(part, take, named)
         assert not late.over
         if changes:
             sources[0][1].zero_()
             with pytest.raises(SaveError, match="'late' was changed"):
-                staged.wait(10)
-            staged.discard()
+                part.wait()
         else:
-            staged.wait(10)
-            seal_and_check(writer, some, filled, expected, [])
+            part.wait()
+            seal_and_check(writer, some, part, expected, [])

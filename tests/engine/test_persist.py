@@ -297,21 +297,3 @@ def test_a_limit_on_bytes_a_second_ends_with_the_job(tmpfs: Path) -> None:
     assert [persister.finish(30) for persister in reversed(job.persisters)] == [True, True]
     assert job.steps == [20]
     job.close()
-
-
-def test_a_second_job_at_one_url_persists_nothing_until_the_first_has_ended(tmpfs: Path) -> None:
-    first = Job(tmpfs / "first", f"file://{tmpfs}/store")
-    second: list[Job] = []
-    waiting = threading.Thread(target=lambda: second.append(Job(tmpfs / "second", f"file://{tmpfs}/store")))
-    waiting.start()
-    first.commit(10)
-    first.verify(10, due=10)
-    first.await_persisted(10)
-    assert not second
-    first.close()
-    waiting.join(60)
-    second[0].commit(20, run=2)
-    second[0].verify(20, due=20, run=2)
-    second[0].await_persisted(20)
-    assert second[0].steps == [20, 10]
-    second[0].close()

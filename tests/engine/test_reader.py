@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -62,7 +61,7 @@ class Peer:
         self.container = container
         self.blocks: list[tuple[int, int]] = []
 
-    def read_manifest(self, save: SaveId, rank: int, nodes: object, **_: object) -> Manifest:
+    def manifest_of(self, save: SaveId, rank: int, nodes: object) -> Manifest:
         return self.container.read_manifest(save, rank)
 
     def read_blocks(self, save: SaveId, manifest: Manifest, first: int, buffer: memoryview, nodes: object) -> None:
@@ -86,8 +85,8 @@ def peer(tmpfs: Path) -> Peer:
 
 
 def parts_of(node: Node, peer: Peer | None = None) -> MemoryParts:
-    nodes: Callable[[int], list[str]] = lambda rank: [] if peer is None else ["b"]  # noqa: E731
-    return MemoryParts(SAVE, node.container, node.pool, cast(Copies, peer), nodes, set())
+    holders: list[list[str]] = [[] if peer is None else ["b"]] * 2
+    return MemoryParts(SAVE, node.container, node.pool, cast(Copies, peer), holders, set())
 
 
 def reader_of(parts: Any) -> VersionReader:

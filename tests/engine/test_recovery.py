@@ -352,7 +352,7 @@ def test_a_full_tmpfs_is_an_error_on_all_ranks_until_there_is_room(small_tmpfs: 
     lose(small_tmpfs, 1)
     for told in run(small_tmpfs, Plan(fill_up=True), **IMPATIENT):
         assert told["error"][0] == "NothingLoadableError"
-        assert "rank 1 on node-1: there is no free slot" in told["error"][1]
+        assert "rank 1 on node-1: no room for one more slot" in told["error"][1]
     for path in small_tmpfs.rglob("others"):
         path.unlink()
     assert all_tell(run(small_tmpfs, Plan()), "found") == (1, 20)
@@ -361,7 +361,7 @@ def test_a_full_tmpfs_is_an_error_on_all_ranks_until_there_is_room(small_tmpfs: 
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("engine.inventory.read_records", "LoadError"),
+        ("engine.recovery.read_records", "LoadError"),
         ("engine.copying.Copies.fetch_part", "NothingLoadableError"),
         ("engine.reader.MemoryParts.open_here", "NothingLoadableError"),
         ("memory.container.BaseContainer.write_sidecars", "NothingLoadableError"),

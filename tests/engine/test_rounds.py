@@ -64,24 +64,6 @@ def test_a_step_is_saved_once_a_run() -> None:
         member.call(SaveId(1, 10))
 
 
-def test_the_recovered_version_is_the_save_of_every_round_until_it_is_verified() -> None:
-    recovered = SaveId(1, 30)
-    member = Member(Verdict(0, (), recovered, recovered=recovered), keep=Keep(1))
-    leader = Leader(member, ranks=2)
-    member.call(SaveId(2, 40))
-    for number in range(3):
-        verdict = leader.decide([Answer(number, recovered, outcome=Outcome.LOST)])
-        assert verdict is not None
-        assert verdict.first == recovered
-        assert recovered in verdict.retained
-        assert member.adopt(verdict)
-        assert member.target == recovered
-    verdict = leader.decide([Answer(3, recovered, outcome=Outcome.COPIED)] * 2)
-    assert verdict is not None
-    assert verdict.verified == (recovered,)
-    assert verdict.recovered is None
-
-
 def test_a_round_chooses_the_newest_part_that_rank_0_has_committed() -> None:
     member = Member(Verdict(0, (), SaveId(1, 0)), keep=Keep(2))
     for step in (10, 20, 30, 40):
@@ -90,16 +72,6 @@ def test_a_round_chooses_the_newest_part_that_rank_0_has_committed() -> None:
         member.parts[SaveId(1, step)] = True
     verdict = Leader(member, ranks=3).decide([Answer(0, SaveId(1, 10), outcome=Outcome.COPIED)] * 3)
     assert verdict == Verdict(1, (SaveId(1, 10),), SaveId(1, 30), total=1)
-
-
-def test_a_round_begins_later_by_as_many_saves_as_ranks_were_late() -> None:
-    member = Member(Verdict(0, (), SaveId(1, 0)), keep=Keep(1))
-    for step in (10, 20):
-        member.call(SaveId(1, step))
-    leader = Leader(member, ranks=2)
-    late = leader.decide([Answer(0, SaveId(1, 10), outcome=Outcome.LOST, late=3)])
-    assert late is not None
-    assert late.first == SaveId(1, 20 + 1 + 3 * 10)
 
 
 def test_somebody_who_waits_for_a_save_gets_the_next_round() -> None:
@@ -124,13 +96,6 @@ def test_somebody_who_waits_for_a_save_gets_the_next_round() -> None:
 def test_a_verdict_says_what_becomes_of_a_save(save: SaveId, explicit: bool, fate: Fate) -> None:
     verdict = Verdict(3, (SaveId(1, 10), SaveId(1, 30)), SaveId(1, 50), lost=(SaveId(1, 45),))
     assert verdict.fate(save, explicit=explicit) is fate
-
-
-def test_a_save_that_a_rank_has_no_part_of_begins_no_round_again() -> None:
-    member = Member(Verdict(0, (), SaveId(1, 0)), keep=Keep(1))
-    member.call(SaveId(1, 10), explicit=True)
-    verdict = Leader(member, ranks=2).decide([Answer(0, SaveId(1, 10), Outcome.LOST)])
-    assert verdict == Verdict(1, (), SaveId(1, 11), lost=(SaveId(1, 10),))
 
 
 def test_a_save_without_copies_begins_a_round_again_after_a_pause_that_grows() -> None:
@@ -163,15 +128,6 @@ def test_the_first_verified_save_at_or_after_each_multiple_is_due_to_be_persiste
         due.append(None if decided.persist is None else decided.persist.step)
         member.adopt(decided)
     assert due == [None, 40, 40, 40, 70, 80, 80]
-
-
-def test_answers_for_two_saves_verify_neither() -> None:
-    member = Member(Verdict(0, (), SaveId(1, 0)), keep=Keep(1))
-    member.call(SaveId(1, 10))
-    answers = [Answer(0, SaveId(1, 10), outcome=Outcome.COPIED), Answer(0, SaveId(1, 20), outcome=Outcome.COPIED)]
-    verdict = Leader(member, ranks=2).decide(answers)
-    assert verdict is not None
-    assert verdict.verified == ()
 
 
 def test_answers_of_an_earlier_round_decide_nothing() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 
 import pytest
 
-from ml_flashpoint.engine.inventory import NodeReport, Unread, why_nothing
+from ml_flashpoint.engine.recovery import NodeReport, why_nothing
 from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.memory.lineage import RunRecord
 from ml_flashpoint.ranks.recovery import NodeInventory
@@ -16,7 +17,7 @@ BEGUN = RunRecord(1, begun=True)
 
 
 def report(
-    *steps: int, record: RunRecord = BEGUN, savers: Collection[int] = (0,), unread: tuple[Unread, ...] = ()
+    *steps: int, record: RunRecord = BEGUN, savers: Collection[int] = (0,), unread: tuple[tuple[str, str], ...] = ()
 ) -> NodeReport:
     """A node that has the parts of rank 0 of 2 of these steps of run 1."""
     parts = tuple(part(step, 0) for step in steps)
@@ -50,7 +51,7 @@ def test_versions_that_are_lost_are_named() -> None:
 
 
 def test_what_cannot_be_read_is_a_reason_whatever_else_there_is() -> None:
-    assert "step-9_ckpt on node-0 (damaged)" in (why(report(unread=(Unread("step-9_ckpt", "damaged", False),))) or "")
+    assert "step-9_ckpt on node-0 (damaged)" in (why(report(unread=(("step-9_ckpt", "damaged"),))) or "")
     assert "step-3_ckpt (no holder)" in (why(report(), given_up={SaveId(1, 3): "no holder"}) or "")
     assert "s3://x cannot be known" in (why(report(), durable=["s3://x cannot be known"]) or "")
     many = {SaveId(1, step): "gone" for step in range(20)}
@@ -62,5 +63,5 @@ def test_versions_that_the_program_could_not_load_are_no_reason() -> None:
 
 
 def test_reports_survive_the_way_to_other_ranks() -> None:
-    told = report(3, record=RunRecord(7, {1: 4}, begun=True, verified=True), unread=(Unread("", "x", True),))
-    assert NodeReport.decode(told.encode()) == told
+    told = report(3, record=RunRecord(7, {1: 4}, begun=True, verified=True), unread=(("", "x"),))
+    assert NodeReport.decoded(json.loads(told.encode())) == told

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -35,11 +36,11 @@ def _clone(job: Job) -> dict[str, Any]:
     for number, values in optimizer["state"].items():
         for name in names.get(id(parameters[number]), []):
             clone |= {f"optimizer.state.{name}.{key}": value for key, value in values.items()}
-    for number, group in enumerate(optimizer["param_groups"]):
-        clone |= {f"optimizer.param_groups.{number}.{key}": value for key, value in group.items() if key != "params"}
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer["param_groups"]]
+    clone["optimizer.param_groups"] = groups
     clone[f"{_PACKED}.optimizer"] = optimizer
     clone[f"{_PACKED}.scheduler"] = copy.deepcopy(job.scheduler.state_dict())
-    clone[f"{_PACKED}._rng"] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    clone[f"{_PACKED}._rng"] = {"torch": torch.get_rng_state().numpy(), "python": random.getstate()}
     return clone
 
 
@@ -50,6 +51,8 @@ def _is_same(saved: Any, cloned: Any) -> bool:
         return saved.to_dense().resolve_conj().resolve_neg().numpy().tobytes() == (
             cloned.detach().to_dense().resolve_conj().resolve_neg().numpy().tobytes()
         )
+    if isinstance(cloned, np.ndarray):
+        return np.array_equal(saved, cloned)
     if isinstance(cloned, dict):
         return cloned.keys() <= saved.keys() and all(_is_same(saved[key], value) for key, value in cloned.items())
     if isinstance(cloned, (list, tuple)):

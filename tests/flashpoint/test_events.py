@@ -117,7 +117,7 @@ def test_a_step_back_is_told(base: Path) -> None:
 def test_a_save_that_fails_before_its_write_is_told(base: Path) -> None:
     told: list[Event] = []
     with Checkpointer(base) as engine, events.subscribe(told.append, base):
-        engine.fail(engine.begin(), SaveError("not today"))
+        engine.begin().fail(SaveError("not today"))
         assert engine.wait()
         assert events.flush()
         assert (engine.status.failures, engine.status.error) == (1, "not today")

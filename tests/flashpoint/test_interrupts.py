@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from ml_flashpoint import Flashpoint
-from ml_flashpoint.copy.late import LateCopy
-from ml_flashpoint.engine.checkpointer import Checkpointer
+from ml_flashpoint.copy.overlap import LateCopy
+from ml_flashpoint.engine.save import Save
 from ml_flashpoint.format.errors import SaveError
 from tests.flashpoint.test_overlap import Job, _is_same, _loaded
 from tests.support.played_device import PlayedDevice, lock_slots
@@ -29,13 +29,13 @@ def test_an_interrupt_between_two_calls_of_a_save_holds_up_no_later_one(
         fp.save(1)
         assert fp.wait()
         with monkeypatch.context() as patched:
-            call = getattr(Checkpointer, place)
+            call = getattr(Save, place)
 
             def interrupted(*args: Any, **how: Any) -> None:
                 call(*args, **how)
                 raise KeyboardInterrupt
 
-            patched.setattr(Checkpointer, place, interrupted)
+            patched.setattr(Save, place, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 fp.save(2)
         saved = job.state()
@@ -130,7 +130,7 @@ def test_ctrl_c_in_the_midst_of_a_save_comes_after_it_and_at_once_if_it_is_repea
     with Flashpoint(base, strict=True) as fp:
         fp.track(**job.tracked).resume()
         job.step()
-        stage = Checkpointer.stage
+        stage = Save.stage
 
         def interrupted(*args: Any, **how: Any) -> Any:
             for _ in range(times):
@@ -140,7 +140,7 @@ def test_ctrl_c_in_the_midst_of_a_save_comes_after_it_and_at_once_if_it_is_repea
             return copies
 
         with monkeypatch.context() as patched:
-            patched.setattr(Checkpointer, "stage", interrupted)
+            patched.setattr(Save, "stage", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 fp.step()
         assert went == ["staged"] * (times == 1)
@@ -155,14 +155,14 @@ def test_handlers_of_the_programs_own_are_left_alone(base: Path, monkeypatch: py
     try:
         with Flashpoint(base, strict=True) as fp:
             fp.track(**job.tracked).resume()
-            stage = Checkpointer.stage
+            stage = Save.stage
 
             def interrupted(*args: Any, **how: Any) -> Any:
                 signal.raise_signal(signal.SIGINT)
                 assert told
                 return stage(*args, **how)
 
-            monkeypatch.setattr(Checkpointer, "stage", interrupted)
+            monkeypatch.setattr(Save, "stage", interrupted)
             job.step()
             fp.step()
     finally:

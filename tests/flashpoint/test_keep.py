@@ -147,8 +147,8 @@ def test_a_step_that_was_saved_again_is_read_by_its_path_as_it_was_saved_last(ba
 
         def save(step: int, attempt: int) -> None:
             made = engine.begin(step, explicit=True)
-            engine.fill(made, [("values", content(0, step, attempt, 3000))])
-            engine.commit(made)
+            made.fill([("values", content(0, step, attempt, 3000))])
+            made.commit()
             made.verified.result(30)
 
         def attempt_of(step: int) -> int:

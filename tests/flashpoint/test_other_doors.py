@@ -23,8 +23,8 @@ def test_an_older_version_is_not_gone_back_to(tmpfs: Path) -> None:
     with Checkpointer(tmpfs / "job", Config(keep=2)) as engine:
         assert engine.latest() == engine.id(1)
         save = engine.begin(2, explicit=True)
-        engine.fill(save, [("a", torch.ones(10))])
-        engine.commit(save)
+        save.fill([("a", torch.ones(10))])
+        save.commit()
         save.verified.result(20)
     assert (tmpfs / "job" / "step-1_ckpt").exists()
     with Flashpoint(tmpfs / "job", every_n_steps=1) as fp:

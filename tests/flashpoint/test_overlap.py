@@ -12,6 +12,7 @@ from torch import nn
 
 from ml_flashpoint import Flashpoint
 from ml_flashpoint.engine.checkpointer import Checkpointer
+from ml_flashpoint.engine.save import Save
 from ml_flashpoint.format.errors import InvalidArgumentError, SaveError
 
 WIDTH = 192
@@ -141,7 +142,7 @@ def test_an_interrupt_in_the_midst_of_a_save_holds_up_no_later_one(base: Path, m
             def interrupted(*_: Any, **__: Any) -> None:
                 raise KeyboardInterrupt
 
-            patched.setattr(Checkpointer, "stage", interrupted)
+            patched.setattr(Save, "stage", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 fp.save(2)
         fp.save(3)

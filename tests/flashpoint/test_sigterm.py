@@ -132,7 +132,7 @@ def test_closing_in_another_order_leaves_the_chain_whole(base: Path, tmpfs: Path
         second = persisting(tmpfs / "second")
         first.close()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert said == [], "until the next step, save or close"
+        assert said == ["on top"], "and no further until the next step, save or close"
         second.close()
         assert said == ["on top", "program"]
         assert signal.getsignal(signal.SIGTERM) == on_top

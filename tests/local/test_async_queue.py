@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -10,17 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.local import (
     AsyncCallsQueue,
     AsyncRequest,
     BackgroundWorkerError,
-    BasicTensorAwareStateDict,
     CallOrderError,
     CheckpointingException,
-    LocalCheckpointManager,
 )
 from tests.support.forked import Child, call_team
 
@@ -149,20 +145,6 @@ def test_what_nobody_closed_is_done_nevertheless(tmp_path: Path) -> None:
     with Child(_leave, tmp_path) as child:
         child.join()
     assert (tmp_path / "a").read_text() == "x"
-
-
-def _leave_a_save(report: Any, folder: Path) -> None:
-    manager, queue = LocalCheckpointManager(folder), AsyncCallsQueue()
-    request = manager.save(BasicTensorAwareStateDict({"a": torch.ones(9)}), 1, is_async=True)
-    assert request is not None
-    queue.schedule_async_request(request)
-
-
-def test_a_local_save_that_nobody_finalized_is_committed(tmpfs: Path) -> None:
-    with Child(_leave_a_save, tmpfs / "job") as child:
-        child.join()
-    with contextlib.closing(LocalCheckpointManager(tmpfs / "job")) as manager:
-        assert manager.find_latest() == 1
 
 
 def test_none_stands_for_no_arguments(queue: AsyncCallsQueue) -> None:

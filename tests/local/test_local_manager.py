@@ -242,8 +242,8 @@ def test_what_another_door_has_saved_is_told_from_what_is_lost(tmpfs: Path) -> N
     with Checkpointer(tmpfs / "job") as engine:
         assert engine.latest() == engine.id(1)
         save = engine.begin(2)
-        engine.fill(save, [("a", torch.ones(10))])
-        engine.commit(save)
+        save.fill([("a", torch.ones(10))])
+        save.commit()
         save.committed.result(20)
     again = LocalCheckpointManager(tmpfs, "job")
     assert again.find_latest() == 2

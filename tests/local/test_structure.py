@@ -171,8 +171,8 @@ def _load_crafted(base: Path, archive: bytes, **changed: Any) -> Any:
     items = [(HEADER_KEY, data), *([(ARCHIVE_KEY, archive)] if archive else [])]
     with Checkpointer(base) as checkpointer:
         save = checkpointer.begin(1)
-        checkpointer.fill(save, [("t", torch.ones(2))], items)
-        checkpointer.commit(save)
+        save.fill([("t", torch.ones(2))], items)
+        save.commit()
         save.committed.result(20)
     manager = LocalCheckpointManager(base)
     try:

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from ml_flashpoint.state.packed_state import PackedState, item_bytes
-from ml_flashpoint.state.plan import Offer, Plan, Share
+from ml_flashpoint.state.archive import PackedState, save_archive
+from ml_flashpoint.state.plan import Offer, Plan, Share, Tree
 from ml_flashpoint.state.tracked import TrackedState
-from ml_flashpoint.state.tree import Tree
 
 WIDTH = 4
 
@@ -359,7 +358,7 @@ class Checked:
             tree = Tree(self.tracked.to_save())
         except Exception:  # of whatever kind torch raises of what it has no names for
             return False
-        if self.offer is None or not self.offer.is_of(tree):
+        if self.offer is None or not self.offer.structure.is_of(tree):
             self.offer = None
             self.offer = Offer(tree)
             self.share = Share(self.offer, range(len(self.offer.plan.items)))
@@ -367,7 +366,7 @@ class Checked:
         before, captured = self.plan, self.share.capture(tree)
         self.plan = captured.plan
         copies = [tensor.detach().clone() for _, tensor in captured.tensors]
-        tensors, items = self.share.named(captured, copies, item_bytes)
+        tensors, items = self.share.named(captured, copies, save_archive)
         saved = {**dict(tensors), **{key: torch.load(io.BytesIO(data), weights_only=False) for key, data in items}}
         flat, _ = flatten_state_dict(dict(tree.state))
         assert saved.keys() == flat.keys()

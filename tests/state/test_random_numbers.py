@@ -97,4 +97,5 @@ def test_a_job_without_cuda_does_not_initialise_it(monkeypatch: pytest.MonkeyPat
 
 
 def capture_rng_state_without_cuda() -> dict[str, object]:
-    return {"python": random.getstate(), "numpy": np.random.get_state(legacy=False), "torch": torch.get_rng_state()}
+    numbers = torch.get_rng_state().numpy()
+    return {"python": random.getstate(), "numpy": np.random.get_state(legacy=False), "torch": numbers}

@@ -125,7 +125,7 @@ def await_copies(dictionary: DDict, checkpoint_id: int) -> None:
         return
     base, nodes = Path(dictionary._configuration.base), dictionary._configuration.options.nodes
     assert dictionary._coordinator is not None
-    cut = dictionary._coordinator.coordinator._cut_of(checkpoint_id)
+    cut = dictionary._coordinator.rules.cut_of(checkpoint_id)
 
     def has_copy(of: int) -> bool:
         version = base / f"node-{nodes[(of + 1) % len(nodes)]}" / f"step-{cut}_ckpt"
@@ -136,6 +136,6 @@ def await_copies(dictionary: DDict, checkpoint_id: int) -> None:
 
 def _is_snapshot(manifest: Path) -> bool:
     try:
-        return b'"index"' in manifest.with_suffix(".safetensors").read_bytes()[: 1 << 12]
+        return b'{"format"' in manifest.with_suffix(".safetensors").read_bytes()[: 1 << 12]
     except FileNotFoundError:
         return False

@@ -98,7 +98,7 @@ def settle(trainer: Any) -> None:
     """Wait until our saves are committed and have their copies, which is not the same as finalized."""
     io = flashpoint_io_of(trainer)
     assert io is not None
-    assert io.parts.engine.wait(60)
+    assert io.engine.wait(60)
     dist.barrier()
 
 
@@ -107,10 +107,10 @@ def finish(trainer: Any) -> None:
     assert io is not None
     if isinstance(trainer.strategy.checkpoint_io, MLFlashpointAsyncFinalizableCheckpointIO):
         trainer.strategy.checkpoint_io.maybe_finalize_save_checkpoint(blocking=True)
-    assert io.parts.save_strategy.last_error is None
-    io.parts.settle()
+    assert io.save_strategy.last_error is None
+    assert io.engine.wait(60)
     dist.barrier()
-    io.parts.close()
+    io.close()
 
 
 class Module(nl.io.IOMixin, LightningModule):  # type: ignore[misc]

@@ -133,7 +133,7 @@ class KillAt(Callback):  # type: ignore[misc]
         # What is to be resumed from must be there; it is the kill that comes at any time, not the commit.
         io = flashpoint_io_of(trainer)
         assert io is not None
-        assert io.parts.engine.wait(60)
+        assert io.engine.wait(60)
         if trainer.strategy.async_save:
             trainer.strategy.checkpoint_io.maybe_finalize_save_checkpoint(blocking=True)
         dist.barrier()
@@ -142,9 +142,9 @@ class KillAt(Callback):  # type: ignore[misc]
     def _await_store(self, trainer: Any) -> None:
         """Has every version persisted that is due: no step is as long as that takes."""
         io = flashpoint_io_of(trainer)
-        persister = io and io.parts.engine._persister
+        persister = io and io.engine._persister
         if persister:
-            assert io.parts.engine.wait(60)
+            assert io.engine.wait(60)
             wait_until(lambda: not persister.is_busy, "it is idle")
 
 
@@ -167,7 +167,7 @@ class Meddler(Callback):  # type: ignore[misc]
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         io = flashpoint_io_of(trainer)
         assert io is not None
-        assert io.parts.engine.wait(60)
+        assert io.engine.wait(60)
         if trainer.global_step > 1:
             report(checked=trainer.global_step - 1, equal=self._witness.latest_is_in(base_path()))
 
@@ -256,7 +256,7 @@ def train(
     def told(trainer: Any, *args: Any) -> None:
         setup(trainer, *args)
         if (io := flashpoint_io_of(trainer)) is not None:
-            recovery = io.parts.engine.last_recovery
+            recovery = io.engine.last_recovery
             report(tier="memory" if recovery is None else recovery.tier)
         report(resumes=None if trainer.ckpt_path is None else str(trainer.ckpt_path))
 
@@ -264,12 +264,12 @@ def train(
     llm.train(model=model, data=data, trainer=trainer, log=log, resume=resume, optim=optimizer)
     io = flashpoint_io_of(trainer)
     if io is not None:
-        assert io.parts.save_strategy.last_error is None
+        assert io.save_strategy.last_error is None
         context = resume.get_context_path()
-        assert io.parts.engine.wait(60)
-        report(persisted=io.parts.engine.persist_health.persisted)
-        report(kept=[each.step for each in io.parts.engine.versions()])
-        report(committed=io.parts.engine.stats.committed)
+        assert io.engine.wait(60)
+        report(persisted=io.engine.persist_health.persisted)
+        report(kept=[each.step for each in io.engine.versions()])
+        report(committed=io.engine.stats.committed)
         objects = [each.stat().st_size for each in base_path().glob(f"step-*/rank-{rank():05d}-*.safetensors")]
         report(bytes=max(objects))
         report(context=sorted(path.name for path in context.iterdir()) if context is not None else None)

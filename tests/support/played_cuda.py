@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ml_flashpoint.copy import pinned
+from ml_flashpoint.copy import cuda
 
 
 class PlayedRuntime:
-    """Stands in for `pinned.Runtime`.
+    """Stands in for `cuda.Runtime`.
 
     Args:
         room: bytes that may be locked.
@@ -64,7 +64,7 @@ class PlayedRuntime:
 
 def play(monkeypatch: pytest.MonkeyPatch, runtime: PlayedRuntime, device: int | None = 1) -> None:
     """Have this process use CUDA, as far as page-locking asks."""
-    process = pinned._Process()
+    process = cuda._Process()
     process.runtime, process.device = runtime, device
-    monkeypatch.setattr(pinned, "_process", process)
+    monkeypatch.setattr(cuda, "_process", process)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ml_flashpoint.copy import transfers
-from ml_flashpoint.copy.late import LateCopy
+from ml_flashpoint.copy.overlap import LateCopy
 from tests.support.played_cuda import PlayedRuntime, play
 from tests.support.played_streams import PlayedStreams
 

@@ -13,7 +13,6 @@ import pytest
 import safetensors.torch
 import torch
 
-from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.engine.committing import TensorItem
 from ml_flashpoint.engine.save import Save
 
@@ -28,25 +27,23 @@ class Witness:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.late: list[bool] = []
         self._staged: list[tuple[Save, dict[str, torch.Tensor]]] = []
-        stage = Checkpointer.stage
+        stage = Save.stage
 
-        def noted(
-            checkpointer: Checkpointer, save: Save, tensors: Sequence[TensorItem], *given: Any, **how: Any
-        ) -> Any:
+        def noted(save: Save, tensors: Sequence[TensorItem], *given: Any, **how: Any) -> Any:
             copies = {name: tensor.detach().clone() for name, tensor in tensors}
-            views = stage(checkpointer, save, tensors, *given, **how)
+            views = stage(save, tensors, *given, **how)
             self.late.append(not save.staged.done())
             self._staged.append((save, copies))
             return views
 
-        monkeypatch.setattr(Checkpointer, "stage", noted)
+        monkeypatch.setattr(Save, "stage", noted)
 
     def latest_is_in(self, base: Path) -> bool:
         """Whether the save that was staged last was committed, as it was staged, by this rank alone on this node."""
         save, copies = self._staged[-1]
-        if save.version is None or save.id is None:
+        if save.id is None:
             return False
-        objects = [each for each in (base / save.version.name).glob("rank-*.safetensors") if save.id.text in each.name]
+        objects = [each for each in (base / save.id.version).glob("rank-*.safetensors") if save.id.text in each.name]
         if len(objects) != 1 or not copies:
             return False
         found = safetensors.torch.load_file(objects[0])

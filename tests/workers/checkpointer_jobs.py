@@ -27,9 +27,9 @@ def state_of(rank: int, step: int) -> list[tuple[str, torch.Tensor]]:
 def begin_and_commit(checkpointer: Checkpointer, step: int, *, explicit: bool = True, table: str = "") -> Save:
     """Save a step in all its calls but `begin`'s wait."""
     save = checkpointer.begin(step, explicit=explicit, table=table)
-    copies = checkpointer.stage(save, state_of(checkpointer.ranks.rank, step))
-    checkpointer.fill(save, [("model.w", copies[0]), ("model.b", copies[1])], [("note", b"n" * step)])
-    checkpointer.commit(save, labels={"door": "test"})
+    copies = save.stage(state_of(checkpointer.ranks.rank, step))
+    save.fill([("model.w", copies[0]), ("model.b", copies[1])], [("note", b"n" * step)])
+    save.commit(labels={"door": "test"})
     return save
 
 
@@ -59,7 +59,7 @@ def lose_a_save(report: Report, rank: int) -> list[str]:
         for step in (1, 2, 3):
             if step == 2 and rank == 1:
                 save = checkpointer.begin(step, explicit=True)
-                checkpointer.fail(save, SaveError("out of luck"))
+                save.fail(SaveError("out of luck"))
             else:
                 save = begin_and_commit(checkpointer, step)
             if step != 2:
@@ -86,11 +86,11 @@ def save_in_a_loop(report: Report, rank: int, steps: int) -> tuple[int, int, boo
             save = checkpointer.begin(step, explicit=step == steps)
             saves.append(save)
             try:
-                copies = checkpointer.stage(save, state_of(rank, step))
+                copies = save.stage(state_of(rank, step))
             except SaveError:
                 continue
             names = [("w", copies[0]), ("b", copies[1])]
-            checkpointer.commit(save, items=lambda names=names: (names, []))  # type: ignore[misc]
+            save.commit(items=lambda names=names: (names, []))  # type: ignore[misc]
         saves[-1].verified.result(60)
         ended = checkpointer.wait(60)
         errors = {type(save.verified.exception()) for save in saves if save.committed.exception() is None}
@@ -111,7 +111,7 @@ def fork_beside_a_save(report: Report, folder: str) -> list[Any]:
     """Fork while a save is staged; return what the child meets, and whether the parent's save is verified."""
     with Checkpointer(folder) as checkpointer:
         save = checkpointer.begin(1, explicit=True)
-        copies = checkpointer.stage(save, state_of(0, 1))
+        copies = save.stage(state_of(0, 1))
         read, write = os.pipe()
         child = os.fork()
         if child == 0:
@@ -122,8 +122,8 @@ def fork_beside_a_save(report: Report, folder: str) -> list[Any]:
             checkpointer.close()
             os._exit(0)
         os.waitpid(child, 0)
-        checkpointer.fill(save, [("w", copies[0])])
-        checkpointer.commit(save)
+        save.fill([("w", copies[0])])
+        save.commit()
         save.verified.result(30)
         return [os.read(read, 100).decode(), sorted(checkpointer.container.list_versions())]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ml_flashpoint.engine import copying
-from ml_flashpoint.engine.copying import Copies, Failures, HeldCopies
+from ml_flashpoint.engine.copying import Copies, Failures
 from ml_flashpoint.engine.rounds import Verdict
 from ml_flashpoint.format.errors import FlashpointError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
@@ -19,7 +19,6 @@ from ml_flashpoint.format.names import SaveId, object_name
 from ml_flashpoint.memory.container import BaseContainer, Owner
 from ml_flashpoint.memory.pool import Pool, SlotRequest
 from ml_flashpoint.net.channel import Channel
-from ml_flashpoint.net.transfers import PeerConnection
 from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.ranks.strategies import NoReplicationStrategy, RingReplicationStrategy
 from tests.memory.support import fill, layout_of, value_in
@@ -42,10 +41,11 @@ class Rank:
         owners = [Owner(ranks.world_size, rank) for rank in (ranks.rank, *held)]
         self.own, *others = (Pool(self.container, owner, keep=1, owners=owners) for owner in owners)
         copying.ROOM_S = room_s  # type: ignore[misc]
-        self.held = HeldCopies(self.container, dict(zip(held, others, strict=True)))
-        self.copies = Copies(ranks, strategy, self.held, host=host)
+        if host is not None:
+            os.environ["FLASHPOINT_HOST"] = host
+        self.copies = Copies(ranks, strategy, self.container, dict(zip(held, others, strict=True)))
         self.verdict = Verdict(0, (), SaveId(RUN, 0))
-        self.held.serve(RUN, self.adopt, lambda: self.verdict.retained)
+        self.copies.serve(RUN, self.adopt, lambda: self.verdict.retained)
 
     def adopt(self, verdict: Verdict) -> None:
         self.verdict = max(self.verdict, verdict, key=lambda each: each.number)
@@ -98,12 +98,12 @@ class Rank:
 
     def read(self, step: int, rank: int, first_block: int, size: int, nodes: list[str]) -> bytes:
         save, into = SaveId(RUN, step), bytearray(size)
-        manifest = self.copies.read_manifest(save, rank, nodes)
+        manifest = self.copies.manifest_of(save, rank, nodes)
         self.copies.read_blocks(save, manifest, first_block, memoryview(into), nodes)
         return bytes(into)
 
     def end_run(self) -> None:
-        self.held.end()
+        self.copies.end()
 
     def push_crafted(self, to: int, run: int, number: int | None = None, **changes: Any) -> None:
         """Push a part of this rank that is not what it should be."""
@@ -112,7 +112,7 @@ class Rank:
         part = {"rank": self.ranks.rank, "world_size": self.ranks.world_size, "node": "n", **changes}
         manifest = Manifest(save, record=record, **part)
         verdict = self.verdict if number is None else self.verdict._replace(number=number)
-        with PeerConnection(self.copies.address_of(to), self.ranks.secret) as peer:
+        with self.copies.connection(to) as peer:
             peer.push(manifest, memoryview(b""), {"run": run, "verdict": verdict})
 
     def die_amid(self, method: str) -> None:

@@ -60,7 +60,7 @@ def fail_when_restarted(config: Config, ready: Ready, stop: threading.Event) -> 
 
 def create(root: str, managers: int, entry: str, how: str) -> None:
     """A creator: starts managers, says who they are, and waits for its own end."""
-    from ml_flashpoint.ddict.runtime import supervisor
+    from ml_flashpoint.ddict.runtime import embedded
     from ml_flashpoint.ddict.runtime.embedded import EmbeddedRuntime
 
     runtime = EmbeddedRuntime(entry=f"{__name__}:{entry}", root=Path(root))
@@ -75,7 +75,7 @@ def create(root: str, managers: int, entry: str, how: str) -> None:
     told = {
         "base": str(runtime.base),
         "pids": list(runtime.pids().values()),
-        "fork_server": supervisor.fork_server().pid,
+        "fork_server": embedded.fork_server().pid,
         "children": [child.pid for child in children],
     }
     print(json.dumps(told), flush=True)

@@ -12,7 +12,7 @@ import torch
 
 from ml_flashpoint.ddict import DDict
 from ml_flashpoint.ddict.errors import DDictCheckpointRetiredError
-from ml_flashpoint.ddict.runtime import supervisor
+from ml_flashpoint.ddict.runtime import embedded
 
 
 def answer(dictionary: DDict, pipe: Connection) -> None:
@@ -93,5 +93,5 @@ def create_and_wait(pipe: Connection) -> None:
         dictionary.checkpoint()
         assert dictionary.sync_to_newest_checkpoint() == 0
         runtime: Any = dictionary._runtime
-        pipe.send((str(runtime.base), [*runtime.pids().values(), supervisor.fork_server().pid]))
+        pipe.send((str(runtime.base), [*runtime.pids().values(), embedded.fork_server().pid]))
         time.sleep(600)

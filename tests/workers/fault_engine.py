@@ -77,11 +77,11 @@ class Rank:
         tensors = state(size, self.rank, step, life)
         save = self.checkpointer.begin(step, explicit=explicit)
         try:
-            self.checkpointer.fill(save, list(tensors.items()), [("note", note(step, life))])
+            save.fill(list(tensors.items()), [("note", note(step, life))])
         except BaseException as error:
-            self.checkpointer.fail(save, error)
+            save.fail(error)
             raise
-        self.checkpointer.commit(save)
+        save.commit()
         save.committed.result()
         return save
 

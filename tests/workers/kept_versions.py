@@ -103,8 +103,8 @@ def play_engine(report: Report, rank: int, steps: Sequence[int], back: int) -> l
             if life == 0:
                 for step in steps:
                     save = checkpointer.begin(step, explicit=True)
-                    checkpointer.fill(save, [("values", content(rank, step, 0, 5000))])
-                    checkpointer.commit(save)
+                    save.fill([("values", content(rank, step, 0, 5000))])
+                    save.commit()
                     assert checkpointer.wait(30)
                 said.append(shown(checkpointer.versions()))
                 version = checkpointer.go_back(back)

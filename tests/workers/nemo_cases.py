@@ -143,11 +143,11 @@ def failing(base: Path) -> None:
 
     for step in (1, 2, 3):
         if step == 2 and rank() == 1:
-            io.parts.engine.commit = no_room  # type: ignore[method-assign]
+            io.engine.begin = no_room  # type: ignore[method-assign]
         save(trainer, version(base, step), step)
         trainer.strategy.checkpoint_io.maybe_finalize_save_checkpoint(blocking=True)
-        vars(io.parts.engine).pop("commit", None)
-        assert (io.parts.save_strategy.last_error is not None) == (step == 2)
+        vars(io.engine).pop("begin", None)
+        assert (io.save_strategy.last_error is not None) == (step == 2)
         settle(trainer)
         assert resume.get_trainer_ckpt_path() == version(base, 1 if step == 2 else step)
     check_load(trainer, version(base, 3), 3)
@@ -163,7 +163,7 @@ def what_could_not_be_restored(base: Path) -> None:
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     state = state_of(1) | {"callbacks": {"Mine": {"kept": [nested]}}}
     trainer.strategy.checkpoint_io.save_checkpoint(state, str(version(base, 1)))
-    assert "'callbacks.Mine.kept.0' is a nested tensor" in str(io.parts.save_strategy.last_error)
+    assert "'callbacks.Mine.kept.0' is a nested tensor" in str(io.save_strategy.last_error)
     save(trainer, version(base, 2), 2)
     settle(trainer)  # rank 1 reads the metadata in its copy of rank 0's part
     check_load(trainer, version(base, 2), 2)
@@ -195,7 +195,7 @@ def auto_resume(base: Path) -> None:
     # Another base container, though its path begins like this one's, has nothing to do with it.
     io = flashpoint_io_of(trainer)
     assert io is not None
-    assert io.parts.engine.holds(version(base, 4))
+    assert io.engine.holds(version(base, 4))
     for other in (
         f"{base}-2/step-4_ckpt",
         f"{base}/sub/step-4_ckpt",
@@ -203,9 +203,9 @@ def auto_resume(base: Path) -> None:
         f"{base}/model--last",
         "s3://b/step-4_ckpt",
     ):
-        assert not io.parts.engine.holds(other), other
+        assert not io.engine.holds(other), other
     # A node that is replaced gets everything back, common state included.
-    io.parts.settle()
+    assert io.engine.wait(60)
     dist.barrier()
     finish(trainer)
     if rank() == 1:
@@ -273,7 +273,7 @@ def planted_links(base: Path) -> None:
     for step in (1, 2):
         save(trainer, version(base, step), step)
         trainer.strategy.checkpoint_io.maybe_finalize_save_checkpoint(blocking=True)
-        assert ("cannot be used as a folder" in str(io.parts.save_strategy.last_error)) == (step == 1)
+        assert ("cannot be used as a folder" in str(io.save_strategy.last_error)) == (step == 1)
     settle(trainer)
     assert resume.get_trainer_ckpt_path() == version(base, 2)
     assert [each.read_text() for each in victim.iterdir()] == ["precious"]
@@ -356,9 +356,9 @@ def wrapping_twice(base: Path) -> None:
     assert len(trainer.callbacks) == count
     assert isinstance(second, MLFlashpointAutoResume)
     assert second.default is default
-    assert second.parts is first.parts
+    assert second.engine is first.engine
     trainer.callbacks[0].base = trainer.callbacks[0].base.create_child(str(base), "other")
-    with pytest.raises(InvalidArgumentError, match="differs from that with which this trainer was wrapped before"):
+    with pytest.raises(InvalidArgumentError, match="is not that with which this trainer was wrapped before"):
         wrap(trainer, f"{base}/other", async_save=True)
     finish(trainer)
 

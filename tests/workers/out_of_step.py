@@ -32,7 +32,7 @@ def fails_a_save(report: Report, rank: int) -> list[int | None]:
     for step in range(1, 6):
         if rank == 1 and step == 2:
             checkpointer = engine.checkpointer
-            checkpointer.fail(checkpointer.begin(step, explicit=True), SaveError("given up"))
+            checkpointer.begin(step, explicit=True).fail(SaveError("given up"))
         else:
             engine.save("tiny", step, 0)
         assert engine.checkpointer.wait(60)

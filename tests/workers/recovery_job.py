@@ -18,7 +18,7 @@ import torch
 
 from ml_flashpoint.config import Config
 from ml_flashpoint.engine.checkpointer import Checkpointer
-from ml_flashpoint.engine.copying import Copies, HeldCopies
+from ml_flashpoint.engine.copying import Copies
 from ml_flashpoint.engine.recovery import Found, Recovery, tier_of
 from ml_flashpoint.engine.sidecars import sidecar_items, sidecar_labels
 from ml_flashpoint.format.errors import FlashpointError
@@ -98,7 +98,8 @@ class Job:
         make = lambda rank: Pool(self.container, Owner(size, rank), keep=plan.keep, owners=owners)  # noqa: E731
         self.pool = make(ranks.rank)
         self.held = {rank: make(rank) for rank in held[ranks.rank]}
-        self.copies = Copies(ranks, self.strategy, HeldCopies(self.container, self.held), host="127.0.0.1")
+        os.environ["FLASHPOINT_HOST"] = "127.0.0.1"
+        self.copies = Copies(ranks, self.strategy, self.container, self.held)
         self.recovery = Recovery(
             ranks,
             self.container,
@@ -199,9 +200,9 @@ def recover_and_save(job: Job, plan: Plan) -> dict[str, Any]:
             told["run"], told["verified"], told["recovered"] = run, verdict.verified, verdict.recovered
             for step in plan.steps:
                 job.save(run, step, verdict.retained)
-                verdict = replace(verdict, verified=(*verdict.verified, SaveId(run, step))[-plan.keep :], total=1)
+                verdict = verdict._replace(verified=(*verdict.verified, SaveId(run, step))[-plan.keep :], total=1)
                 if plan.heard:
-                    job.recovery.heard(verdict)
+                    job.recovery.mark()
         told["kept"] = [(each.step, each.verified, each.world_size) for each in job.recovery.versions()]
     except FlashpointError as error:
         told["error"] = (type(error).__name__, str(error))

@@ -48,8 +48,8 @@ def save_back_to_back(report: Report, rank: int, sizes: list[int], lag: int) -> 
         state[:: 64 << 10] = step
         try:
             save = engine.checkpointer.begin(step, explicit=True)
-            engine.checkpointer.fill(save, [("state", state[: size // 8])], [("step", b"%d" % step)])
-            engine.checkpointer.commit(save)
+            save.fill([("state", state[: size // 8])], [("step", b"%d" % step)])
+            save.commit()
         except FlashpointError as error:
             errors.append(f"{step}: {error}")
         if lag and step % lag == 0:

@@ -6,7 +6,8 @@ from typing import Any
 
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 
-from ml_flashpoint.engine.schedule import checked_every, checked_skip, passes_multiple
+from ml_flashpoint.format.arguments import checked_integer
+from ml_flashpoint.ranks.retention import passes_multiple
 
 
 class Schedule:
@@ -20,7 +21,8 @@ class Schedule:
     """
 
     def __init__(self, every: int, skip: int | None) -> None:
-        self.every, self.skip = checked_every(every), checked_skip(skip)
+        self.every = checked_integer("every_n_steps", every, 1)
+        self.skip = checked_integer("skip_every_n_steps", skip or 0, 0)
         self.step = 0
 
     def is_due_at(self, step: int) -> bool:

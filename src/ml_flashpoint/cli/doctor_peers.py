@@ -154,8 +154,8 @@ def _send(base: Path, ranks: RankGroup, megabytes: int, deadline_s: float) -> li
             for step in range(_SAVES):  # the first ones make slots, here and at peers
                 with _noted(errors):
                     save = checkpointer.begin(step, explicit=True)
-                    checkpointer.fill(save, [("doctor", tensor)])
-                    checkpointer.commit(save)
+                    save.fill([("doctor", tensor)])
+                    save.commit()
                 checkpointer.wait(deadline_s)
             held = checkpointer.strategy.copies_of(ranks.rank, ranks.topology)
             holders = tuple(ranks.topology.node_of(rank) for rank in held)

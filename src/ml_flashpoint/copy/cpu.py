@@ -32,21 +32,13 @@ _MAX_THREADS = 8  # more do not help: memory bandwidth is used up
 
 
 def typed_view(data: torch.Tensor, begin: int, end: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """Return bytes ``begin:end`` of a 1-D uint8 tensor as a contiguous tensor; no copy.
-
-    ``begin`` must be aligned to the dtype's size, relative to the memory of ``data``.
-    """
-    piece = data[begin:end]
-    if dtype is torch.uint8:
-        return piece.view(shape)
-    return piece.view(dtype).view(shape)
+    """Return bytes ``begin:end`` of a 1-D uint8 tensor as a contiguous tensor; no copy. They must be aligned to the
+    dtype's size."""
+    return data[begin:end].view(dtype).view(shape)
 
 
 def view_identity(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return a key that two plain strided tensors share only if they are the same view of the same memory.
-
-    Tensors without elements have no memory, and no meaningful key.
-    """
+    """Return a key that two plain strided tensors with elements share only if they are the same view of one memory."""
     lazily = (tensor.is_conj(), tensor.is_neg())  # these bits are of the view, and its memory does not know of them
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device, *lazily
 
@@ -56,10 +48,7 @@ def view_identity(tensor: torch.Tensor) -> tuple[object, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive tensors that one call copies: those numbered ``start`` up to ``stop``.
-
-    ``done`` is the number of bytes of all tensors up to ``stop``.
-    """
+    """Consecutive tensors that one call copies, ``start`` up to ``stop``. Those up to ``stop`` have ``done`` bytes."""
 
     start: int
     stop: int
@@ -90,16 +79,12 @@ def threads_for(nbytes: int) -> int:
     ``FLASHPOINT_COPY_THREADS`` sets another limit. Where torch has several threads, as outside of torchrun, it copies
     by those, and one thread calls it.
     """
-    limit = knobs.copy_threads() or min(_MAX_THREADS, len(os.sched_getaffinity(0)) // _ranks_here())
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")  # of torchrun
+    ranks_here = int(text) if text.isascii() and text.isdecimal() and len(text) < 6 else 1
+    limit = knobs.copy_threads() or min(_MAX_THREADS, len(os.sched_getaffinity(0)) // max(1, ranks_here))
     if torch.get_num_threads() > 1:
         limit = 1
     return max(1, min(limit, nbytes // PIECE))
-
-
-def _ranks_here() -> int:
-    """Return the number of ranks on this host, as torchrun sets it."""
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, int(text)) if text.isascii() and text.isdecimal() and len(text) < 6 else 1
 
 
 # ---- the copy ---------------------------------------------------------------------------------------------------
@@ -196,12 +181,12 @@ def _check_memory(tensors: Sequence[torch.Tensor], argument: str) -> None:
 
 
 def _do_all(jobs: Iterator[Callable[[], None]], threads: int) -> None:
-    """Do jobs that this thread and some of the pool take from one iterator. Return, or raise, once no thread is at
-    work: the memory may go then.
-
-    Raises:
-        BaseException: the error of the first job that failed, or an interrupt. The other jobs are not done.
-    """
+    """Do jobs that this thread and some of the pool take from one iterator. Return, or raise the first error or an
+    interrupt, once no thread is at work: the memory may go then."""
+    if threads == 1:
+        for job in jobs:
+            job()
+        return
     inference = torch.is_inference_mode_enabled()  # of a thread each, and says what may be written to
     taking, failures = threading.Lock(), list[BaseException]()
 

@@ -12,9 +12,10 @@ import torch
 from ml_flashpoint.format.dtypes import ITEMSIZES
 from ml_flashpoint.format.errors import InvalidArgumentError, ObjectFormatError
 
-# Not every supported torch has every dtype.
-_DTYPES: Final = {name: getattr(torch, name) for name in ITEMSIZES if hasattr(torch, name)}
-_NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
+DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in ITEMSIZES if hasattr(torch, name)}
+"""Dtypes by their names. Not every supported torch has every dtype."""
+
+_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 STORABLE_DTYPES: Final = frozenset(_NAMES)
@@ -22,11 +23,7 @@ STORABLE_DTYPES: Final = frozenset(_NAMES)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a storable dtype, such as ``float32``.
-
-    Raises:
-        InvalidArgumentError: the dtype is not storable.
-    """
+    """Return the name of a dtype, such as ``float32``. Raises an `InvalidArgumentError` if it is not storable."""
     try:
         return _NAMES[dtype]
     except (KeyError, TypeError):
@@ -39,13 +36,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the dtype of this name.
-
-    Raises:
-        ObjectFormatError: this torch has none.
-    """
+    """Return the dtype of this name. Raises an `ObjectFormatError` if this torch has none."""
     try:
-        return _DTYPES[name]  # type: ignore[no-any-return]
+        return DTYPES[name]
     except KeyError:
         raise ObjectFormatError(
             f"this torch ({torch.__version__}) has no dtype {name[:40]!a}", hint="load with the torch that saved it"

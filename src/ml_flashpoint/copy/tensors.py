@@ -62,14 +62,7 @@ def storable_name(fqn: str) -> str:
 
 
 def check_storable(tensor: torch.Tensor, path: str) -> None:
-    """Refuse tensors that torch's checkpoints have no place for.
-
-    Args:
-        path: its place in the state.
-
-    Raises:
-        SaveError: says which.
-    """
+    """Raise a `SaveError` for tensors that torch's checkpoints have no place for."""
     if tensor.is_nested or tensor.is_mkldnn:
         kind = "nested" if tensor.is_nested else "in MKLDNN's layout"
         raise SaveError(

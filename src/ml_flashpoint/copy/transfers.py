@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ml_flashpoint.copy import cuda, pinned
+from ml_flashpoint.copy import cuda
 from ml_flashpoint.copy.dtypes import as_integers, bytes_of
 
 TRANSFER = 32 << 20
@@ -29,14 +29,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 def copy_through_streams(
     targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], copy_on_host: CopyOnHost
 ) -> None:
-    """Copy every source into its target, some of which are on devices. Return when the bytes are there.
-
-    Args:
-        copy_on_host: copies between CPU tensors.
-
-    Raises:
-        SaveError: a CUDA graph is being captured.
-    """
+    """Copy every source into its target, some of which are on devices. Return when the bytes are there. Raises a
+    `SaveError` while a CUDA graph is being captured."""
     moves: dict[tuple[int, bool], list[Pair]] = {}  # by device, and whether they go down
     hosts: list[Pair] = []
     with contextlib.ExitStack() as stack:
@@ -44,7 +38,7 @@ def copy_through_streams(
         def begin(index: int) -> Any:
             stream = cuda.stream(index, "now")
             stream.start()
-            pinned.note_device(index)
+            cuda.note_device(index)
             stack.callback(lambda: stream.event().wait())
             return stream
 
@@ -72,9 +66,9 @@ def transfers(host: torch.Tensor, device: torch.Tensor) -> list[Pair] | None:
     if host.nbytes < SMALL or not _are_alike(host, device) or not (host.is_contiguous() and device.is_contiguous()):
         return None
     here, there, begin = bytes_of(host), bytes_of(device), host.data_ptr()
-    spans = pinned.slices(begin, begin + host.nbytes, TRANSFER)
+    spans = cuda.slices(begin, begin + host.nbytes, TRANSFER)
     pairs = [(here[first - begin : last - begin], there[first - begin : last - begin]) for first, last in spans]
-    return pairs if all(pinned.is_locked(part.data_ptr(), part.nbytes) for part, _ in pairs) else None
+    return pairs if all(cuda.is_locked(part.data_ptr(), part.nbytes) for part, _ in pairs) else None
 
 
 def _move(stream: Any, pairs: Sequence[Pair], down: bool, copy_on_host: CopyOnHost) -> None:

@@ -96,7 +96,8 @@ class Coordinator:
         try:
             self._server = RequestServer(configuration.secret, self, REQUESTS, unix_path=unix_path, tcp_host=host)
         except BaseException:
-            self._end()
+            self._stop()
+            self._let_go()
             raise
 
     @property
@@ -106,16 +107,19 @@ class Coordinator:
 
     def close(self) -> None:
         """Commit and answer nothing more. Idempotent."""
+        self._stop()
         self._server.close()
-        self._end()
+        self._let_go()
 
-    def _end(self) -> None:
+    def _stop(self) -> None:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
             self._opened.notify_all()
         for thread in self._threads:
             thread.join(1.0)
+
+    def _let_go(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._links.close()
         if self._history is not None:
@@ -226,12 +230,12 @@ class Coordinator:
         with self._changed:
             prepared = self.rules.prepare()
         self._ask_all(prepared)
-        names: list[str] = []
+        runs: list[int] = []
         if self.rules.options.replicated and not self.rules.is_called_off(prepared):
             sealed = asked.Seal(prepared.epoch, prepared.cut)
-            names = [str(answer["name"]) for answer in self._ask_all(sealed, time.monotonic() + seal_deadline_s())]
+            runs = [int(answer["run"]) for answer in self._ask_all(sealed, time.monotonic() + seal_deadline_s())]
         with self._changed:
-            is_committed = self.rules.commit(prepared, names)
+            is_committed = self.rules.commit(prepared, runs)
             self._changed.notify_all()
         if is_committed:
             self._settle()
@@ -516,7 +520,7 @@ class Coordinator:
                 history.restored(checkpoint_id)
             except FlashpointError:
                 with contextlib.suppress(FlashpointError):
-                    self._ask_all(asked.AbortRestore())
+                    self._ask_all(asked.PrepareRestore(None))
                 raise
             self._tell(rules.restore, handle, checkpoint_id, version)
         self._await_open(deadline)
@@ -576,6 +580,8 @@ class _Call(NamedTuple):
 
 
 def _watch(call: _Call, request: asked.Watch) -> Fields:
+    if not call.session.id:
+        call.to.attach(call.session, request.session)
     # Meanwhile the end of either process is noticed by the other.
     return {"epoch": call.to.await_epoch(request.epoch, time.monotonic() + request.seconds, call.is_gone)}
 
@@ -588,7 +594,6 @@ _Operation: TypeAlias = Callable[[_Call, Any], "Fields | None"]
 _OPERATIONS: Final[dict[type[Request], _Operation]] = {
     asked.Hello: lambda call, its: {"manager": COORDINATOR},
     asked.State: lambda call, its: call.to.state(),
-    asked.Attach: lambda call, its: call.to.attach(call.session, its.session),
     asked.Watch: _watch,
     asked.Join: lambda call, its: call.to._tell(call.to.rules.join, its.account),
     asked.Move: lambda call, its: call.to.move(its.account, its.to, its.onwards, call.deadline),

@@ -1,28 +1,34 @@
 """`DDict`: the dictionary as its users have it.
 
 Owns the words of a dictionary: its keys and values, checkpoints, persistence, managers and handles as users see them,
-and the batch of writes that wait to be sent. How keys get to managers is `handle`'s; how dictionaries
-come into being is `embedded`'s.
+and the batch of writes that wait to be sent. How keys get to managers is `handle`'s; where managers run
+is the business of `runtime`.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
 import inspect
 import itertools
 import json
 import logging
 import os
 import random
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeAlias
 
-from ml_flashpoint.ddict.client import codec
+import psutil
+
+from ml_flashpoint.ddict.client import values
 from ml_flashpoint.ddict.client.handle import Batch, Handle
+from ml_flashpoint.ddict.coordinator import Coordinator
 from ml_flashpoint.ddict.errors import (
     DDictError,
     DDictKeyError,
@@ -32,22 +38,12 @@ from ml_flashpoint.ddict.errors import (
 )
 from ml_flashpoint.ddict.links import GRACE_S
 from ml_flashpoint.ddict.manager.shard import BROADCAST, PERSISTENT
+from ml_flashpoint.ddict.native.ray import is_on_ray
 from ml_flashpoint.ddict.options import Configuration, Options, check_checkpoint_id, checked_timeout
-from ml_flashpoint.ddict.runtime.creation import create
-from ml_flashpoint.ddict.runtime.embedded import Runtime
+from ml_flashpoint.ddict.runtime.embedded import EmbeddedRuntime, Runtime
+from ml_flashpoint.ddict.runtime.folder import runtime_root
+from ml_flashpoint.ddict.wire import requests as asked
 from ml_flashpoint.ddict.wire.keys import Unreadable, encode_key
-from ml_flashpoint.ddict.wire.requests import (
-    Add,
-    Clear,
-    Contains,
-    PersistedIds,
-    PersistNewest,
-    Restore,
-    SetFrozen,
-    State,
-    Stats,
-    WaitFor,
-)
 from ml_flashpoint.format.arguments import checked_integer, ignored
 from ml_flashpoint.format.errors import InvalidArgumentError
 
@@ -152,7 +148,7 @@ class DDict(MutableMapping[Any, Any]):
                 "persist_count is 0: only persist() persists checkpoints, and destroy() does not; pass persist_count=-1"
                 " to keep all, or how many of the newest"
             )
-        configuration, self._coordinator, started = create(options)
+        configuration, self._coordinator, started = _create(options)
         self._set_up(configuration, 0, 0, None)
         self._runtime: Runtime | None = started
         self._creator = os.getpid()
@@ -208,7 +204,7 @@ class DDict(MutableMapping[Any, Any]):
         Whatever else changes the key later (`put`, `update`, `fetch_add`, `pop`, `del`), does so at every manager, too.
         """
         deadline = self._begin()
-        encoded_key, encoded = encode_key(key), codec.encode(value)
+        encoded_key, encoded = encode_key(key), values.encode(value)
         for manager in self._access.managers:
             self._access.write(manager, encoded_key, encoded, BROADCAST, deadline=deadline)
 
@@ -233,11 +229,11 @@ class DDict(MutableMapping[Any, Any]):
 
     def _put(self, batch: Batch | None, key: Any, value: Any, deadline: float, flags: int = 0) -> None:
         manager, encoded_key = self._access.located(key)
-        encoded = codec.encode(value)
+        encoded = values.encode(value)
         if batch is not None:
             if encoded.inline and not flags:
                 self._access.check_writable()
-                batch.add(manager, encoded_key, codec.to_inline(encoded), deadline)
+                batch.add(manager, encoded_key, values.to_inline(encoded), deadline)
                 return
             batch.discard(manager, encoded_key)
         self._access.write(manager, encoded_key, encoded, flags, deadline=deadline)
@@ -253,7 +249,7 @@ class DDict(MutableMapping[Any, Any]):
             manager, encoded = self._access.located(key)
         except InvalidArgumentError:
             return False
-        answer = self._access.ask(manager, Contains, encoded, deadline=self._access.deadline())
+        answer = self._access.ask(manager, asked.Contains, encoded, deadline=self._access.deadline())
         return bool(answer.fields["found"])
 
     def pop(self, key: Any, default: Any = _MISSING) -> Any:
@@ -296,7 +292,7 @@ class DDict(MutableMapping[Any, Any]):
             try:
                 return self._access.get(manager, encoded_key, deadline=deadline).value
             except DDictKeyError:
-                if self._access.write(manager, encoded_key, codec.encode(default), expected=0, deadline=deadline):
+                if self._access.write(manager, encoded_key, values.encode(default), expected=0, deadline=deadline):
                     return default
 
     def fetch_add(self, key: Any, amount: float = 1, default: float = 0) -> float:
@@ -313,7 +309,7 @@ class DDict(MutableMapping[Any, Any]):
         deadline = self._begin()
         manager, encoded = self._access.located(key)
         added = self._access.change(
-            manager, lambda whose, flags: Add(whose, amount, default, flags), encoded, deadline=deadline
+            manager, lambda whose, flags: asked.Add(whose, amount, default, flags), encoded, deadline=deadline
         )
         before: float = added["before"]
         return before
@@ -333,7 +329,7 @@ class DDict(MutableMapping[Any, Any]):
         deadline = self._access.deadline(checked_timeout(timeout) if timeout else timeout)
         seen = 0
         while True:
-            answer = self._access.ask(manager, partial(WaitFor, seen=seen), encoded, deadline=deadline)
+            answer = self._access.ask(manager, partial(asked.WaitFor, seen=seen), encoded, deadline=deadline)
             if not answer.fields["ok"]:
                 raise DDictTimeoutError(f"{key!a} did not get the value that was waited for", manager=manager)
             try:
@@ -416,7 +412,7 @@ class DDict(MutableMapping[Any, Any]):
             self._batch.drop()
         deadline = self._access.deadline()
         for manager in self._access.managers:
-            self._access.change(manager, lambda whose, flags: Clear(whose), deadline=deadline, again=True)
+            self._access.change(manager, lambda whose, flags: asked.Clear(whose), deadline=deadline, again=True)
 
     def local_keys(self) -> list[Any]:
         """Keys that managers on this node have."""
@@ -529,11 +525,11 @@ class DDict(MutableMapping[Any, Any]):
         Raises:
             DDictPersistError: there is no persister, or it failed.
         """
-        return int(self._access.ask_main(PersistNewest(), self._begin())["checkpoint_id"])
+        return int(self._access.ask_main(asked.PersistNewest(), self._begin())["checkpoint_id"])
 
     def persisted_ids(self) -> list[int]:
         """Ids of persisted checkpoints that are complete and valid on all managers, ascending."""
-        return list(self._access.ask_main(PersistedIds())["ids"])
+        return list(self._access.ask_main(asked.PersistedIds())["ids"])
 
     def restore(self, checkpoint_id: int) -> None:
         """Hold a persisted checkpoint instead of what is here, and go to it. If it cannot be read, everything is as
@@ -552,7 +548,7 @@ class DDict(MutableMapping[Any, Any]):
     def _restore(self, checkpoint_id: int, deadline: float) -> None:
         if self._batch is not None:
             self._batch.drop()
-        state = self._access.order(lambda account: Restore(account.whose, checkpoint_id), deadline)
+        state = self._access.order(lambda account: asked.Restore(account.whose, checkpoint_id), deadline)
         self._access.restored(checkpoint_id, state)
 
     def advance(self) -> int:
@@ -562,7 +558,7 @@ class DDict(MutableMapping[Any, Any]):
             DDictPersistError: this is the last.
         """
         deadline = self._access.deadline()
-        persisted: list[int] = self._access.ask_main(PersistedIds(), deadline)["ids"]
+        persisted: list[int] = self._access.ask_main(asked.PersistedIds(), deadline)["ids"]
         later = [each for each in persisted if each > self.checkpoint_id]
         if not later:
             raise DDictPersistError("there is no later persisted checkpoint", checkpoint_id=self.checkpoint_id)
@@ -598,8 +594,8 @@ class DDict(MutableMapping[Any, Any]):
         """Return what each manager has."""
         deadline = self._access.deadline()
         call = self._access.client.links.call
-        answers = [call(each, Stats(), deadline=deadline).fields for each in range(self._configuration.managers)]
-        return stats_of(answers, self._access.ask_main(State(), deadline), self._configuration.options)
+        answers = [call(each, asked.Stats(), deadline=deadline).fields for each in range(self._configuration.managers)]
+        return stats_of(answers, self._access.ask_main(asked.State(), deadline), self._configuration.options)
 
     def get_name(self) -> str:
         """The name that the dictionary was made with, under which its persisted checkpoints are found again."""
@@ -614,7 +610,7 @@ class DDict(MutableMapping[Any, Any]):
         self._freeze(False)
 
     def _freeze(self, frozen: bool) -> None:
-        self._access.order(lambda account: SetFrozen(account.whose, frozen), self._access.deadline())
+        self._access.order(lambda account: asked.SetFrozen(account.whose, frozen), self._access.deadline())
 
     @property
     def is_frozen(self) -> bool:
@@ -729,6 +725,43 @@ class DDict(MutableMapping[Any, Any]):
         return (
             f"DDict({configuration.options.name or configuration.dictionary!r}, managers={configuration.managers}, "
             f"checkpoint_id={self.checkpoint_id})"
+        )
+
+
+def _create(options: Options) -> tuple[Configuration, Coordinator | None, Runtime]:
+    """Start the coordinator and the managers of a new dictionary. The coordinator is None where its runtime has it."""
+    if options.replicated and options.n_nodes == 1:
+        _log.warning("replication has no other node to copy to: with n_nodes=1 it survives managers, not the machine")
+    kind = options.runtime or ("ray" if is_on_ray() else "embedded")
+    dictionary, secret = secrets.token_hex(6), secrets.token_bytes(32)
+    configuration = Configuration(dictionary, options.named(), "", None, options.holders(), secret)
+    if kind == "ray":
+        from ml_flashpoint.ddict.runtime.ray_runtime import RayRuntime  # which imports Ray
+
+        on_ray = RayRuntime(configuration)
+        return on_ray.configuration, None, on_ray
+    _check_memory(options.total_mem, runtime_root())
+    runtime = EmbeddedRuntime()
+    configuration = dataclasses.replace(
+        configuration, base=str(runtime.base), dictionary=os.path.basename(runtime.base)
+    )
+    with contextlib.ExitStack() as undo:
+        undo.callback(runtime.stop)
+        coordinator = Coordinator(configuration)
+        undo.callback(coordinator.close)
+        its = configuration.to_json()
+        runtime.start([{"configuration": its, "manager": number} for number in range(options.managers)])
+        undo.pop_all()
+    return configuration, coordinator, runtime
+
+
+def _check_memory(total_mem: int, folder: Path) -> None:
+    """Refuse what this machine cannot have; how much of it is free is seen when values come."""
+    filesystem = os.statvfs(folder)
+    most = max(psutil.virtual_memory().total, filesystem.f_blocks * filesystem.f_frsize)
+    if total_mem > most:
+        raise InvalidArgumentError(
+            f"must not be more than this machine has, {most:,} bytes", argument="total_mem", value=total_mem
         )
 
 

@@ -76,12 +76,7 @@ class Locator:
         self._known: Mapping[int, Place] = known or {}
 
     def find(self, manager: int, timeout_s: float, *, anew: bool) -> Address | None:
-        """Return the address of one; None: it is nowhere at the moment. ``anew``: it was not where this said last.
-
-        Raises:
-            ConnectionLostError: the coordinator, which knows it, is not there.
-            DDictDestroyedError: and never will.
-        """
+        """Return the address of one; None: it is nowhere at the moment. ``anew``: it was not where this said last."""
         if anew or not (manager == COORDINATOR or manager in self._known):
             self._known = self._ask(timeout_s)
         if manager == COORDINATOR:
@@ -151,7 +146,7 @@ class Exchange:
 
     Attributes:
         local: True if the manager is on this node, so that its memory can be mapped.
-        late: the newest cut that a write of this came late for; see `written`.
+        late: the newest cut that a write of this came late for; see `Written`.
     """
 
     def __init__(self, connection: Connection, deadline: float) -> None:
@@ -251,8 +246,7 @@ class Links:
         return self.connect(manager, timeout_s)
 
     def connect(self, manager: int, timeout_s: float) -> Connection:
-        """Return a new connection, which is in no pool. Raises `ConnectionLostError`: nobody is there;
-        `DDictTimeoutError`: no answer in time."""
+        """Return a new connection, which is in no pool."""
         deadline = time.monotonic() + timeout_s
         address = self.locator.find(manager, timeout_s, anew=manager in self._doubtful)
         self._doubtful.add(manager)  # until it answers

@@ -128,8 +128,7 @@ class History:
         return DurableVersions(self._persister.open_store())
 
     def begin(self) -> None:
-        """Take the right to write here, and remove what others have not completed. Wait for a dying owner for
-        `FLASHPOINT_LOCK_DEADLINE_S`. Raises `JobInUseError`: another live dictionary writes here."""
+        """Take the right to write here, and remove what others have not completed."""
         if not self._is_ours:
             return
         try:
@@ -147,8 +146,7 @@ class History:
                     self.remove(version)
 
     def close(self) -> None:
-        """Give the name up: whoever is next goes on from what is listed, and this one removes none of it any more. Safe
-        to call twice."""
+        """Give the name up: whoever is next goes on from what is listed, and this one removes none of it any more."""
         self._is_ours = False
         held, self._held = self._held, None
         if held is not None:
@@ -257,8 +255,7 @@ class History:
                     self.remove(its)
 
     def restored(self, checkpoint_id: int) -> None:
-        """Go on from a checkpoint: what leads to it counts, and what comes. Raises `FlashpointError`: the store
-        refuses; nothing has changed."""
+        """Go on from a checkpoint: what leads to it counts, and what comes."""
         if self._is_ours:
             with self._writing() as limit:
                 self._number += 1
@@ -269,12 +266,7 @@ class History:
         self._limit = to if self._limit is None else min(to, self._limit)
 
     def record(self, deadline: float | None = None) -> None:
-        """Have the store know of a rollback, and remove what this dictionary has written above.
-
-        Raises:
-            DDictTimeoutError: the store was at work for too long.
-            FlashpointError: it refuses: what was taken back is still offered there.
-        """
+        """Have the store know of a rollback, and remove what this dictionary has written above."""
         if self._limit is None:
             return
         with self._writing(deadline) as limit:

@@ -79,7 +79,6 @@ class PosixCheckpointPersister(CheckpointPersister):
 
     Args:
         persist_path: the directory; made when needed. "": the current one.
-        name: see `CheckpointPersister`, as for ``managers``.
     """
 
     @classmethod
@@ -104,7 +103,6 @@ class FsspecCheckpointPersister(CheckpointPersister):
 
     Args:
         persist_path: the URL. What is no URL is a path of this machine.
-        name: see `CheckpointPersister`, as for ``managers``.
     """
 
     @classmethod
@@ -129,7 +127,6 @@ class DAOSCheckpointPersister(PosixCheckpointPersister):
 
     Args:
         persist_path: a directory below the mount; made when needed.
-        name: see `CheckpointPersister`, as for ``managers``.
 
     Raises:
         DDictPersistError: ``persist_path`` is not on a dfuse mount.

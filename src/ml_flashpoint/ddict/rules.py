@@ -74,10 +74,10 @@ class _Writer:
 
 
 class _Sealed(NamedTuple):
-    """A cut that is committed: its number, and the names of each manager's snapshot; none without replication."""
+    """A cut that is committed: its number, and that of each manager's part; none without replication."""
 
     cut: int
-    names: Sequence[str]
+    runs: Sequence[int]
 
 
 @dataclass(eq=False, slots=True)
@@ -190,7 +190,7 @@ class Rules:
         """Return True if somebody went back meanwhile, or writes there again."""
         return self._called_off or prepared.epoch != self.epoch
 
-    def commit(self, prepared: asked.Prepare, names: Sequence[str]) -> bool:
+    def commit(self, prepared: asked.Prepare, runs: Sequence[int]) -> bool:
         """All managers have a cut, and copies. Return False if it was called off."""
         if self.is_called_off(prepared):
             return False
@@ -198,7 +198,7 @@ class Rules:
         if self._restored is None:
             self._persisted.discard(checkpoint_id)  # what is there lacks late writes
         self._restored = None
-        self._sealed[checkpoint_id] = _Sealed(prepared.cut, names)
+        self._sealed[checkpoint_id] = _Sealed(prepared.cut, runs)
         if self.options.next_due(checkpoint_id - 1) == checkpoint_id:
             self.persist(checkpoint_id, due=True)
         return True
@@ -329,8 +329,8 @@ class Rules:
     def sealed_by(self, manager: int) -> list[asked.SealedPart]:
         """Return the snapshots that a manager has of what is committed."""
         keep = self._keep()
-        sealed = [(at, its) for at, its in self._sealed.items() if its.names and its.cut in keep]
-        return [asked.SealedPart(its.names[manager], its.cut, at) for at, its in sealed]
+        sealed = [(at, its) for at, its in self._sealed.items() if its.runs and its.cut in keep]
+        return [asked.SealedPart(its.runs[manager], its.cut, at) for at, its in sealed]
 
     # ---- epochs -------------------------------------------------------------------------------------------
 

@@ -39,20 +39,17 @@ _IDLE_S = 0.05
 class Board:
     """One rank's place at the board. Thread-safe.
 
+    Functions are called on the board's thread, without a lock.
+
     Args:
         member: this rank's side of the rounds, for the board alone from now on.
-        rank, ranks: this rank, and how many there are.
-        connect: returns a client of the store for this board alone; called again after the store has failed. The keys
-            must be those of the run.
+        connect: returns a client of the store, with keys of the run, for this board alone; again after a failure.
         push: has all holders of this rank adopt a verdict, and then copy the committed part of a save. Raises a
             `FlashpointError` if a holder has no copy: a `CapacityError` if it has no room for one.
-        heard: takes note of the newest verdict. This rank answers no round before `heard` was called with its verdict,
-            so no verdict that lists another save is missed.
+        heard: takes note of the newest verdict. This rank answers no round before.
         also: called on each pass while the store can be used, twice a second at least.
         emit: `events.emit`, bound to a rank and base.
-        persist_every: see `Leader`. persister_is_busy: see `Leader.decide`. Both are for rank 0.
-
-    All of these are called on the board's thread, without a lock.
+        persist_every, persister_is_busy: see `Leader`, for rank 0.
     """
 
     def __init__(
@@ -64,7 +61,7 @@ class Board:
         connect: Callable[[], SignedStore],
         push: Callable[[SaveId, Verdict], None],
         heard: Callable[[Verdict], None],
-        also: Callable[[], None] = lambda: None,
+        also: Callable[[], None] | None = None,
         emit: Callable[..., None] = lambda kind, **fields: None,
         persist_every: int = 0,
         persister_is_busy: Callable[[], bool] = lambda: False,
@@ -105,8 +102,8 @@ class Board:
 
     @property
     def error(self) -> str | None:
-        """The reason why nothing new can be verified now: the store fails, or, on rank 0, ranks are silent. None while
-        saves are verified, or ranks are awaited for less than ``FLASHPOINT_LATE_S``."""
+        """The reason why nothing new can be verified now: the store fails, or, on rank 0, ranks are silent for longer
+        than ``FLASHPOINT_LATE_S``; None if there is none."""
         return self._error or self._missing
 
     def call(self, save: SaveId, *, explicit: bool = False, table: str = "") -> None:
@@ -146,10 +143,8 @@ class Board:
                 self._news.set()
 
     def close(self, deadline_s: float, last: Callable[[], None] = lambda: None) -> bool:
-        """End the thread, after a last call on it unless the store has failed. Return True if it has ended in time.
-
-        The thread may be in a call of the store: those have no deadlines.
-        """
+        """End the thread, after a last call on it unless the store has failed. Return True if it has ended in time: it
+        may be in a call of the store, and those have no deadlines."""
         self._last, self._closed = last, True
         self._news.set()
         if self._thread.is_alive():
@@ -190,7 +185,8 @@ class Board:
                 _log.exception("rank %d: the board goes on", self._rank)
         if self._store is None:
             self._store, self._published = self._connected(verdict), None
-        self._also()
+        if self._also is not None:
+            self._also()
         answered = self._answer(self._store, verdict)
         if self._leader is not None:
             newer = self._decide(self._store, self._leader, verdict.number)

@@ -28,13 +28,8 @@ _TRIES_IF_LOST = 2
 
 @dataclass(frozen=True, slots=True)
 class LoadFailure:
-    """The reason why a version could not be loaded, the same on every rank.
-
-    Attributes:
-        rank: the lowest rank that failed for this reason.
-        blame: where ranks differ, what leaves least to try.
-        touched: True if tensors may have been written to, on some rank.
-    """
+    """The reason why a version could not be loaded, the same on every rank. Where ranks differ, it is the one that
+    leaves least to try, and ``rank`` the lowest that has it. ``touched``: some rank may have written to tensors."""
 
     version: str
     rank: int
@@ -57,12 +52,8 @@ class FailedStepError(Exception):
 
 
 class JointLoad:
-    """One load. All methods are collective.
-
-    Attributes:
-        failures: of the versions that could not be loaded, newest first.
-        cause: the last failure on this rank, if this rank had any part in it.
-    """
+    """One load. All methods are collective. ``failures`` are of the versions that could not be loaded, newest first;
+    ``cause`` is the last failure on this rank, if it had any part in it."""
 
     def __init__(self, checkpointer: Checkpointer) -> None:
         self._checkpointer, self._ranks = checkpointer, checkpointer.ranks
@@ -79,10 +70,8 @@ class JointLoad:
             load: loads a version, in steps that are voted on by `step`.
 
         Returns:
-            The version, and what ``load`` returned; None if none could be loaded, for the reasons in `failures`.
-
-        Raises:
-            RanksLostError: ranks lost each other again and again, which says nothing about the version. On all ranks.
+            The version, and what ``load`` returned; None if none could be loaded. Raises a `RanksLostError`, on all
+            ranks, if they lost each other again and again, which says nothing about the version.
         """
         self._checkpointer.reconsider()
         lost = 0
@@ -114,10 +103,7 @@ class JointLoad:
         self, version: CheckpointContainerId, action: Callable[[], _T], *, touched: Callable[[], bool] = lambda: False
     ) -> _T:
         """Return what ``action`` returns, once it has succeeded on every rank. Raise a `FailedStepError` if it failed
-        on one.
-
-        ``touched`` returns True if tensors may have been written to. It is called where the action has failed.
-        """
+        on one. ``touched`` then returns True if tensors may have been written to."""
         result: list[_T] = []
         error, report = None, b""
         try:

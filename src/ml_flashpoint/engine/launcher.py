@@ -1,8 +1,5 @@
-"""A warning for jobs whose ranks torchrun will start again.
-
-Torchrun's agents keep one store over all lives of the ranks. Ranks of a later life find the addresses of an earlier one
-there, and wait for dead processes in `init_process_group`, before any code of this package runs.
-"""
+"""A warning for jobs whose ranks torchrun will start again: its agents keep one store over all lives of the ranks.
+Later ranks find addresses of earlier ones there, and wait for dead processes in `init_process_group`."""
 
 from __future__ import annotations
 

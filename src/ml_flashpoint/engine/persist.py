@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,7 +31,7 @@ from ml_flashpoint.memory.slot import Slot
 from ml_flashpoint.ranks.rank_group import RankGroup
 from ml_flashpoint.stores.durable import DurableVersions
 from ml_flashpoint.stores.location import open_durable
-from ml_flashpoint.stores.ownership import PERIOD_S, Ownership
+from ml_flashpoint.stores.ownership import PERIOD_S
 from ml_flashpoint.stores.version_store import check_blocks
 
 _log = logging.getLogger(__name__)
@@ -42,8 +41,8 @@ _FIRST_POLL_S, _LAST_POLL_S = 0.05, 1.0
 _SLICE_BYTES: Final = 4 << 20
 _ZEROS: Final = bytes(1 << 20)
 _MOST_OF_AN_ERROR: Final = 2000
-_TRIES_AT_END: Final = 4.0
-"""At the end, a second apart; ten times as many where another process has the store, which may have been killed."""
+_TRIES_AT_END: Final = 4
+"""At the end, a second apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ class PersistHealth:
 
 
 class _SupersededError(FlashpointError):
-    """A newer version is to be persisted instead, or none any more."""
+    """The part is given up."""
 
 
 @dataclass(eq=False, slots=True)
@@ -76,6 +75,11 @@ class _Task:
     slot: Slot | None = None
     hold: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     superseded: threading.Event = field(default_factory=threading.Event)
+
+    def give_up(self) -> None:
+        """Free the slot. What the thread reads there from now on is of no part: it writes no manifest any more."""
+        self.superseded.set()
+        self.hold.close()
 
 
 class Persister:
@@ -96,21 +100,19 @@ class Persister:
         open_store: Callable[[str], DurableVersions] = open_durable,
         period_s: float = PERIOD_S,
     ) -> None:
-        self.options = options
-        self._ranks, self._rank, self._world_size = ranks, ranks.rank, ranks.world_size
-        self._pool, self._base, self._process = pool, base, os.getpid()
-        self._failed_parts = _FailedParts(connect)
-        self._open_store, self._period_s = open_store, period_s
+        self.options, self._pool, self._base = options, pool, base
+        self._ranks, self._rank = ranks, ranks.rank
+        self._connect, self._open_store, self._period_s = connect, open_store, period_s
+        self._client: SignedStore | None = None
         self._opened: DurableVersions | None = None
-        self._ownership: Ownership | None = None
+        self._owning = contextlib.ExitStack()
+        self._check: Callable[[], None] | None = None  # raises if this process does not own the store any more
         self._changed = threading.Condition()
-        self._next: _Task | None = None
         self._task: _Task | None = None
         self._is_refused = self._hurrying = self._closing = False
         self._newest: SaveId | None = None
         self._due: SaveId | None = None
         self._done: SaveId | None = None
-        self._gone: SaveId | None = None
         self._persisted: int | None = None
         self._error: str | None = None
         self._failures, self._tries_left = 0, _TRIES_AT_END
@@ -134,88 +136,61 @@ class Persister:
             self.hurry()
 
     def look(self) -> None:
-        """Free the slots of parts if the durable store has not answered for ``FLASHPOINT_TRANSFER_DEADLINE_S``: saves
-        may need these slots. The parts are given up, whatever the store does with them. To be called again and again.
-        """
-        with contextlib.ExitStack() as holds, self._changed:
-            if time.monotonic() - self._progress > transfer_deadline_s():
-                for task in filter(None, (self._task, self._next)):
-                    task.superseded.set()
-                    holds.push(task.hold.pop_all())
+        """Free the slot of a part if the durable store has not answered for ``FLASHPOINT_TRANSFER_DEADLINE_S``: saves
+        may need it. To be called again and again."""
+        task = self._task
+        if task is not None and time.monotonic() - self._progress > transfer_deadline_s():
+            task.give_up()
 
     @property
     def is_busy(self) -> bool:
         """True while no other version should become due: asked on rank 0."""
-        with self._changed:
-            return self._is_refused or self._next is not None or self._task is not None
+        return self._task is not None or self._is_refused
 
     def _give(self, save: SaveId) -> None:
-        """Have the thread write a part next, in place of the present one."""
+        """Have the thread write a part, in place of an earlier one."""
         task = _Task(save)
         with contextlib.suppress(PrunedError):
             task.slot = task.hold.enter_context(self._pool.reading(save))
-        unused: _Task | None = task
         with self._changed:
-            if not self._closing:
-                if self._task is None and self._next is None:
-                    self._progress = time.monotonic()
-                self._next, unused = task, self._next
-                if self._task is not None:
-                    self._task.superseded.set()
+            old, self._task = (task, self._task) if self._closing else (self._task, task)
+            if old is None:
+                self._progress = time.monotonic()
             self._changed.notify_all()
-        if unused is not None:
-            unused.hold.close()
+        if old is not None:
+            old.give_up()
 
     # ---- the thread -----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        pause_s: float | None = 0.0
-        while True:
+        while not self._closing:
+            task, self._progress, has_ended = self._task, time.monotonic(), True
+            try:
+                self._own()
+                if task is not None:
+                    self._persist(task)
+            except _SupersededError:
+                _log.debug("%s is not persisted: a newer version is, or none any more", task and task.save)
+            except Exception as error:  # whatever a filesystem's client raises
+                has_ended = self._fail(task, error)
+            if task is not None and has_ended:
+                task.hold.close()
             with self._changed:
-                self._changed.wait_for(lambda: self._next is not None or self._closing, pause_s)
-                task, self._next = self._next, None
-                self._task, self._progress = task, time.monotonic()
-                newest = self._newest if task is None and not self._has_ended(self._newest) else None
-            if self._closing:
-                break
-            if newest is not None:  # there is no next version with which to try again what failed
-                self._give(newest)
-            else:
-                self._try(task)
-            if not self.owns_store:
-                pause_s = min(self._period_s / 4, _LAST_POLL_S)
-            else:
-                pause_s = None if self._has_ended(self._newest) else _LAST_POLL_S
-        self._end(task)
-        if self._ownership is not None:
-            with contextlib.suppress(Exception):
-                self._ownership.release()
-
-    def _try(self, task: _Task | None) -> None:
-        try:
-            self._own()
-            if task is not None:
-                self._persist(task)
-        except _SupersededError:
-            _log.debug("%s is not persisted: a newer version is, or none any more", task and task.save)
-        except Exception as error:  # whatever a filesystem's client raises
-            self._fail(None if task is None else task.save, error)
-            may_be_dead = self._ownership is not None and self._ownership.owner_may_be_dead
-            self._tries_left -= 0.1 if isinstance(error, JobInUseError) and may_be_dead else 1
-        finally:
-            self._end(task)
-
-    def _end(self, task: _Task | None) -> None:
-        if task is not None:
-            task.hold.close()
-        with self._changed:
-            self._task, self._is_refused = None, not self.owns_store
-            self._changed.notify_all()
+                if has_ended and self._task is task:
+                    self._task = None
+                self._is_refused = not self.owns_store
+                self._changed.notify_all()
+                tried = self._task if self._task is task else None
+                pause_s = min(self._period_s / 4, _LAST_POLL_S) if not self.owns_store or tried is not None else None
+                if self._task is tried and not self._closing:
+                    self._changed.wait(pause_s)
+        with contextlib.suppress(Exception):
+            self._owning.close()
 
     @property
     def owns_store(self) -> bool:
         """True once this process may persist there: on rank 0, no other job does."""
-        return self._rank != 0 or (self._ownership is not None and self._ownership.taken)
+        return self._rank != 0 or self._check is not None
 
     @property
     def _store(self) -> DurableVersions:
@@ -228,15 +203,8 @@ class Persister:
         """Be the process that completes versions at this URL, and look which there are."""
         if self.owns_store:
             return
-        if self._ownership is None:
-            self._ownership = Ownership(self._store.files, period_s=self._period_s)
-        self._ownership.take()
-        try:
-            newest = next((version for version in self._store.versions() if version.counts), None)
-        except BaseException:
-            self._ownership.release()
-            self._ownership = None
-            raise
+        newest = next((version for version in self._store.versions() if version.counts), None)
+        self._check = self._owning.enter_context(self._store.owned(self._period_s, self._go_on))
         with self._changed:
             self._persisted = None if newest is None else newest.step
             if self._task is None:
@@ -246,7 +214,6 @@ class Persister:
         save, slot = task.save, task.slot
         self._go_on(task)
         if slot is None:
-            self._gone = save  # there is nothing to try again with
             raise PrunedError("the part has no slot any more", step=save.step, rank=self._rank)
         manifest = self._pool.container.read_manifest(save, self._rank)
         if self._rank == 0:
@@ -261,7 +228,9 @@ class Persister:
         with self._changed:
             if self._error is not None:
                 _log.warning("persisting works again from step %d on", save.step)
-            self._persisted, self._done, self._task, self._error = save.step, save, None, None
+            self._persisted, self._done, self._error = save.step, save, None
+            if self._task is task:
+                self._task = None  # the next one may become due while older versions are removed
             self._changed.notify_all()
         if self._rank == 0:
             self._remove_old(save)
@@ -283,33 +252,32 @@ class Persister:
     def _pause(self, task: _Task, count: int) -> None:
         """Wait as long as the limit on bytes a second asks for, before so many bytes more."""
         self._go_on(task)
-        rate = self.options.bytes_per_s
-        if rate is not None:
+        if self.options.bytes_per_s is not None:
             while (left := self._pace - time.monotonic()) > 0 and not self._hurrying:
                 task.superseded.wait(min(left, _LAST_POLL_S))
                 self._go_on(task)
-            self._pace += count / rate
+            self._pace += count / self.options.bytes_per_s
 
-    def _go_on(self, task: _Task) -> None:
+    def _go_on(self, task: _Task | None = None) -> None:
         self._progress = time.monotonic()
-        if task.superseded.is_set() or self._closing:
+        if self._closing or (task is not None and task.superseded.is_set()):
             raise _SupersededError("a newer version is persisted instead, or none any more")
 
     def _complete(self, task: _Task) -> None:
         """Complete a version on rank 0, once the parts of all ranks are there."""
-        store, save = self._store, task.save
+        store, save, size = self._store, task.save, self._ranks.world_size
         give_up, poll_s = time.monotonic() + collective_deadline_s(), _FIRST_POLL_S
-        while len(there := store.ranks_there(save)) < self._world_size:
+        while len(there := store.ranks_there(save)) < size:
             if time.monotonic() > give_up:
-                missing = sorted(set(range(self._world_size)) - there)[:8]
+                missing = sorted(set(range(size)) - there)[:8]
                 raise DeadlineError(f"the parts of ranks {missing} were not written in time", step=save.step)
-            if not self._hurrying and (failed := self._failed_parts.find(save)):
-                raise SaveError(failed, step=save.step)
+            if not self._hurrying and (failed := self._ask(lambda job: job.get(_key(save)))):
+                raise SaveError(failed.decode(), step=save.step)
             self._go_on(task)
             task.superseded.wait(poll_s)
             poll_s = min(2 * poll_s, _LAST_POLL_S)
-        assert self._ownership is not None
-        self._ownership.check()
+        assert self._check is not None
+        self._check()
         newest = max((each.save for each in store.versions() if each.counts), default=save)
         if newest > save:
             raise JobInUseError(
@@ -317,98 +285,40 @@ class Persister:
                 path=store.path,
                 hint="give each job a URL of its own",
             )
-        store.complete(save, self._world_size)
+        store.complete(save, size)
         events.emit(events.VersionPersisted, self._ranks, self._base, save.step, url=self.options.url)
 
     def _remove_old(self, save: SaveId) -> None:
-        assert self._ownership is not None
+        assert self._check is not None
         try:
-            self._ownership.check()
+            self._check()
             self._store.keep_newest(self.options.keep, save)
         except FlashpointError as error:
             _log.warning("older versions are not removed yet: %s", error)
 
-    def _fail(self, save: SaveId | None, error: Exception) -> None:
-        text = text_of(error)
+    def _fail(self, task: _Task | None, error: Exception) -> bool:
+        """Report a failure. Return False if the task is to be tried again: at the end of the job, a few times."""
+        text, step = text_of(error), None if task is None else task.save.step
+        what = "nothing can be persisted yet" if task is None else f"step {step} is not persisted"
         with self._changed:
-            loud = self._error is None or (save is not None and self._failures.bit_count() == 1)
+            level = logging.ERROR if self._error is None else logging.DEBUG
             self._error = text
-            self._failures += save is not None
-        step = None if save is None else save.step
+            self._failures += task is not None
         events.emit(events.PersistFailed, self._ranks, self._base, step, error=text)
-        what = "nothing can be persisted yet" if save is None else f"step {step} is not persisted"
-        _log.log(logging.ERROR if loud else logging.DEBUG, "%s, training goes on: %s", what, text)
-        if save is not None:
-            text = f"rank {self._rank} could not write its part: {text[:_MOST_OF_AN_ERROR]}"
-            self._failed_parts.publish(save, text)
-
-    @property
-    def health(self) -> PersistHealth:
-        """State of persisting, now."""
-        with self._changed:  # a version that is persisted and the error that it ends are seen at once
-            newest, persisted, error = self._newest, self._persisted, self._error
-            quiet_s = time.monotonic() - self._progress
-            is_at_work = self._task is not None or self._next is not None
-        if is_at_work and quiet_s > transfer_deadline_s():
-            error = f"{self.options.url} has not answered for {quiet_s:.0f} s"
-        lag = None if newest is None or persisted is None else newest.step - persisted
-        return PersistHealth(persisted, error, lag, self._failures)
-
-    # ---- the end --------------------------------------------------------------------------------------------
-
-    def _has_ended(self, save: SaveId | None) -> bool:
-        """Return True if a version is not tried again at the end of the job; always before the end."""
-        has_ended = save in (None, self._done, self._gone)
-        return has_ended or self._closing or not self._hurrying or self._tries_left <= 0
-
-    def hurry(self) -> None:
-        """Persist the newest verified version now, and each one that is verified yet, without the limit on bytes a
-        second: the job is about to end. Does not wait."""
-        with self._changed:
-            newest, current = self._newest, self._next or self._task
-            if not self._hurrying:
-                self._hurrying, self._tries_left = True, _TRIES_AT_END
-            is_known = newest in (None, self._done) or (current is not None and current.save == newest)
-        if newest is not None and not is_known:
-            self._give(newest)
-
-    def finish(self, deadline_s: float) -> bool:
-        """`hurry`, and wait until the newest verified version is persisted. Call `close` then. Return True if it is
-        persisted; on other ranks than 0, if this rank's part is written."""
-        if os.getpid() != self._process:
-            return False
-        self.hurry()
-        with self._changed:
-            newest = self._newest
-            self._changed.wait_for(lambda: self._has_ended(newest), deadline_s)
-            return newest in (None, self._done)
-
-    def close(self) -> None:
-        """Stop at once: a version that is not complete stays incomplete. A thread that the durable store keeps is left
-        to it. Safe to call twice."""
-        if os.getpid() != self._process:
-            return
-        with self._changed:
-            self._closing = True
-            if self._task is not None:
-                self._task.superseded.set()
-            unused, self._next = self._next, None
-            self._changed.notify_all()
-        if unused is not None:
-            unused.hold.close()
-        if self._thread is not threading.current_thread():
-            self._thread.join(_LAST_POLL_S)
-
-
-class _FailedParts:
-    """The parts that ranks could not write, by save, in the job's store. Without that store nobody hears of them."""
-
-    def __init__(self, connect: Callable[[], SignedStore]) -> None:
-        self._connect = connect
-        self._client: SignedStore | None = None
+        _log.log(level, "%s, training goes on: %s", what, text)
+        if isinstance(error, JobInUseError):
+            self._check = None
+            with contextlib.suppress(Exception):
+                self._owning.close()
+        if task is None:
+            return True
+        why = f"rank {self._rank} could not write its part: {text[:_MOST_OF_AN_ERROR]}"
+        self._ask(lambda job: job.set(_key(task.save), why))
+        self._tries_left -= 1
+        return not self._hurrying or self._tries_left <= 0 or task.slot is None
 
     def _ask(self, call: Callable[[SignedStore], _T]) -> _T | None:
-        """Return the result of a call of the job's store; None if the store fails."""
+        """Return the result of a call of the job's store; None if that fails: then nobody hears of failures."""
         try:
             self._client = self._client or self._connect()
             return call(self._client)
@@ -417,13 +327,48 @@ class _FailedParts:
             self._client = None
             return None
 
-    def publish(self, save: SaveId, text: str) -> None:
-        """Publish the reason why the part of a rank is not there."""
-        self._ask(lambda store: store.set(_key(save), text))
+    @property
+    def health(self) -> PersistHealth:
+        """State of persisting, now."""
+        with self._changed:  # a version that is persisted and the error that it ends are seen at once
+            newest, persisted, error = self._newest, self._persisted, self._error
+        quiet_s = time.monotonic() - self._progress
+        if self._task is not None and quiet_s > transfer_deadline_s():
+            error = f"{self.options.url} has not answered for {quiet_s:.0f} s"
+        lag = None if newest is None or persisted is None else newest.step - persisted
+        return PersistHealth(persisted, error, lag, self._failures)
 
-    def find(self, save: SaveId) -> str | None:
-        """Return the reason why the part of a rank is not there; None if no rank has published one."""
-        return self._ask(lambda store: store.get(_key(save)).decode() or None)
+    # ---- the end --------------------------------------------------------------------------------------------
+
+    def hurry(self) -> None:
+        """Persist the newest verified version now, and each one that is verified yet, without the limit on bytes a
+        second: the job is about to end. Does not wait."""
+        with self._changed:
+            newest, task = self._newest, self._task
+            if not self._hurrying:
+                self._hurrying, self._tries_left = True, _TRIES_AT_END
+        if newest not in (None, self._done) and (task is None or task.save != newest):
+            assert newest is not None
+            self._give(newest)
+
+    def finish(self, deadline_s: float) -> bool:
+        """`hurry`, and wait until the newest verified version is persisted. Call `close` then. Return True if it is
+        persisted; on other ranks than 0, if this rank's part is written."""
+        self.hurry()
+        with self._changed:
+            self._changed.wait_for(lambda: self._task is None or self._closing, deadline_s)
+            return self._newest in (None, self._done)
+
+    def close(self) -> None:
+        """Stop at once: a version that is not complete stays incomplete. A thread that the durable store keeps is left
+        to it. Safe to call twice."""
+        with self._changed:
+            self._closing, task = True, self._task
+            self._changed.notify_all()
+        if task is not None:
+            task.give_up()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_LAST_POLL_S)
 
 
 def _key(save: SaveId) -> str:

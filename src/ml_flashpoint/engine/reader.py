@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
@@ -17,13 +16,7 @@ import torch
 from ml_flashpoint.copy.cpu import typed_view
 from ml_flashpoint.copy.dtypes import torch_dtype
 from ml_flashpoint.format.digest import verify_blocks
-from ml_flashpoint.format.errors import (
-    DamagedError,
-    ObjectNotFoundError,
-    PrunedError,
-    UnreadableError,
-    retrying,
-)
+from ml_flashpoint.format.errors import DamagedError, ObjectNotFoundError, PrunedError, UnreadableError, retrying
 from ml_flashpoint.format.knobs import recovery_deadline_s
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
 from ml_flashpoint.format.names import CheckpointContainerId, SaveId
@@ -63,23 +56,11 @@ class ObjectReader:
         self.path = path
         self._fetch = fetch
         self._present: set[int] | None = set() if local is None else None
-        self._buffer = self._room() if local is None else local[: self.record.size]
+        self._buffer = _room(manifest, path) if local is None else local[: self.record.size]
         self._data = torch.empty(0, dtype=torch.uint8, device="cpu")
         if self.record.size:
             self._data = torch.frombuffer(self._buffer, dtype=torch.uint8)
         self._layout: Layout | None = None
-
-    def _room(self) -> memoryview:
-        """Return anonymous memory: blocks that are never fetched cost nothing."""
-        size = self.record.size
-        try:
-            return memoryview(mmap.mmap(-1, max(1, size)))[:size]
-        except (OSError, OverflowError, ValueError) as error:
-            text = f"no memory can be had for an object of {size} bytes: {error}"
-            manifest = self.manifest
-            raise UnreadableError(
-                text, step=manifest.save.step, rank=manifest.rank, node=manifest.node, path=self.path
-            ) from error
 
     def ensure(self, begin: int, end: int) -> None:
         """Have bytes ``begin:end`` here and checked."""
@@ -137,11 +118,21 @@ class ObjectReader:
         return self._buffer[entry.begin : entry.end]
 
 
+def _room(manifest: Manifest, path: str) -> memoryview:
+    """Return anonymous memory for an object: blocks that are never fetched cost nothing."""
+    size, rank = manifest.record.size, manifest.rank
+    try:
+        return memoryview(mmap.mmap(-1, max(1, size)))[:size]
+    except (OSError, OverflowError, ValueError) as error:
+        text = f"no memory can be had for an object of {size} bytes: {error}"
+        raise UnreadableError(text, step=manifest.save.step, rank=rank, node=manifest.node, path=path) from error
+
+
 class MemoryParts:
     """The parts of a version in base containers: of this node where they are here, else of their holders.
 
-    ``pool`` is of this rank's own parts, which it has mapped. ``checked`` are the saves and ranks of the parts here
-    that this process has checked; it grows.
+    ``pool`` is of this rank's own parts, which it has mapped. ``holders`` are the other nodes that have each rank's
+    part. ``checked`` are the saves and ranks of the parts here that this process has checked; it grows.
     """
 
     def __init__(
@@ -150,25 +141,24 @@ class MemoryParts:
         container: BaseContainer,
         pool: Pool,
         copies: Copies,
-        nodes_of: Callable[[int], Sequence[str]],
+        holders: Sequence[Sequence[str]],
         checked: set[tuple[SaveId, int]],
     ) -> None:
         self._save, self._container, self._pool, self._copies = save, container, pool, copies
-        self._nodes_of, self._checked = nodes_of, checked
+        self._holders, self._checked = holders, checked
 
     def manifest(self, rank: int) -> Manifest:
         """Return the manifest of a rank's part."""
         try:
             return self._container.read_manifest(self._save, rank)
         except _ELSEWHERE:
-            if not (nodes := self._nodes_of(rank)):
+            if not self._holders[rank]:
                 raise
-        return self._copies.read_manifest(self._save, rank, nodes, until=time.monotonic() + recovery_deadline_s())
+        return self._copies.manifest_of(self._save, rank, self._holders[rank])
 
     def open(self, rank: int, stack: contextlib.ExitStack) -> ObjectReader:
         """Return a reader of a rank's object; ``stack`` unlocks it."""
-        until = time.monotonic() + recovery_deadline_s()
-        nodes = self._nodes_of(rank)
+        until, nodes = time.monotonic() + recovery_deadline_s(), self._holders[rank]
         try:
             return retrying(lambda: self.open_here(rank, stack), until, f"opening the part of rank {rank}")
         except _ELSEWHERE as error:
@@ -246,29 +236,26 @@ class VersionReader:
         parts: MemoryParts | DurableParts,
         tier: Literal["memory", "persisted"] = "memory",
     ) -> None:
-        self.version, self.save, self.world_size = version, save, world_size
+        self.version, self.save, self.world_size, self._parts = version, save, world_size, parts
         self.tier: Literal["memory", "persisted"] = tier
-        self._parts = parts
         self._open = contextlib.ExitStack()
-        self._manifests: dict[int, Manifest] = {}
         self._readers: dict[int, ObjectReader] = {}
 
-    def _checked(self, rank: int) -> int:
+    def _check(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:
             text = f"it was saved by {self.world_size} ranks"
             raise ObjectNotFoundError(text, step=self.save.step, rank=rank, path=str(self.version))
-        return rank
 
     def manifest(self, rank: int) -> Manifest:
         """Return the manifest of one rank's part. Raises `ObjectNotFoundError`."""
-        if rank not in self._manifests:
-            self._manifests[rank] = self._parts.manifest(self._checked(rank))
-        return self._manifests[rank]
+        self._check(rank)
+        return self._parts.manifest(rank)
 
     def open(self, rank: int) -> ObjectReader:
         """Return a reader of the object of one rank's part; it stays valid until `release`."""
         if rank not in self._readers:
-            self._readers[rank] = self._parts.open(self._checked(rank), self._open)
+            self._check(rank)
+            self._readers[rank] = self._parts.open(rank, self._open)
         return self._readers[rank]
 
     def release(self) -> None:
@@ -279,9 +266,7 @@ class VersionReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

@@ -16,26 +16,29 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ml_flashpoint import events
 from ml_flashpoint.engine.copying import Copies, Failures
-from ml_flashpoint.engine.inventory import NodeReport, gather_reports, why_nothing
 from ml_flashpoint.engine.reader import DurableParts, MemoryParts, VersionReader, waited_for
 from ml_flashpoint.engine.rounds import Verdict
 from ml_flashpoint.engine.sidecars import carrier_of, sidecar_files
 from ml_flashpoint.format.errors import (
     CapacityError,
+    DamagedError,
     FlashpointError,
     LoadError,
+    NothingLoadableError,
     ObjectNotFoundError,
     SaveError,
     UnreadableError,
     as_ours,
     is_damage,
     is_transient,
+    pauses,
     retrying,
     text_of,
 )
@@ -53,11 +56,13 @@ from ml_flashpoint.memory.lineage import (
     write_record,
 )
 from ml_flashpoint.memory.pool import ROOM, Pool, slot_size
+from ml_flashpoint.memory.slot import no_room
 from ml_flashpoint.ranks.rank_group import RankGroup
 from ml_flashpoint.ranks.recovery import (
     CompleteVersion,
     Damage,
-    Fetch,
+    NodeInventory,
+    PartRecord,
     complete_versions,
     is_protected,
     parts_to_check,
@@ -71,8 +76,15 @@ from ml_flashpoint.stores.version_store import Version
 
 _log = logging.getLogger(__name__)
 
+TABLE_LABEL = "table"
+"""Label of manifests: name of what the ranks had agreed on about who writes what."""
 _BESIDE_MEMORY_S = 10.0
 """Seconds that the durable store is waited for where memory has a version: it mostly is the newest one."""
+_MOST_UNREAD, _MOST_TEXT, _MOST_SHOWN = 1000, 500, 8
+_HINT = (
+    "nothing was removed: try again when the cause is mended; to go on from elsewhere, pass a fallback; "
+    "to give these versions up, remove the base container on every node (or pass discard_existing=True)"
+)
 
 Found: TypeAlias = CompleteVersion | Version
 """A version that every rank can load: in memory, or in the durable store."""
@@ -123,9 +135,151 @@ class RecoveryReport:
     tier: Literal["memory", "persisted"] = "memory"
 
 
+# ---- the state of nodes ---------------------------------------------------------------------------------------------
+
+
+class NodeReport(NamedTuple):
+    """The state of one node.
+
+    Attributes:
+        inventory: the parts that can be read, also those of saves that do not exist.
+        unread: the version ("" where not even the parts could be listed) of each other part, and why it is not read.
+        savers: ranks that have saved on this node, or have copies here.
+        records: of runs.
+    """
+
+    inventory: NodeInventory
+    unread: tuple[tuple[str, str], ...] = ()
+    savers: frozenset[int] = frozenset()
+    records: tuple[RunRecord, ...] = ()
+
+    def encode(self) -> bytes:
+        """Return this report as JSON."""
+        records = [[each.run, list(each.lineage.items()), each.begun, each.verified] for each in self.records]
+        return json.dumps([self.inventory, self.unread, list(self.savers), records]).encode()
+
+    @classmethod
+    def decoded(cls, found: Any) -> NodeReport:
+        """Return the report of `encode`, decoded from JSON."""
+        (node, parts), unread, savers, records = found
+        return cls(
+            NodeInventory(node, tuple(PartRecord(SaveId(*save), *others) for save, *others in parts)),
+            tuple((version, why) for version, why in unread),
+            frozenset(savers),
+            tuple(RunRecord(run, dict(lineage), *marks) for run, lineage, *marks in records),
+        )
+
+
+def read_node(container: BaseContainer, node: str, until: float) -> NodeReport:
+    """Return the state of this node. What cannot be read just now is tried again, with back-off, until ``until``. Raise
+    a `FlashpointError` if the records of runs cannot be read: nobody knows which saves exist."""
+    for _ in chain((None,), pauses(until)):
+        parts, failed = _read_parts(container)
+        if not any(is_transient(error) for _, error in failed):
+            break
+    for version, error in failed:
+        _log.warning("cannot use a part of %s: %s", version or container.base, error)
+    unread = tuple((version, str(error)[:_MOST_TEXT]) for version, error in failed[:_MOST_UNREAD])
+    records = retrying(lambda: read_records(container), until, "reading the records of runs")
+    savers = frozenset(owner.rank for owner in container.slot_owners() if container.slot_paths(owner))
+    return NodeReport(NodeInventory(node, tuple(parts)), unread, savers, tuple(records))
+
+
+def _read_parts(container: BaseContainer) -> tuple[list[PartRecord], list[tuple[str, FlashpointError]]]:
+    """Return the parts whose objects have the sizes in their manifests, and the errors of others. Who needs the content
+    checks the content."""
+    parts: list[PartRecord] = []
+    failed: list[tuple[str, FlashpointError]] = []
+    try:
+        listed = container.list_versions()
+    except FlashpointError as error:
+        return parts, [("", error)]
+    for save, rank in [(save, rank) for save, ranks in listed.items() for rank in sorted(ranks)]:
+        try:
+            manifest = container.read_manifest(save, rank)
+            record = manifest.record
+            path = container.base / save.version / manifest.object_name
+            if os.stat(path).st_size != record.file_size:
+                text = f"the object does not have {record.file_size} bytes"
+                raise DamagedError(text, step=save.step, rank=rank, path=path)
+            table = manifest.labels.get(TABLE_LABEL, "")
+            parts.append(PartRecord(save, manifest.rank, manifest.world_size, manifest.record.size, table))
+        except (ObjectNotFoundError, FileNotFoundError):
+            continue  # removed meanwhile
+        except (FlashpointError, OSError) as error:
+            failed.append((save.version, as_ours(error)))
+    return parts, failed
+
+
+def _newest(reports: Iterable[NodeReport]) -> RunRecord | None:
+    return newest_begun(record for report in reports for record in report.records)
+
+
+def why_nothing(
+    reports: Sequence[NodeReport],
+    given_up: Mapping[SaveId, str],
+    discarded: Collection[SaveId],
+    *,
+    world_size: int,
+    durable: Sequence[str] = (),
+) -> NothingLoadableError | None:
+    """Return an error that names the versions that were lost; None if no version was ever complete, but those that the
+    program has ``discarded``. ``given_up`` are those that could not be fetched or checked, and why; ``durable`` are
+    problems of the durable store."""
+    reasons = [f"{save.version} ({why})" for save, why in given_up.items()] + list(durable)
+    reasons += [
+        f"{version or 'the versions'} on {report.inventory.node} ({why})"
+        for report in reports
+        for version, why in report.unread
+    ]
+    parts_lost = False
+    if not reasons and not discarded:
+        reasons = _lost_parts(reports)
+        parts_lost = all(part.world_size == world_size for report in reports for part in report.inventory.parts)
+    if not reasons:
+        return None
+    more = f", and {len(reasons) - _MOST_SHOWN} more" if len(reasons) > _MOST_SHOWN else ""
+    text = f"there are versions and none can be loaded: {'; '.join(reasons[:_MOST_SHOWN])}{more}"
+    error = NothingLoadableError(text, hint=_HINT)
+    error.parts_lost = parts_lost
+    return error
+
+
+def _lost_parts(reports: Sequence[NodeReport]) -> list[str]:
+    """Return the saves that are not whole, or do not exist; none if it is certain that no version was ever complete.
+
+    It is certain if the run's record knows of no version, and the save is the only one there (the run's first, cut
+    short), or the ranks whose parts are missing have saved on nodes that are here: their parts would be here, too.
+    """
+    record = _newest(reports)
+    saves: dict[tuple[SaveId, int], set[int]] = {}
+    for report in reports:
+        for part in report.inventory.parts:
+            saves.setdefault((part.save, part.world_size), set()).add(part.rank)
+    here = frozenset[int]().union(*(report.savers for report in reports))
+    exist = {save for save, _ in saves if record is None or record.has(save)}
+    reasons, doubtful = [], record is not None and record.had_versions
+    for (save, size), ranks in sorted(saves.items(), reverse=True):
+        missing = [rank for rank in range(size) if rank not in ranks]
+        if save not in exist:
+            reasons.append(f"{save.version} of run {save.run} (the job has gone back from it)")
+        elif missing:
+            shown = ", ".join(map(str, missing[:_MOST_SHOWN]))
+            doubtful = doubtful or (len(exist) > 1 and any(rank not in here for rank in missing))
+            reasons.append(f"{save.version} (the parts of ranks {shown} of {size} are on no node of this job)")
+        else:
+            reasons.append(f"{save.version} (its parts were not written by one table)")
+    if doubtful and not reasons and record is not None:
+        reasons.append(f"the versions of run {record.run} (no part of any is on a node of this job)")
+    return reasons if doubtful else []
+
+
+# ---- the durable store ----------------------------------------------------------------------------------------------
+
+
 class Listing(NamedTuple):
-    """The content of a durable store: the versions that count, newest first, and the problems of others. ``unknown`` is
-    the reason why that is not known. ``run`` is the highest run of which anything is there, be it whole or not."""
+    """The content of a durable store: versions that count, newest first; problems of others; the reason why that is
+    ``unknown``; the highest run of which anything is there, be it whole or not."""
 
     versions: tuple[Version, ...] = ()
     problems: tuple[str, ...] = ()
@@ -154,9 +308,7 @@ class DurableTier:
         self._listing, self._waited_s = None if self.url else Listing(), 0.0
 
     def list(self, most_s: float = math.inf) -> Listing:
-        """Return the content of the store. Collective. A store that did not answer is not waited for as long again: for
-        ``FLASHPOINT_RECOVERY_DEADLINE_S``, or ``most_s`` if that is less.
-        """
+        """Return the content of the store. Collective. A store that did not answer is not waited for as long again."""
         deadline_s = min(recovery_deadline_s(), most_s)
         if self._listing is not None and (not self._listing.unknown or deadline_s <= self._waited_s):
             return self._listing
@@ -164,12 +316,12 @@ class DurableTier:
         if self._ranks.rank == 0:
             try:
                 found = waited_for(lambda: self.store.versions(), str(self.url), deadline_s)
-                problems = tuple(f"{each.folder} ({each.problem})" for each in found if each.problem)
+                problems = [f"{each.folder} ({each.problem})" for each in found if each.problem]
                 run = max((each.save.run for each in found), default=0)
-                listing = Listing(tuple(each for each in found if each.counts), problems, run=run)
+                listing = [[save_of(each) for each in found if each.counts], problems, "", run]
             except Exception as error:  # the other ranks wait
-                listing = Listing(unknown=f"what is persisted at {self.url} cannot be known: {text_of(error)}")
-            blob = json.dumps([list(map(save_of, listing.versions)), *listing[1:]]).encode()
+                listing = [[], [], f"what is persisted at {self.url} cannot be known: {text_of(error)}", 0]
+            blob = json.dumps(listing).encode()
         saves, problems, unknown, run = json.loads(self._ranks.broadcast(blob))
         self._listing = Listing(tuple(map(version_of, saves)), tuple(problems), unknown, run)
         return self._listing
@@ -179,14 +331,19 @@ class DurableTier:
         self._listing, self._waited_s = Listing(unknown=f"{self.url} cannot be read: {why}"), math.inf
 
 
+# ---- recovery -------------------------------------------------------------------------------------------------------
+
+
 class Recovery:
     """Finds versions, brings them to this node, and records runs. Made on all ranks; all methods but `reader` and
-    `heard` are collective. ``pool`` is of this rank's own parts; ``held`` are those of the copies that this rank holds,
+    `mark` are collective. ``pool`` is of this rank's own parts; ``held`` are those of the copies that this rank holds,
     by rank; ``durable`` is the URL of the durable store.
 
     Attributes:
-        found: the version that was found last; None if there was none.
-        report: report of the last `find`; None before.
+        found, report: the version that the last `find` found, and its work; None if there was none.
+        damaged: parts that were found damaged and not replaced yet.
+        checked: parts of this node that this process has checked.
+        is_marked: True once the run's record says that a version is verified: `mark`.
     """
 
     def __init__(
@@ -210,9 +367,7 @@ class Recovery:
         self.report: RecoveryReport | None = None
         self.damaged: set[Damage] = set()
         self.checked: set[tuple[SaveId, int]] = set()
-        self._record = RunRecord(0)
-
-    # ---- finding -------------------------------------------------------------------------------------------
+        self._run, self.is_marked = 0, False
 
     def any_versions(self) -> bool:
         """Return True if any node, or the durable store, may have a version. Raise a `LoadError` if that cannot be
@@ -222,22 +377,49 @@ class Recovery:
         listed = self.durable.list()
         return bool(listed.versions or listed.problems or listed.unknown)
 
-    def gather(self) -> list[NodeReport]:
-        """Return the state of every node. Raise a `LoadError`, on all ranks, if one cannot be known."""
-        return gather_reports(self.container, self.ranks, time.monotonic() + recovery_deadline_s())
+    def gather(self, until: float | None = None) -> list[NodeReport]:
+        """Return the state of every node, which its lowest rank reads. Raise a `LoadError`, on all ranks, if one cannot
+        be known until ``until``, by default for ``FLASHPOINT_RECOVERY_DEADLINE_S``."""
+        ranks, blob, reports = self.ranks, b"", []
+        if ranks.is_node_leader:
+            try:
+                until = time.monotonic() + recovery_deadline_s() if until is None else until
+                blob = read_node(self.container, ranks.node, until).encode()
+            except Exception as error:  # the other ranks wait
+                blob = json.dumps(f"the state of {ranks.node} cannot be known: {text_of(error)}").encode()
+        for found in map(json.loads, filter(None, ranks.gather(blob))):
+            if isinstance(found, str):
+                raise LoadError(found, rank=ranks.rank, path=self.container.base)
+            reports.append(NodeReport.decoded(found))
+        return reports
+
+    def existing(self, reports: Sequence[NodeReport]) -> list[CompleteVersion]:
+        """Return the complete versions of the lineage in memory, newest first."""
+        record = _newest(reports)
+        complete = complete_versions((report.inventory for report in reports), damaged=self.damaged)
+        return [each for each in complete if record is None or record.has(each.save)]
+
+    def lasting(self, complete: Iterable[CompleteVersion], newest: SaveId) -> tuple[SaveId, ...]:
+        """Return the saves that a run going on from ``newest`` retains, oldest first: those that have all copies."""
+        line = [each.save for each in complete if each.save <= newest and self._has_copies(each)]
+        return tuple(kept(sorted(line), self.keep))
+
+    def _has_copies(self, version: CompleteVersion) -> bool:
+        return is_protected(version, self.ranks.topology, self.strategy)
+
+    def versions(self) -> list[KeptVersion]:
+        """Return what can be gone back to, newest first."""
+        return [
+            KeptVersion(each.save.step, self._has_copies(each), sum(each.sizes), each.world_size, each.save)
+            for each in self.existing(self.gather())
+        ]
 
     def find(
         self, wanted: int | None = None, *, excluded: Collection[SaveId] = (), retained: Collection[SaveId] = ()
     ) -> Found | None:
-        """Find the newest version that every rank can load, and bring here what this node lacks of it.
-
-        Args:
-            wanted: step of the version; None for any.
-            excluded: saves that are not looked at.
-            retained: saves whose slots are not taken; by default those that the run is going to list as verified.
-
-        Returns:
-            The version; None if no version was ever complete, or all are excluded.
+        """Find the newest version, of the ``wanted`` step if that is given, that every rank can load and that is not
+        excluded. Bring here what this node lacks of it; the slots of ``retained`` saves, by default of those that the
+        run is going to list, are not taken. Return None if no version was ever complete.
 
         Raises:
             NothingLoadableError: there are versions, and none can be loaded. On all ranks.
@@ -245,48 +427,42 @@ class Recovery:
         """
         self.damaged.clear()
         self.durable.forget()
-        search = _Search(self, wanted, excluded, retained)
+        search = _Search(self, wanted, frozenset(excluded), frozenset(retained))
         self.found, self.report = None, search.report
         self.found = search.run()
         return self.found
-
-    # ---- runs ----------------------------------------------------------------------------------------------
 
     def record(self, chosen: Found | None) -> tuple[int, Verdict]:
         """Choose the number of a run that goes on from a version, have all nodes record it, and begin it. Return the
         run and its first verdict. Raise a `SaveError` or `CapacityError`, on all ranks, if a node cannot record the
         run."""
-        reports, listed = self.gather(), self.durable.list(_BESIDE_MEMORY_S)
+        ranks, reports, listed = self.ranks, self.gather(), self.durable.list(_BESIDE_MEMORY_S)
         records = [record for report in reports for record in report.records]
         if listed.unknown and not records:
-            raise SaveError(f"no number can be chosen for the run: {listed.unknown}", rank=self.ranks.rank)
-        save = None if chosen is None else chosen.save
-        if tier_of(chosen) == "memory" and save not in {None, *(each.save for each in self.existing(reports))}:
-            raise SaveError("the version is not whole any more: find one anew", rank=self.ranks.rank)
+            raise SaveError(f"no number can be chosen for the run: {listed.unknown}", rank=ranks.rank)
+        existing, save = self.existing(reports), None if chosen is None else chosen.save
+        if tier_of(chosen) == "memory" and save not in {None, *(each.save for each in existing)}:
+            raise SaveError("the version is not whole any more: find one anew", rank=ranks.rank)
         found = [part.save for report in reports for part in report.inventory.parts]
         found.append(SaveId(listed.run, 0))  # what is not whole there must not be taken for parts of this run
         record = next_run(records, found if save is None else [*found, save], save)
-        self._on_each_node(lambda: self._write(record))
-        self._on_each_node(lambda: mark_begun(self.container, record.run))
-        self._record = record
-        return record.run, self._first_verdict(record, chosen, reports)
+        self._run, self.is_marked = record.run, False
 
-    def _write(self, record: RunRecord) -> None:
-        for node, save, rank in self.damaged:
-            if node == self.ranks.node:  # else its rank would take it for a sound copy
-                self.container.remove_part(save, rank)
-        write_record(self.container, record)
+        def write() -> None:
+            for node, damaged, rank in self.damaged:
+                if node == ranks.node:  # else its rank would take it for a sound copy
+                    self.container.remove_part(damaged, rank)
+            write_record(self.container, record)
 
-    def _on_each_node(self, action: Callable[[], None]) -> None:
-        ranks = self.ranks
         other = SaveError("another node cannot record the run; its log says why", rank=ranks.rank, node=ranks.node)
-        ranks.together(action if ranks.is_node_leader else lambda: None, other)
+        for action in (write, partial(mark_begun, self.container, record.run)):
+            ranks.together(action if ranks.is_node_leader else lambda: None, other)
+        return record.run, self._first_verdict(SaveId(record.run, 0), chosen, existing)
 
-    def _first_verdict(self, record: RunRecord, chosen: Found | None, reports: Sequence[NodeReport]) -> Verdict:
-        start, world_size = SaveId(record.run, 0), self.ranks.world_size
+    def _first_verdict(self, start: SaveId, chosen: Found | None, existing: Sequence[CompleteVersion]) -> Verdict:
         if chosen is None:
             return Verdict(0, (), start)
-        line = self.lasting(self.existing(reports), chosen.save)
+        line, world_size = self.lasting(existing, chosen.save), self.ranks.world_size
         if isinstance(chosen, Version) or chosen.save in line:
             return Verdict(0, line, start)
         if chosen.world_size == world_size:
@@ -301,7 +477,14 @@ class Recovery:
             needed, free = 1, 0
         return Verdict(0, listed if self.ranks.all_ok(needed <= free) else (chosen.save,), start)
 
-    # ---- room ----------------------------------------------------------------------------------------------
+    def mark(self) -> None:
+        """Record, once a run, that a version is verified: if all are lost later, that is an error."""
+        self.is_marked = True
+        if self.ranks.is_node_leader:
+            try:
+                mark_verified(self.container, self._run)
+            except SaveError as error:
+                _log.warning("if all versions are lost, the job will start from nothing: %s", error)
 
     def check_room(self, expected_bytes: int) -> None:
         """See `Checkpointer.check_room`."""
@@ -312,15 +495,8 @@ class Recovery:
             needed, free = self._room(sizes, ())
             needed *= versions
             if needed > free:
-                raise CapacityError(
-                    f"{versions} versions of the ranks of this node, and of the parts that they hold copies of, need"
-                    f" {needed} bytes, and {free} are available",
-                    needed_bytes=needed,
-                    available_bytes=free,
-                    path=self.container.base,
-                    hint="enlarge the tmpfs (mount -o remount,size=...) or the container, free memory, keep fewer"
-                    " versions, or replicate less",
-                )
+                what = f"{versions} versions of the ranks of this node, and copies that they hold"
+                raise no_room(what, needed, self.container.base, free)
 
         text = "another node has too little room, or cannot tell how much; its log says more"
         ranks.together(check, CapacityError(text, rank=ranks.rank))
@@ -344,63 +520,24 @@ class Recovery:
             raise UnreadableError(text, path=self.container.base, rank=self.ranks.rank) from error
         return needed, free
 
-    def heard(self, verdict: Verdict) -> None:
-        """Take note, once a run, that a version is verified: if all are lost later, that is an error."""
-        if verdict.total and not self._record.verified and self.ranks.is_node_leader:
-            self._record = RunRecord(self._record.run, self._record.lineage, begun=True, verified=True)
-            try:
-                mark_verified(self.container, self._record.run)
-            except SaveError as error:
-                _log.warning("if all versions are lost, the job will start from nothing: %s", error)
-
-    # ---- versions ------------------------------------------------------------------------------------------
-
-    def existing(self, reports: Iterable[NodeReport]) -> list[CompleteVersion]:
-        """Return the complete versions of the lineage in memory, newest first."""
-        reports = list(reports)
-        record = _newest(reports)
-        complete = complete_versions((report.inventory for report in reports), damaged=self.damaged)
-        return [each for each in complete if record is None or record.has(each.save)]
-
-    def lasting(self, complete: Iterable[CompleteVersion], newest: SaveId) -> tuple[SaveId, ...]:
-        """Return the saves that a run going on from ``newest`` retains, oldest first: those that have all copies."""
-        line = [each.save for each in complete if each.save <= newest and self._has_copies(each)]
-        return tuple(kept(sorted(line), self.keep))
-
-    def _has_copies(self, version: CompleteVersion) -> bool:
-        return is_protected(version, self.ranks.topology, self.strategy)
-
-    def versions(self) -> list[KeptVersion]:
-        """Return what can be gone back to, newest first. Collective."""
-        return [
-            KeptVersion(each.save.step, self._has_copies(each), sum(each.sizes), each.world_size, each.save)
-            for each in self.existing(self.gather())
-        ]
-
     def reader(self, path: str | os.PathLike[str]) -> VersionReader:
-        """Return a reader of a version: the one that was found last, or a newer save of the step in memory. Raise an
-        `ObjectNotFoundError` if this node has no part of it."""
-        version = CheckpointContainerId(path)
-        record = newest_begun(read_records(self.container))
-        named = [save for save in self.container.list_versions() if save.version == version.name]
-        newest = max((save for save in named if record is None or record.has(save)), default=None)
-        found = self.found
+        """Return a reader of a version: the one that was found last, or a newer save of the step in memory, whose
+        holders are those that the strategy names. Raise an `ObjectNotFoundError` if this node has no part of it."""
+        version, container = CheckpointContainerId(path), self.container
+        record, there = newest_begun(read_records(container)), container.list_versions()
+        named = [save for save in there if save.version == version.name and (record is None or record.has(save))]
+        newest, found = max(named, default=None), self.found
         if found is not None and found.save.version == version.name and (newest is None or newest <= found.save):
             return self.reader_of(found)
         if newest is None:
             hint = "call `newest` or `latest` first: it finds parts on other nodes"
             raise ObjectNotFoundError("this node has no part of it", step=version.step, path=str(version), hint=hint)
-        return self.reader_of(self._here(newest))
-
-    def _here(self, save: SaveId) -> CompleteVersion:
-        """Return a version of which this node has a part. Its holders are those that the strategy names."""
-        rank = min(self.container.list_versions().get(save, {self.ranks.rank}))
-        size = self.container.read_manifest(save, rank).world_size
-        topology = self.ranks.topology
-        if size != topology.world_size:
-            return CompleteVersion(save, size, ((),) * size, ())
-        homes = ((rank, *self.strategy.copies_of(rank, topology)) for rank in range(size))
-        return CompleteVersion(save, size, tuple(tuple(map(topology.node_of, home)) for home in homes), ())
+        size, topology = container.read_manifest(newest, min(there[newest])).world_size, self.ranks.topology
+        homes: list[tuple[int, ...]] = [()] * size
+        if size == topology.world_size:
+            homes = [(rank, *self.strategy.copies_of(rank, topology)) for rank in range(size)]
+        holders = tuple(tuple(map(topology.node_of, home)) for home in homes)
+        return self.reader_of(CompleteVersion(newest, size, holders, ()))
 
     def reader_of(self, found: Found) -> VersionReader:
         """Return a reader of a version that was found."""
@@ -410,52 +547,49 @@ class Recovery:
 
     def parts_of(self, found: CompleteVersion) -> MemoryParts:
         """Return the parts of a version in memory."""
-
-        def nodes_of(rank: int) -> list[str]:
-            return [node for node in found.holders[rank] if node != self.ranks.node]
-
-        return MemoryParts(found.save, self.container, self.pool, self.copies, nodes_of, self.checked)
+        elsewhere = [[node for node in nodes if node != self.ranks.node] for nodes in found.holders]
+        return MemoryParts(found.save, self.container, self.pool, self.copies, elsewhere, self.checked)
 
 
-def _newest(reports: Iterable[NodeReport]) -> RunRecord | None:
-    return newest_begun(record for report in reports for record in report.records)
-
-
+@dataclass(slots=True)
 class _Search:
-    """One recovery. Made and run on all ranks."""
+    """One recovery. Made and run on all ranks. For the first four see `Recovery.find`."""
 
-    def __init__(
-        self, recovery: Recovery, wanted: int | None, excluded: Collection[SaveId], retained: Collection[SaveId]
-    ) -> None:
-        self._recovery, self._ranks = recovery, recovery.ranks
-        self._wanted, self._excluded, self._retained = wanted, frozenset(excluded), frozenset(retained)
-        self._until = time.monotonic() + recovery_deadline_s()
-        self._target: SaveId | None = None
-        self._given_up: set[SaveId] = set()
-        self._why: dict[SaveId, str] = {}
-        self._reports: list[NodeReport] = []
-        self._complete: list[CompleteVersion] = []
-        # Since the last vote, on this rank: parts found damaged, and parts that are sound again.
-        self._damage: list[Damage] = []
-        self._mended: list[Damage] = []
-        self.report = RecoveryReport()
+    recovery: Recovery
+    wanted: int | None
+    excluded: frozenset[SaveId]
+    retained: frozenset[SaveId]
+    report: RecoveryReport = field(default_factory=RecoveryReport)
+    until: float = field(default_factory=lambda: time.monotonic() + recovery_deadline_s())
+    why: dict[SaveId, str] = field(default_factory=dict)
+    """Of versions that some rank could not have."""
+    given_up: set[SaveId] = field(default_factory=set)
+    target: SaveId | None = None
+    """The newest save of the wanted step."""
+    reports: list[NodeReport] = field(default_factory=list)
+    complete: list[CompleteVersion] = field(default_factory=list)
+    damage: list[Damage] = field(default_factory=list)
+    """Parts that this rank has found damaged since the last vote; ``mended``: those that are sound again."""
+    mended: list[Damage] = field(default_factory=list)
 
     def run(self) -> Found | None:
         """Try one version after the other, until all ranks have one or there is none. Collective."""
-        recovery, report = self._recovery, self.report
+        recovery, report = self.recovery, self.report
+        ranks, base = recovery.ranks, recovery.container.base
         tried: Found | None = None
         while True:
             began = time.monotonic()
-            self._reports = gather_reports(recovery.container, recovery.ranks, self._until)
+            self.reports = recovery.gather(self.until)
             gathered = time.monotonic()
+            self.complete = recovery.existing(self.reports)
             found = self._choose()
             planned = time.monotonic()
             report.tries += 1
             report.detect_s, report.plan_s = report.detect_s + gathered - began, report.plan_s + planned - gathered
             if tried is not None and (found is None or found.save != tried.save):
-                why = self._why[tried.save]
+                why = self.why[tried.save]
                 _log.error("%s cannot be recovered, stepping back: %s", tried.save.version, why)
-                self._tell(events.SteppedBack, tried.save, error=why)
+                events.emit(events.SteppedBack, ranks, base, tried.save.step, error=why)
             if found is None:
                 self._raise_if_lost()
                 return None
@@ -467,21 +601,16 @@ class _Search:
                 report.version, report.world_size, report.tier = found.save.version, found.world_size, tier_of(found)
                 times = {"detect_s": report.detect_s, "plan_s": report.plan_s, "fetch_s": report.fetch_s}
                 counts = {"fetched_bytes": report.fetched_bytes, "tries": report.tries}
-                self._tell(events.VersionRecovered, found.save, **times, **counts)
+                events.emit(events.VersionRecovered, ranks, base, found.save.step, **times, **counts)
                 return found
             tried = found
 
-    def _tell(self, kind: type[events.Event], save: SaveId, **fields: Any) -> None:
-        events.emit(kind, self._ranks, self._recovery.container.base, save.step, **fields)
-
-    # ---- choosing: the same on all ranks -------------------------------------------------------------------
-
     def _choose(self) -> Found | None:
-        """Return the newest version that was neither given up nor excluded; of two tiers, memory goes first."""
-        self._complete = self._recovery.existing(self._reports)
-        memory = next((each for each in self._complete if self._is_wanted(each.save)), None)
-        record = _newest(self._reports)
-        listed = self._recovery.durable.list(math.inf if memory is None else _BESIDE_MEMORY_S)
+        """Return the newest version that was neither given up nor excluded; of two tiers, memory goes first. The same
+        on all ranks."""
+        record = _newest(self.reports)
+        memory = next((each for each in self.complete if self._is_wanted(each.save)), None)
+        listed = self.recovery.durable.list(math.inf if memory is None else _BESIDE_MEMORY_S)
         for stored in listed.versions:
             if memory is not None and stored.save <= memory.save:
                 break
@@ -494,45 +623,43 @@ class _Search:
         return memory
 
     def _is_wanted(self, save: SaveId) -> bool:
-        if self._wanted is not None:
-            self._target = self._target or (save if save.step == self._wanted else None)
-            if save != self._target:
-                return False
-        return save not in self._excluded and save not in self._given_up
+        if self.target is None and save.step == self.wanted:
+            self.target = save
+        return save not in self.excluded and save not in self.given_up and (self.wanted is None or save == self.target)
 
     def _raise_if_lost(self) -> None:
         """Raise if a version was lost, or the wanted one is not there."""
-        recovery, ranks = self._recovery, self._ranks
-        if self._wanted is not None:
-            there = ", ".join(dict.fromkeys(str(each.save.step) for each in self._complete))
-            text = f"no version of step {self._wanted} is held by this job; there are {there or 'none'}"
-            if self._why:
-                text = f"the version of step {self._wanted} cannot be loaded: {'; '.join(self._why.values())}"
+        recovery, ranks = self.recovery, self.recovery.ranks
+        if self.wanted is not None:
+            there = ", ".join(dict.fromkeys(str(each.save.step) for each in self.complete))
+            text = f"no version of step {self.wanted} is held by this job; there are {there or 'none'}"
+            if self.why:
+                text = f"the version of step {self.wanted} cannot be loaded: {'; '.join(self.why.values())}"
             raise LoadError(text, rank=ranks.rank, path=recovery.container.base)
         listed = recovery.durable.list(0.0)
         problems = [*listed.problems, *filter(None, [listed.unknown])]
-        error = why_nothing(self._reports, self._why, self._excluded, world_size=ranks.world_size, durable=problems)
+        error = why_nothing(self.reports, self.why, self.excluded, world_size=ranks.world_size, durable=problems)
         if error is not None:
             error.rank, error.node, error.path = ranks.rank, ranks.node, str(recovery.container.base)
             raise error
-        if any(report.inventory.parts for report in self._reports) and not self._excluded:
+        if any(report.inventory.parts for report in self.reports) and not self.excluded:
             _log.warning("starting anew: no version of this job was ever complete")
-
-    # ---- trying --------------------------------------------------------------------------------------------
 
     def _take(self, found: Found) -> FlashpointError | None:
         """Have this rank's own part here, and check what this rank has to check. Return the error, for the other ranks
         wait for the vote."""
+        recovery, ranks = self.recovery, self.recovery.ranks
         try:
             if isinstance(found, Version):
-                self._check_stored(found)
+                store = recovery.durable.store
+                for part in found.ranks[ranks.rank :: ranks.world_size]:
+                    check = partial(store.check_size, waited_for(partial(store.manifest, found, part), store.path))
+                    waited_for(check, store.path)
             else:
-                for fetch in self._mine(found):
-                    if fetch.rank == self._ranks.rank:
-                        self._fetch(found, fetch, self._retained_beside(found.save), self._until)
+                self._fetch(found, self._retained_beside(found.save), copies=False)
                 self._check(found)
-            if self._ranks.is_node_leader:
-                retrying(lambda: self._restore_sidecars(found), self._until, "restoring the files beside the parts")
+            if ranks.is_node_leader:
+                retrying(lambda: self._restore_sidecars(found), self.until, "restoring the files beside the parts")
         except Exception as caught:
             error = as_ours(caught)
             unexpected = None if isinstance(caught, (FlashpointError, OSError, MemoryError)) else caught
@@ -540,107 +667,96 @@ class _Search:
             return error
         return None
 
-    def _check_stored(self, version: Version) -> None:
-        """Check that this rank's share of the parts is there, with the right sizes."""
-        store, share = self._recovery.durable.store, version.ranks[self._ranks.rank :: self._ranks.world_size]
-        for part in share:
-            waited_for(partial(_check_size, store, version, part), store.path)
-
     def _check(self, version: CompleteVersion) -> None:
-        parts, save = self._recovery.parts_of(version), version.save
-        for rank in parts_to_check(version, self._ranks.topology, self._ranks.rank):
-            with contextlib.ExitStack() as stack:
-                try:
-                    retrying(partial(parts.open_here, rank, stack), self._until, f"checking the part of rank {rank}")
-                except FlashpointError as error:
-                    if is_damage(error):
-                        self._damage.append((self._ranks.node, save, rank))
-                    raise
+        parts, ranks = self.recovery.parts_of(version), self.recovery.ranks
+        for rank in parts_to_check(version, ranks.topology, ranks.rank):
+            try:
+                with contextlib.ExitStack() as stack:
+                    retrying(partial(parts.open_here, rank, stack), self.until, f"checking the part of rank {rank}")
+            except FlashpointError as error:
+                if is_damage(error):
+                    self.damage.append((ranks.node, version.save, rank))
+                raise
 
     def _restore_sidecars(self, found: Found) -> None:
         """Write the files that belong beside the parts of this node."""
-        with self._recovery.reader_of(found) as reader:
-            carrier = carrier_of(reader.manifest(self._ranks.rank if self._ranks.rank < found.world_size else 0))
+        rank = self.recovery.ranks.rank
+        with self.recovery.reader_of(found) as reader:
+            carrier = carrier_of(reader.manifest(rank if rank < found.world_size else 0))
             if carrier is not None:
-                self._recovery.container.write_sidecars(found.save, sidecar_files(reader.open(carrier)))
-
-    # ---- fetching ------------------------------------------------------------------------------------------
-
-    def _mine(self, version: CompleteVersion) -> list[Fetch]:
-        planned = plan_fetches(version, self._ranks.topology, self._recovery.strategy)
-        return [each for each in planned if each.target == self._ranks.rank and each.rank in self._recovery.pools]
+                self.recovery.container.write_sidecars(found.save, sidecar_files(reader.open(carrier)))
 
     def _restore(self, found: Found) -> None:
         """Fetch what this rank lacks of the version, and of the others that stay, as far as there is room. Collective:
         all ranks hear of damage."""
-        recovery, size, keep = self._recovery, self._ranks.world_size, self._recovery.keep
-        alike = [each for each in self._complete if each.save <= found.save and each.world_size == size]
-        line = set(kept(sorted(each.save for each in alike), keep)) | {found.save}
+        recovery = self.recovery
+        alike = [
+            each for each in self.complete if each.save <= found.save and each.world_size == recovery.ranks.world_size
+        ]
+        line = {*kept(sorted(each.save for each in alike), recovery.keep), found.save}
         for version in (each for each in alike if each.save in line):
             retained = self._retained_beside(found.save) if version.save == found.save else line
-            for fetch in self._mine(version):
-                if (version.save, fetch.rank) in recovery.checked:
-                    continue  # it was fetched before the vote
-                try:
-                    self._fetch(version, fetch, retained, 0.0)
-                except Exception as error:  # good to have, and no reason to lose this recovery, or to wait
-                    _log.warning("cannot restore the part of rank %d in %s: %s", fetch.rank, version.save, error)
+            self._fetch(version, retained, copies=True)
         self._vote(found, None)
-
-    def _fetch(self, version: CompleteVersion, fetch: Fetch, retained: Collection[SaveId], until: float) -> None:
-        recovery, save, rank = self._recovery, version.save, fetch.rank
-        nodes = sorted(version.holders[rank], key=lambda node: node != fetch.source)
-        failures: Failures = []
-        began = time.monotonic()
-        try:
-            manifest = recovery.copies.fetch_part(
-                save, rank, nodes, recovery.pools[rank], retained, until=until, failures=failures
-            )
-        finally:
-            self._damage += [(node, save, rank) for node, error in failures if is_damage(error)]
-        self._mended.append((self._ranks.node, save, rank))
-        self.report.fetched_bytes += manifest.record.size
-        recovery.checked.add((save, rank))
-        seconds = time.monotonic() - began
-        self._tell(events.PartFetched, save, part_rank=rank, bytes=manifest.record.size, seconds=seconds)
 
     def _retained_beside(self, save: SaveId) -> set[SaveId]:
         """Return a version and those that the run is going to list: their slots are taken by nothing."""
-        return {save, *(self._retained or self._recovery.lasting(self._complete, save))}
+        return {save, *(self.retained or self.recovery.lasting(self.complete, save))}
 
-    # ---- voting --------------------------------------------------------------------------------------------
+    def _fetch(self, version: CompleteVersion, retained: Collection[SaveId], *, copies: bool) -> None:
+        """Fetch this rank's own part, if its node lacks the part; or, with the copies that it should hold, whatever can
+        be had at once."""
+        recovery, ranks, save = self.recovery, self.recovery.ranks, version.save
+        for fetch in plan_fetches(version, ranks.topology, recovery.strategy):
+            rank = fetch.rank
+            is_due = (save, rank) not in recovery.checked if copies else rank == ranks.rank
+            if fetch.target != ranks.rank or rank not in recovery.pools or not is_due:
+                continue
+            nodes = [fetch.source, *(node for node in version.holders[rank] if node != fetch.source)]
+            failures: Failures = []
+            began = time.monotonic()
+            try:
+                manifest = recovery.copies.fetch_part(
+                    save,
+                    rank,
+                    nodes,
+                    recovery.pools[rank],
+                    retained,
+                    until=0.0 if copies else self.until,
+                    failures=failures,
+                )
+            except Exception as error:  # a copy is good to have, and no reason to lose this recovery, or to wait
+                if not copies:
+                    raise
+                _log.warning("cannot restore the part of rank %d in %s: %s", rank, save, error)
+                continue
+            finally:
+                self.damage += [(node, save, rank) for node, error in failures if is_damage(error)]
+            self.mended.append((ranks.node, save, rank))
+            self.report.fetched_bytes += manifest.record.size
+            recovery.checked.add((save, rank))
+            done = {"part_rank": rank, "bytes": manifest.record.size, "seconds": time.monotonic() - began}
+            events.emit(events.PartFetched, ranks, recovery.container.base, save.step, **done)
 
     def _vote(self, found: Found, error: FlashpointError | None) -> bool:
         """Return True if all ranks have the version. If not, the next choice is another one: something was found
         damaged, or the version is given up. Collective."""
-        recovery, ranks = self._recovery, self._ranks
+        recovery, ranks = self.recovery, self.recovery.ranks
         before, blob = len(recovery.damaged), b""
-        if error is not None or self._damage or self._mended:
-            why = None if error is None else f"rank {ranks.rank} on {ranks.node}: {error}"
-            passes = error is not None and is_transient(error)
-            blob = json.dumps([why, passes, self._damage, self._mended]).encode()
-        self._damage, self._mended = [], []
-        reasons: list[tuple[str, bool]] = []
-        mended: set[Damage] = set()
-        for reported in filter(None, ranks.gather(blob)):
-            why, passes, damage, repaired = json.loads(reported)
-            recovery.damaged.update((node, SaveId(*save), rank) for node, save, rank in damage)
-            mended.update((node, SaveId(*save), rank) for node, save, rank in repaired)
-            reasons += [] if why is None else [(why, passes)]
+        if error is not None or self.damage or self.mended:
+            why = None if error is None else [f"rank {ranks.rank} on {ranks.node}: {error}", is_transient(error)]
+            blob = json.dumps([why, self.damage, self.mended]).encode()
+        self.damage, self.mended = [], []
+        told = [json.loads(each) for each in ranks.gather(blob) if each]
+        reasons = [why for why, _, _ in told if why is not None]
+        recovery.damaged |= {(node, SaveId(*save), rank) for _, each, _ in told for node, save, rank in each}
         grown = len(recovery.damaged) > before
-        recovery.damaged -= mended
+        recovery.damaged -= {(node, SaveId(*save), rank) for _, _, each in told for node, save, rank in each}
         if not reasons:
             return True
-        self._why[found.save] = reasons[0][0]
-        if isinstance(found, CompleteVersion):
-            if not grown:  # else the next plan replaces what is damaged, if it can
-                self._given_up.add(found.save)
-        elif all(passes for _, passes in reasons):
+        self.why[found.save] = reasons[0][0]
+        if isinstance(found, Version) and all(passes for _, passes in reasons):
             recovery.durable.give_up(reasons[0][0])
-        else:
-            self._given_up.add(found.save)
+        elif isinstance(found, Version) or not grown:  # else the next plan replaces what is damaged, if it can
+            self.given_up.add(found.save)
         return False
-
-
-def _check_size(store: DurableVersions, version: Version, rank: int) -> None:
-    store.check_size(store.manifest(version, rank))

@@ -27,7 +27,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeAlias, TypeVar
 
 from ml_flashpoint.engine.store import JobStore, SignedStore
 from ml_flashpoint.format.errors import DeadlineError, FlashpointError, SaveError, UnreadableError
@@ -57,14 +57,9 @@ class Table:
     written: frozenset[str]
 
 
-class _Structure(NamedTuple):
-    """The structure of one rank's state: digests of its replicated items, and of everything."""
-
-    kind: str
-    plan: str
-
-
-_UNKNOWN = _Structure("", "")
+_Structure: TypeAlias = tuple[str, str]
+"""The structure of one rank's state: digests of its replicated items (its kind), and of everything."""
+_UNKNOWN = ("", "")
 """Stands for that of a rank that could not read its state."""
 
 
@@ -107,15 +102,12 @@ class Replicas:
         *,
         share: Callable[[Table], bytes] | None = None,
     ) -> Table:
-        """Return the table that this rank writes a save by. Waits only where this rank's structure has changed.
+        """Return the table that this rank writes a save by. Waits only where this rank's structure has changed, and
+        where that was in vain, saves of this structure fail without waiting until the ranks have agreed.
 
         Args:
-            save: the save.
-            kind: digest of the replicated items, the same on ranks that have the same.
+            kind: digest of the replicated ``items``, the same on ranks that have the same.
             plan: digest of all that this rank has.
-            items: returns the replicated items.
-            deadline_s: seconds at most to wait. After that, saves of this structure fail without waiting, until the
-                ranks have agreed.
             share: returns what `publish` is given for a table. Where other ranks have changed, and this one has not,
                 they need it before this rank saves again.
 
@@ -123,7 +115,7 @@ class Replicas:
             DeadlineError: a rank has not published what it has. Names the lowest such rank.
             SaveError: a rank has nothing to publish; see `pass_over`.
         """
-        own = _Structure(kind, plan)
+        own = (kind, plan)
         with self._lock:
             self._seen, self._share = save, share
             if own != self._own:
@@ -159,7 +151,7 @@ class Replicas:
     def answer(self) -> None:
         """Publish this rank's entry, and adopt what others have published. On the board's thread. Does not wait.
         Raise a `FlashpointError` if the job's store failed."""
-        if self._own is None or self._ranks == 1:
+        if self._own is None:
             return
         with self._using() as store:
             self._publish_entry(store)
@@ -251,7 +243,7 @@ class Replicas:
             for rank, (*_, run, step) in enumerate(entries):
                 if save is not None and (run, step) < save:
                     raise _NotYetError(f"rank {rank} has come to step {step}")
-            structures = [_Structure(kind, plan) for kind, plan, *_ in entries]
+            structures = [(kind, plan) for kind, plan, *_ in entries]
             if _UNKNOWN in structures:
                 rank = structures.index(_UNKNOWN)
                 raise SaveError("a rank could not read its state; its log says why", step=save and save.step, rank=rank)
@@ -261,9 +253,10 @@ class Replicas:
                     return self._table
             if own is None or structures[self._rank] != own:
                 raise _NotYetError("the entry of this rank is on its way")
-            lists = self._lists(store, [kind for kind, _ in structures], own.kind, items)
+            kinds = [kind for kind, _ in structures]
+            lists = self._lists(store, kinds, items)
         name = hashlib.blake2b(json.dumps(structures).encode(), digest_size=16).hexdigest()
-        table = Table(name, written_by(self._rank, [kind for kind, _ in structures], lists))
+        table = Table(name, written_by(self._rank, kinds, lists))
         with self._lock:
             if own != self._own:
                 raise _NotYetError("the structure has changed once more")
@@ -271,9 +264,10 @@ class Replicas:
         return table
 
     def _lists(
-        self, store: SignedStore, kinds: Sequence[str], own: str, items: Sequence[Replica]
+        self, store: SignedStore, kinds: Sequence[str], items: Sequence[Replica]
     ) -> dict[str, Sequence[Replica]]:
         """Return the items of each kind, and publish those of this rank if it is the lowest one of its kind."""
+        own = kinds[self._rank]
         if kinds.index(own) == self._rank and kinds.count(own) < self._ranks:
             self._set_large(store, f"list/{own}", lambda: json.dumps(items, separators=(",", ":")).encode())
         lists: dict[str, Sequence[Replica]] = {own: items}

@@ -18,11 +18,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ml_flashpoint.engine.schedule import passes_multiple
 from ml_flashpoint.format.errors import InvalidArgumentError, ProtocolError
 from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.memory.pool import SlotRequest
-from ml_flashpoint.ranks.retention import Keep, kept
+from ml_flashpoint.ranks.retention import Keep, kept, passes_multiple
 
 NOTHING = SaveId(0, 0)
 """Older than every save."""
@@ -71,13 +70,11 @@ class Verdict(NamedTuple):
         return self.verified[-1] if self.verified else NOTHING
 
     def fate(self, save: SaveId, *, explicit: bool) -> Fate:
-        """Return the state of a save of this run under this verdict, and all later ones unless it is `Fate.OPEN`.
-
-        To be asked at the call, and for each verdict that the rank hears: a verified save is listed for a while only. A
-        round may still go back to an explicit save, unless that is lost.
-        """
+        """Return the state of a save of this run under this verdict, and all later ones unless it is `Fate.OPEN`. To be
+        asked at the call, and for each verdict that the rank hears: a verified save is listed for a while only."""
         if save in self.verified:
             return Fate.VERIFIED
+        # A round may still go back to an explicit save, unless that is lost.
         if save < self.newest or save in self.lost or (save < self.first and not explicit):
             return Fate.SUPERSEDED
         return Fate.OPEN
@@ -92,8 +89,8 @@ class Verdict(NamedTuple):
                 _saves(verified),
                 _saves([first])[0],
                 int(total),
-                recovered and _saves([recovered])[0],
-                persist and _saves([persist])[0],
+                None if recovered is None else _saves([recovered])[0],
+                None if persist is None else _saves([persist])[0],
                 _saves(lost),
             )
         except (TypeError, ValueError, OverflowError) as error:
@@ -170,13 +167,8 @@ class Member:
             self.calls[self.target], self.parts[self.target] = "", True
 
     def call(self, save: SaveId, *, explicit: bool = False, table: str = "") -> None:
-        """Record that the program saves. Raise an `InvalidArgumentError` if a newer save was called before.
-
-        Args:
-            save: run and step.
-            explicit: True if somebody waits for this save.
-            table: name of the agreement on who writes what; a save is verified only if it is the same on all ranks.
-        """
+        """Record that the program saves; somebody waits for an ``explicit`` save. ``table`` names the agreement on who
+        writes what. Raise an `InvalidArgumentError` if a newer save was called before."""
         if self.calls and save <= (last := next(reversed(self.calls))):
             text = f"step {save.step} is not above step {last.step}, which was saved before in this run"
             raise InvalidArgumentError(text, argument="step", value=save.step)
@@ -192,12 +184,8 @@ class Member:
         return self.verdict.retained if self.target is None else self.verdict.retained | {self.target}
 
     def request(self, save: SaveId | None, *, explicit: bool = False) -> SlotRequest:
-        """Return the terms on which a save may take a slot now.
-
-        Args:
-            save: was called; or None for one whose step is not known yet.
-            explicit: such a save is one that somebody waits for.
-        """
+        """Return the terms on which a save may take a slot now: one that was called, or None for one whose step is not
+        known yet, which somebody may wait for (``explicit``)."""
         is_coming = self.target is None
         if save is None:
             comes_first, spare = explicit or is_coming, 0  # as long as the round's save has not come, this may be it

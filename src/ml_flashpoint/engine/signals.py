@@ -46,32 +46,28 @@ class InFlight:
 
 def hold_up_sigterm(engine: InFlight) -> None:
     """Hold SIGTERM up for an engine, if this is the main thread and the present handler can be chained to."""
-    if not _in_main_thread():
-        _log.info("not in the main thread: SIGTERM is left alone")
-    elif signal.getsignal(signal.SIGTERM) is None:
-        _log.info("SIGTERM has a handler that was not installed from Python: it is left alone")
-    else:
-        if not _handlers or not _handlers[-1].is_installed():
-            _handlers.append(_Handler())
-        _handlers[-1].engines.append(engine)
+    global _handler
+    if _in_main_thread() and signal.getsignal(signal.SIGTERM) is not None:  # None: not installed from Python
+        _handler = _handler or _Handler()
+        _handler.engines.append(engine)
 
 
 def let_go_of_sigterm(engine: InFlight) -> None:
     """Undo `hold_up_sigterm`. Idempotent."""
-    for handler in list(_handlers):
-        if engine in handler.engines:
-            handler.engines.remove(engine)
-            if not handler.engines and _in_main_thread():
-                _handlers.remove(handler)
-                handler.remove()
-                handler.answer()  # one that has just come
+    global _handler
+    handler = _handler
+    if handler is not None and engine in handler.engines:
+        handler.engines.remove(engine)
+        if not handler.engines and _in_main_thread():
+            _handler = None
+            handler.remove()
+            handler.answer()  # one that has just come
 
 
 def answer_sigterm() -> None:
     """Act on a SIGTERM that has come. To be called where a save would begin, and where an engine is closed."""
-    if _handlers and _in_main_thread():
-        for handler in reversed(_handlers):
-            handler.answer()
+    if _handler is not None and _in_main_thread():
+        _handler.answer()
 
 
 @contextlib.contextmanager
@@ -84,7 +80,8 @@ def interrupts_held() -> Iterator[None]:
         held.append(number)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever insists is not held up
 
-    if not _in_main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
     signal.signal(signal.SIGINT, hold)
@@ -103,22 +100,27 @@ class _Handler:
     def __init__(self) -> None:
         self.engines: list[InFlight] = []
         self._came: float | None = None  # when the SIGTERM did that is to be answered
-        self._pid = os.getpid()
-        self._wakeup: int | None = None
         self._earlier = signal.getsignal(signal.SIGTERM)
         signal.signal(signal.SIGTERM, self._on_signal)
-        self._start_watching()
-
-    def is_installed(self) -> bool:
-        return signal.getsignal(signal.SIGTERM) == self._on_signal
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        taken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        self._wakeup = writer if taken == -1 else -1
+        if taken == -1:
+            threading.Thread(target=self._watch, args=(reader,), name="flashpoint-sigterm", daemon=True).start()
+        else:  # an event loop's: nobody watches
+            signal.set_wakeup_fd(taken)
+            os.close(reader)
+            os.close(writer)
 
     def remove(self) -> None:
-        if self._wakeup is not None:
+        """Leave SIGTERM to the earlier handler, unless somebody has installed one on top."""
+        if self._wakeup != -1:
             taken = signal.set_wakeup_fd(-1)
             if taken not in (-1, self._wakeup):  # somebody's who came later
                 signal.set_wakeup_fd(taken)
             os.close(self._wakeup)
-        if self.is_installed():
+        if self._is_installed():
             signal.signal(signal.SIGTERM, self._earlier)
 
     def answer(self) -> None:
@@ -127,6 +129,9 @@ class _Handler:
             self._finish(self._came)
             self._came = None
             self._go_on(signal.SIGTERM, None)
+
+    def _is_installed(self) -> bool:
+        return signal.getsignal(signal.SIGTERM) == self._on_signal
 
     def _finish(self, came: float) -> None:
         self._each(lambda engine: engine.finish(max(came + engine.grace_s - time.monotonic(), 0.0)))
@@ -139,7 +144,7 @@ class _Handler:
                 _log.exception("SIGTERM: the newest version may not be persisted")
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._came is not None or not self.engines or self._pid != os.getpid():
+        if self._came is not None or not self.engines:
             self._go_on(number, frame)
         else:
             self._came = time.monotonic()
@@ -150,29 +155,18 @@ class _Handler:
         elif self._earlier == signal.SIG_DFL:
             _take_default_action()
 
-    def _start_watching(self) -> None:
-        reader, writer = os.pipe()
-        os.set_blocking(writer, False)
-        taken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        if taken != -1:  # an event loop's
-            signal.set_wakeup_fd(taken)
-            os.close(reader)
-            os.close(writer)
-            return
-        self._wakeup = writer
-        threading.Thread(target=self._watch, args=(reader,), name="flashpoint-sigterm", daemon=True).start()
-
     def _watch(self, reader: int) -> None:
+        """Hurry when a SIGTERM comes, and take the default action where the main thread does not."""
         with open(reader, "rb", buffering=0) as signals:
             while numbers := signals.read(64):
-                if signal.SIGTERM in numbers:
-                    self._watch_over(time.monotonic())
+                if signal.SIGTERM not in numbers:
+                    continue
+                came = time.monotonic()
+                self._each(lambda engine: engine.hurry())
+                if self._earlier == signal.SIG_DFL:
+                    self._await_answer(came)
 
-    def _watch_over(self, came: float) -> None:
-        """Hurry, and take the default action where the main thread does not."""
-        self._each(lambda engine: engine.hurry())
-        if self._earlier != signal.SIG_DFL:
-            return
+    def _await_answer(self, came: float) -> None:
         while self._came is None and time.monotonic() < came + _ANSWER_S:
             time.sleep(_POLL_S)
         if self._came is None:
@@ -181,7 +175,7 @@ class _Handler:
             end = came + max((engine.grace_s for engine in self.engines), default=0.0)
             while self.engines and time.monotonic() < end:
                 time.sleep(_POLL_S)
-        if self.engines and self.is_installed():
+        if self.engines and self._is_installed():
             _log.warning("SIGTERM: the main thread has come to no step, save or close, ending the process")
             _take_default_action()
 
@@ -196,9 +190,7 @@ def _take_default_action() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-_handlers: list[_Handler] = []
-
-
+_handler: _Handler | None = None
 _held = threading.local()
 """Of each thread, the signal masks from before the forks that it is about to make."""
 
@@ -206,7 +198,7 @@ _held = threading.local()
 def _hold_sigterm() -> None:
     """Have SIGTERM wait in the thread that forks, and so in the child until `_let_go_in_child`. Python forgets a signal
     that a child has caught before that, and the parent's watching thread would read it. Other threads take SIGTERM."""
-    if _handlers:
+    if _handler is not None:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         _held.masks = [*getattr(_held, "masks", ()), before]
 
@@ -218,8 +210,11 @@ def _release_sigterm() -> None:
 
 def _let_go_in_child() -> None:
     """Leave a forked child the handler from before: one of Python's does not end a child that waits in native code."""
-    while _handlers:
-        _handlers.pop().remove()
+    global _handler
+    if _handler is not None:
+        _handler.engines.clear()
+        _handler.remove()
+        _handler = None
     _release_sigterm()
 
 

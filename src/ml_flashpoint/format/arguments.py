@@ -70,23 +70,12 @@ def checked_seconds(argument: str, value: float) -> float:
     return float(value)
 
 
-def checked_grace(handle_sigterm: bool, grace_s: float) -> float | None:
-    """Return the seconds for which SIGTERM is held up; None if it is left alone."""
-    seconds = checked_seconds("grace_s", grace_s)
-    return seconds if checked_bool("handle_sigterm", handle_sigterm) else None
-
-
 def checked_globals(given: Sequence[SafeGlobal]) -> tuple[SafeGlobal, ...]:
     """Return types, or pairs of a type and its full name."""
-    items = tuple(given) if isinstance(given, (list, tuple, set, frozenset)) else None
-    if items is None or not all(map(_is_safe_global, items)):
-        raise InvalidArgumentError(
-            "must be a list of types, or of pairs of a type and its full name", argument="safe_globals", value=given
-        )
+    items = tuple(given) if isinstance(given, (list, tuple, set, frozenset)) else (None,)
+    for item in items:
+        kind, *name = item if isinstance(item, tuple) and len(item) == 2 else (item,)
+        if not callable(kind) or not all(isinstance(each, str) for each in name):
+            text = "must be a list of types, or of pairs of a type and its full name"
+            raise InvalidArgumentError(text, argument="safe_globals", value=given)
     return items
-
-
-def _is_safe_global(item: object) -> bool:
-    if isinstance(item, tuple):
-        return len(item) == 2 and callable(item[0]) and isinstance(item[1], str)
-    return callable(item)

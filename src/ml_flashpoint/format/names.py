@@ -92,7 +92,7 @@ class _AbsoluteId(str):
     @property
     def name(self) -> str:
         """The last segment."""
-        return self.segments[-1]
+        return os.path.basename(self)
 
     def get_parent(self, levels_up: int = 1) -> CheckpointContainerId | None:
         """Return the container ``levels_up`` levels above, ``None`` where that is the root directory or above it.
@@ -159,14 +159,14 @@ class CheckpointContainerId(_AbsoluteId):
     def parse_version_container(name: str) -> int | None:
         """Return the step of a name that `format_version_container` gives, None for any other name."""
         match = _VERSION_CONTAINER.fullmatch(name)
-        return int(match[1]) if match is not None and int(match[1]) <= MAX_STEP else None
+        return int(match[1]) if match and int(match[1]) <= MAX_STEP else None
 
     parse_version_container_step = parse_version_container
 
     @property
     def parent(self) -> CheckpointContainerId:
         """The container above this one. Raises an `InvalidNameError` if that is the root directory."""
-        return CheckpointContainerId("/" + "/".join(self.segments[:-1]))
+        return CheckpointContainerId(os.path.dirname(self))
 
     @property
     def step(self) -> int | None:
@@ -205,7 +205,7 @@ class CheckpointObjectId(_AbsoluteId):
     @property
     def container(self) -> CheckpointContainerId:
         """The container that the object lies in."""
-        return CheckpointContainerId("/" + "/".join(self.segments[:-1]))
+        return CheckpointContainerId(os.path.dirname(self))
 
 
 # ---- saves, and the files of parts ----------------------------------------------------------------------------------

@@ -148,7 +148,6 @@ def plan_layout(
     # As long as the header can get: whatever the lengths of the byte items, and with a tail.
     longest = tuple(Entry(key, "uint8", (0,), MAX_SIZE, 2 * MAX_SIZE, "bytes") for key, _ in items)
     layout = Layout(tuple(places), longest, dict(aliases or {}), 0, MAX_SIZE)
-    _check_names(layout)
     layout = replace(layout, texts=_texts(layout))
     length = _LENGTH.size + len(_header_text(layout, 2 * MAX_SIZE, {})) + _RESERVE_A_TENSOR * len(places) + reserve
     start = -(-length // ALIGNMENT) * ALIGNMENT
@@ -175,7 +174,6 @@ def layout_from_entries(entries: Iterable[Entry], data_start: int, aliases: Mapp
             raise InvalidArgumentError("an entry must be aligned to its elements", argument="entry", value=entry)
     gaps, size = _gaps(placed, data_start)
     layout = Layout(placed, (), dict(aliases or {}), data_start, size, gaps)
-    _check_names(layout)
     return with_byte_items(replace(layout, texts=_texts(layout)), ())
 
 
@@ -183,7 +181,7 @@ def with_byte_items(layout: Layout, byte_items: Iterable[tuple[str, int]], begin
     """Return a layout with the same tensors in the same places and other byte items, after the last tensor.
 
     `data_start` stays, so the header may turn out too long if byte items were added: encode it before
-    anything is written. Cheap: no step of Python is made for each tensor.
+    anything is written. Cheap: tensors are not described anew.
 
     Args:
         layout: the layout as it is.

@@ -259,7 +259,7 @@ class LocalCheckpointManager(OverlappingDoor):
         """Begin a run if none has begun, or a save of this one has failed: a step is saved once a run. Collective."""
         if not self._engine.run or self._failed:
             if not self._looked:
-                self._engine.check_asked("find_latest()")
+                self._engine.check_usable("find_latest()")
                 self.find_latest()
             self._engine.go_on_from(self._version)
             self._last, self._failed = None, False
@@ -288,12 +288,12 @@ class LocalCheckpointManager(OverlappingDoor):
             with collection_paused():
                 tensors, byte_items = encode(state_dict, self._engine.config.safe_globals, self._meshes)
                 late = self._overlap.begin(tensor for _, tensor in tensors) if is_async else None
-                staged = self._engine.stage(save, tensors, late=late)
+                staged = save.stage(tensors, late=late)
                 named = [(name, copied) for (name, _), copied in zip(tensors, staged, strict=True)]
-                self._engine.fill(save, named, byte_items)
-                self._engine.commit(save)
+                save.fill(named, byte_items)
+                save.commit()
         except BaseException as error:
-            self._engine.fail(save, error)
+            save.fail(error)
             if not isinstance(error, Exception):
                 raise
         return save

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ml_flashpoint.copy.pinned import PageLock
+from ml_flashpoint.copy.cuda import PageLock
 from ml_flashpoint.format import knobs
 from ml_flashpoint.format.digest import digest_blocks
 from ml_flashpoint.format.errors import CapacityError, DamagedError, SaveError

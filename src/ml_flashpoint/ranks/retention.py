@@ -1,4 +1,4 @@
-"""The verified versions that stay in memory: the rule, as a pure function that all ranks compute alike."""
+"""Which versions are saved, persisted and stay in memory: rules, as pure functions that all ranks compute alike."""
 
 from __future__ import annotations
 
@@ -59,3 +59,11 @@ def kept(line: Sequence[SaveId], keep: Keep) -> list[SaveId]:
     if keep.every_n_steps is not None:
         milestones = [each for each in older if each.step % keep.every_n_steps == 0][-keep.milestones :]
     return [*milestones, *newest]
+
+
+def passes_multiple(every: int, before: int, step: int) -> bool:
+    """Return True if a multiple of ``every`` lies after ``before`` and not after ``step``; never if ``every`` is 0.
+
+    Trainers with several optimizers count several steps at once.
+    """
+    return every > 0 and step // every > before // every

@@ -1,15 +1,16 @@
 """Python objects as archives of ``torch.save``, read by ``torch.load(weights_only=True)`` without trusting them.
 
-Owns the allow-list: what torch allows, plain values of the standard library, NumPy arrays and scalars, dataclasses,
+Allowed are the types that torch allows, plain values of the standard library, NumPy arrays and scalars, dataclasses,
 namedtuples and enums of modules that this process has imported, and types that users list. NumPy's values and
-instances are written as calls of one function, which checks its arguments: no pickle of NumPy is read, no constructor
-of a dataclass runs, and no module is imported because an archive names it.
+instances are written as calls of functions of this module, which check their arguments: no pickle of NumPy is read, no
+constructor of a dataclass runs, and no module is imported because an archive names it.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import copyreg
 import dataclasses
 import datetime
@@ -29,7 +30,7 @@ import types
 import uuid
 import zipfile
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -37,15 +38,15 @@ import numpy as np
 import torch
 from torch.torch_version import TorchVersion
 
-from ml_flashpoint.format.errors import DamagedError, FlashpointError, UnsafeContentError
+from ml_flashpoint.copy.tensors import is_plain_strided
+from ml_flashpoint.format.errors import DamagedError, FlashpointError, SaveError, UnsafeContentError
 from ml_flashpoint.format.numpy_values import array_of, describe_dtype, dtype_of, scalar_of
-from ml_flashpoint.state.plain_modes import plain_modes
+from ml_flashpoint.state.private import tree_leaves
 
 SafeGlobal = Callable[..., Any] | tuple[Callable[..., Any], str]
 
 _log = logging.getLogger(__name__)
-_INLINE_BYTES = 1024
-_MOST_KNOWN = 100_000
+_INLINE_BYTES = 8192
 _SAFE_SINCE = "2.10"
 _HINT = "keep plain values in it, or list the type as safe_globals=[{}] where it is saved and loaded, if you trust it"
 
@@ -55,11 +56,23 @@ class Leaves(Protocol):
 
     def take(self, tensor: torch.Tensor) -> tuple[Any, ...] | None:
         """Keep a tensor. Return what the archive holds in its place; None if the archive is to hold the tensor."""
-        ...
 
     def give(self, *described: Any) -> Any:
         """Return the tensor that ``take`` described so. The description is not trusted."""
-        ...
+
+
+@contextlib.contextmanager
+def plain_modes() -> Iterator[None]:
+    """Have torch's own functions make tensors on the CPU, tracked by autograd, whatever the program has set. Tensors of
+    this package name their device and dtype."""
+    with contextlib.ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            # Nothing else lets tensors that are made now be changed in place later.
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        yield
 
 
 # ---- writing ------------------------------------------------------------------------------------------------------
@@ -78,66 +91,60 @@ def save_archive(
     Raises:
         UnsafeContentError: it holds something that cannot be pickled, or a type that is not allowed. Names the place.
     """
-    made = _tried(value, allowed, leaves)
-    if isinstance(made, bytes):
-        return made
-    if isinstance(made, UnsafeContentError):
-        raise made
-    if isinstance(made, RecursionError):
-        raise UnsafeContentError(f"the state of {name!r} is nested too deeply, or contains itself")
-    where = place_of(value, name, lambda each: not isinstance(_tried(each, allowed, leaves), bytes))
-    if isinstance(made, _UnknownNameError):
-        text = f"the state of {where!r} holds {made}, which loading would refuse, because such types may run code"
-        raise UnsafeContentError(text, hint=_HINT.format(made))
-    raise UnsafeContentError(f"the state of {where!r} cannot be saved: {_text(made)}") from made
-
-
-def _tried(value: Any, allowed: Sequence[SafeGlobal] | None, leaves: Leaves | None) -> bytes | Exception:
-    """Return the archive of a value, or why there is none that would be loaded."""
-    pickler, stream = _pickler_of(_Reducers(leaves)), io.BytesIO()
-    pickled = _MEMORY
+    make = partial(_archive, allowed=allowed, leaves=leaves)
     try:
-        if leaves is not None:  # torch.save asks of each object whether it is the memory of a tensor
-            pickler(stream, protocol=2).dump(value)
-            pickled = stream.getvalue()
-            stream = _zipped({"data.pkl": pickled, "byteorder": sys.byteorder.encode(), "version": b"3\n"})
-        if _MEMORY in pickled:
-            stream = io.BytesIO()
-            with plain_modes():
-                torch.save(value, stream, pickle_module=types.SimpleNamespace(__name__="pickle", Pickler=pickler))
-            pickled = pickler.file.getvalue()
-        data = stream.getvalue()
-        # Values of the same types load alike, except for integers that torch has no opcode for, and what it calls.
-        names = frozenset(name for _, name in by_name(allowed or ()))
-        kinds = frozenset(_GLOBALS.findall(pickled)), b"\x8b" in pickled, names
-        if allowed is not None and (_CALLS in pickled or kinds not in _loadable):
-            _load(data, allowed, None, leaves)
-            if len(_loadable) >= _MOST_KNOWN:
-                _loadable.clear()
-            _loadable.add(kinds)
-        return data
+        return make(value)
+    except UnsafeContentError:
+        raise
+    except RecursionError:
+        raise UnsafeContentError(f"the state of {name!r} is nested too deeply, or contains itself") from None
     except Exception as error:  # of whatever kind pickling raises
-        return error
+        where = place_of(value, name, partial(raises, make))
+        if not isinstance(error, _UnknownNameError):
+            raise UnsafeContentError(f"the state of {where!r} cannot be saved: {_text(error)}") from error
+        text = f"the state of {where!r} holds {error}, which loading would refuse, because such types may run code"
+        raise UnsafeContentError(text, hint=_HINT.format(error)) from None
+
+
+def _archive(value: Any, allowed: Sequence[SafeGlobal] | None, leaves: Leaves | None) -> bytes:
+    pickler: Any = _Pickler
+    stream = io.BytesIO()
+    if leaves is not None:
+        pickler = type("_Pickler", (_Pickler,), {"dispatch_table": _Reducers(leaves)})
+    try:
+        pickler(stream, protocol=2).dump(value)
+        pickled = stream.getvalue()
+        stream = _zipped({"data.pkl": pickled, "byteorder": sys.byteorder.encode(), "version": b"3\n"})
+    except _HoldsMemoryError:
+        stream = io.BytesIO()
+        with plain_modes():
+            torch.save(value, stream, pickle_module=types.SimpleNamespace(__name__="pickle", Pickler=pickler))
+        with zipfile.ZipFile(stream) as file:
+            pickled = _read(file, file.getinfo("archive/data.pkl"))
+    data = stream.getvalue()
+    # Values of the same types load alike, except for integers that torch has no opcode for, and what torch calls.
+    kinds = frozenset(_GLOBALS.findall(pickled)), b"\x8b" in pickled, tuple(allowed or ())
+    if allowed is not None and (_CALLS in pickled or kinds not in _loadable):
+        _load(data, allowed, None, leaves)
+        _loadable.add(kinds)
+    return data
 
 
 # Most items that are no tensors are of the same types in every save, such as the settings of an optimizer.
 _loadable: set[tuple[Any, ...]] = set()
 
 
-def _pickler_of(table: _Reducers) -> Any:
-    class Pickler(pickle.Pickler):
-        dispatch_table = table
-        file: Any = None
-
-        def __init__(self, file: Any, *args: Any, **kwargs: Any) -> None:
-            super().__init__(file, *args, **kwargs)
-            Pickler.file = file
-
-    return Pickler
+def raises(call: Callable[[Any], object], value: Any) -> bool:
+    """Return True if a call with a value raises."""
+    try:
+        call(value)
+    except Exception:  # of whatever kind
+        return True
+    return False
 
 
 def place_of(value: Any, name: str, is_bad: Callable[[Any], bool]) -> str:
-    """Return the name of the innermost value of a kind, in dicts, lists and tuples; ``value`` itself is of it."""
+    """Return the name of the innermost bad value in dicts, lists and tuples. ``value`` itself is bad."""
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Mapping):
         items = value.items()
@@ -156,6 +163,39 @@ def by_name(allowed: Iterable[SafeGlobal]) -> tuple[tuple[Callable[..., Any], st
     )
 
 
+# ---- values that are saved as bytes -----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PackedState:
+    """State that is one item of a checkpoint. It is archived on the committing executor, and nothing changes it."""
+
+    value: Any = None
+    name: str = ""  # in errors
+
+
+def packed(value: Any, name: str) -> PackedState:
+    """Return a copy of a value, to be archived while training goes on. Raises a `SaveError` that names the place."""
+    try:
+        made, devices = _copied(value)
+    except Exception as error:  # of whatever kind a value's own copying raises
+        where = place_of(value, name, partial(raises, _copied)) if not isinstance(error, RecursionError) else name
+        raise SaveError(f"the state of {where!r} cannot be saved: {type(error).__name__}: {error}") from error
+    for device in devices:  # another thread writes the copy, for which the device works in another order
+        torch.cuda.current_stream(device).synchronize()
+    return PackedState(made, name)
+
+
+def _copied(value: Any) -> tuple[Any, set[torch.device]]:
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    known: dict[int, Any] = {
+        id(each): each.detach().clone().requires_grad_(each.requires_grad)
+        for each in tensors
+        if each.grad_fn is not None or not is_plain_strided(each)  # of which torch makes no deep copies
+    }
+    return copy.deepcopy(value, known), {each.device for each in tensors if each.is_cuda}
+
+
 # ---- reading ------------------------------------------------------------------------------------------------------
 
 
@@ -171,7 +211,6 @@ def load_archive(
     """Return the value in an archive, in memory of its own.
 
     Args:
-        data: the archive, any buffer of bytes.
         key: what errors call the archive. path: of the object that holds it.
         allowed: types it may be made of, beyond those that always are allowed.
         device_of: where a tensor is loaded to that was on the device of this name; the CPU if it is None.
@@ -190,11 +229,10 @@ def load_archive(
             hint="pass trust_bytes=True to the reader if its planner does not unpickle it",
         ) from None
     except _UnknownNameError as error:
-        hint = "import its module if it is a dataclass, namedtuple or enum; else list it in safe_globals to trust it"
-        if str(error).startswith("numpy."):
-            hint = "no pickle of NumPy is read: this was written by an older version of this package, or by a planner"
         raise UnsafeContentError(
-            f"item {key!r} needs {error}, which may run code when it is loaded", path=path, hint=hint
+            f"item {key!r} needs {error}, which may run code when it is loaded",
+            path=path,
+            hint="import its module if it is a dataclass, namedtuple or enum; else list it in safe_globals to trust it",
         ) from None
     except FlashpointError:
         raise
@@ -205,11 +243,8 @@ def load_archive(
 def check_bytes(data: Any, key: str, *, path: str, allowed: Sequence[SafeGlobal] = ()) -> io.BytesIO:
     """Return an item as a plain archive, for a planner that unpickles it without restriction, as DCP's do.
 
-    The item is loaded here and saved again: what the planner gets was written by this process.
-
-    Raises:
-        UnsafeContentError: it names something that is not allowed.
-        DamagedError: it makes no sense.
+    The item is loaded here and saved again: what the planner gets was written by this process. Raises what
+    `load_archive` raises.
     """
     value = load_archive(data, key, path=path, allowed=allowed)
     stream = io.BytesIO()
@@ -221,15 +256,14 @@ def check_bytes(data: Any, key: str, *, path: str, allowed: Sequence[SafeGlobal]
 def warn_of_old_torch() -> None:
     """Log one warning in this process if torch reads forged archives less safely than it should."""
     global _warned
-    if _warned or TorchVersion(torch.__version__) >= _SAFE_SINCE:
-        return
-    _warned = True
-    _log.warning(
-        "torch %s can be made to write outside of its memory by a forged checkpoint (CVE-2026-24747): use torch %s or "
-        "later where others can write to checkpoints",
-        torch.__version__,
-        _SAFE_SINCE,
-    )
+    if not _warned and TorchVersion(torch.__version__) < _SAFE_SINCE:
+        _warned = True
+        _log.warning(
+            "torch %s can be made to write outside of its memory by a forged checkpoint (CVE-2026-24747): use torch %s"
+            " or later where others can write to checkpoints",
+            torch.__version__,
+            _SAFE_SINCE,
+        )
 
 
 _warned = False
@@ -244,11 +278,13 @@ class _UnknownNameError(Exception):
     pass
 
 
+class _HoldsMemoryError(Exception):
+    """A value has the memory of tensors, which only `torch.save` writes."""
+
+
 # In a pickle, and in the text of torch's errors.
 _GLOBALS = re.compile(rb"c([\w.\x80-\xff]+\n[\w.\x80-\xff]+)\n")
 _REFUSED = re.compile(r"GLOBAL ([^\s]+)")
-# What pickle itself calls for the memory of a tensor.
-_MEMORY = b"_load_from_bytes"
 # Torch calls whatever this function of its own is given.
 _CALLS = b"_rebuild_from_type"
 # Torch would call these: of NumPy if the program has allowed it, the others unchecked.
@@ -260,16 +296,18 @@ def _load(data: Any, allowed: Sequence[SafeGlobal], device_of: Any, leaves: Leav
         records = _records(whole)
     pickled = records["data.pkl"]
     _check_names(pickled)
-    maker = _Maker(allowed, pickled)
-    words = [*_WORDS, *by_name(allowed), (maker, f"{__name__}._made")]
+    words = _WORDS | {name: kind for kind, name in by_name(allowed)}
+    if _CALLS in pickled:
+        words[f"{__name__}._instance"] = _uncallable
     if leaves is not None:
-        words.append((leaves.give, f"{__name__}._leaf"))
+        words[f"{__name__}._leaf"] = leaves.give
     # Torch leaves sparse tensors unchecked unless it is asked to check them.
     sparse = torch.sparse.check_sparse_tensor_invariants(enable=True)  # type: ignore[no-untyped-call]
     with _lock, plain_modes(), sparse:
         # The list is the process's: what the program has put there must still be there afterwards.
         present = set(torch.serialization.get_safe_globals())
-        with torch.serialization.safe_globals([word for word in words if word not in present]):
+        further: list[Any] = [word for word in zip(words.values(), words, strict=True) if word not in present]
+        with torch.serialization.safe_globals(further):
             try:
                 return torch.load(_zipped(records), map_location=_Devices(device_of), weights_only=True, mmap=False)
             except pickle.UnpicklingError as error:
@@ -289,8 +327,7 @@ def _records(whole: memoryview) -> dict[str, bytes]:
             for entry in entries:
                 if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > len(whole):
                     raise ValueError(f"its record {entry.filename!r} is not stored plainly")
-                entry.CRC = None  # type: ignore[assignment] # torch can be told to write none
-            found = {entry.filename.partition("/")[2]: file.read(entry) for entry in entries}
+            found = {entry.filename.partition("/")[2]: _read(file, entry) for entry in entries}
     except zipfile.BadZipFile:
         raise _NoArchiveError from None
     if len({name.lower() for name in found}) < len(entries):  # torch finds records by names in any case
@@ -298,6 +335,11 @@ def _records(whole: memoryview) -> dict[str, bytes]:
     if "constants.pkl" in found or "data.pkl" not in found:
         raise _NoArchiveError
     return {"version": b"3\n", **found}
+
+
+def _read(file: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
+    entry.CRC = None  # type: ignore[assignment] # torch can be told to write none
+    return file.read(entry)
 
 
 def _check_names(pickled: bytes) -> None:
@@ -337,59 +379,13 @@ def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-# ---- what a name stands for ---------------------------------------------------------------------------------------
-
-
-def _made(kind: str, *args: Any) -> Any:
-    """Stand in a pickle for what `_Maker` makes."""
-    return _Maker((), b"")(kind, *args)
-
-
-def _leaf(*described: Any) -> Any:
-    """Stand in a pickle for a tensor that is kept outside."""
-    raise ValueError("a tensor is kept outside of the archive")
-
-
-class _Maker:
-    """A function that makes values from arguments that it does not trust."""
-
-    def __init__(self, allowed: Sequence[SafeGlobal], pickled: bytes) -> None:
-        self._listed = {name: kind for kind, name in by_name(allowed)}
-        self._torch_calls = _CALLS in pickled
-
-    def __call__(self, kind: str, *args: Any) -> Any:
-        own: dict[str, Callable[..., Any]]
-        own = {"instance": self._instance, "tuple": self._tuple, "member": self._member}
-        return (own.get(kind) or _MAKERS[kind])(*args)
-
-    def _found(self, name: Any, is_such: Callable[[type], bool]) -> Any:
-        found = self._listed.get(name.replace(":", ".")) or imported(name)
-        if not isinstance(found, type) or not is_such(found):
-            raise _UnknownNameError(name.replace(":", "."))
-        return found
-
-    def _instance(self, name: Any, attributes: Any) -> Any:
-        if type(attributes) is not dict or not all(type(each) is str for each in attributes):
-            raise TypeError("attributes that are no dict")
-        made = new_instance(self._found(name, is_plain), attributes)
-        if self._torch_calls and callable(made):
-            raise TypeError(f"{name} can be called, and the archive has a tensor with attributes or of another class")
-        return made
-
-    def _tuple(self, name: Any, values: Any) -> Any:
-        kind = self._found(name, is_namedtuple)
-        if type(values) is not tuple or len(kind._fields) != len(values):
-            raise TypeError(f"{name} is no namedtuple of these fields")
-        return tuple.__new__(kind, values)
-
-    def _member(self, name: Any, member: Any) -> Any:
-        return self._found(name, lambda kind: issubclass(kind, enum.Enum))._member_map_[member]
+# ---- what values are pickled as: calls of functions of the next section ---------------------------------------------
 
 
 class _Reducers(dict[type, Any]):
     """Functions that pickle values, by type; for pickle, which asks for each type that it has no opcode for."""
 
-    def __init__(self, leaves: Leaves | None) -> None:
+    def __init__(self, leaves: Leaves | None = None) -> None:
         super().__init__(_REDUCERS)
         self._leaves = leaves
 
@@ -399,83 +395,100 @@ class _Reducers(dict[type, Any]):
         reducer: Any = copyreg.dispatch_table.get(kind, operator.methodcaller("__reduce_ex__", 2))
         if issubclass(kind, torch.Tensor):
             reducer = partial(_of_tensor, self._leaves)
+        elif issubclass(kind, (torch.UntypedStorage, torch.TypedStorage)):
+            reducer = _of_memory
         elif issubclass(kind, np.dtype):
-            reducer = lambda value: (_made, ("dtype", describe_dtype(value)))  # noqa: E731
+            reducer = lambda value: (dtype_of, (describe_dtype(value),))  # noqa: E731
         elif issubclass(kind, np.generic):
             reducer = _of_scalar
         elif issubclass(kind, enum.Enum):
             reducer = _of_enum
         elif is_namedtuple(kind):
-            reducer = lambda value: (_made, ("tuple", _checked_name(type(value)), tuple(value)))  # noqa: E731
+            reducer = lambda value: (_named_tuple, (_checked_name(kind), tuple(value)))  # noqa: E731
         elif is_plain(kind):
-            reducer = lambda value: (_made, ("instance", _checked_name(type(value)), attributes_of(value)))  # noqa: E731
+            reducer = lambda value: (_instance, (_checked_name(kind), attributes_of(value)))  # noqa: E731
         self[kind] = reducer
         return reducer
+
+
+def _of_memory(value: Any) -> Any:
+    raise _HoldsMemoryError
 
 
 def _of_tensor(leaves: Leaves | None, value: torch.Tensor) -> Any:
     if leaves is not None and (described := leaves.take(value)) is not None:
         return _leaf, described
     if value.requires_grad and value.layout is not torch.strided and type(value) in (torch.Tensor, torch.nn.Parameter):
-        return _made, ("gradient", value.detach(), type(value) is torch.nn.Parameter)  # which torch forgets
-    if type(value) is torch.Tensor and value.is_quantized and value.dtype in _QUANTIZED:
+        return _gradient, (value.detach(), type(value) is torch.nn.Parameter)  # which torch forgets
+    if type(value) is torch.Tensor and value.is_quantized and value.dtype in (torch.quint8, torch.qint8, torch.qint32):
         if value.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-            return _made, ("quantized", value.int_repr(), value.dtype, value.q_scale(), value.q_zero_point())
+            return _quantized, (value.int_repr(), value.dtype, value.q_scale(), value.q_zero_point())
         channels = value.q_per_channel_scales(), value.q_per_channel_zero_points(), value.q_per_channel_axis()
-        return _made, ("quantized", value.int_repr(), value.dtype, *channels)
+        return _quantized, (value.int_repr(), value.dtype, *channels)
     return value.__reduce_ex__(2)  # type: ignore[no-untyped-call]
 
 
 def _of_array(value: Any) -> Any:
     if value.dtype == object and value.dtype.names is None:
-        return _made, ("objects", value.shape, list(value.flat))
+        return _objects, (value.shape, list(value.flat))
     by_columns = value.flags.f_contiguous and not value.flags.c_contiguous
     value = value.T if by_columns else value
-    octets: Any = value.tobytes()
+    octets, described = value.tobytes(), describe_dtype(value.dtype)
     if len(octets) > _INLINE_BYTES:
-        octets = torch.frombuffer(bytearray(octets), dtype=torch.uint8)
-    return _made, ("array", octets, describe_dtype(value.dtype), value.shape, by_columns)
+        tensor = torch.frombuffer(bytearray(octets), dtype=torch.uint8)
+        return _array, (tensor, described, value.shape, by_columns)
+    # Text, since pickled bytes are longer or shorter by what they are. In capitals: `_GLOBALS` looks for a small c.
+    return _array, (octets.hex().upper(), described, value.shape, by_columns)
 
 
 def _of_scalar(value: Any) -> Any:
     if type(value) in (np.str_, np.bytes_):  # an array's lose trailing zeros
-        return _made, ("string", str.__str__(value) if isinstance(value, str) else bytes(value))
+        return _string, (str.__str__(value) if isinstance(value, str) else bytes(value),)
     if type(value) is not value.dtype.type:
         return value.__reduce_ex__(2)
-    return _made, ("scalar", value.tobytes(), describe_dtype(value.dtype))
+    return scalar_of, (value.tobytes(), describe_dtype(value.dtype))
 
 
 def _of_enum(value: Any) -> Any:
     if type(value)._member_map_.get(value.name or "") is not value:  # a combination of flags
         return value.__reduce_ex__(2)
-    return _made, ("member", _checked_name(type(value)), value.name)
+    return _member, (_checked_name(type(value)), value.name)
 
 
 def _of_defaultdict(value: Any) -> Any:
     factory = value.default_factory
     name = next((name for name, each in _FACTORIES.items() if each is factory), None)
-    return _made, ("defaultdict", name or factory, dict(value))
+    return _defaultdict, (name or factory, dict(value))
 
 
 # As protocol 4 has them, with `fold`.
 _of_time = operator.methodcaller("__reduce_ex__", 4)
 _FACTORIES: dict[Any, Any] = {each.__name__: each for each in (dict, list, set, int, float, str)}
-_QUANTIZED = (torch.quint8, torch.qint8, torch.qint32)
 _REDUCERS: dict[type, Any] = {
     np.ndarray: _of_array,
     collections.defaultdict: _of_defaultdict,
-    collections.deque: lambda value: (_made, ("deque", list(value), value.maxlen)),
+    collections.deque: lambda value: (_deque, (list(value), value.maxlen)),
     datetime.time: _of_time,
     datetime.datetime: _of_time,
-    io.BytesIO: lambda value: (_made, ("stream", value.getvalue(), value.tell())),
-    torch.Generator: lambda value: (_made, ("generator", str(value.device), value.get_state())),
+    io.BytesIO: lambda value: (_stream, (value.getvalue(), value.tell())),
+    torch.Generator: lambda value: (_generator, (str(value.device), value.get_state())),
 }
 
 
+class _Pickler(pickle.Pickler):
+    dispatch_table = _Reducers()
+
+
+# ---- functions that make values, and do not trust their arguments --------------------------------------------------
+
+
+def _leaf(*described: Any) -> Any:
+    raise ValueError("a tensor is kept outside of the archive")
+
+
 def _array(octets: Any, described: Any, shape: Any, by_columns: Any) -> Any:
-    made = array_of(
-        _exactly(octets).numpy().tobytes() if isinstance(octets, torch.Tensor) else octets, described, shape
-    )
+    octets = bytes.fromhex(octets) if isinstance(octets, str) else _exactly(octets).numpy().tobytes()
+    made = array_of(octets, described, shape)
     return made.T if by_columns else made
 
 
@@ -484,6 +497,10 @@ def _objects(shape: Any, values: Any) -> Any:
     for place, value in enumerate(values):
         flat[place] = value
     return flat.reshape(shape)
+
+
+def _string(value: Any) -> Any:
+    return np.str_(value) if type(value) is str else np.bytes_(value)
 
 
 def _quantized(values: Any, dtype: Any, scale: Any, zero: Any, axis: Any = None) -> torch.Tensor:
@@ -499,14 +516,22 @@ def _quantized(values: Any, dtype: Any, scale: Any, zero: Any, axis: Any = None)
     return made
 
 
+def _gradient(value: Any, is_parameter: Any) -> torch.Tensor:
+    return torch.nn.Parameter(_exactly(value)) if is_parameter else _exactly(value).requires_grad_()
+
+
 def _generator(device: Any, state: Any) -> torch.Generator:
     made = torch.Generator(str(device))
     made.set_state(_exactly(state))
     return made
 
 
-def _string(value: Any) -> Any:
-    return np.str_(value) if type(value) is str else np.bytes_(value)
+def _deque(items: Any, most: Any) -> Any:
+    return collections.deque(items, most)
+
+
+def _defaultdict(factory: Any, items: Any) -> Any:
+    return collections.defaultdict(_FACTORIES[factory] if type(factory) is str else factory, items)
 
 
 def _stream(data: Any, position: Any) -> io.BytesIO:
@@ -521,35 +546,47 @@ def _exactly(value: Any) -> torch.Tensor:
     return value
 
 
-_MAKERS: dict[str, Callable[..., Any]] = {
-    "array": _array,
-    "objects": _objects,
-    "scalar": scalar_of,
-    "string": _string,
-    "dtype": dtype_of,
-    "quantized": _quantized,
-    "gradient": lambda value, is_parameter: (
-        torch.nn.Parameter(_exactly(value)) if is_parameter else _exactly(value).requires_grad_()
-    ),
-    "generator": _generator,
-    "deque": lambda items, most: collections.deque(items, most),
-    "defaultdict": lambda factory, items: collections.defaultdict(
-        _FACTORIES[factory] if type(factory) is str else factory, items
-    ),
-    "stream": _stream,
+def _instance(name: Any, attributes: Any) -> Any:
+    if type(attributes) is not dict or not all(type(each) is str for each in attributes):
+        raise TypeError("attributes that are no dict")
+    return new_instance(_found(name, is_plain), attributes)
+
+
+def _uncallable(name: Any, attributes: Any) -> Any:
+    """Make an `_instance` for an archive in which torch calls whatever it is given."""
+    if callable(made := _instance(name, attributes)):
+        raise TypeError(f"{name} can be called, and the archive has a tensor with attributes or of another class")
+    return made
+
+
+def _named_tuple(name: Any, values: Any) -> Any:
+    kind = _found(name, is_namedtuple)
+    if type(values) is not tuple or len(kind._fields) != len(values):
+        raise TypeError(f"{name} is no namedtuple of these fields")
+    return tuple.__new__(kind, values)
+
+
+def _member(name: Any, member: Any) -> Any:
+    return _found(name, lambda kind: issubclass(kind, enum.Enum))._member_map_[member]
+
+
+def _found(name: Any, is_such: Callable[[type], bool]) -> Any:
+    found = imported(name)
+    if found is None or not is_such(found):
+        raise _UnknownNameError(name.replace(":", "."))
+    return found
+
+
+_MAKERS = (_array, _objects, _string, _quantized, _gradient, _generator, _deque, _defaultdict, _stream, _named_tuple)
+_TIMES = (datetime.date, datetime.time, datetime.datetime, datetime.timedelta, datetime.timezone)
+_VALUES = (frozenset, slice, range, *_TIMES, decimal.Decimal, fractions.Fraction, uuid.UUID, Namespace)
+_PATHS = (pathlib.Path, pathlib.PosixPath, pathlib.PurePosixPath)
+_WORDS: dict[str, Callable[..., Any]] = {
+    "builtins.bytes": lambda: b"",  # called for no bytes alone
+    **{name: each for each, name in by_name((*_MAKERS, _instance, _member, dtype_of, scalar_of, *_VALUES))},
+    # Of Python 3.13, too.
+    **{f"pathlib{sub}.{kind.__name__}": kind for sub in ("", "._local") for kind in _PATHS},
 }
-
-
-_WORDS: list[SafeGlobal] = [
-    (lambda: b"", "builtins.bytes"),  # called for no bytes alone
-    *(frozenset, slice, range, datetime.date, datetime.time, datetime.datetime, datetime.timedelta, datetime.timezone),
-    *(decimal.Decimal, fractions.Fraction, uuid.UUID, Namespace),
-    *(
-        (kind, f"pathlib{sub}.{kind.__name__}")
-        for sub in ("", "._local")  # of Python 3.13
-        for kind in (pathlib.Path, pathlib.PosixPath, pathlib.PurePosixPath)
-    ),
-]
 
 
 # ---- types that are found by their names --------------------------------------------------------------------------
@@ -592,11 +629,7 @@ def attributes_of(instance: object) -> dict[str, Any]:
 
 
 def new_instance(kind: type, attributes: Mapping[str, Any]) -> Any:
-    """Return an instance with these attributes, made without running anything of the type's own.
-
-    Raises:
-        TypeError, AttributeError: it cannot have them.
-    """
+    """Return an instance with these attributes, made without running anything of the type's own."""
     instance: Any = object.__new__(kind)
     slots = _slots_of(kind)
     for name, value in attributes.items():
@@ -613,7 +646,7 @@ def _slots_of(kind: type) -> dict[str, types.MemberDescriptorType]:
 
 
 def imported(name: str) -> type | None:
-    """Return the type ``module:qualified.name`` of a module that this process has imported, None if there is none."""
+    """Return the type ``module:qualified.name``; None if this process has not imported the module."""
     module, _, qualified = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in qualified.split("."):
@@ -625,8 +658,6 @@ def imported(name: str) -> type | None:
 def _checked_name(kind: type) -> str:
     name = f"{kind.__module__}:{kind.__qualname__}"
     if imported(name) is not kind:
-        raise UnsafeContentError(
-            f"the type {name.replace(':', '.')} cannot be found again by its name",
-            hint="define it at the top level of a module",
-        )
+        text = f"the type {name.replace(':', '.')} cannot be found again by its name"
+        raise UnsafeContentError(text, hint="define it at the top level of a module")
     return name

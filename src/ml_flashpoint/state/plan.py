@@ -1,8 +1,11 @@
-"""The plan by which a rank writes its state: which tensors, under which names, and which of them are one and the same.
+"""The state of a rank as torch's pytree, and the plan by which the rank writes it (R6).
+
+A save calls ``state_dict()``, flattens the result, and compares the leaves with those of the save before. Names cost
+ten times as much as leaves, so they are made only where the structure differs.
 
 `Offer` is everything that a rank has, and `Share` the part of it that the rank writes (`replicas` divides). `Plan` says
-how the share is taken out of a state: dictionaries of tensors, numbers, text and `PackedState`. As long as nothing but
-content changes, successive saves have the same `Plan` object, and every cache below depends on that identity.
+how the share is taken out of a state. As long as nothing but content changes, successive saves have the same `Plan`
+object, and every cache below depends on that identity.
 """
 
 from __future__ import annotations
@@ -10,8 +13,9 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -20,34 +24,81 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.tensor import DTensor
 
 from ml_flashpoint.copy.cpu import view_identity
-from ml_flashpoint.copy.tensors import (
-    check_storable,
-    is_plain_strided,
-    materialized,
-    storable_name,
-    whole_copy,
-)
+from ml_flashpoint.copy.tensors import check_storable, is_plain_strided, materialized, storable_name, whole_copy
 from ml_flashpoint.format.errors import NotStagedError
-from ml_flashpoint.state.plain_modes import plain_modes
-from ml_flashpoint.state.private import ShardedTensor
+from ml_flashpoint.state.archive import PackedState, plain_modes
+from ml_flashpoint.state.private import SequenceKey, ShardedTensor, tree_flatten, tree_flatten_with_path
 from ml_flashpoint.state.replicas import Replica
-from ml_flashpoint.state.tree import Structure, Tree, elements
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+Path = tuple[str | int, ...]
+"""Keys of mappings as text, and places in lists: the way to a value, as DCP has it."""
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+_aspects = attrgetter("shape", "dtype", "layout")
 
 
-def item_keys(items: Sequence[WriteItem]) -> list[str]:
-    """Return the name of each item in the object: its FQN, with the offset where a rank writes several shards of it."""
-    counts = Counter(item.index.fqn for item in items)
-    keys: dict[str, None] = {}
-    for item in items:
-        key = storable_name(item.index.fqn)
-        if counts[item.index.fqn] > 1 and item.index.offset is not None:
-            key = f"{key}@{','.join(map(str, item.index.offset))}"
-        while key in keys:
-            key += "'"
-        keys[key] = None
-    return list(keys)
+# ---- structure ----------------------------------------------------------------------------------------------------
+
+
+def elements(numbers: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Return a function that takes these elements out of a sequence, without a step of Python for each."""
+    if len(numbers) > 1:
+        return itemgetter(*numbers)
+    return lambda values: tuple(values[number] for number in numbers)
+
+
+class Tree:
+    """A nested state, flattened.
+
+    Attributes:
+        state: dictionaries and lists of tensors and other values.
+        leaves: these.
+        spec: the containers and their keys; equal for two states if their leaves are in the same places.
+    """
+
+    def __init__(self, state: Mapping[str, Any], is_leaf: Callable[[Any], bool] | None = None) -> None:
+        self.state = state
+        self._is_leaf = is_leaf
+        self.leaves, self.spec = tree_flatten(state, is_leaf)
+
+    def places(self) -> dict[Path, int]:
+        """Return the number of each leaf by its path."""
+        found, _ = tree_flatten_with_path(self.state, self._is_leaf)
+        paths = (
+            [each.idx if isinstance(each, SequenceKey) else str(getattr(each, "key", each)) for each in keys]
+            for keys, _ in found
+        )
+        return {tuple(path): number for number, path in enumerate(paths)}
+
+
+class Structure:
+    """Everything of a state except for its content: keys, kinds, shapes, dtypes and shards."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._spec, self._tensors = tree.spec, _tensors_of(tree)
+
+    def is_of(self, tree: Tree) -> bool:
+        """Return True if a plan for this structure is one for another state, too."""
+        try:
+            return bool(tree.spec == self._spec and _tensors_of(tree) == self._tensors)
+        except RuntimeError:  # a nested tensor has no shape, and no plan
+            return False
+
+
+def _tensors_of(tree: Tree) -> tuple[list[Any], ...]:
+    """Return the numbers, kinds, shapes, dtypes, layouts and shards of the tensors in a state."""
+    numbers = [number for number, leaf in enumerate(tree.leaves) if isinstance(leaf, torch.Tensor)]
+    tensors = [tree.leaves[number] for number in numbers]
+    kinds, shards = list(map(type, tensors)), list[Any]()
+    if not set(kinds) <= _PLAIN:
+        shards = [(each._spec, each._local_tensor.shape) for each in tensors if isinstance(each, DTensor)]
+        for value in (each for each in tensors if isinstance(each, ShardedTensor)):
+            shards.append((value.metadata(), [(each.metadata, each.tensor.dtype) for each in value.local_shards()]))
+        tensors = [each for each in tensors if not isinstance(each, ShardedTensor)]  # which has no layout to ask for
+    return numbers, kinds, list(map(_aspects, tensors)), shards
+
+
+# ---- what a rank has ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +118,15 @@ class _Source:
 
 
 class Offer:
-    """Everything that a rank has to save, in states of one structure.
+    """Everything that a rank has to save, in states of the structure of ``tree``.
 
     Args:
-        tree: the first of them.
-        rank, ranks: this rank, and the number of ranks.
         own: second part of the names of what belongs to this rank alone.
 
     Attributes:
+        structure: of the states.
         plan: DCP's plan of all items, whichever rank writes them.
+        sources: of all items.
         replicas: items that other ranks may have, too, by number: all but this rank's shards and its own state.
 
     Raises:
@@ -90,7 +141,7 @@ class Offer:
                 check_storable(value, name)
         with plain_modes():
             self.plan: SavePlan = planner.create_local_plan()
-        self._structure = Structure(tree)
+        self.structure = Structure(tree)
         self.sources: list[_Source] = []
         self.replicas: dict[int, Replica] = {}
         places = tree.places()
@@ -104,15 +155,11 @@ class Offer:
             if not _is_own(item, value, ranks, own):
                 self.replicas[len(self.sources) - 1] = Replica(_name(item), _nbytes(item) or 1)
 
-    def is_of(self, tree: Tree) -> bool:
-        """Return True if a state has this structure."""
-        return self._structure.is_of(tree)
-
     @functools.cached_property
     def digests(self) -> tuple[str, str]:
         """Digests of the replicated items, equal on ranks that have the same, and of the whole plan."""
-        items = self.plan.items
-        return _digest(map(_described, (items[number] for number in self.replicas))), _digest(map(_described, items))
+        described = list(map(_described, self.plan.items))
+        return _digest([described[number] for number in self.replicas]), _digest(described)
 
     def written(self, names: Collection[str]) -> list[int]:
         """Return the numbers of the items that this rank writes: its own, and replicated ones of these names."""
@@ -150,8 +197,25 @@ def _described(item: WriteItem) -> tuple[object, ...]:
     return index.fqn, tuple(chunk.offsets), tuple(chunk.sizes), tuple(data.size), described
 
 
-def _digest(described: Iterable[object]) -> str:
-    return hashlib.blake2b(repr(list(described)).encode(), digest_size=16).hexdigest()
+def _digest(described: object) -> str:
+    return hashlib.blake2b(repr(described).encode(), digest_size=16).hexdigest()
+
+
+# ---- what it writes -----------------------------------------------------------------------------------------------
+
+
+def item_keys(items: Sequence[WriteItem]) -> list[str]:
+    """Return the name of each item in the object: its FQN, with the offset where a rank writes several shards of it."""
+    counts = Counter(item.index.fqn for item in items)
+    keys: dict[str, None] = {}
+    for item in items:
+        key = storable_name(item.index.fqn)
+        if counts[item.index.fqn] > 1 and item.index.offset is not None:
+            key = f"{key}@{','.join(map(str, item.index.offset))}"
+        while key in keys:
+            key += "'"
+        keys[key] = None
+    return list(keys)
 
 
 @dataclass(frozen=True)
@@ -179,9 +243,7 @@ class Plan:
     def tensors(self, tree: Tree) -> Sequence[torch.Tensor]:
         """Return the tensors that are copied of a state."""
         found = self._take(tree.leaves)
-        if set(map(type, found)) <= set(_PLAIN):
-            return found
-        return [source.tensor(tree) for source in self.sources]
+        return found if set(map(type, found)) <= _PLAIN else [source.tensor(tree) for source in self.sources]
 
 
 @dataclass(slots=True)
@@ -189,26 +251,20 @@ class Captured:
     """The data that one rank writes of one state. Training may go on once the tensors are copied.
 
     Attributes:
-        plan: the way it was taken out.
         tensors: to be copied, under the names of the plan.
-        values: by item, what is written as bytes; of tensors that are more than their memory, copies.
+        values: by item, what is written as bytes, and its name for errors.
     """
 
     plan: Plan
     tensors: Sequence[tuple[str, torch.Tensor]]
-    values: dict[int, Any] = field(default_factory=dict)
+    values: dict[int, tuple[Any, str]] = field(default_factory=dict)
 
 
 class Share:
     """The items of an offer that one rank writes.
 
-    Args:
-        wanted: numbers of the items, in order.
-
     Attributes:
-        items: the items.
-        keys: the name of each in the object.
-        byte_keys: names of those that are no tensors.
+        keys: the name of each item in the object. byte_keys: of those that are no tensors.
     """
 
     def __init__(self, offer: Offer, wanted: Sequence[int]) -> None:
@@ -221,37 +277,29 @@ class Share:
         self._addresses: list[int] = []
 
     def capture(self, tree: Tree) -> Captured:
-        """Take what is written out of a state.
-
-        Raises:
-            NotStagedError: a tensor has no data.
-            SaveError: checkpoints have no place for a tensor of such a kind.
-        """
-        plan = self._plan
+        """Take what is written out of a state. Raises a `NotStagedError` if a tensor has no data, a `SaveError` if
+        checkpoints have no place for a tensor of such a kind."""
+        plan, sources = self._plan, self._sources
         tensors: Sequence[torch.Tensor] = () if plan is None else plan.tensors(tree)
-        if plan is None or self._differs(plan, tree, tensors):
-            sorted_anew = self._sorted(tree)
-            if plan != sorted_anew:
-                plan = sorted_anew
-            assert plan is not None
+        if plan is not None:
+            moved = list(map(torch.Tensor.data_ptr, tensors)) != self._addresses
+            ties = [(sources[one].tensor(tree), sources[other].tensor(tree)) for one, other in plan.ties]
+            untied = [pair for pair in ties if view_identity(pair[0]) != view_identity(pair[1])]
+        if plan is None or moved or untied:  # tensors may have become tied, or tied ones no longer be
+            anew = self._sorted(tree)
+            plan = plan if plan == anew else anew
             tensors = plan.tensors(tree)
-            self._plan = plan
-            self._addresses = list(map(torch.Tensor.data_ptr, tensors))
+            self._plan, self._addresses = plan, list(map(torch.Tensor.data_ptr, tensors))
         captured = Captured(plan, list(zip(plan.names, tensors, strict=True)))
         for number in plan.others:
-            item, source = self.items[number], self._sources[number]
-            is_bytes = item.type is WriteItemType.BYTE_IO
-            fqn, leaf = item.index.fqn, tree.leaves[source.leaf]
-            captured.values[number] = leaf if is_bytes else whole_copy(source.tensor(tree), fqn)
+            item, source = self.items[number], sources[number]
+            fqn, value = item.index.fqn, tree.leaves[source.leaf]
+            if isinstance(value, PackedState):
+                fqn, value = value.name, value.value
+            elif item.type is not WriteItemType.BYTE_IO:
+                value = whole_copy(source.tensor(tree), fqn)
+            captured.values[number] = value, fqn
         return captured
-
-    def _differs(self, plan: Plan, tree: Tree, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return True if tensors may have become tied or untied."""
-        sources = self._sources
-        return list(map(torch.Tensor.data_ptr, tensors)) != self._addresses or any(
-            view_identity(sources[one].tensor(tree)) != view_identity(sources[other].tensor(tree))
-            for one, other in plan.ties
-        )
 
     def _sorted(self, tree: Tree) -> Plan:
         """Sort the items: tensors that are copied, or that another item is, and bytes."""
@@ -283,14 +331,8 @@ class Share:
         )
 
     def named(
-        self, captured: Captured, copies: Sequence[torch.Tensor], encode: Callable[[str, Any], bytes]
+        self, captured: Captured, copies: Sequence[torch.Tensor], encode: Callable[[Any, str], bytes]
     ) -> tuple[list[tuple[str, torch.Tensor]], list[tuple[str, bytes]]]:
-        """Return the items under their names: tensors and bytes.
-
-        Args:
-            copies: of ``captured.tensors``.
-            encode: makes bytes of an item, given its FQN, that is no tensor or more than its memory.
-        """
+        """Return the items under their names: tensors, which ``copies`` are of, and what ``encode`` makes of values."""
         tensors = [(self.keys[number], copies[index]) for number, index in captured.plan.numbers.items()]
-        values = captured.values.items()
-        return tensors, [(self.keys[number], encode(self.items[number].index.fqn, each)) for number, each in values]
+        return tensors, [(self.keys[number], encode(*value)) for number, value in captured.values.items()]

@@ -13,8 +13,7 @@ from typing import Any
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor as ShardedTensor  # values of FSDP's state dicts
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict as flatten_state_dict  # the names DCP makes
 from torch.distributed.checkpoint._traverse import set_element as set_element  # the way back from such a name
-from torch.utils._pytree import MappingKey as MappingKey  # public only as torch.utils.pytree, of torch 2.8 on
-from torch.utils._pytree import SequenceKey as SequenceKey
+from torch.utils._pytree import SequenceKey as SequenceKey  # public only as torch.utils.pytree, of torch 2.8 on
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
 from torch.utils._pytree import tree_leaves as tree_leaves

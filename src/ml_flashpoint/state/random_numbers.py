@@ -18,7 +18,7 @@ from ml_flashpoint.copy import cuda
 
 
 def capture_rng_state() -> dict[str, Any]:
-    """Return the state of all global generators: new plain values, arrays and CPU tensors.
+    """Return the state of all global generators: new plain values and arrays, tensors of CUDA devices.
 
     CUDA generators are left out while CUDA is not in use by this process: nothing was drawn from them.
     """
@@ -26,7 +26,7 @@ def capture_rng_state() -> dict[str, Any]:
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),
-        "torch": torch.get_rng_state(),
+        "torch": torch.get_rng_state().numpy(),
         "cuda": torch.cuda.get_rng_state_all() if in_use else [],
         "device": torch.cuda.current_device() if in_use else None,
     }
@@ -45,7 +45,7 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
         return
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
+    torch.set_rng_state(torch.from_numpy(state["torch"]))
     saved = state["cuda"]
     if not saved:  # nor is CUDA asked about anything, in a job without
         return
@@ -82,18 +82,14 @@ def new_seed(saved: int, rank: int, step: int, what: str) -> int:
 
 def seed_of(state: Mapping[str, Any]) -> int:
     """Return the seed of torch's CPU generator, by a state that :func:`capture_rng_state` took."""
-    return _seed_in(state["torch"], torch.device("cpu"))
+    generator = torch.Generator("cpu")
+    generator.set_state(torch.from_numpy(state["torch"]))
+    return generator.initial_seed()
 
 
 def seeded_rng_state(saved: int, rank: int, step: int) -> dict[str, Any]:
     """Return a state for :func:`restore_rng_state`: of all global generators, seeded anew. See :func:`new_seed`."""
     return {"anew": [saved, rank, step]}
-
-
-def _seed_in(state: torch.Tensor, device: torch.device) -> int:
-    generator = torch.Generator(device)
-    generator.set_state(state.cpu())
-    return generator.initial_seed()
 
 
 class GeneratorState:
@@ -112,7 +108,9 @@ class GeneratorState:
 
     def seed_of(self, state: Mapping[str, Any]) -> int:
         """Return the seed of the generator that had this state."""
-        return _seed_in(state["state"], self._generator.device)
+        generator = torch.Generator(self._generator.device)
+        generator.set_state(state["state"].cpu())
+        return generator.initial_seed()
 
     def seeded(self, seed: int) -> dict[str, Any]:
         """Return the state of such a generator that is seeded anew."""

@@ -11,12 +11,7 @@ from typing import NamedTuple
 
 
 class Replica(NamedTuple):
-    """An item that other ranks may have, too.
-
-    Attributes:
-        name: the same on all ranks that have the item, and of no other item.
-        nbytes: bytes that it takes.
-    """
+    """An item that other ranks may have, too, by the same name, which no other item has."""
 
     name: str
     nbytes: int
@@ -29,7 +24,6 @@ def written_by(rank: int, kinds: Sequence[str], lists: Mapping[str, Sequence[Rep
     as little. So every name is written by exactly one rank, and by one that has the item.
 
     Args:
-        rank: a rank.
         kinds: for each rank, the kind of its list. Ranks of one kind have the same items.
         lists: items by kind.
     """

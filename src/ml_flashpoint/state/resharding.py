@@ -1,11 +1,9 @@
 """The state that ranks have of their own, on another number of ranks: who takes whose, and what is made anew.
 
-All ranks take two steps together, and vote after each (`checkpointer`). Each rank reads its share of what the ranks
-that saved had of their own, and reports a digest of each state, and the states that ``reshard`` functions are given.
-Then each decides alike: state that was the same on all ranks is everybody's, generators go on where their rank is
-still there, and are seeded anew where it is new. Anything else is for a function, or for the user: a `ReshardError`.
-
-No tensor of a model or an optimizer is touched before that is decided. On the same number of ranks none of it is run.
+Each rank reads its share of what the ranks that saved had of their own, and reports a digest of each state, and the
+states that ``reshard`` functions are given. Then each decides alike: state that was the same on all ranks is
+everybody's, generators go on where their rank is still there, and are seeded anew where it is new. Anything else is for
+a function, or for the user: a `ReshardError`. No tensor of a model or an optimizer is touched before that is decided.
 """
 
 from __future__ import annotations
@@ -14,8 +12,7 @@ import hashlib
 import io
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,24 +23,29 @@ from ml_flashpoint.copy.dtypes import octets_of
 from ml_flashpoint.copy.tensors import is_plain_strided
 from ml_flashpoint.format.errors import ReshardError
 from ml_flashpoint.format.names import CheckpointContainerId
-from ml_flashpoint.state.archive import SafeGlobal, load_archive, save_archive
-from ml_flashpoint.state.packed_state import packed_items
-from ml_flashpoint.state.plain_modes import plain_modes
-from ml_flashpoint.state.planner import Reader
+from ml_flashpoint.state.archive import load_archive, plain_modes, save_archive
 from ml_flashpoint.state.random_numbers import GeneratorState, new_seed, seed_of, seeded_rng_state
-from ml_flashpoint.state.tracked import RNG, LoadTarget, TrackedState
+from ml_flashpoint.state.tracked import RNG, Reader, TrackedLoad, TrackedState, packed_items
 
 _log = logging.getLogger(__name__)
+
+
+class _Had(NamedTuple):
+    """A state that a rank has saved: its digest, the seed of a generator (of rank 0), if it is a place in the data, and
+    its archive, for a function."""
+
+    name: str
+    rank: int
+    digest: bytes
+    seed: int | None
+    is_place: bool
+    archive: bytes
 
 
 class Resharding:
     """The decision about one version, on one rank. :meth:`read`, then :meth:`decide`.
 
     Args:
-        tracked: what is loaded into.
-        target: see `TrackedState.target`; of another number of ranks.
-        version: what is loaded.
-        safe_globals: see `Flashpoint`.
         keep: True if rank r takes what rank r modulo the old number had, whatever it is.
 
     Attributes:
@@ -51,27 +53,15 @@ class Resharding:
     """
 
     def __init__(
-        self,
-        tracked: TrackedState,
-        target: LoadTarget,
-        version: CheckpointContainerId,
-        *,
-        safe_globals: Sequence[SafeGlobal],
-        keep: bool,
+        self, tracked: TrackedState, target: TrackedLoad, version: CheckpointContainerId, *, keep: bool
     ) -> None:
-        self._tracked = tracked
-        self._target = target
-        self._version = version
-        self._safe_globals = tuple(safe_globals)
-        self._keep = keep
+        self._tracked, self._target, self._version, self._keep = tracked, target, version, keep
+        self._functions = {} if keep else tracked.reshards
         self.states: dict[str, Any] = {}
 
     def read(self, reader: Reader, metadata: Metadata) -> bytes:
         """Read this rank's share, of ranks that saved: its own, and those that nobody has the number of any more.
-
-        Returns:
-            A report to the other ranks.
-        """
+        Return a report to the other ranks."""
         tracked, target = self._tracked, self._target
         share = range(tracked.rank, target.saved_by, tracked.world_size)
         if state := tracked.of_ranks(metadata, share):
@@ -79,74 +69,59 @@ class Resharding:
             planner.set_up_planner(state, metadata, False)
             with plain_modes():
                 reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
-        digests: dict[str, dict[int, bytes]] = {}
-        seeds: dict[str, int] = {}
-        places = set()
-        raw: dict[str, dict[int, bytes]] = {} if self._keep else {name: {} for name in tracked.reshards}
+        report: list[_Had] = []
         for rank in share:
-            wanted = [name for name in target.packed_by[rank] if self._is_wanted(name, rank)]
-            for name, data in packed_items(reader.read_items, rank, wanted).items():
-                value = load_archive(data, name, path=str(self._version), allowed=self._safe_globals)
-                if rank == 0 and isinstance(generator := tracked.others.get(name), GeneratorState):
-                    seeds[name] = generator.seed_of(value)
+            wanted = set(target.packed_by[rank]).intersection(tracked.names) - target.structured
+            if rank == 0:  # of which new ranks get their seeds; the others have theirs
+                wanted.add(RNG)
+            for name, data in packed_items(reader, rank, wanted).items():
+                value = target.read(data, name)
                 if name == RNG:
-                    seeds[name] = seed_of(value)
+                    report.append(_Had(name, rank, b"", seed_of(value), False, b""))
                     continue
-                if name in raw:
-                    raw[name][rank] = data
-                if tracked.is_place(name, value):
-                    places.add(name)
-                digests.setdefault(name, {})[rank] = _digest(tracked.whole(value, state, rank))
-        return save_archive([digests, seeds, places, raw], "report", allowed=None)
-
-    def _is_wanted(self, name: str, rank: int) -> bool:
-        if name == RNG:
-            return rank == 0  # of which new ranks get their seeds; the others have theirs
-        return name in self._tracked.names and name not in self._target.structured
+                generator, digest = tracked.others.get(name), _digest(tracked.whole(value, state, rank))
+                seed = generator.seed_of(value) if isinstance(generator, GeneratorState) and rank == 0 else None
+                archive = data if name in self._functions else b""
+                report.append(_Had(name, rank, digest, seed, tracked.is_place(name, value), archive))
+        return save_archive([tuple(each) for each in report], "report")
 
     def decide(self, reports: Sequence[bytes]) -> None:
-        """Decide, as every rank does, and call the functions.
-
-        Raises:
-            ReshardError: there is state of which nobody says what becomes of it, or a function failed.
-        """
-        digests: dict[str, dict[int, bytes]] = {}
-        seeds: dict[str, int] = {}
-        places: set[str] = set()
-        raw: dict[str, dict[int, bytes]] = {name: {} for name in self._tracked.reshards}
+        """Decide, as every rank does, and call the functions. Raises a `ReshardError` if there is state of which nobody
+        says what becomes of it, or a function failed."""
+        tracked, target, count = self._tracked, self._target, self._target.saved_by
+        had: dict[str, dict[int, _Had]] = {}
         for blob in reports:
-            some, more, there, handed = load_archive(blob, "report", path=str(self._version))
-            for name, by_rank in some.items():
-                digests.setdefault(name, {}).update(by_rank)
-            seeds.update(more)
-            places.update(there)
-            raw = {name: by_rank | handed[name] for name, by_rank in raw.items() if name in handed}
-        saved = range(self._target.saved_by)
-        differ = sorted(name for name, by_rank in digests.items() if len({by_rank.get(rank) for rank in saved}) > 1)
-        functions = sorted(raw.keys() & digests.keys())
+            for fields in load_archive(blob, "report", path=str(self._version)):
+                had.setdefault(fields[0], {})[fields[1]] = _Had(*fields)
+        seed = had.pop(RNG)[0].seed or 0
+        digests = {name: [each.digest for each in by_rank.values()] for name, by_rank in sorted(had.items())}
+        differ = [name for name, each in digests.items() if len(each) < count or len(set(each)) > 1]
+        functions = sorted(self._functions.keys() & had.keys())
         if self._keep:
-            self._check_kept(digests)
+            if lacking := sorted(name for name, by_rank in had.items() if target.source_rank not in by_rank):
+                raise ReshardError(f"rank {target.source_rank} had no state of {_listed(lacking)}", rank=tracked.rank)
         else:
-            others = self._tracked.others
-            alone = [name for name in differ if isinstance(others.get(name), GeneratorState)]
-            generators = [name for name in alone if name not in functions and len(digests[name]) == len(saved)]
-            self._check_decided(digests.keys() - {*functions, *generators}, places, differ)
-            if self._target.source_rank != self._tracked.rank:
-                self._seed_anew(seeds, generators)
-        if self._tracked.rank == 0:
-            self._tell(differ, functions, seeds[RNG])
+            alone = [name for name in differ if name not in functions and len(had[name]) == count]
+            generators = {name: each for name in alone if isinstance(each := tracked.others.get(name), GeneratorState)}
+            self._check_decided(had, differ, decided={*functions, *generators})
+            if target.source_rank != tracked.rank:
+                rank, step = tracked.rank, self._version.step or 0
+                self.states[RNG] = seeded_rng_state(seed, rank, step)
+                for name, generator in generators.items():
+                    its = had[name][0].seed
+                    self.states[name] = generator.seeded(new_seed(seed if its is None else its, rank, step, name))
+        if tracked.rank == 0:
+            self._tell(differ, functions, seed)
         for name in functions:
-            self.states[name] = self._resharded(name, raw[name])
+            self.states[name] = self._resharded(name, had[name])
 
-    def _check_kept(self, digests: Mapping[str, Mapping[int, bytes]]) -> None:
-        source = self._target.source_rank
-        if lacking := sorted(name for name, by_rank in digests.items() if source not in by_rank):
-            raise ReshardError(f"rank {source} had no state of {_listed(lacking)}", rank=self._tracked.rank)
-
-    def _check_decided(self, names: Iterable[str], places: Collection[str], differ: Collection[str]) -> None:
+    def _check_decided(
+        self, had: Mapping[str, Mapping[int, _Had]], differ: Sequence[str], *, decided: Collection[str]
+    ) -> None:
+        """Raise if any other state is a place in the data, or differs between the ranks that saved it."""
         undecided = {}
-        for name in sorted(names):
-            if name in places:
+        for name in sorted(had.keys() - decided):
+            if any(each.is_place for each in had[name].values()):
                 undecided[name] = "whose place in the data means something else now"
             elif name in differ:
                 undecided[name] = "which differs between the ranks that saved it"
@@ -157,14 +132,6 @@ class Resharding:
                 f"saved by {before} ranks, loaded by {now}, and nothing says what becomes of {named}",
                 hint=f"{self._tracked.how_to_decide(undecided)}, to give rank r what rank r modulo {before} had",
             )
-
-    def _seed_anew(self, seeds: Mapping[str, int], generators: Iterable[str]) -> None:
-        rank, step = self._tracked.rank, self._version.step or 0
-        self.states[RNG] = seeded_rng_state(seeds[RNG], rank, step)
-        for name in generators:
-            generator = self._tracked.others[name]
-            assert isinstance(generator, GeneratorState)
-            self.states[name] = generator.seeded(new_seed(seeds.get(name, seeds[RNG]), rank, step, name))
 
     def _tell(self, differ: Sequence[str], functions: Sequence[str], seed: int) -> None:
         before, now = self._target.saved_by, self._tracked.world_size
@@ -180,18 +147,16 @@ class Resharding:
             changes.append(f"not used any more of ranks that are gone: random numbers, {_listed(rest)}".rstrip(", "))
         _log.warning("saved by %d ranks, loaded by %d: %s", before, now, "; ".join(changes))
 
-    def _resharded(self, name: str, by_rank: Mapping[int, bytes]) -> Any:
+    def _resharded(self, name: str, by_rank: Mapping[int, _Had]) -> Any:
         """Call the function for an object's state, with the states of all ranks that saved."""
-        tracked, states = self._tracked, list[Any]()
-        read = partial(load_archive, path=str(self._version), allowed=self._safe_globals, device_of=tracked.device_of())
-        for rank in range(self._target.saved_by):
-            states.append(read(by_rank[rank], name) if rank in by_rank else None)
+        tracked, target = self._tracked, self._target
+        archives = [by_rank[rank].archive if rank in by_rank else None for rank in range(target.saved_by)]
+        states = [None if archive is None else target.read(archive, name) for archive in archives]
         try:
             return tracked.reshards[name](states, tracked.rank, tracked.world_size)
         except Exception as error:
-            raise ReshardError(
-                f"the reshard function of {name!r} failed: {type(error).__name__}: {error}", rank=tracked.rank
-            ) from error
+            text = f"the reshard function of {name!r} failed: {type(error).__name__}: {error}"
+            raise ReshardError(text, rank=tracked.rank) from error
 
 
 def _digest(value: Any) -> bytes:

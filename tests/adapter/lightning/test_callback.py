@@ -7,6 +7,7 @@ import signal
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
 from ml_flashpoint.adapter.lightning import FlashpointCallback, resume_path
-from ml_flashpoint.adapter.lightning.strategies import check_callbacks, is_sharded
+from ml_flashpoint.adapter.lightning.engine import check_trainer
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, LoadError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -337,27 +338,28 @@ def test_trainer_without_the_callback() -> None:
         resume_path(Trainer(accelerator="cpu", logger=False))
 
 
-def test_strategies() -> None:
-    assert not is_sharded(SingleDeviceStrategy("cpu"))
-    assert not is_sharded(DDPStrategy())
-    assert is_sharded(ModelParallelStrategy())
+def _trainer(strategy: Any, *callbacks: Any) -> Trainer:
+    return Trainer(accelerator="cpu", devices=2, logger=False, strategy=strategy, callbacks=[*callbacks])
 
+
+def test_strategies() -> None:
     class Special(DDPStrategy):
         def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
             raise NotImplementedError
 
+    assert not check_trainer(Trainer(accelerator="cpu", logger=False, strategy=SingleDeviceStrategy("cpu")))
+    assert not check_trainer(_trainer(DDPStrategy()))
+    assert check_trainer(_trainer(ModelParallelStrategy()))
     with pytest.raises(InvalidArgumentError, match="has its own load_checkpoint"):
-        is_sharded(Special())
+        check_trainer(_trainer(Special()))
+    unsupported: Any = SimpleNamespace(strategy=object(), callbacks=[])
     with pytest.raises(InvalidArgumentError, match="must be one of"):
-        is_sharded(object())  # type: ignore[arg-type]
+        check_trainer(unsupported)
 
 
 def test_weight_averaging_of_shards_is_refused() -> None:
-    trainer = Trainer(
-        accelerator="cpu", devices=2, logger=False, strategy=ModelParallelStrategy(), callbacks=[EMAWeightAveraging()]
-    )
     with pytest.raises(InvalidArgumentError, match="EMAWeightAveraging keeps an unsharded model"):
-        check_callbacks(trainer)
+        check_trainer(_trainer(ModelParallelStrategy(), EMAWeightAveraging()))
 
 
 def test_processes_that_lightning_would_start(tmpfs: Path) -> None:

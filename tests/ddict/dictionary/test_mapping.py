@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from ml_flashpoint.ddict import DDict, Unreadable
-from ml_flashpoint.ddict.client import shared_memory
+from ml_flashpoint.ddict.client import values
 from ml_flashpoint.ddict.errors import (
     DDictError,
     DDictKeyError,
@@ -35,31 +35,6 @@ from tests.support.processes import child_environment
 from tests.workers import ddict_handles
 
 # ---- the mapping ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "value",
-    [None, True, 3, -(2**70), 1.5, "text", b"bytes", (1, [2]), {"a": {1}}, "x" * (1 << 20)],
-    ids=lambda value: repr(value)[:30],
-)
-def test_values_come_back_as_they_were(d: DDict, value: Any) -> None:
-    d["key"] = value
-
-    assert d["key"] == value
-    assert type(d["key"]) is type(value)
-
-
-@pytest.mark.parametrize("elements", [0, 7, BIG])
-def test_arrays_and_tensors_come_back_as_they_were(d: DDict, elements: int) -> None:
-    tensor = torch.arange(elements, dtype=torch.float32)
-    d["tensor"], d["array"], d["both"] = tensor, tensor.numpy(), {"t": tensor, "a": [tensor.numpy()]}
-
-    assert torch.equal(d["tensor"], tensor)
-    assert isinstance(d["array"], np.ndarray)
-    assert np.array_equal(d["array"], tensor.numpy())
-    assert torch.equal(d["both"]["t"], tensor)
-    assert np.array_equal(d["both"]["a"][0], tensor.numpy())
 
 
 @pytest.mark.parametrize("key", [0, "text", b"bytes", None, 1.5, (1, ("a", None)), frozenset({1, 2})], ids=repr)
@@ -339,7 +314,7 @@ def test_a_large_value_that_is_deleted_while_all_are_read_is_left_out(
         del writer["gone"]
         raise StaleValueError("its slot is another value's by now")
 
-    monkeypatch.setattr(shared_memory, "read_value", delete_before)
+    monkeypatch.setattr(values, "read_value", delete_before)
     assert d.items() == [("there", 1)]
 
 

@@ -56,36 +56,6 @@ def test_what_was_persisted_comes_back_into_any_number_of_managers(make: Make, t
     assert reader[7] == "value 7"
 
 
-@pytest.mark.parametrize("reused", ["by the value that is persisted", "by the value that is restored"])
-def test_values_come_back_whatever_size_the_memory_has_that_they_lay_in(
-    make: Make, tmp_path: Path, reused: str
-) -> None:
-    """Memory that was another value's may be larger than a value needs, and its object says how large it is."""
-    value = {"tensor": torch.arange(float(BIG)), "more": [torch.ones(3, 5, dtype=torch.bfloat16), torch.zeros(0)]}
-    named = {"persister_class": PosixCheckpointPersister, "persist_path": str(tmp_path), "name": "reused"}
-
-    def made(is_reused: bool) -> DDict:
-        dictionary = make(1, **named)
-        if is_reused:
-            dictionary["key"] = torch.zeros(BIG + BIG // 5)
-            dictionary["key"] = 1
-        return dictionary
-
-    dictionary = made(reused == "by the value that is persisted")
-    dictionary["key"] = value
-    dictionary.checkpoint()
-    assert dictionary.persist() == 0
-    dictionary.destroy()
-
-    again = made(reused == "by the value that is restored")
-    again.restore(0)
-    found = again["key"]
-    assert torch.equal(found["tensor"], value["tensor"])
-    assert all(
-        torch.equal(*pair) and pair[0].dtype == pair[1].dtype for pair in zip(found["more"], value["more"], strict=True)
-    )
-
-
 def test_restoring_what_is_not_there_leaves_all_as_it_was(make: Make, tmp_path: Path) -> None:
     dictionary = make(persister_class=PosixCheckpointPersister, persist_path=str(tmp_path))
     dictionary["key"] = 1

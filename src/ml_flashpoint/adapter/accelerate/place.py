@@ -40,15 +40,8 @@ class Draws:
     _left_out: int  # fetches that the next pass leaves out
 
     def __init__(self, batches: Any, *, in_workers: bool) -> None:
-        vars(self).update(
-            _batches=batches,
-            _in_workers=in_workers,
-            _start={},
-            _before={},
-            _start_to_come={},
-            _to_come={},
-            _left_out=0,
-        )
+        vars(self).update(_batches=batches, _in_workers=in_workers, _start={}, _before={})
+        vars(self).update(_start_to_come={}, _to_come={}, _left_out=0)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_batches":  # while it is being unpickled

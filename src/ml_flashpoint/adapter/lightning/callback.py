@@ -15,14 +15,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from ml_flashpoint.adapter.lightning.engine import TrainerFlashpoint
-from ml_flashpoint.adapter.lightning.strategies import check_callbacks, is_sharded, join_processes
+from ml_flashpoint.adapter.lightning.engine import TrainerFlashpoint, check_trainer, join_processes
 from ml_flashpoint.adapter.trainer_loops import Schedule, ends_something, go_last, updates_by_step
 from ml_flashpoint.checkpointer import checked_wanted
 from ml_flashpoint.config import Config, Persist
 from ml_flashpoint.events import announce
 from ml_flashpoint.format.arguments import checked_base, checked_bool, checked_seconds
-from ml_flashpoint.format.errors import InvalidArgumentError, NothingLoadableError
+from ml_flashpoint.format.errors import InvalidArgumentError
 
 _log = logging.getLogger(__name__)
 
@@ -105,8 +104,7 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         """
         if self._open is not None:
             return self._open
-        strategy, sharded = trainer.strategy, is_sharded(trainer.strategy)
-        check_callbacks(trainer)
+        strategy, sharded = trainer.strategy, check_trainer(trainer)
         self.flashpoint = self._open = flashpoint = TrainerFlashpoint(str(self.base), sharded=sharded, **self._options)
         given = getattr(strategy.load_checkpoint, "func_before", strategy.load_checkpoint)
         strategy.load_checkpoint = _loading(flashpoint, trainer, given)
@@ -220,18 +218,9 @@ def resume_path(
     wanted = checked_wanted(step, fallback)
     if not callback.enabled:
         return fallback
-    is_sharded(trainer.strategy)
-    check_callbacks(trainer)
+    check_trainer(trainer)
     join_processes(trainer.strategy)
-    flashpoint = callback.open(trainer)
-    try:
-        version = flashpoint.find(wanted)
-    except NothingLoadableError as error:
-        if fallback is None:
-            raise
-        _log.error("falling back, and what is in memory will be overwritten: %s", error)
-        flashpoint.overwrite()
-        return fallback
+    version = callback.open(trainer).find(wanted, may_fall_back=fallback is not None)
     if version is None:
         then = "training starts anew" if fallback is None else f"on from {os.fspath(fallback)}"
         announce(_log, trainer.global_rank, "no checkpoint to go on from in %s: %s", callback.base, then)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,8 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from ml_flashpoint.copy.tensors import is_plain_strided
 from ml_flashpoint.format.errors import LoadError
-from ml_flashpoint.state.packed_state import rank_key
-from ml_flashpoint.state.tracked import LoadTarget, TrackedState, largest_share
+from ml_flashpoint.state.tracked import Read, Reader, TrackedLoad, TrackedState, largest_share, rank_key
 
 Checkpoint = dict[str, Any]
 """A dictionary that `Trainer.save_checkpoint` would save."""
@@ -137,11 +136,7 @@ class DictionaryState(TrackedState):
         self._marked: Any = None
         self.rest = Slot(lambda: self._marked)
         self.add(REST, self.rest)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of everything tracked."""
-        return (*super().names, SHARED, OWN)
+        self.names += (SHARED, OWN)
 
     def how_to_decide(self, names: Iterable[str]) -> str:
         """See `TrackedState.how_to_decide`. What is a rank's own here are loops, callbacks and loaders of Lightning."""
@@ -175,15 +170,17 @@ class DictionaryState(TrackedState):
         """See `TrackedState.expected_bytes`."""
         return largest_share((tensor.nbytes for tensor in self.sizes()), self.world_size)
 
-    def target(self, metadata: Metadata) -> LoadTarget:
-        """See `TrackedState.target`. Tensors are loaded into new ones, in memory of the CPU."""
-        target = super().target(metadata)
+    def structured(self, state: Mapping[str, Any]) -> frozenset[str]:
+        """See `TrackedState.structured`."""
+        return frozenset({SHARED})
+
+    def places(
+        self, metadata: Metadata, reader: Reader, source_rank: int, read: Read, names: set[str]
+    ) -> dict[str, Any]:
+        """See `TrackedState.places`. Tensors are loaded into new ones, in memory of the CPU."""
+        state = super().places(metadata, reader, source_rank, read, names)
         shared = _empty(metadata, f"{SHARED}.")
-        own = _empty(metadata, f"{OWN}.{rank_key(target.source_rank)}.")
-        state = {**target.state, **({SHARED: shared} if shared else {})}
-        if own:
-            state[OWN] = {rank_key(target.source_rank): own}
-        return replace(target, state=state, structured=frozenset({SHARED}))
+        return {**state, **({SHARED: shared} if shared else {}), **self.of_ranks(metadata, [source_rank])}
 
     def of_ranks(self, metadata: Metadata, ranks: Iterable[int]) -> dict[str, Any]:
         """See `TrackedState.of_ranks`."""
@@ -195,7 +192,7 @@ class DictionaryState(TrackedState):
         """See `TrackedState.whole`."""
         return value, state.get(OWN, {}).get(rank_key(rank), {})
 
-    def apply(self, target: LoadTarget, states: Mapping[str, Any]) -> None:
+    def apply(self, target: TrackedLoad, states: Mapping[str, Any]) -> None:
         """See `TrackedState.apply`."""
         super().apply(target, states)
         own = target.state.get(OWN, {}).get(rank_key(target.source_rank), {})

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
 
 from ml_flashpoint.adapter.lightning.dictionary import REST, Checkpoint, DictionaryState, Slot
-from ml_flashpoint.adapter.lightning.strategies import without_tensors
 from ml_flashpoint.config import Config
 from ml_flashpoint.copy.tensors import check_copies
+from ml_flashpoint.engine.checkpointer import Phase
 from ml_flashpoint.flashpoint import Flashpoint
-from ml_flashpoint.format.errors import LoadError
+from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, NothingLoadableError
 from ml_flashpoint.format.names import CheckpointContainerId
 from ml_flashpoint.state.archive import save_archive
-from ml_flashpoint.state.modules import freeze_parameters, frozen_parameters
-from ml_flashpoint.state.optimizers import OptimizerState
+from ml_flashpoint.state.parameters import expected_tensors, freeze_parameters, named_parameters
 from ml_flashpoint.state.random_numbers import capture_rng_state, restore_rng_state
 
 _log = logging.getLogger(__name__)
@@ -76,9 +85,9 @@ class TrainerFlashpoint(Flashpoint):
         # are through: `before_update`.
         for optimizer in trainer.optimizers:
             self._checkpointer.overlap.watch(optimizer, announced=trainer.lightning_module.automatic_optimization)
-        if self._brought is None or self._checkpointer.run > 0 or self._checkpointer.is_between_runs:
+        if self._brought is None or self._checkpointer.run > 0 or self._checkpointer.phase is Phase.BETWEEN_RUNS:
             hint = "or construct the callback with discard_existing=True"
-            self._checkpointer.check_asked("resume_path(trainer)", hint=hint)
+            self._checkpointer.check_usable("resume_path(trainer)", hint=hint)
         else:
             self._checkpointer.go_on_from(self._brought)
         self._checkpointer.check_room(self._tracked.expected_bytes())
@@ -87,7 +96,7 @@ class TrainerFlashpoint(Flashpoint):
     # ---- saving -------------------------------------------------------------------------------------------
 
     def _without_tensors(self, trainer: Trainer) -> Checkpoint:
-        with without_tensors(trainer.strategy):
+        with _without_tensors(trainer.strategy):
             checkpoint = self._dictionary(trainer)
         return {key: value for key, value in checkpoint.items() if key not in _TENSORS}
 
@@ -98,7 +107,7 @@ class TrainerFlashpoint(Flashpoint):
         fetcher, loader = trainer.fit_loop._data_fetcher, trainer.fit_loop._combined_loader
         besides: dict[str, Any] = {
             "metrics": dict(trainer._logger_connector._callback_metrics),
-            "frozen": frozen_parameters(trainer.lightning_module),
+            "frozen": [name for name, p in named_parameters(trainer.lightning_module) if not p.requires_grad],
         }
         if isinstance(fetcher, _PrefetchDataFetcher) and loader is not None and loader._state_dicts():
             # Lightning has taken these from the loader already, whose state is after them.
@@ -126,16 +135,20 @@ class TrainerFlashpoint(Flashpoint):
 
     # ---- loading ------------------------------------------------------------------------------------------
 
-    def find(self, wanted: int | None) -> CheckpointContainerId | None:
-        """Bring the newest version that all ranks can load here, or that of a step, for `load`. Collective. Raises as
-        `Checkpointer.latest` and `Checkpointer.bring`."""
+    def find(self, wanted: int | None, *, may_fall_back: bool) -> CheckpointContainerId | None:
+        """Bring the newest version that all ranks can load here, or that of a step, for `load`. None if there is none,
+        or none can be loaded and the program may go on from elsewhere. Collective. Raises as `Checkpointer.latest` and
+        `Checkpointer.bring`."""
         self._wanted = wanted
-        self._brought = None if wanted is None else self._checkpointer.bring(wanted)
-        return self._checkpointer.latest() if wanted is None else self._brought
-
-    def overwrite(self) -> None:
-        """Note that the program goes on from elsewhere, and knows of the versions here. Collective."""
+        try:
+            self._brought = None if wanted is None else self._checkpointer.bring(wanted)
+            return self._checkpointer.latest() if wanted is None else self._brought
+        except NothingLoadableError as error:
+            if not may_fall_back:
+                raise
+            _log.error("falling back, and what is in memory will be overwritten: %s", error)
         self._checkpointer.go_on_from(None)
+        return None
 
     def holds(self, path: object) -> bool:
         """Return True if a path is that of a version in the base container."""
@@ -195,5 +208,73 @@ def _tensors_of(trainer: Trainer) -> list[torch.Tensor]:
     """Return tensors as large as those of model and optimizers after the first step."""
     tensors = [each for each in trainer.lightning_module.state_dict().values() if isinstance(each, torch.Tensor)]
     for optimizer in trainer.optimizers:
-        tensors += OptimizerState("optimizer", optimizer, {}).expected_tensors()
+        tensors += expected_tensors(optimizer)
     return tensors
+
+
+# ---- strategies ---------------------------------------------------------------------------------------------------
+
+
+_SHARDED = (FSDPStrategy, ModelParallelStrategy)
+_WHOLE = (DDPStrategy, SingleDeviceStrategy)
+# Strategies that do any of these their own way keep a state of another form.
+_OWN_WAYS = ("save_checkpoint", "load_checkpoint", "load_model_state_dict", "load_optimizer_state_dict")
+
+
+def check_trainer(trainer: Trainer) -> bool:
+    """Return True if each rank has a shard of model and optimizers, rather than all of them. Raises
+    `InvalidArgumentError` if the strategy is not supported, or not with the callbacks."""
+    strategy = trainer.strategy
+    supported = next((each for each in (*_SHARDED, *_WHOLE) if isinstance(strategy, each)), None)
+    if supported is None:
+        names = ", ".join(each.__name__ for each in (*_WHOLE, *_SHARDED))
+        raise InvalidArgumentError(f"must be one of {names}", argument="strategy", value=type(strategy))
+    if own := [way for way in _OWN_WAYS if getattr(type(strategy), way) is not getattr(supported, way)]:
+        raise InvalidArgumentError(
+            f"has its own {', '.join(own)}, so its state is not that of {supported.__name__}",
+            argument="strategy",
+            value=type(strategy),
+            hint="for NeMo's MegatronStrategy there is ml_flashpoint.adapter.nemo",
+        )
+    averaging = [each for each in trainer.callbacks if isinstance(each, WeightAveraging)]
+    if averaging and supported in _SHARDED:  # which Lightning itself does not shard
+        raise InvalidArgumentError(
+            f"{type(averaging[0]).__name__} keeps an unsharded model, which Lightning cannot restore with "
+            f"{supported.__name__}",
+            argument="callbacks",
+            value=averaging[0],
+            hint="use DDP, or keep the averaged parameters in the LightningModule",
+        )
+    return supported in _SHARDED
+
+
+def join_processes(strategy: Strategy) -> None:
+    """Set up torch.distributed as the strategy will in `fit`, which then finds it done. Raises `InvalidArgumentError`
+    if Lightning itself is to start the other processes."""
+    environment = getattr(strategy, "cluster_environment", None)
+    if strategy.launcher is not None and not (environment is not None and environment.creates_processes_externally):
+        raise InvalidArgumentError(
+            "Lightning would start the other processes in fit(), so they cannot agree on a checkpoint before",
+            argument="strategy",
+            value=type(strategy),
+            hint="start all processes with torchrun or srun",
+        )
+    if isinstance(strategy, ModelParallelStrategy):
+        # Its `setup_environment` wants the module, which the trainer does not have before `fit`.
+        strategy._setup_distributed()
+    else:
+        strategy.setup_environment()
+
+
+@contextlib.contextmanager
+def _without_tensors(strategy: Strategy) -> Iterator[None]:
+    """While Lightning makes its dictionary, have a sharded strategy gather nothing, and copy nothing to the CPU. Hooks
+    see what they do on all ranks but one of an unsharded checkpoint."""
+    replaced: Any = strategy
+    fsdp2 = isinstance(strategy, ModelParallelStrategy)
+    replaced.lightning_module_state_dict = lambda: strategy.lightning_module.state_dict() if fsdp2 else {}
+    replaced.optimizer_state = lambda optimizer: {}
+    try:
+        yield
+    finally:
+        del replaced.lightning_module_state_dict, replaced.optimizer_state

@@ -6,8 +6,7 @@ Each rank drives DCP's load planning by itself. By a vote, all ranks load a vers
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -15,9 +14,9 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from ml_flashpoint.adapter.megatron.releases import object_types
-from ml_flashpoint.adapter.megatron.save_strategies import version_of
 from ml_flashpoint.adapter.megatron.translation import LoadTranslation
 from ml_flashpoint.adapter.pytorch.memory_storage_reader import MemoryStorageReader
+from ml_flashpoint.adapter.pytorch.saves import checked_version
 from ml_flashpoint.adapter.pytorch.seed import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.format.errors import LoadError
@@ -75,17 +74,16 @@ class MLFlashpointMegatronLoadStrategy(TorchDistLoadShardedStrategy):  # type: i
         return rank_group().together(lambda: self._load(sharded_state_dict, checkpoint_dir), another)
 
     def _load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
-        with self._reading(checkpoint_dir) as reader:
-            metadata = reader.read_metadata()
-            translation = LoadTranslation(sharded_state_dict, metadata)
-            planner = translation.planner
-            # Every rank plans by itself: loads need nothing of each other, and so no collectives.
-            planner.set_up_planner(translation.state, metadata, True)
-            reader.set_up_storage_reader(metadata, True)
-            plan = planner.create_local_plan()
-            (plan,) = planner.create_global_plan([plan])
-            reader.read_data(planner.finish_plan(plan), planner).wait()
-        self.cached_global_metadata = metadata
+        reader = self._reader(checkpoint_dir)
+        self.cached_global_metadata = metadata = reader.read_metadata()
+        translation = LoadTranslation(sharded_state_dict, metadata)
+        planner = translation.planner
+        # Every rank plans by itself: loads need nothing of each other, and so no collectives.
+        planner.set_up_planner(translation.state, metadata, True)
+        reader.set_up_storage_reader(metadata, True)
+        plan = planner.create_local_plan()
+        (plan,) = planner.create_global_plan([plan])
+        reader.read_data(planner.finish_plan(plan), planner).wait()
         return translation.result()
 
     def load_tensors_metadata(
@@ -93,13 +91,13 @@ class MLFlashpointMegatronLoadStrategy(TorchDistLoadShardedStrategy):  # type: i
     ) -> dict[str, Any]:
         """Return shapes and types of the checkpoint's tensors, as sharded tensors without data, by key."""
         if metadata is None:
-            metadata = self._metadata(checkpoint_dir)
+            metadata = self._reader(checkpoint_dir).read_metadata()
         found: dict[str, Any] = super().load_tensors_metadata(checkpoint_dir, metadata)
         return found
 
     def load_sharded_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
         """Return the same, with the checkpoint's sharded objects, by unique key."""
-        metadata = self._metadata(checkpoint_dir)
+        metadata = self._reader(checkpoint_dir).read_metadata()
         objects = {
             key: ShardedObject.empty_from_unique_key(key)
             for key, stored in metadata.state_dict_metadata.items()
@@ -107,16 +105,6 @@ class MLFlashpointMegatronLoadStrategy(TorchDistLoadShardedStrategy):  # type: i
         }
         return objects | self.load_tensors_metadata(checkpoint_dir, metadata)
 
-    def _metadata(self, checkpoint_dir: str | os.PathLike[str]) -> Metadata:
-        with self._reading(checkpoint_dir) as reader:
-            return reader.read_metadata()
-
-    @contextmanager
-    def _reading(self, checkpoint_dir: str | os.PathLike[str]) -> Iterator[MemoryStorageReader]:
-        reader = MemoryStorageReader(
-            path=version_of(checkpoint_dir), checkpoint_loader=self._loader, safe_globals=self._safe_globals
-        )
-        try:
-            yield reader
-        finally:
-            reader.reset()  # unlocks what it has opened
+    def _reader(self, checkpoint_dir: str | os.PathLike[str]) -> MemoryStorageReader:
+        version = checked_version(checkpoint_dir)
+        return MemoryStorageReader(version, self._loader, safe_globals=self._safe_globals)

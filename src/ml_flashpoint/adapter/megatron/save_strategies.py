@@ -29,6 +29,7 @@ from ml_flashpoint.adapter.megatron.save_plan import Plans
 from ml_flashpoint.adapter.megatron.translation import saved_common_state, written_common_state
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
 from ml_flashpoint.adapter.pytorch.metadata_format import METADATA_KEY
+from ml_flashpoint.adapter.pytorch.saves import checked_version
 from ml_flashpoint.copy.collection import collection_paused
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.engine.committing import BytesItem, TensorItem
@@ -43,20 +44,6 @@ from ml_flashpoint.ranks.rank_group import rank_group
 
 _log = logging.getLogger(__name__)
 _MOST_SHOWN = 500
-
-
-def version_of(checkpoint_dir: str | os.PathLike[str]) -> CheckpointContainerId:
-    """Return the version that a checkpoint folder is. Raises `InvalidArgumentError`, `InvalidNameError` if it is
-    none."""
-    version = CheckpointContainerId(checkpoint_dir)
-    if version.step is None:
-        raise InvalidArgumentError(
-            "must be a version of a base container: .../step-<n>_ckpt",
-            argument="checkpoint_dir",
-            value=str(checkpoint_dir),
-            hint="CheckpointContainerId.create_child(base, CheckpointContainerId.format_version_container(step))",
-        )
-    return version
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +133,6 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         """Wait until nothing is copied any more, and watch nothing from then on. Safe to call twice."""
         self._writer.stop_watching()
 
-    def can_handle_sharded_objects(self) -> bool:
-        """Return True. (megatron-core asks for the attribute only.)"""
-        return True
-
     def async_save(
         self,
         sharded_state_dict: dict[str, Any],
@@ -171,12 +154,12 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
             InvalidArgumentError, InvalidNameError: ``checkpoint_dir`` is no version.
             UnaskedVersionsError: there are versions of an earlier run that nobody has asked about. On all ranks.
         """
-        writing = self._begin(sharded_state_dict, version_of(checkpoint_dir))
+        writing = self._begin(sharded_state_dict, checked_version(checkpoint_dir))
         return AsyncRequest(_nothing if self._child else None, (), [partial(self._end, writing)])
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> None:
         """Save; every rank has committed its part on return, or the save has failed (`last_error`). Collective."""
-        self._end(self._begin(sharded_state_dict, version_of(checkpoint_dir)))
+        self._end(self._begin(sharded_state_dict, checked_version(checkpoint_dir)))
 
     @contextmanager
     def carrying(
@@ -202,7 +185,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         began, writing = time.perf_counter(), _Writing(version)
         try:
             writing.checkpointer = checkpointer = self._writer.enter(version)
-            checkpointer.check_asked("get_latest_complete_checkpoint(base)")
+            checkpointer.check_usable("get_latest_complete_checkpoint(base)")
             with collection_paused():
                 self._stage(writing, checkpointer, *split_common_state(sharded_state_dict))
         except UnaskedVersionsError:  # on all ranks, and no fault that will pass
@@ -212,7 +195,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         except BaseException as error:
             writing.failure = error
             if writing.save is not None and writing.checkpointer is not None:
-                writing.checkpointer.fail(writing.save, error)
+                writing.save.fail(error)
             if not isinstance(error, Exception):
                 raise
         seconds = time.perf_counter() - began
@@ -249,7 +232,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
         tensors, byte_items = self._writer.items(planned.plan, planner, planned.keys, safe_globals=object_types())
         byte_items = [*byte_items, *sidecar_items(writing.files)]
         byte_keys, late = [METADATA_KEY, *(key for key, _ in byte_items)], self._writer.late(tensors)
-        staged = checkpointer.stage(save, tensors, byte_keys, late=late)
+        staged = save.stage(tensors, byte_keys, late=late)
         named = [(key, copy) for (key, _), copy in zip(tensors, staged, strict=True)]
 
         def items() -> tuple[list[TensorItem], list[BytesItem]]:
@@ -258,7 +241,7 @@ class MLFlashpointMegatronAsyncSaveStrategy(SaveStrategyBase):  # type: ignore[m
             metadata = self._plans.metadata(replicas, writing.table, save.terms.left_s)
             return named, [*byte_items, (METADATA_KEY, metadata)]
 
-        checkpointer.commit(save, items=items, labels=sidecar_labels(carrier))
+        save.commit(items=items, labels=sidecar_labels(carrier))
 
     def _add_files(self, writing: _Writing, common_state: ShardedObject | None) -> int:
         """Have the files that `dist_checkpointing.load` looks for kept in an object. Return the rank that has it. Where

@@ -9,7 +9,8 @@ from typing import Any
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
 from ml_flashpoint.adapter.megatron.releases import AsyncRequest
-from ml_flashpoint.adapter.megatron.save_strategies import MLFlashpointMegatronAsyncSaveStrategy, version_of
+from ml_flashpoint.adapter.megatron.save_strategies import MLFlashpointMegatronAsyncSaveStrategy
+from ml_flashpoint.adapter.pytorch.saves import checked_version
 from ml_flashpoint.format.errors import InvalidArgumentError
 
 _CONTENT_METADATA_KEY = "content_metadata"
@@ -50,7 +51,7 @@ def save_local_aware_megatron_checkpoint(
         CheckpointingException: the state dict is not valid.
     """
     ours = _strategy_of(save_strategy)
-    version = str(version_of(checkpoint_dir))
+    version = str(checked_version(checkpoint_dir))
     if content_metadata is not None:
         checkpoint[_CONTENT_METADATA_KEY] = content_metadata
     sharded, common = save_preprocess(checkpoint, validate_access_integrity, preprocess_common_before_consistancy_check)

@@ -10,7 +10,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ml_flashpoint.adapter.nemo.checkpoint_io import (
     EXPLICIT,
-    EngineParts,
     MLFlashpointAsyncFinalizableCheckpointIO,
     MLFlashpointCheckpointIO,
 )
@@ -58,7 +57,7 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
         self._keeps = checked_bool("keep_mlf_checkpoint_on_train_end", keep_mlf_checkpoint_on_train_end)
         self.overlap = checked_bool("overlap", overlap)
         self._watches = False
-        self._parts: EngineParts | None = None  # while it trains
+        self._io: MLFlashpointCheckpointIO | None = None  # while it trains
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Go behind all other callbacks."""
@@ -75,17 +74,17 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
         if not self.enabled:
             return
         io = flashpoint_io_of(trainer)
-        if io is None or io.parts.engine.base != self.base:
+        if io is None or io.engine.base != self.base:
             raise InvalidArgumentError(
                 "is not the base container of this trainer's CheckpointIO",
                 argument="checkpoint_base_container",
                 value=str(self.base),
                 hint="pass it to wrap_trainer_and_auto_resume_with_mlflashpoint first",
             )
-        engine, strategy = io.parts.engine, io.parts.save_strategy
-        engine.check_asked("setup() of what wrap_trainer_and_auto_resume_with_mlflashpoint has returned")
+        engine, strategy = io.engine, io.save_strategy
+        engine.check_usable("setup() of what wrap_trainer_and_auto_resume_with_mlflashpoint has returned")
         engine.ranks.agree_on(every_n_steps=self._schedule.every)
-        self._parts, self._schedule.step = io.parts, trainer.global_step
+        self._io, self._schedule.step = io, trainer.global_step
         strategy.stop_watching()
         self._watches = self.overlap and io.async_save
         if self._watches:  # NeMo's optimizers wrap megatron-core's, and have no hooks
@@ -95,29 +94,29 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Save after a batch if a save is due."""
-        if self._parts is not None and self._schedule.is_due_at(trainer.global_step):
+        if self._io is not None and self._schedule.is_due_at(trainer.global_step):
             self._save(trainer, explicit=False)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Have the newest version persisted at the planned end, if any are to be; or remove all versions."""
-        parts = self._end()
-        if parts is not None and not self._keeps:
-            parts.engine.remove_versions()
-        elif parts is not None and parts.engine.config.persist is not None:
-            parts.engine.finish(seal_deadline_s())
+        io = self._end()
+        if io is not None and not self._keeps:
+            io.engine.remove_versions()
+        elif io is not None and io.engine.config.persist is not None:
+            io.engine.finish(seal_deadline_s())
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """End when training fails, or a signal ends it. SIGTERM gives time, as long as its launcher does: saves in
         flight are committed and copied, and the newest version persisted."""
-        parts = self._end()
-        if parts is not None and isinstance(exception, SIGTERMException):
-            parts.engine.finish(parts.grace_s)
+        io = self._end()
+        if io is not None and isinstance(exception, SIGTERMException):
+            io.engine.finish(io.grace_s)
 
-    def _end(self) -> EngineParts | None:
-        parts, self._parts = self._parts, None
-        if parts is not None and self._watches:
-            parts.save_strategy.stop_watching()
-        return parts
+    def _end(self) -> MLFlashpointCheckpointIO | None:
+        io, self._io = self._io, None
+        if io is not None and self._watches:
+            io.save_strategy.stop_watching()
+        return io
 
     def save(self, trainer: Any) -> None:
         """Save now, whatever the schedule says. Collective; in the middle of training, after a step."""
@@ -134,8 +133,8 @@ class MLFlashpointCheckpointCallback(Callback):  # type: ignore[misc]
 
     def before_update(self) -> None:
         """Wait until nothing is copied any more: see ``overlap``."""
-        if self._parts is not None:
-            self._parts.save_strategy.before_update()
+        if self._io is not None:
+            self._io.save_strategy.before_update()
 
 
 def _complete_saved_batch(fit_loop: Any) -> None:

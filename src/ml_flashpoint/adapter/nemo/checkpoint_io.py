@@ -26,13 +26,11 @@ from ml_flashpoint.adapter.megatron.load_strategies import MLFlashpointMegatronL
 from ml_flashpoint.adapter.megatron.save_strategies import MLFlashpointMegatronAsyncSaveStrategy
 from ml_flashpoint.adapter.megatron.save_utils import save_local_aware_megatron_checkpoint
 from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWriter
-from ml_flashpoint.config import Config
 from ml_flashpoint.copy import cuda
 from ml_flashpoint.copy.tensors import check_copies
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.format.errors import SaveError
 from ml_flashpoint.format.knobs import exit_deadline_s
-from ml_flashpoint.format.names import CheckpointContainerId
 
 _log = logging.getLogger(__name__)
 
@@ -43,61 +41,38 @@ EXPLICIT = "flashpoint_explicit"
 """Storage option of a save: True if somebody waits for it; False: a schedule's, skipped while there is no memory."""
 
 
-class EngineParts:
-    """A checkpointer of one base container, with megatron-core's strategies on it. They end with the process.
-    Collective to construct.
-
-    Attributes:
-        grace_s: seconds at most that a trainer which ends after SIGTERM waits for saves, and for persisting.
-    """
-
-    def __init__(self, base: CheckpointContainerId, config: Config, *, grace_s: float = 20.0) -> None:
-        self.engine = Checkpointer(base, config)
-        # No child processes: our requests have a queue of their own, and nothing for a process to do.
-        self.save_strategy = MLFlashpointMegatronAsyncSaveStrategy(MemoryStorageWriter(self.engine), child=False)
-        self.load_strategy = MLFlashpointMegatronLoadStrategy(checkpoint_loader=self.engine)
-        self.grace_s = grace_s
-        atexit.register(self.close)
-
-    def settle(self) -> None:
-        """Give saves in flight time to get their copies."""
-        if not self.engine.wait(exit_deadline_s()):
-            _log.warning("the newest save may lack copies on other nodes")
-
-    def close(self) -> None:
-        """Let saves in flight finish, and the newest version be persisted, and end the engine. Versions stay.
-        Safe to call twice."""
-        atexit.unregister(self.close)
-        self.save_strategy.stop_watching()
-        self.engine.close(exit_deadline_s())
-
-
 class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[misc]
     """Saves to and loads from memory what lies in the base container, and passes everything else on.
 
     Args:
+        engine: of the base container. It ends with the process.
         alternate: what paths elsewhere are for: the trainer's own.
         trainer: whose context is saved.
         async_save: return requests for what is left to do after staging, instead of doing it.
         always_save_context: save NeMo's context with each version.
+        grace_s: seconds at most that a trainer which ends after SIGTERM waits for saves, and for persisting.
     """
 
     def __init__(
         self,
-        parts: EngineParts,
+        engine: Checkpointer,
         alternate: CheckpointIO,
         *,
         trainer: Any = None,
         async_save: bool = True,
         always_save_context: bool = False,
+        grace_s: float = 20.0,
     ) -> None:
-        self.parts = parts
-        self.alternate = alternate
-        self.async_save = async_save
-        self.always_save_context = always_save_context
+        self.engine, self.alternate = engine, alternate
+        # No child processes: our requests have a queue of their own, and nothing for a process to do.
+        self.save_strategy = MLFlashpointMegatronAsyncSaveStrategy(MemoryStorageWriter(engine), child=False)
+        self.async_save, self.always_save_context = async_save, always_save_context
+        self.grace_s = grace_s
+        self._load_strategy = MLFlashpointMegatronLoadStrategy(checkpoint_loader=engine)
         self._trainer = trainer
         self._checked = False
         self._context: dict[str, bytes] | None = None
+        atexit.register(self.close)
 
     @property
     def save_sharded_strategy(self) -> Any:
@@ -112,7 +87,7 @@ class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[mis
     ) -> AsyncRequest | None:
         """Save a sharded checkpoint. Collective. Return what is left to do, if saves are asynchronous; in the base
         container it is staged, and goes on by itself."""
-        if not self.parts.engine.holds(path):
+        if not self.engine.holds(path):
             request: AsyncRequest | None = self.alternate.save_checkpoint(checkpoint, path, storage_options)
             return request
         checks, self._checked = not self._checked, True
@@ -131,7 +106,7 @@ class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[mis
         return save_local_aware_megatron_checkpoint(
             checkpoint,
             path,
-            self.parts.save_strategy,
+            self.save_strategy,
             self.async_save,
             # Collective and slow: the first save shows whether the ranks' shards make up the whole.
             validate_access_integrity=checks,
@@ -152,9 +127,7 @@ class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[mis
                         CONTEXT_FILE: Path(shutil.make_archive(f"{context}-all", "zip", context)).read_bytes()
                     }
             except Exception as error:  # of whatever kind what the user's objects consist of raises
-                _log.error(
-                    "checkpoints in memory are saved without NeMo's context: %s: %s", type(error).__name__, error
-                )
+                _log.error("checkpoints in memory are saved without NeMo's context: %r", error)
         return self._context
 
     def load_checkpoint(
@@ -166,7 +139,7 @@ class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[mis
         **options: Any,
     ) -> dict[str, Any]:
         """Load a sharded checkpoint. Collective. ``strict`` is as for NeMo's `MegatronCheckpointIO`."""
-        if not self.parts.engine.holds(path):
+        if not self.engine.holds(path):
             found: dict[str, Any] = self.alternate.load_checkpoint(
                 path, sharded_state_dict=sharded_state_dict, map_location=map_location, strict=strict, **options
             )
@@ -176,7 +149,7 @@ class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[mis
         loaded: dict[str, Any] = dist_checkpointing.load(
             sharded_state_dict=sharded_state_dict,
             checkpoint_dir=str(path),
-            sharded_strategy=self.parts.load_strategy,
+            sharded_strategy=self._load_strategy,
             common_strategy=TorchCommonLoadStrategy(),
             strict=strict,
         )
@@ -184,13 +157,21 @@ class MLFlashpointCheckpointIO(AsyncCompatibleCheckpointIO):  # type: ignore[mis
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint, unless it lies in the base container: those go when newer ones are verified."""
-        if not self.parts.engine.holds(path):
+        if not self.engine.holds(path):
             self.alternate.remove_checkpoint(path)
 
     def teardown(self) -> None:
-        """Give saves under way time, and tear down what paths elsewhere are for."""
-        self.parts.settle()
+        """Give saves under way time to get their copies, and tear down what paths elsewhere are for."""
+        if not self.engine.wait(exit_deadline_s()):
+            _log.warning("the newest save may lack copies on other nodes")
         self.alternate.teardown()
+
+    def close(self) -> None:
+        """Let saves in flight finish, and the newest version be persisted, and end. Versions stay. Safe to call
+        twice."""
+        atexit.unregister(self.close)
+        self.save_strategy.stop_watching()
+        self.engine.close(exit_deadline_s())
 
 
 class MLFlashpointAsyncFinalizableCheckpointIO(AsyncFinalizableCheckpointIO):  # type: ignore[misc]
@@ -209,7 +190,7 @@ class MLFlashpointAsyncFinalizableCheckpointIO(AsyncFinalizableCheckpointIO):  #
     ) -> None:
         """Save. Collective. In the base container, it is staged on return, and nothing else is waited for."""
         ours: MLFlashpointCheckpointIO = self.checkpoint_io
-        if not ours.parts.engine.holds(path):
+        if not ours.engine.holds(path):
             ours.alternate.save_checkpoint(checkpoint, path, storage_options)
             return
         finalize = (storage_options or {}).pop("finalize_fn", None)

@@ -18,15 +18,14 @@ from nemo.utils.callbacks.dist_ckpt_io import AsyncFinalizableCheckpointIO, Asyn
 from ml_flashpoint.adapter.nemo.checkpoint_callback import MLFlashpointCheckpointCallback, flashpoint_io_of
 from ml_flashpoint.adapter.nemo.checkpoint_io import (
     CONTEXT_FILE,
-    EngineParts,
     MLFlashpointAsyncFinalizableCheckpointIO,
     MLFlashpointCheckpointIO,
 )
 from ml_flashpoint.config import Config, Persist
+from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.format.arguments import checked_base, checked_bool, checked_integer, checked_seconds, ignored
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, NothingLoadableError
 from ml_flashpoint.format.files import make_private
-from ml_flashpoint.format.names import CheckpointContainerId
 from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.ranks.retention import Keep
 
@@ -60,8 +59,8 @@ def wrap_trainer_and_auto_resume_with_mlflashpoint(
 
     Args:
         trainer: a trainer with NeMo's `MegatronStrategy`.
-        flashpoint_base_container: base container of the job on this node, that of `MLFlashpointCheckpointCallback`.
-        async_save: whether saves return when the state is staged, with the rest done in the background.
+        flashpoint_base_container: that of `MLFlashpointCheckpointCallback`.
+        async_save: True if saves return when the state is staged.
         default_auto_resume: what to go on from when memory has nothing.
         always_save_context: save NeMo's context with each version, too.
         keep, persist, persist_every, persist_keep, persist_bytes_per_s: see `ml_flashpoint.Flashpoint`.
@@ -96,38 +95,31 @@ def wrap_trainer_and_auto_resume_with_mlflashpoint(
             "must be nemo.lightning's AutoResume, or None", argument="default_auto_resume", value=default_auto_resume
         )
     _check_trainer(trainer)
-    if not _is_enabled(trainer, base):
-        return default_auto_resume
-    while isinstance(default_auto_resume, MLFlashpointAutoResume):
-        default_auto_resume = default_auto_resume.default
-    parts = _parts_before(trainer, base)
-    if parts is None:
-        parts = EngineParts(base, config, grace_s=grace_s)
-        _wrap(trainer, parts, async_save=async_save, always_save_context=always_save_context)
-    return MLFlashpointAutoResume(parts, default_auto_resume)
-
-
-def _parts_before(trainer: Any, base: CheckpointContainerId) -> EngineParts | None:
-    """Return the engine of a trainer that was wrapped before; None if it was not."""
-    wrapped = flashpoint_io_of(trainer)
-    if wrapped is not None and wrapped.parts.engine.base != base:
-        text = f"differs from that with which this trainer was wrapped before, {wrapped.parts.engine.base}"
-        raise InvalidArgumentError(text, argument="flashpoint_base_container", value=str(base))
-    return None if wrapped is None else wrapped.parts
-
-
-def _is_enabled(trainer: Any, base: CheckpointContainerId) -> bool:
-    """Return True if the trainer's callbacks are; their base container has to be this one then."""
     callbacks = [each for each in trainer.callbacks if isinstance(each, MLFlashpointCheckpointCallback)]
     if any(not each.enabled for each in callbacks):
-        return False
+        return default_auto_resume
     if not callbacks:
         _log.warning("the trainer has no MLFlashpointCheckpointCallback: nothing will be saved into memory")
-    for each in callbacks:
-        if each.base != base:
-            text = f"is not that of the callback, {each.base}"
-            raise InvalidArgumentError(text, argument="flashpoint_base_container", value=str(base))
-    return True
+    wrapped = flashpoint_io_of(trainer)
+    used = {each.base: "of the callback" for each in callbacks}
+    if wrapped is not None:
+        used[wrapped.engine.base] = "with which this trainer was wrapped before"
+    for other in used.keys() - {base}:
+        text = f"is not that {used[other]}, {other}"
+        raise InvalidArgumentError(text, argument="flashpoint_base_container", value=str(base))
+    while isinstance(default_auto_resume, MLFlashpointAutoResume):
+        default_auto_resume = default_auto_resume.default
+    if wrapped is None:
+        wrapped = MLFlashpointCheckpointIO(
+            Checkpointer(base, config),
+            trainer.strategy.checkpoint_io,
+            trainer=trainer,
+            async_save=async_save,
+            always_save_context=always_save_context,
+            grace_s=grace_s,
+        )
+        _wrap(trainer, wrapped)
+    return MLFlashpointAutoResume(wrapped.engine, default_auto_resume)
 
 
 def _check_trainer(trainer: Any) -> None:
@@ -146,12 +138,8 @@ def _check_trainer(trainer: Any) -> None:
         raise InvalidArgumentError(why, argument="trainer.strategy", value=type(strategy), hint=hint)
 
 
-def _wrap(trainer: Any, parts: EngineParts, *, async_save: bool, always_save_context: bool) -> None:
-    alternate = trainer.strategy.checkpoint_io
-    ours = MLFlashpointCheckpointIO(
-        parts, alternate, trainer=trainer, async_save=async_save, always_save_context=always_save_context
-    )
-    if not async_save and not isinstance(alternate, AsyncFinalizableCheckpointIO):
+def _wrap(trainer: Any, ours: MLFlashpointCheckpointIO) -> None:
+    if not ours.async_save and not isinstance(ours.alternate, AsyncFinalizableCheckpointIO):
         trainer.strategy.checkpoint_io = ours
         return
     trainer.strategy.checkpoint_io = MLFlashpointAsyncFinalizableCheckpointIO(ours)
@@ -163,12 +151,11 @@ def _wrap(trainer: Any, parts: EngineParts, *, async_save: bool, always_save_con
 class MLFlashpointAutoResume(AutoResume):  # type: ignore[misc]
     """Chooses the newest version in memory; if there is none, it is the user's own `AutoResume`, or none."""
 
-    def __init__(self, parts: EngineParts, default: AutoResume | None = None) -> None:
+    def __init__(self, engine: Checkpointer, default: AutoResume | None = None) -> None:
         # What the user's says of itself is arguments here too: NeMo looks at some of it.
         fields = () if default is None else dataclasses.fields(AutoResume)
         super().__init__(**{each.name: getattr(default, each.name) for each in fields})
-        self.parts = parts
-        self.default = default
+        self.engine, self.default = engine, default
 
     def setup(self, trainer: Any, model: Any = None) -> None:
         """Tell the trainer where to go on from. Collective."""
@@ -189,14 +176,13 @@ class MLFlashpointAutoResume(AutoResume):  # type: ignore[misc]
         """Return the newest version in memory; None if there is none, or none can be loaded and the user's own has
         something to go on from. Collective. Raises `NothingLoadableError` where training would start from nothing, and
         overwrite."""
-        engine = self.parts.engine
         try:
-            found = engine.latest()
+            found = self.engine.latest()
         except NothingLoadableError as error:
             if self.default is None or self.default.get_trainer_ckpt_path(model) is None:
                 raise
             _log.error("going on from elsewhere, and what is in memory will be overwritten: %s", error)
-            engine.go_on_from(None)
+            self.engine.go_on_from(None)
             return None
         return None if found is None else Path(str(found))
 

@@ -40,7 +40,7 @@ class MemoryStager:
     change before ``staging_completion.result()``. One that does fails the save, as ``upload_completion`` tells, and
     from then on all is copied before ``async_save`` returns. If the writer watches an optimizer, only what that updates
     is copied late, and its ``step()`` waits by itself. Whatever is on the CPU is copied before ``async_save`` returns;
-    with older releases of torch, which know no such future, so is all else.
+    before torch 2.9, so is all else.
 
     Raises:
         InvalidArgumentError: ``writer`` is no `MemoryStorageWriter`.

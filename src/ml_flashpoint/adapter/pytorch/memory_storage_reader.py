@@ -16,15 +16,12 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ml_flashpoint.adapter.pytorch.metadata_format import METADATA_KEY, ItemPlace, decode_metadata
+from ml_flashpoint.adapter.pytorch.saves import checked_version
 from ml_flashpoint.adapter.pytorch.seed import DefaultMLFlashpointCheckpointLoader
 from ml_flashpoint.copy.cpu import copy_all
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.engine.reader import ObjectReader, VersionReader
-from ml_flashpoint.format.errors import (
-    InvalidArgumentError,
-    LoadError,
-    ObjectNotFoundError,
-)
+from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, ObjectNotFoundError
 from ml_flashpoint.format.names import CheckpointContainerId
 from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.state.archive import SafeGlobal, check_bytes, load_archive
@@ -68,14 +65,13 @@ class MemoryStorageReader(StorageReader):
         self._safe_globals = tuple(safe_globals)
         self._trust_bytes = trust_bytes
         self._places: dict[Any, ItemPlace] = {}
-        self._parts: VersionReader | None = None
-        self._readers: dict[int, ObjectReader] = {}
+        self._parts: VersionReader | None = None  # until the load is done
         self._unread: Exception | None = None  # why this load could not read metadata
 
     @property
     def checkpoint_id(self) -> str | None:
         """The checkpoint being loaded; torch logs it."""
-        return str(self._version) if self._version is not None else None
+        return None if self._version is None else str(self._version)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a load, of ``checkpoint_id`` if there is one."""
@@ -85,7 +81,6 @@ class MemoryStorageReader(StorageReader):
         self._unread = None
 
     def _release(self) -> None:
-        self._readers.clear()
         parts, self._parts = self._parts, None
         if parts is not None:
             parts.release()
@@ -134,7 +129,7 @@ class MemoryStorageReader(StorageReader):
                 if rank == 0:
                     raise
         text = "this version was not saved through DCP: it has no DCP metadata"
-        raise LoadError(text, step=None if self._version is None else self._version.step, path=self.checkpoint_id)
+        raise LoadError(text, step=checked_version(self._version).step, path=self.checkpoint_id)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Take note of where the items of a checkpoint are, from its metadata."""
@@ -156,34 +151,27 @@ class MemoryStorageReader(StorageReader):
         """
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        committed: list[tuple[ReadItem, torch.Tensor]] = []
+        copied: list[tuple[ReadItem, torch.Tensor]] = []
         try:
             for item in plan.items:
                 reader, key = self._find(item.storage_index)
-                entry = reader.entry(key)
                 if item.type is LoadItemType.BYTE_IO:
-                    data = reader.bytes_of(key)
-                    if self._trust_bytes:
-                        planner.load_bytes(item, io.BytesIO(data))
-                    else:
-                        planner.load_bytes(item, check_bytes(data, key, path=reader.path, allowed=self._safe_globals))
+                    planner.load_bytes(item, self._bytes(reader, key))
                     continue
                 target = planner.resolve_tensor(item)
-                if entry.kind == "bytes":
+                if reader.entry(key).kind == "bytes":
                     _assign(target, self._whole_tensor(reader, key, item), path=reader.path)
                     planner.commit_tensor(item, target)
                     continue
                 source = reader.rows(key, item.storage_offsets, item.lengths)
                 if source.shape != target.shape:
-                    raise LoadError(
-                        f"item {item.dest_index.fqn!r} has shape {tuple(source.shape)}, not {tuple(target.shape)}",
-                        path=reader.path,
-                    )
+                    shapes = f"has shape {tuple(source.shape)}, not {tuple(target.shape)}"
+                    raise LoadError(f"item {item.dest_index.fqn!r} {shapes}", path=reader.path)
                 targets.append(target.detach())
                 sources.append(source)
-                committed.append((item, target))
+                copied.append((item, target))
             copy_all(targets, sources)
-            for item, target in committed:
+            for item, target in copied:
                 planner.commit_tensor(item, target)
         finally:
             sources.clear()
@@ -193,16 +181,18 @@ class MemoryStorageReader(StorageReader):
         return done
 
     def read_items(self, names: Iterable[str]) -> dict[str, bytes]:
-        """Return items that are no tensors as they are, by name.
-
-        Raises:
-            FlashpointError: an object is damaged, or out of reach.
-        """
+        """Return items that are no tensors as they are, by name. Raises `FlashpointError` as `read_data`."""
         try:
             found = {name: self._find(MetadataIndex(name)) for name in names}
             return {name: bytes(reader.bytes_of(key)) for name, (reader, key) in found.items()}
         finally:
             self._release()
+
+    def _bytes(self, reader: ObjectReader, key: str) -> io.BytesIO:
+        data = reader.bytes_of(key)
+        if self._trust_bytes:
+            return io.BytesIO(data)
+        return check_bytes(data, key, path=reader.path, allowed=self._safe_globals)
 
     def _whole_tensor(self, reader: ObjectReader, key: str, item: ReadItem) -> torch.Tensor:
         """Return a tensor that is more than its memory (sparse, quantized, of its own class), saved by torch.save."""
@@ -218,22 +208,9 @@ class MemoryStorageReader(StorageReader):
         return self._reader(place.rank), place.key
 
     def _reader(self, rank: int) -> ObjectReader:
-        """Return a reader of a rank's object, kept until the load is done."""
-        if rank not in self._readers:
-            self._readers[rank] = self._opened().open(rank)
-        return self._readers[rank]
-
-    def _opened(self) -> VersionReader:
-        if self._version is None or self._version.step is None:
-            raise InvalidArgumentError(
-                "must be the id of a version",
-                argument="checkpoint_id",
-                value=self.checkpoint_id,
-                hint="pass what get_latest_complete_checkpoint() returned",
-            )
         if self._parts is None:
-            self._parts = self._loader.open_version(self._version)
-        return self._parts
+            self._parts = self._loader.open_version(checked_version(self._version))
+        return self._parts.open(rank)
 
 
 def _assign(target: torch.Tensor, value: torch.Tensor, *, path: str) -> None:

@@ -24,21 +24,12 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ml_flashpoint.adapter.pytorch.metadata_format import METADATA_KEY, ItemPlace, encode_metadata
-from ml_flashpoint.adapter.pytorch.saves import LocalSaves
+from ml_flashpoint.adapter.pytorch.saves import LocalSaves, Omission, Staged
 from ml_flashpoint.adapter.pytorch.saving_process import RemoteSave, RemoteSaves
 from ml_flashpoint.adapter.pytorch.seed import DefaultMLFlashpointCheckpointSaver
-from ml_flashpoint.adapter.pytorch.staging import (
-    Omission,
-    Staged,
-    StagedStateDict,
-    TensorLeaves,
-    left_to_others,
-    take_read,
-    tensor_names,
-)
+from ml_flashpoint.adapter.pytorch.staging import StagedStateDict, TensorLeaves, take_read
 from ml_flashpoint.copy.collection import collection_paused
-from ml_flashpoint.copy.late import LateCopy
-from ml_flashpoint.copy.overlap import Overlap, OverlappingDoor
+from ml_flashpoint.copy.overlap import LateCopy, Overlap, OverlappingDoor
 from ml_flashpoint.copy.tensors import is_plain_strided, materialized
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.engine.committing import BytesItem, TensorItem
@@ -58,7 +49,7 @@ class _Call:
 
     Attributes:
         id: the checkpoint's. staged: what it reads that was staged. save: the save, once begun.
-        own_tensors: names of the tensors in this rank's own plan.
+        own_tensors: names of the tensors in this rank's own plan; None if that stands for a cached one.
     """
 
     id: str | os.PathLike[str] | None = None
@@ -112,7 +103,15 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         super().__init__()
         unused = {"mp_manager": mp_manager, "thread_count": thread_count, "mp_manager_future": mp_manager_future}
         ignored("MemoryStorageWriter", **unused, cache_staged_state_dict=cache_staged_state_dict)
-        self._set_up(_saves_of(checkpoint_saver), by_name(safe_globals), trust_bytes)
+        if not isinstance(checkpoint_saver, (Checkpointer, DefaultMLFlashpointCheckpointSaver)):
+            raise InvalidArgumentError(
+                "must be a Checkpointer or a DefaultMLFlashpointCheckpointSaver",
+                argument="checkpoint_saver",
+                value=checkpoint_saver,
+            )
+        saver = checkpoint_saver
+        saves = LocalSaves.of(saver) if isinstance(saver, Checkpointer) else saver.saves
+        self._set_up(saves, by_name(safe_globals), trust_bytes)
         self.saver = checkpoint_saver
 
     def _set_up(self, saves: LocalSaves | RemoteSaves, safe_globals: tuple[SafeGlobal, ...], trust_bytes: bool) -> None:
@@ -124,9 +123,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         self._overlap = Overlap()
 
     def __getstate__(self) -> tuple[Any, ...]:
-        saves = self._saves
-        remote = saves.sent() if isinstance(saves, LocalSaves) else saves
-        return remote, self._safe_globals, self._trust_bytes
+        return self._local.sent(), self._safe_globals, self._trust_bytes
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         super().__init__()
@@ -135,6 +132,11 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
     @property
     def _call(self) -> _Call:
         return self._thread.call
+
+    @property
+    def _local(self) -> LocalSaves:
+        assert isinstance(self._saves, LocalSaves), "a writer in a saving process does not stage"
+        return self._saves
 
     @property
     def checkpoint_id(self) -> str | None:
@@ -185,12 +187,6 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
                 byte_items.append((key, save_archive(data, str(item.index.fqn), allowed=allowed)))
         return tensors, byte_items
 
-    @property
-    def _local(self) -> LocalSaves:
-        if not isinstance(self._saves, LocalSaves):
-            raise SaveError("a writer in a saving process does not stage")
-        return self._saves
-
     # ---- AsyncStager --------------------------------------------------------------------------------------
 
     def stage(self, state_dict: dict[str, Any], *, promised: bool = False) -> StagedStateDict:
@@ -206,26 +202,19 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         """
         began = time.perf_counter()
         self._overlap.before_update()
-
-        def state_of(staged: Staged) -> dict[str, Any]:
-            with collection_paused():
-                state = self._staged(staged, state_dict, promised=promised)
-            staged.held_s = time.perf_counter() - began
-            return state
-
-        return self._local.stage(state_of)
-
-    def _staged(self, staged: Staged, state_dict: dict[str, Any], *, promised: bool) -> dict[str, Any]:
+        staged, state = self._local.next(), dict[str, Any]()
         try:
-            leaves = TensorLeaves(state_dict, self._omission.places)
-            needed, names = self._omission.needed(leaves, staged), leaves.names
-            tensors = [(names[i], leaves.tensors[i]) for i in needed]
-            copies = staged.copy(tensors, self._overlap.begin((tensor for _, tensor in tensors), promised=promised))
+            with collection_paused():
+                leaves = TensorLeaves(state_dict, self._omission.places)
+                needed, names = self._omission.needed(leaves, staged), leaves.names
+                tensors = [(names[i], leaves.tensors[i]) for i in needed]
+                copies = staged.copy(tensors, self._overlap.begin((each for _, each in tensors), promised=promised))
+                state = leaves.rebuild(dict(zip(needed, copies, strict=True)))
         except Exception as error:  # not raised here, where it would leave the other ranks waiting
             _log.error("staging failed: %s", error)
             staged.fail(error)
-            return {}
-        return leaves.rebuild(dict(zip(needed, copies, strict=True)))
+        staged.held_s = time.perf_counter() - began
+        return self._local.staged(staged, state)
 
     def synchronize_staging(self) -> None:
         """Have what this thread gives to the devices from now on wait for the copy; watched optimizers do so anyway."""
@@ -240,7 +229,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         off what saving processes write then. The checkpointer stays open. Safe to call twice."""
         self.stop_watching()
         self._local.wait(exit_deadline_s())
-        self._local.server.close()
+        self._local.close()
 
     # ---- StorageWriter ------------------------------------------------------------------------------------
 
@@ -277,15 +266,13 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Leave the plan as it is."""
-        self._call.own_tensors = tensor_names(plan)
+        if getattr(plan, "usable", True):
+            tensors = (item.index.fqn for item in plan.items if item.type is not WriteItemType.BYTE_IO)
+            self._call.own_tensors = frozenset(tensors)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: leave the plans as they are.
-
-        Raises:
-            SaveError: through DCP, on every rank: not all ranks save.
-        """
+        """Leave the plans as they are. Raise a `SaveError`, through DCP on every rank, if not all ranks save."""
         saves = self._saves
         if len(plans) > 1 and len(plans) != saves.world_size:
             raise SaveError(
@@ -304,7 +291,9 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         call = self._call
         if call.save is None:
             raise SaveError("write_data comes before reset and storage_meta")
-        call.save.others = left_to_others(planner, call.own_tensors, plan)
+        # Only torch's planner is known to write each tensor under the name of its place and from itself alone.
+        if type(planner) is DefaultSavePlanner and planner.flatten_state_dict and call.own_tensors is not None:
+            call.save.others = call.own_tensors - {item.index.fqn for item in plan.items}
         try:
             keys = item_keys(plan.items)
             tensors, byte_items = self.items(plan, planner, keys)
@@ -343,16 +332,6 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
         call.save.commit(extra)
         if call.staged is None and isinstance(self._saves, LocalSaves):
             self._saves.note_held(CheckpointContainerId(call.id), time.perf_counter() - call.began)
-
-
-def _saves_of(saver: Checkpointer | DefaultMLFlashpointCheckpointSaver) -> LocalSaves:
-    if isinstance(saver, Checkpointer):
-        return LocalSaves.of(saver)
-    if isinstance(saver, DefaultMLFlashpointCheckpointSaver):
-        return saver.saves
-    raise InvalidArgumentError(
-        "must be a Checkpointer or a DefaultMLFlashpointCheckpointSaver", argument="checkpoint_saver", value=saver
-    )
 
 
 def _loadable(item: WriteItem, planner: SavePlanner, allowed: tuple[SafeGlobal, ...]) -> bytes:

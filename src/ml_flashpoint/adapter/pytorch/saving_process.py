@@ -1,8 +1,8 @@
-"""Saves that DCP's saving process writes: both ends of the connection.
+"""A save of a trainer's that another process writes: that process's end of it.
 
-The saving process is a client of the trainer, over a Unix socket. Pickled are the address of that socket, its secret,
-and a ticket for what was staged. Tensors that lie in the staged slot come back as offsets in it, what a planner made of
-others as bytes; the trainer names and commits the save. As the connection ends, a save that is not committed fails.
+The process is a client of the trainer, over a Unix socket: see `saves.LocalSaves`. Pickled are the address of that
+socket, its secret, and a ticket for what was staged. Tensors that lie in the staged slot go back as offsets in it, what
+a planner made of others as bytes; the trainer names and commits the save, which fails as the connection ends.
 """
 
 from __future__ import annotations
@@ -13,156 +13,52 @@ import logging
 import mmap
 import os
 import pickle
-import secrets
-import threading
-import weakref
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ml_flashpoint.adapter.pytorch.staging import LeftOut, Staged, StagedStateDict
-from ml_flashpoint.copy.dtypes import dtype_name, octets_of, torch_dtype
+from ml_flashpoint.adapter.pytorch.staging import LeftOut, StagedStateDict
+from ml_flashpoint.copy.dtypes import dtype_name, octets_of
 from ml_flashpoint.engine.committing import BytesItem, TensorItem
 from ml_flashpoint.format import errors
-from ml_flashpoint.format.errors import FlashpointError, ProtocolError, SaveError
+from ml_flashpoint.format.errors import FlashpointError, SaveError
 from ml_flashpoint.format.knobs import collective_deadline_s, seal_deadline_s
 from ml_flashpoint.format.names import CheckpointContainerId
 from ml_flashpoint.net.client import Connection
-from ml_flashpoint.net.messages import Dialect, Fields, errors_of, list_of, text
-from ml_flashpoint.net.server import Peer, RequestServer
+from ml_flashpoint.net.messages import Dialect, Fields, errors_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _log = logging.getLogger(__name__)
 
-WIRE = Dialect(b"ml-flashpoint saving process 2", errors_of(errors), SaveError)
-_PIECE_BYTES = 64 << 20
-_PIECES = 1024
-"""Bytes of one blob, and blobs of one message."""
+WIRE = Dialect(b"ml-flashpoint saving process 3", errors_of(errors), SaveError)
+_BLOB_BYTES = 1 << 30
+_RANGES = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) .*?^Anonymous: +(\d+)", re.M | re.S)
+"""The ranges in ``smaps``, and the KiB of each that are the process's own."""
 
 
-# ---- the trainer's end --------------------------------------------------------------------------------------------
+# ---- the staged state ---------------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class _Session:
-    """One connection: its save, and what was received of the tensors and items to come."""
+def pickled(
+    key: str, state: dict[str, Any], place_of: Callable[[torch.Tensor], tuple[str, int] | None]
+) -> tuple[Any, ...]:
+    """Return what a staged state is pickled as: its ticket, and the state with places for the tensors in the slot.
 
-    save: Staged | None = None
-    received: list[bytes] = field(default_factory=list)
-
-
-class SaveServer:
-    """Has saving processes write saves of a trainer, which ``begin`` starts. Listens from the first use until it is
-    closed. Thread-safe."""
-
-    def __init__(self, begin: Callable[[CheckpointContainerId, Staged | None], Staged], rank: int) -> None:
-        self._begin, self._rank = begin, rank
-        self._lock = threading.Lock()
-        self._staged: weakref.WeakValueDictionary[str, Staged] = weakref.WeakValueDictionary()
-        self._server: RequestServer | None = None
-        self._secret = secrets.token_bytes(32)
-        self._address = f"\0flashpoint-{secrets.token_hex(16)}"  # an abstract name: there is no file
-
-    def reached_by(self) -> tuple[str, bytes]:
-        """Return address and secret. Raises `SaveError` if the socket or its thread cannot be made."""
-        with self._lock:
-            if self._server is None:
-                try:
-                    self._server = RequestServer(
-                        self._secret, self, WIRE, unix_path=self._address, idle_s=seal_deadline_s()
-                    )
-                except (OSError, RuntimeError) as error:
-                    raise SaveError(f"no other process can save: {error}", rank=self._rank) from error
-            return self._address, self._secret
-
-    def send(self, staged: Staged, state: dict[str, Any]) -> tuple[Any, ...]:
-        """Return what a staged state is pickled as: a ticket for the save, and the state without its staged tensors."""
-        key = secrets.token_hex(16)
-        with self._lock:
-            self._staged[key] = staged
-        stream = io.BytesIO()
-        pickler = _Pickler(stream, staged.place_of)
-        pickler.dump(state)
-        return _arrived, (key, pickler.path, stream.getvalue())
-
-    def close(self) -> None:
-        """Break off what saving processes are writing. Safe to call twice."""
-        with self._lock:
-            server, self._server = self._server, None
-        if server is not None:
-            server.close()
-
-    def open(self, peer: Peer) -> _Session:
-        """See `RequestHandler`."""
-        return _Session()
-
-    def closed(self, session: _Session) -> None:
-        """Give up what the saving process had not committed; see `RequestHandler`."""
-        if session.save is not None:
-            hint = "the next save is not affected"
-            session.save.fail(SaveError("its process is gone", rank=self._rank, hint=hint))
-
-    def handle(
-        self, session: _Session, op: str, fields: Fields, blobs: list[bytes]
-    ) -> tuple[Fields, Sequence[Buffer]] | None:
-        """Carry out one call of `RemoteSave`; see `RequestHandler`."""
-        save = session.save
-        if op == "begin":
-            version, key = CheckpointContainerId(text(fields, "version")), fields.get("key")
-            with self._lock:
-                staged = self._staged.pop(key, None) if isinstance(key, str) else None
-            if staged is None and key is not None:
-                raise SaveError("the save was given up before this process began", rank=self._rank)
-            session.save = self._begin(version, staged)
-        elif save is None:
-            raise ProtocolError(f"{op} comes before a save was begun")
-        elif op == "receive":
-            session.received += blobs
-        elif op == "commit":
-            others = fields.get("others")
-            save.others = None if others is None else frozenset(others)
-            save.fill(*_items(save, session.received, fields))
-            save.commit(list(zip(list_of(fields, "extra"), blobs, strict=True)))
-        elif op == "fail":
-            save.fail(WIRE.rebuild(fields["error"]))
-        else:
-            raise ProtocolError(f"there is no call {op}")
-        return {}, ()
-
-
-def _items(save: Staged, received: list[bytes], fields: Fields) -> tuple[list[TensorItem], list[BytesItem]]:
-    """Return the items of a call, of what was received and of what was staged."""
-
-    pieces = iter(received)
-
-    def take(count: int) -> bytearray:
-        found = list(islice(pieces, count))
-        if len(found) != count:
-            raise ProtocolError("less was sent than was announced")
-        return bytearray().join(found)
-
-    tensors: list[TensorItem] = []
-    for key, name, shape, offset, count in list_of(fields, "tensors"):
-        dtype = torch_dtype(name)
-        if offset is not None:
-            tensors.append((str(key), save.tensor_at(offset, dtype, shape)))
-            continue
-        data = take(count)
-        if len(data) != torch.Size(shape).numel() * dtype.itemsize:
-            raise ProtocolError(f"{key!r} was not sent as it was announced")
-        octets = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
-        tensors.append((str(key), octets.view(dtype).view(tuple(shape))))
-    return tensors, [(str(key), bytes(take(count))) for key, count in list_of(fields, "byte_items")]
+    Args:
+        place_of: returns file and offset of a tensor that lies in the slot; None for any other.
+    """
+    stream = io.BytesIO()
+    pickler = _Pickler(stream, place_of)
+    pickler.dump(state)
+    return _arrived, (key, pickler.path, stream.getvalue())
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a staged state, with places in a file for the tensors that lie in it."""
-
     def __init__(self, stream: io.BytesIO, place_of: Callable[[torch.Tensor], tuple[str, int] | None]) -> None:
         super().__init__(stream, pickle.HIGHEST_PROTOCOL)
         self.path: str | None = None
@@ -175,9 +71,6 @@ class _Pickler(pickle.Pickler):
         elif type(value) is not LeftOut:
             return None
         return offset, value.dtype, tuple(value.shape)
-
-
-# ---- the saving process's end --------------------------------------------------------------------------------------
 
 
 class _Unpickler(pickle.Unpickler):
@@ -202,8 +95,8 @@ class _PrivateFile:
             self._mapping = mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE, prot=protection)
         finally:
             os.close(descriptor)
-        self.begin = torch.frombuffer(self._mapping, dtype=torch.uint8, count=1).data_ptr()
-        self.end = self.begin + len(self._mapping)
+        self._begin = torch.frombuffer(self._mapping, dtype=torch.uint8, count=1).data_ptr()
+        self._end = self._begin + len(self._mapping)
 
     def tensor_at(self, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """Return the tensor at an offset, with a storage of its own: torch pickles all of a storage with a view."""
@@ -216,26 +109,16 @@ class _PrivateFile:
 
     def place_of(self, tensor: torch.Tensor) -> int | None:
         """Return where the memory of a tensor begins in the file; None if it is elsewhere, or not all of its memory."""
-        offset = tensor.data_ptr() - self.begin
+        offset = tensor.data_ptr() - self._begin
         plain = tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
-        return offset if plain and offset >= 0 and tensor.data_ptr() + tensor.nbytes <= self.end else None
+        return offset if plain and offset >= 0 and tensor.data_ptr() + tensor.nbytes <= self._end else None
 
     @property
     def changed(self) -> bool:
-        """True if this process may have written to the mapping."""
-        inside, pages = False, 0
-        try:
-            with open("/proc/self/smaps") as maps:
-                for line in maps:
-                    name, _, rest = line.partition(" ")
-                    if not name.endswith(":"):
-                        begin, _, end = name.partition("-")
-                        inside = int(begin, 16) < self.end and int(end, 16) > self.begin
-                    elif inside and name == "Anonymous:":
-                        pages += int(rest.split()[0])
-        except OSError:
-            return True
-        return pages > 0
+        """True if this process, where a planner transforms in place, may have written to the mapping."""
+        with open("/proc/self/smaps") as maps:
+            own = [(begin, end) for begin, end, kib in _RANGES.findall(maps.read()) if int(kib)]
+        return any(int(begin, 16) < self._end and int(end, 16) > self._begin for begin, end in own)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -257,6 +140,9 @@ def _arrived(key: str, path: str | None, data: bytes) -> StagedStateDict:
     return StagedStateDict(_Unpickler(data, file).load(), ArrivedState(key, file))
 
 
+# ---- the save -----------------------------------------------------------------------------------------------------
+
+
 class RemoteSaves:
     """The saves of a trainer, in a process that writes one of them. Picklable."""
 
@@ -275,44 +161,38 @@ class RemoteSaves:
 
 
 class RemoteSave:
-    """A save of a trainer: see `Staged`. It fails as its connection ends."""
+    """A save of a trainer: see `saves.Staged`. It fails as its connection ends."""
 
     def __init__(self, connection: Connection, file: _PrivateFile | None) -> None:
         self.others: frozenset[str] | None = None
         self._connection, self._file = connection, file
-        self._described: Fields = {}
+        self._tensors: list[tuple[Any, ...]] = []
+        self._byte_items: list[tuple[str, int]] = []
+        self._blobs: list[memoryview] = []
 
     def fill(self, tensors: Sequence[TensorItem], byte_items: Sequence[BytesItem]) -> None:
-        """Send what the trainer does not have of the items."""
+        """Take what the trainer does not have of the items."""
         file = None if self._file is None or self._file.changed else self._file
-        described: list[tuple[Any, ...]] = []
-        sent: list[memoryview] = []
         for key, tensor in tensors:
             place = None if file is None else file.place_of(tensor)
             is_sent = place is None and tensor.numel() > 0
-            pieces = _pieces(octets_of(tensor.cpu().contiguous()).data) if is_sent else []
-            described.append((key, dtype_name(tensor.dtype), tuple(tensor.shape), place, len(pieces)))
-            sent += pieces
-        counts = []
-        for key, data in byte_items:
-            pieces = _pieces(memoryview(data))
-            counts.append((key, len(pieces)))
-            sent += pieces
-        blobs, size = list[memoryview](), 0
-        for piece in sent:
-            if blobs and (size + piece.nbytes > _PIECE_BYTES or len(blobs) == _PIECES):
-                self.request("receive", {}, blobs)
-                blobs, size = [], 0
-            blobs.append(piece)
-            size += piece.nbytes
-        self.request("receive", {}, blobs)
-        self._described = {"tensors": described, "byte_items": counts}
+            count = self._add(octets_of(tensor.cpu().contiguous()).data) if is_sent else 0
+            self._tensors.append((key, dtype_name(tensor.dtype), tuple(tensor.shape), place, count))
+        self._byte_items += [(key, self._add(memoryview(data))) for key, data in byte_items]
+
+    def _add(self, data: memoryview) -> int:
+        """Add the blobs that data is sent as. Return their number."""
+        blobs = [data[begin : begin + _BLOB_BYTES] for begin in range(0, data.nbytes, _BLOB_BYTES)]
+        self._blobs += blobs
+        return len(blobs)
 
     def commit(self, extra: Sequence[BytesItem] = ()) -> None:
         """Have the object made and committed; return when the trainer's part is."""
+        self._byte_items += [(key, self._add(memoryview(data))) for key, data in extra]
         others = None if self.others is None else sorted(self.others)
-        fields = {**self._described, "others": others, "extra": [key for key, _ in extra]}
-        self.request("commit", fields, [data for _, data in extra])
+        self.request(
+            "commit", {"tensors": self._tensors, "byte_items": self._byte_items, "others": others}, self._blobs
+        )
         self._connection.close()
 
     def fail(self, error: BaseException) -> None:
@@ -324,7 +204,3 @@ class RemoteSave:
     def request(self, op: str, fields: Fields, blobs: Sequence[Buffer] = ()) -> None:
         """Have the trainer do something for this save. Raises `FlashpointError` as it does."""
         self._connection.request(op, fields, blobs, timeout_s=seal_deadline_s())
-
-
-def _pieces(data: memoryview) -> list[memoryview]:
-    return [data[begin : begin + _PIECE_BYTES] for begin in range(0, data.nbytes, _PIECE_BYTES)]

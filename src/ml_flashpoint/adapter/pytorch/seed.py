@@ -51,23 +51,17 @@ class CheckpointObjectManager:
         asked = None if replication_manager is None else replication_manager.checked
         with _lock:
             if self._base is not None and self._base != path:
-                raise InvalidArgumentError(
-                    f"one CheckpointObjectManager serves one base container, {self._base} here",
-                    argument="base",
-                    value=str(path),
-                    hint="use one base container a job, or a second manager",
-                )
+                text = f"one CheckpointObjectManager serves one base container, {self._base} here"
+                hint = "use one base container a job, or a second manager"
+                raise InvalidArgumentError(text, argument="base", value=str(path), hint=hint)
             if path not in _opened:
                 strategy = "none" if replication_manager is None else asked
                 _opened[path] = Checkpointer(path, Config(replication=strategy)), repr(asked)
             checkpointer, strategy_asked = _opened[path]
             if replication_manager is not None and repr(asked) != strategy_asked:
-                raise InvalidArgumentError(
-                    "the base container is open with another replication strategy, or with none",
-                    argument="replication_manager",
-                    value=asked,
-                    hint="give saver and loader the same ReplicationManager",
-                )
+                text = "the base container is open with another replication strategy, or with none"
+                hint = "give saver and loader the same ReplicationManager"
+                raise InvalidArgumentError(text, argument="replication_manager", value=asked, hint=hint)
             self._base = path
             return checkpointer
 
@@ -97,8 +91,7 @@ class ReplicationManager:
         self._initialized = False
 
     def initialize(self, checkpoint_object_manager: CheckpointObjectManager) -> None:
-        """Learn who the ranks are. Collective; a second call does nothing. Copies begin as a base container is
-        opened."""
+        """Learn who the ranks are. Collective. Copies begin as a base container is opened."""
         if not isinstance(checkpoint_object_manager, CheckpointObjectManager):
             raise InvalidArgumentError(
                 "must be a CheckpointObjectManager",
@@ -128,9 +121,9 @@ class DefaultMLFlashpointCheckpointSaver:
     Args:
         ckpt_obj_manager: says which base container; one of its own by default.
         replication_manager: who holds copies; nobody by default.
-        global_rank_getter, local_rank_getter, global_barrier_func, initial_buffer_size_bytes, use_optimized_save,
-            cache_staged_state_dict: accepted for callers that pass them, and ignored: the ranks are those of
-            ``torch.distributed``, and slots are as large as what is saved.
+        global_rank_getter, local_rank_getter, global_barrier_func, initial_buffer_size_bytes, use_optimized_save:
+            accepted for callers that pass them, and ignored: the ranks are those of ``torch.distributed``, and slots
+            are as large as what is saved.
 
     Attributes:
         saves: for a `MemoryStorageWriter`.
@@ -146,15 +139,9 @@ class DefaultMLFlashpointCheckpointSaver:
         initial_buffer_size_bytes: int = 16 << 30,
         *,
         use_optimized_save: bool | None = None,
-        cache_staged_state_dict: bool | None = None,
     ) -> None:
-        ignored(
-            "DefaultMLFlashpointCheckpointSaver",
-            local_rank_getter=local_rank_getter,
-            global_barrier_func=global_barrier_func,
-            use_optimized_save=use_optimized_save,
-            cache_staged_state_dict=cache_staged_state_dict,
-        )
+        unused = {"local_rank_getter": local_rank_getter, "global_barrier_func": global_barrier_func}
+        ignored("DefaultMLFlashpointCheckpointSaver", **unused, use_optimized_save=use_optimized_save)
         checked_integer("initial_buffer_size_bytes", initial_buffer_size_bytes, 1)
         self._objects = objects = ckpt_obj_manager or CheckpointObjectManager()
         self.saves = LocalSaves(

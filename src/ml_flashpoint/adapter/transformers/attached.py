@@ -23,14 +23,7 @@ import transformers
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import nn
-from transformers import (
-    EarlyStoppingCallback,
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
@@ -44,20 +37,15 @@ _log = logging.getLogger(__name__)
 
 _ATTACHED = "_ml_flashpoint"
 # What a run gives itself, whatever was saved.
-_OF_THE_RUN = (
-    "max_steps",
-    "num_train_epochs",
+_OF_THE_RUN = {
     "is_local_process_zero",
     "is_world_process_zero",
     "is_hyper_param_search",
-)
-_OF_THE_LOOP = (
-    "_tr_loss",
-    "_total_loss_scalar",
-    "_globalstep_last_logged",
-    "_initial_global_step",  # of which the total is the loss
-    "current_flos",
-)
+    "max_steps",
+    "num_train_epochs",
+}
+# The total is the loss since the initial step.
+_OF_THE_LOOP = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos")
 
 
 def attach(trainer: Trainer, base: str | os.PathLike[str], *, every_n_steps: int = 1, **options: Any) -> Trainer:
@@ -144,7 +132,7 @@ class TrainerFlashpoint(Flashpoint):
             UnaskedVersionsError: there are versions, and nobody has asked for them.
         """
         if not asked:
-            self._checkpointer.check_asked("resume_path(trainer)", hint="or attach with discard_existing=True")
+            self._checkpointer.check_usable("resume_path(trainer)", hint="or attach with discard_existing=True")
         self.resume(fallback=lambda: step)
 
     def step_to(self, step: int) -> None:
@@ -160,8 +148,6 @@ class TrainerFlashpoint(Flashpoint):
 
 class _Attached(TrainerCallback):  # type: ignore[misc]
     """Stands between a Trainer and its `TrainerFlashpoint`: takes the place of some of the Trainer's methods.
-
-    Args: as of `attach`.
 
     Attributes:
         flashpoint: of the latest ``train()``.
@@ -194,7 +180,9 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
         self._asked = False
         self._path: str | None = None  # what stands for the version that was found
         self.step_found: int | None = None
-        self._rest = _Rest(self)
+        self._loaded: dict[str, Any] | None = None
+        self._goes_on = False  # in the midst of an epoch, whose batches are left out
+        self._logs: list[str] = []  # entries of the log history, which are written once
         self._step = 0
         self._put_off = False
         self._updates = 1  # steps of the optimizer in an epoch
@@ -236,7 +224,7 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
             self.flashpoint = self._open()
         self._is_tracking = self._asked = False
         self._path = self.step_found = self.generators = None
-        self._rest.loaded = None
+        self._loaded = None
 
     def _track(self) -> None:
         trainer = self.trainer
@@ -252,7 +240,7 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
             model=model,
             optimizer=optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer,
             scheduler=trainer.lr_scheduler,
-            trainer=self._rest,
+            trainer=self,
         )
         if trainer.accelerator.scaler is not None:
             self.flashpoint.track(scaler=trainer.accelerator.scaler)
@@ -269,13 +257,13 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
         self._track()
         self.flashpoint.resume(step=self.step_found)
         self.generators = capture_rng_state()
-        self._rest.apply()
+        self._apply()
 
     def _restore_generators(self, given: Callable[..., None], checkpoint: str) -> None:
         """Restore random numbers, after a Trainer has fetched the first batches of what is left of an epoch."""
         if checkpoint != self._path or self.generators is None:
             given(checkpoint)
-        elif self.draws is None or not self._rest.goes_on:
+        elif self.draws is None or not self._goes_on:
             restore_rng_state(self.generators)
         else:
             self.draws.end_going_on()
@@ -292,13 +280,11 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
 
     # ---- training -------------------------------------------------------------------------------------------
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin to save."""
         self._step, self._put_off = state.global_step, False
-        if self._rest.loaded is not None:
-            self._rest.apply_to_loop(control)
+        if self._loaded is not None:
+            self._apply_to_loop(self._loaded, control)
             return
         if self.step_found is not None:
             text = "must be what resume_path(trainer) has returned: there is a version in memory"
@@ -320,9 +306,7 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
         if not control.should_training_stop:
             given(**kwargs)
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Have the step wait for the copy under way."""
         self.flashpoint.before_update()
 
@@ -353,51 +337,21 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
         done = self.trainer.state.global_step - self._began
         return 0 if done == self._updates else int(done * self.trainer.args.gradient_accumulation_steps)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End saving. Versions stay."""
         self.flashpoint.close()
 
-
-class Trained(nn.Module):
-    """The parameters of a module that are trained, as a module: of an adapter in a large model, only its own.
-
-    Args:
-        module: stays as it is.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad:
-                self.register_parameter(name.replace(".", "/"), parameter)
-
-
-class _Rest:
-    """The state of a Trainer besides model, optimizer, scheduler and scaler.
-
-    Attributes:
-        loaded: the state that was loaded; None unless one was.
-        goes_on: True if that is of the midst of an epoch, and its batches are left out.
-    """
-
-    def __init__(self, attached: _Attached) -> None:
-        self._attached = attached
-        self.loaded: dict[str, Any] | None = None
-        self.goes_on = False
-        self._logs: list[str] = []  # entries of the log history, which are written once
+    # ---- the state besides model, optimizer, scheduler and scaler ---------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the Trainer, of its callbacks which have one, and of the loop."""
-        trainer, draws, given = self._attached.trainer, self._attached.draws, self._attached.given()
+        trainer, draws, given = self.trainer, self.draws, self.given()
         history = trainer.state.log_history
         del self._logs[len(history) :]
         self._logs += [json.dumps(entry, default=float) for entry in history[len(self._logs) :]]
-        left_out = (*_OF_THE_RUN, "log_history")
-        fields = (each.name for each in dataclasses.fields(trainer.state) if each.name not in left_out)
+        fields = {each.name for each in dataclasses.fields(trainer.state)} - _OF_THE_RUN - {"log_history"}
         return {
-            "state": {name: getattr(trainer.state, name) for name in fields},
+            "state": {name: getattr(trainer.state, name) for name in sorted(fields)},
             "history": "\n".join(self._logs),
             "callbacks": [(type(each).__name__, each.state()["attributes"]) for each in self._callbacks()],
             "loop": {name: getattr(trainer, name) for name in _OF_THE_LOOP},
@@ -406,15 +360,14 @@ class _Rest:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep what was loaded, for `apply`."""
-        self.loaded = state
+        """Keep what was loaded."""
+        self._loaded = state
 
-    def apply(self) -> None:
+    def _apply(self) -> None:
         """Take over what was loaded, before training begins."""
-        attached, loaded = self._attached, self.loaded
+        trainer, draws, loaded = self.trainer, self.draws, self._loaded
         assert loaded is not None
-        assert attached.generators is not None
-        trainer, draws, given = attached.trainer, attached.draws, loaded["given"]
+        given = loaded["given"]
         for name, value in loaded["state"].items():
             setattr(trainer.state, name, value)
         trainer.state.log_history, self._logs = [json.loads(line) for line in loaded["history"].splitlines()], []
@@ -427,26 +380,36 @@ class _Rest:
             if callback is not None:
                 callbacks.remove(callback)
                 vars(callback).update(attributes)
-        self.goes_on = given > 0 and not trainer.args.ignore_data_skip
+        self._goes_on = given > 0 and not trainer.args.ignore_data_skip
         if draws is None or loaded["draws"] is None:
-            self.goes_on = False
-        elif self.goes_on:
-            draws.go_on(given, loaded["draws"], attached.generators)
+            self._goes_on = False
+        elif self._goes_on:
+            assert self.generators is not None
+            draws.go_on(given, loaded["draws"], self.generators)
         else:
             draws.begin_anew(loaded["draws"])
 
-    def apply_to_loop(self, control: TrainerControl) -> None:
+    def _apply_to_loop(self, loaded: dict[str, Any], control: TrainerControl) -> None:
         """Take over what a Trainer sets at the begin of training."""
-        assert self.loaded is not None
-        for name, value in self.loaded["loop"].items():
-            setattr(self._attached.trainer, name, value)
+        for name, value in loaded["loop"].items():
+            setattr(self.trainer, name, value)
         # Whatever else has stopped a training, a limit on time say, is over.
         control.should_training_stop = any(
             each.early_stopping_patience_counter >= each.early_stopping_patience
             for each in self._callbacks()
             if isinstance(each, EarlyStoppingCallback)
         )
-        self.loaded = None
+        self._loaded = None
 
     def _callbacks(self) -> list[Any]:
-        return [each for each in self._attached.trainer.callback_handler.callbacks if isinstance(each, ExportableState)]
+        return [each for each in self.trainer.callback_handler.callbacks if isinstance(each, ExportableState)]
+
+
+class Trained(nn.Module):
+    """The parameters of a module that are trained, as a module: of an adapter in a large model, only its own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                self.register_parameter(name.replace(".", "/"), parameter)

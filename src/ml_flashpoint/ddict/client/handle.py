@@ -20,7 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from ml_flashpoint.ddict.client import codec, shared_memory
+from ml_flashpoint.ddict.client import values
 from ml_flashpoint.ddict.client.keepalive import Client, Standing, await_leaves, client_of
 from ml_flashpoint.ddict.errors import (
     REQUESTS,
@@ -39,29 +39,9 @@ from ml_flashpoint.ddict.errors import (
 from ml_flashpoint.ddict.links import Exchange
 from ml_flashpoint.ddict.manager.shard import BROADCAST, DIRECT, PERSISTENT
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration, checked_timeout
+from ml_flashpoint.ddict.wire import requests as asked
 from ml_flashpoint.ddict.wire.keys import Unreadable, encode_key, place, readable_key, split_joined
-from ml_flashpoint.ddict.wire.requests import (
-    Abandon,
-    Account,
-    Allocate,
-    AwaitCommit,
-    Back,
-    Delete,
-    Get,
-    GetMany,
-    GoBack,
-    Join,
-    Keys,
-    Leave,
-    Move,
-    Newest,
-    Put,
-    PutMany,
-    Request,
-    State,
-    Whose,
-    Written,
-)
+from ml_flashpoint.ddict.wire.requests import Account, Back, Request, Whose, Written
 from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError
 from ml_flashpoint.net.client import Reply
 
@@ -175,8 +155,7 @@ class Handle:
             time.sleep(_PAUSE_S)  # there is no event for a manager that is behind
 
     def in_one_epoch(self, make: Callable[[], _Result], deadline: float) -> _Result:
-        """Make several requests, all in one epoch: what they find is of one cut. ``make``: makes them; again, if an
-        epoch began in their midst. Raises `DDictTimeoutError`: epochs began all the time."""
+        """Make several requests, all in one epoch: what they find is of one cut."""
         while True:
             epoch = self.standing.epoch
             found = make()
@@ -191,8 +170,8 @@ class Handle:
         return self.client.links.call(COORDINATOR, request, deadline=deadline).fields
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the dictionary; see `Coordinator.whole_state`."""
-        return self.ask_main(State())
+        """Return the state of the dictionary; see `Rules.state`."""
+        return self.ask_main(asked.State())
 
     def order(self, make: Callable[[Account], Request], deadline: float) -> dict[str, Any]:
         """Ask the coordinator for something that is not to happen after what this handle asks for later."""
@@ -239,8 +218,11 @@ class Handle:
     def delete(self, manager: int, key: bytes, expected: int, deadline: float) -> dict[str, Any]:
         """Delete a key, if its entry has this number; -1: in any case. ``ok`` in the answer: it was."""
 
-        def make(whose: Whose, flags: int) -> Delete:
-            return Delete(whose, flags, -1 if flags & BROADCAST else expected)  # entries elsewhere have other numbers
+        def make(whose: Whose, flags: int) -> asked.Delete:
+            # Entries elsewhere have other numbers.
+            return asked.Delete(
+                whose, flags, -1 if flags & BROADCAST else expected
+            )  # entries elsewhere have other numbers
 
         return self.change(manager, make, key, deadline=deadline)
 
@@ -253,8 +235,7 @@ class Handle:
         again: bool,
         flags: int = 0,
     ) -> _Result:
-        """Write at one manager. With `PERSISTENT`, the write belongs to no checkpoint, and does not make this a writing
-        handle. Raises `DDictWritesLostError`: what this handle wrote before is lost, and it has not gone back yet."""
+        """Write at one manager."""
         standing, flags = self.standing, flags | (0 if self.only is None else DIRECT)
         at, epoch = -1, standing.epoch
         self.check_writable()
@@ -283,8 +264,7 @@ class Handle:
     # ---- one key ------------------------------------------------------------------------------------------
 
     def get(self, manager: int, key: bytes, *, deadline: float, copy: bool = False, wait: bool = False) -> Found:
-        """Read a key at one manager; ``wait``: for the key to be written, if the dictionary does. Raises `DDictError`:
-        the value cannot be made here."""
+        """Read a key at one manager; ``wait``: for the key to be written, if the dictionary does."""
         try:
             return self._get(manager, key, deadline=deadline, copy=copy, wait=wait)
         except FlashpointError:
@@ -299,20 +279,20 @@ class Handle:
     def _get(self, manager: int, key: bytes, *, deadline: float, copy: bool = False, wait: bool = False) -> Found:
         def request(exchange: Exchange, whose: Whose) -> Found:
             # A manager elsewhere, which it may be since a moment ago, sends large values along.
-            answer = exchange.request(Get(whose, wait, remote=not exchange.local), key)
+            answer = exchange.request(asked.Get(whose, wait, remote=not exchange.local), key)
             return _found(answer.fields, answer.blobs, copy)
 
         return self.call(manager, request, deadline)
 
     def write(
-        self, manager: int, key: bytes, encoded: codec.Encoded, flags: int = 0, *, expected: int = -1, deadline: float
+        self, manager: int, key: bytes, encoded: values.Encoded, flags: int = 0, *, expected: int = -1, deadline: float
     ) -> bool:
         """Write a key at one manager. Returns false if ``expected`` is not the number of the key's entry (0: none)."""
 
         def put(exchange: Exchange, whose: Whose, flags: int) -> dict[str, Any]:
-            told = Put(whose, flags, "", expected)
+            told = asked.Put(whose, flags, "", expected)
             if encoded.inline:
-                return exchange.request(told, key, codec.to_inline(encoded)).fields
+                return exchange.request(told, key, values.to_inline(encoded)).fields
             return self._put_large(exchange, key, encoded, told)
 
         again = expected < 0  # a conditional write that was done would fail the second time
@@ -340,21 +320,21 @@ class Handle:
         encoded = encode_key(key)
         return place(encoded, self.configuration.managers) if self.only is None else self.only, encoded
 
-    def _put_large(self, exchange: Exchange, key: bytes, encoded: codec.Encoded, told: Put) -> dict[str, Any]:
-        size = shared_memory.object_size(encoded)
-        reserved = exchange.request(Allocate(told.whose, size), key).fields
+    def _put_large(self, exchange: Exchange, key: bytes, encoded: values.Encoded, told: asked.Put) -> dict[str, Any]:
+        size = values.object_size(encoded)
+        reserved = exchange.request(asked.Allocate(told.whose, size), key).fields
         value_id = reserved["v"]
         told = told._replace(value_id=value_id)
         try:
             if not exchange.local:
-                blobs = shared_memory.object_blobs(encoded, reserved["size"], value_id)
+                blobs = values.object_blobs(encoded, value_id)
                 return exchange.request(told, key, *blobs).fields
             with self.client.writer.writing(reserved["path"], value_id) as write:
                 write(encoded)
                 return exchange.request(told, key).fields
         except BaseException:
             with contextlib.suppress(FlashpointError):  # when the connection is gone, the manager knows
-                exchange.request(Abandon(value_id))
+                exchange.request(asked.Abandon(value_id))
             raise
 
     # ---- many keys ----------------------------------------------------------------------------------------
@@ -365,7 +345,7 @@ class Handle:
             yield from map(readable_key, keys)
 
     def _ask_keys(self, manager: int, deadline: float, *, count: bool = False) -> Reply:
-        return self.ask(manager, lambda whose: Keys(whose, self.only is None, count), deadline=deadline)
+        return self.ask(manager, lambda whose: asked.Keys(whose, self.only is None, count), deadline=deadline)
 
     def _keys(self, managers: Iterable[int], deadline: float) -> list[tuple[int, list[bytes]]]:
         return [(each, list(split_joined(self._ask_keys(each, deadline).blobs[0]))) for each in managers]
@@ -408,7 +388,7 @@ class Handle:
         """Return those that are there, with their values."""
 
         def ask(exchange: Exchange, whose: Whose) -> Reply:
-            return exchange.request(GetMany(whose, remote=not exchange.local), *keys)
+            return exchange.request(asked.GetMany(whose, remote=not exchange.local), *keys)
 
         answer = self.call(manager, ask, deadline)
         items = []
@@ -437,7 +417,7 @@ class Handle:
                 # The session must not keep the handle: when it is forgotten, it has left.
                 self.client.keepalive.begin(deadline)
                 with self._going_astray():
-                    self.order(Join, deadline)
+                    self.order(asked.Join, deadline)
                 self.standing.joined = True
                 self.client.keepalive.standings[self.standing.handle] = self.standing
                 _leave_at_exit()
@@ -445,9 +425,7 @@ class Handle:
     # ---- checkpoints --------------------------------------------------------------------------------------
 
     def move(self, checkpoint_id: int, deadline: float, *, onwards: bool = False) -> None:
-        """Go to another checkpoint; with ``onwards``, or to the next one that nobody has skipped. Raises
-        `DDictWritesLostError`: what this handle wrote is lost, and it has not gone back yet; `DDictTimeoutError`: an
-        older checkpoint cannot retire, as others have not done their part in time."""
+        """Go to another checkpoint; with ``onwards``, or to the next one that nobody has skipped."""
         with self._turn(deadline):
             self.standing.check_whole()
             self._finish_rollback(deadline)
@@ -457,7 +435,7 @@ class Handle:
         standing = self.standing
         if standing.joined:
             with self._going_astray():
-                moved = self.order(lambda account: Move(account, checkpoint_id, onwards), deadline)
+                moved = self.order(lambda account: asked.Move(account, checkpoint_id, onwards), deadline)
                 checkpoint_id = int(moved["position"])
         else:
             standing.tell()
@@ -475,8 +453,7 @@ class Handle:
         standing.astray = False
 
     def rollback(self, to: int, *, discard: bool, deadline: float) -> None:
-        """Go back to a checkpoint, and discard what this handle wrote above it. If a manager cannot be reached,
-        whatever the handle does next begins with finishing this."""
+        """Go back to a checkpoint, and discard what this handle wrote above it."""
         with self._turn(deadline):
             if to <= self.standing.checkpoint_id:
                 if discard or self.standing.lost is not None:
@@ -498,7 +475,7 @@ class Handle:
         standing.go_back(back)
         session = standing.session if standing.joined else ""
         try:
-            state = self.order(lambda account: GoBack(account.whose, session, back), deadline)
+            state = self.order(lambda account: asked.GoBack(account.whose, session, back), deadline)
         except FlashpointError as error:
             if isinstance(error, (DDictTimeoutError, DDictManagerLostError)):
                 standing.checkpoint_id = to  # it may be done but for a manager that is away
@@ -515,10 +492,7 @@ class Handle:
             )
 
     def await_commit(self, checkpoint_id: int, deadline: float, *, if_written: bool = False) -> int:
-        """Wait until a checkpoint is committed. Returns the newest that is. ``if_written``: do not wait where nobody
-        writes. Raises `InvalidArgumentError`: this handle writes there, or below, so it would wait for itself;
-        `DDictWritesLostError`: what this handle wrote is lost, so it will not be; `DDictTimeoutError`: it was not in
-        time."""
+        """Wait until a checkpoint is committed. Returns the newest that is."""
         with self._turn(deadline):  # to the end: what is heard is of where the handle is now
             self.standing.check_whole()
             self._finish_rollback(deadline)
@@ -529,7 +503,7 @@ class Handle:
                     value=checkpoint_id,
                     hint="checkpoint() first",
                 )
-            state = self.order(lambda account: AwaitCommit(account, checkpoint_id, if_written), deadline)
+            state = self.order(lambda account: asked.AwaitCommit(account, checkpoint_id, if_written), deadline)
             return int(state["committed"])
 
     def sync(self, deadline: float) -> None:
@@ -537,7 +511,7 @@ class Handle:
         with self._turn(deadline):
             standing = self.standing
             is_answer = standing.lost is not None and standing.untold is None  # to what it was told
-            state = self.order(lambda account: Newest(account.whose.epoch), deadline)
+            state = self.order(lambda account: asked.Newest(account.whose.epoch), deadline)
             to = max(0, int(state["committed"]))
             if is_answer or standing.going_back is not None or standing.wrote_above(to):
                 self._go_back(Back(to, onwards=True), deadline)
@@ -571,7 +545,7 @@ class Handle:
             self._finish_rollback(now + max(0.0, deadline - now) / 2)  # and the other half for what follows
         if self.standing.is_known:
             try:
-                self.client.links.call(COORDINATOR, Leave(self.standing.account()), deadline=deadline)
+                self.client.links.call(COORDINATOR, asked.Leave(self.standing.account()), deadline=deadline)
                 self.client.keepalive.standings.pop(self.standing.handle, None)
             except FlashpointError:
                 self.client.keepalive.forget(self.standing)
@@ -579,12 +553,12 @@ class Handle:
 
 def _found(fields: dict[str, Any], blobs: Sequence[bytes], copy: bool) -> Found:
     if "path" in fields:
-        value = shared_memory.read_value(fields["path"], fields["v"], copy=copy)
+        value = values.read_value(fields["path"], fields["v"], copy=copy)
     elif "v" in fields:
         whole = blobs[0] if len(blobs) == 1 else bytearray().join(blobs)
-        value = shared_memory.read_object(whole, fields["v"], copy=copy, file_size=fields["size"])
+        value = values.read_object(whole, fields["v"], copy=copy)
     else:
-        value = codec.from_inline(blobs[0], copy=copy)
+        value = values.from_inline(blobs[0], copy=copy)
     return Found(value, fields["s"])
 
 
@@ -601,8 +575,7 @@ class Batch:
         self._bytes: Counter[int] = Counter()
 
     def add(self, manager: int, key: bytes, inline: bytes, deadline: float) -> None:
-        """Collect a write; sends what there is for this manager if that is much. ``inline``: the value, by
-        `codec.to_inline`. Raises `FlashpointError`: what was sent could not be written."""
+        """Collect a write; sends what there is for this manager if that is much."""
         self._items[manager][key] = inline
         self._bytes[manager] += len(key) + len(inline)
         if len(self._items[manager]) >= _MOST or self._bytes[manager] >= _MOST_BYTES:
@@ -613,8 +586,7 @@ class Batch:
         self._items[manager].pop(key, None)
 
     def flush(self, deadline: float) -> None:
-        """Send everything. Raises `FlashpointError`: some of it could not be written. That stays, to be sent again,
-        unless it is `DDictWritesLostError`: then all is lost with what the handle has written before."""
+        """Send everything."""
         try:
             for manager in list(self._items):
                 self._send(manager, deadline)
@@ -636,7 +608,7 @@ class Batch:
     def _put(self, manager: int, items: list[tuple[bytes, bytes]], deadline: float, flags: int = 0) -> list[Any]:
         blobs = [part for item in items for part in item]
         answer = self._access.change(
-            manager, lambda whose, its: PutMany(whose, its | flags), *blobs, again=True, deadline=deadline
+            manager, lambda whose, its: asked.PutMany(whose, its | flags), *blobs, again=True, deadline=deadline
         )
         for error, _, _ in answer["outcomes"]:
             if error is not None:
@@ -656,10 +628,8 @@ _leaves_at_exit = 0  # process that has said that it does
 
 
 def _leave_at_exit() -> None:
-    """Have the handles of this process say that they leave when it ends in an orderly way: what they wrote counts then.
-
-    By `multiprocessing`, whose children run nothing else at their end; in other processes it is run by `atexit`.
-    """
+    """Have the handles of this process say that they leave when it ends in an orderly way: what they wrote counts
+    then."""
     global _leaves_at_exit
     if _leaves_at_exit != os.getpid():
         _leaves_at_exit = os.getpid()

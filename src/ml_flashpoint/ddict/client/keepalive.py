@@ -15,7 +15,7 @@ import time
 import weakref
 from typing import Any
 
-from ml_flashpoint.ddict.client.shared_memory import ValueWriter
+from ml_flashpoint.ddict.client.values import ValueWriter
 from ml_flashpoint.ddict.errors import (
     DDictCheckpointRetiredError,
     DDictDestroyedError,
@@ -28,7 +28,7 @@ from ml_flashpoint.ddict.errors import (
 )
 from ml_flashpoint.ddict.links import Exchange, Links, locator
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
-from ml_flashpoint.ddict.wire.requests import Account, Attach, Back, CatchUp, Join, Leave, Watch, Whose, Written
+from ml_flashpoint.ddict.wire.requests import Account, Back, CatchUp, Join, Leave, Watch, Whose, Written
 from ml_flashpoint.format.errors import FlashpointError
 
 _log = logging.getLogger(__name__)
@@ -71,8 +71,7 @@ class Standing:
         return self.joined or self.astray or self.going_back is not None or self.written != Written()
 
     def whose(self, *, writes: bool = False) -> Whose:
-        """Return whose a request is. Raises `StaleRequestError`: it has to be told something first; or it ``writes``,
-        and has to go back."""
+        """Return whose a request is."""
         with self._lock:
             if self.untold is not None or (writes and (self.lost is not None or self.going_back is not None)):
                 raise StaleRequestError("this handle has something else to do first")
@@ -187,8 +186,7 @@ class Keepalive:
         _keepalives.add(self)
 
     def begin(self, deadline: float) -> None:
-        """Have a session. Raises `DDictManagerLostError`: the coordinator is not there, or has as many as it can
-        take."""
+        """Have a session."""
         with self._lock:
             if not self._threads:
                 self._threads = [
@@ -244,7 +242,7 @@ class Keepalive:
             try:
                 link = self._links.connect(COORDINATOR, 5.0)
                 try:
-                    Exchange(link, time.monotonic() + 5.0).request(Attach(self.id))
+                    Exchange(link, time.monotonic() + 5.0).request(Watch(self.id, -1, 0))
                     for standing in list(self.standings.values()):
                         self._join_again(standing)
                     self._attached.set()
@@ -252,7 +250,7 @@ class Keepalive:
                     while not self._closed.is_set():
                         # A coordinator that is stopped takes its time. The end of either side breaks the connection.
                         exchange = Exchange(link, time.monotonic() + _PATIENCE_S)
-                        epoch = int(exchange.request(Watch(epoch, _WATCH_S)).fields["epoch"])
+                        epoch = int(exchange.request(Watch(self.id, epoch, _WATCH_S)).fields["epoch"])
                         self._tell(epoch)
                 finally:
                     if not self._closed.is_set():

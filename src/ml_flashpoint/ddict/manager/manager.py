@@ -1,41 +1,62 @@
 """A manager: its share of the keys, their values, and what it does for the others.
 
-Owns the lock around the shard, the memory that values may take, what checkpoints hold of it, and how one that was
-started anew comes to hold what the one before it held. Reading and writing keys is `service`'s.
+Owns the lock around the shard, the memory that values may take, what checkpoints hold of it, how one that was started
+anew comes to hold what the one before it held, and the meaning of each request. On a Unix socket each side also checks
+that the other runs as the same user.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import struct
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from ml_flashpoint.ddict.errors import (
+    REQUESTS,
     DDictError,
     DDictFullError,
+    DDictKeyError,
     DDictManagerLostError,
     DDictPersistError,
+    DDictReadOnlyError,
     DDictTimeoutError,
     StaleEpochError,
     StaleRequestError,
 )
 from ml_flashpoint.ddict.links import Links, allow_many_files, locator
 from ml_flashpoint.ddict.manager.parts import PersistedParts
-from ml_flashpoint.ddict.manager.shard import ENTRY_BYTES, Entry, Shard
-from ml_flashpoint.ddict.manager.slots import ValueSlots
+from ml_flashpoint.ddict.manager.shard import BROADCAST, DIRECT, ENTRY_BYTES, Entry, InlineValue, Shard, Value
 from ml_flashpoint.ddict.manager.snapshots import Snapshots
-from ml_flashpoint.ddict.manager.store import PartStore, part_ref
+from ml_flashpoint.ddict.manager.store import (
+    PartStore,
+    ValueSlots,
+    in_pieces,
+    inline_number,
+    number_to_inline,
+    part_id,
+)
 from ml_flashpoint.ddict.options import COORDINATOR, Configuration
 from ml_flashpoint.ddict.wire import requests as asked
 from ml_flashpoint.ddict.wire.fence import Fence
-from ml_flashpoint.ddict.wire.requests import Request, SealedPart
-from ml_flashpoint.format.errors import FlashpointError
+from ml_flashpoint.ddict.wire.keys import MAX_KEY_BYTES, place
+from ml_flashpoint.ddict.wire.requests import Request, Result, SealedPart, Whose
+from ml_flashpoint.format.errors import CapacityError, FlashpointError, ProtocolError
 from ml_flashpoint.format.knobs import seal_deadline_s
 from ml_flashpoint.net.client import Address
 from ml_flashpoint.net.messages import Fields
+from ml_flashpoint.net.server import Peer, RequestServer
 from ml_flashpoint.stores.durable import version_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 _log = logging.getLogger(__name__)
 
@@ -70,8 +91,16 @@ class _Prepared(NamedTuple):
     entries: list[Entry]
 
 
+@dataclass(eq=False, slots=True)
+class Session:
+    """A connection of a client or another manager."""
+
+    peer: Peer
+    reserved: set[str] = field(default_factory=set)  # values that it has a reservation for and has not put yet
+
+
 class Manager:
-    """See the module. Thread-safe.
+    """See the module. Thread-safe. Serves from construction until `close`.
 
     Args:
         config: ``configuration`` as JSON, number of the ``manager``, its ``incarnation`` (16 hexadecimal digits),
@@ -121,12 +150,45 @@ class Manager:
         self._ready = threading.Event()  # requests may come before
         self._lost: DDictManagerLostError | None = None
         self._failures: dict[int, FlashpointError] = {}
+        unix_path, host = str(Path(configuration.base, f"m-{number}.sock")), config.get("host")
+        try:
+            self._server = RequestServer(configuration.secret, self, REQUESTS, unix_path=unix_path, tcp_host=host)
+            self._begin_at(self._server.addresses)
+        except BaseException:
+            self._end()
+            raise
+
+    # ---- requests -----------------------------------------------------------------------------------------
+
+    def open(self, peer: Peer) -> Session:
+        """See `RequestHandler`."""
+        return Session(peer)
+
+    def handle(self, session: Session, operation: str, fields: Fields, blobs: list[bytes]) -> Result:
+        """See `RequestHandler`."""
+        request, deadline = asked.decode(operation, fields)
+        found = _OPERATIONS.get(type(request))
+        if found is None:
+            raise ProtocolError(f"a manager has no operation {operation!a}")
+        if not self.is_ready and type(request) not in _AT_ANY_TIME:
+            self.wait_until_ready(deadline)
+        try:
+            answer = found(_Call(self, session, blobs, deadline), request)
+            return answer if isinstance(answer, tuple) else (answer or {}, ())
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # which refer to values, for as long as the error is anywhere
+            raise
+        finally:
+            self.slots.collect()
+
+    def closed(self, session: Session) -> None:
+        """See `RequestHandler`."""
+        self.slots.abandon(session.reserved)
 
     # ---- life ---------------------------------------------------------------------------------------------
 
-    def begin_at(self, addresses: Sequence[Address]) -> None:
-        """Begin, reached at these addresses. One that was restarted is ready when the epoch has begun that it asks
-        for."""
+    def _begin_at(self, addresses: Sequence[Address]) -> None:
+        """Begin, reached at these addresses."""
         if self._restarted:
             threading.Thread(target=self._return, args=(addresses,), name="ddict-return", daemon=True).start()
         else:
@@ -179,7 +241,12 @@ class Manager:
         return error
 
     def close(self) -> None:
-        """Let go of everything. Files stay where they are."""
+        """Stop serving, and let go of everything. Files stay where they are."""
+        self.ended.set()
+        self._server.close()
+        self._end()
+
+    def _end(self) -> None:
         self.ended.set()
         self.links.close()
         self.snapshots.close()
@@ -252,8 +319,7 @@ class Manager:
 
     def make_room(self, nbytes: int, key: bytes, checkpoint_id: int, writer: str, deadline: float) -> None:
         """Wait a moment for checkpoints that are about to retire, if there is no room for a value in place of what its
-        put replaces; under the lock, which is let go of meanwhile: look at the shard after this, not before. Raises
-        `DDictFullError`: there still is no room."""
+        put replaces; under the lock, which is let go of meanwhile: look at the shard after this, not before."""
         limit = self.rules.limit_bytes
         nbytes += ENTRY_BYTES + len(key)
 
@@ -271,8 +337,7 @@ class Manager:
             )
 
     def wait_for(self, holds: Callable[[], bool], deadline: float, is_gone: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until ``holds()``; under the lock, which is let go of meanwhile. Returns whether it does. ``is_gone``:
-        whether nobody waits for the answer any more. Raises `StaleEpochError`: another epoch has begun meanwhile."""
+        """Wait until ``holds()``; under the lock, which is let go of meanwhile. Returns whether it does."""
         self.waiting += 1
         epoch = self.epoch
         try:
@@ -286,8 +351,9 @@ class Manager:
         finally:
             self.waiting -= 1
 
-    def wait_for_keys(self, checkpoint_id: int, deadline: float, is_gone: Callable[[], bool]) -> None:
+    def wait_for_keys(self, told: asked.AwaitKeys, deadline: float, is_gone: Callable[[], bool]) -> None:
         """Wait until all keys of a checkpoint are written again at a later one."""
+        checkpoint_id = told.checkpoint_id
         with self.changed:
             if not self.wait_for(lambda: self.shard.missing_after(checkpoint_id) is None, deadline, is_gone):
                 raise DDictTimeoutError(
@@ -301,15 +367,13 @@ class Manager:
     # ---- epochs -------------------------------------------------------------------------------------------
 
     def check_epoch(self, epoch: object) -> None:
-        """Refuse what belongs to another epoch; under the lock. Raises `StaleEpochError`: this does;
-        `DDictManagerLostError`: this manager is lost, and begins none."""
+        """Refuse what belongs to another epoch; under the lock."""
         if epoch != self.epoch:
             at = f"is in epoch {self.epoch}" if self.epoch >= 0 else "has not begun any epoch yet"
             raise self._lost or StaleEpochError(f"manager {self.number} {at}", manager=self.number)
 
     def begin(self, told: asked.Begin) -> None:
-        """Begin an epoch; see `Begin`. Raises `DDictManagerLostError`: this one was lost, and cannot go on from
-        there."""
+        """Begin an epoch; see `Begin`."""
         with self._begun:  # the coordinator may ask again before it has heard an answer
             if self._lost is not None:
                 raise self._lost
@@ -349,7 +413,7 @@ class Manager:
     def _recover(self, sealed: Sequence[SealedPart]) -> None:
         missing = {part.cut: part for part in sealed if part.cut not in self._kept}
         if missing:
-            found, failures = self.snapshots.recover([part_ref(part.name, part.cut) for part in missing.values()])
+            found, failures = self.snapshots.recover([part_id(part.run, part.cut) for part in missing.values()])
             self._failures = {missing[cut].checkpoint_id: error for cut, error in failures.items()}
             with self.changed:
                 self._kept |= {cut: _Prepared(missing[cut].checkpoint_id, its) for cut, its in found.items()}
@@ -392,13 +456,12 @@ class Manager:
         if any(each > told.committed for each in self.snapshots.sealed()):
             self.snapshots.forget_after(told.committed)
 
-    def seal(self, told: asked.Seal, deadline: float) -> str:
-        """Have verified copies of a prepared cut; returns the name of the snapshot's part. Raises `FlashpointError`:
-        not now."""
+    def seal(self, told: asked.Seal, deadline: float) -> int:
+        """Have verified copies of a prepared cut; returns the number of the snapshot's part."""
         with self.changed:
             self.check_epoch(told.epoch)
             entries = self._prepared(told.cut)
-        return self.snapshots.seal(told.cut, entries, max(0.1, deadline - time.monotonic())).name
+        return self.snapshots.seal(told.cut, entries, max(0.1, deadline - time.monotonic())).run
 
     def settle(self, told: asked.Settle) -> None:
         """Let go of what no one needs any more; see `Settle`."""
@@ -428,3 +491,302 @@ class Manager:
     def _retain(self, is_wanted: Callable[[int], bool]) -> None:
         with self.changed:
             self._kept = {each: entries for each, entries in self._kept.items() if is_wanted(each)}
+
+
+_NUMBER_BYTES: Final = 100
+_AT_ONCE: Final = 2000  # keys that are looked at under one lock
+_LENGTH: Final = struct.Struct(">I")
+
+
+@dataclass(slots=True)
+class _Call:
+    """A request: its receiver, and what it comes with."""
+
+    manager: Manager
+    session: Session
+    blobs: list[bytes]
+    deadline: float
+
+    @property
+    def key(self) -> bytes:
+        """The key, which comes first."""
+        if not self.blobs or not 0 < len(self.blobs[0]) <= MAX_KEY_BYTES:
+            raise ProtocolError("a key must come first")
+        return self.blobs[0]
+
+    def check_read(self, whose: Whose) -> None:
+        """Refuse a read of another epoch, and what its handle gave up before. Under the lock, just before the read."""
+        self.manager.check_epoch(whose.epoch)
+        with contextlib.suppress(StaleRequestError):  # a read that comes late does no harm
+            self.manager.fence.hear(whose.handle, whose.generation, self.manager.epoch)
+
+    def check_change(self, whose: Whose) -> Fields:
+        """Refuse a change that came too late, or may not be made. Under the lock, just before the change."""
+        manager = self.manager
+        manager.check_epoch(whose.epoch)
+        manager.fence.hear(whose.handle, whose.generation, manager.epoch)
+        if manager.is_dead(whose.handle):
+            raise StaleEpochError("the connection of this handle's process broke", manager=manager.number)
+        self.check_writable()
+        return manager.late_for(whose.checkpoint_id)
+
+    def check_writable(self) -> None:
+        """Refuse writes where none may be made."""
+        if self.manager.frozen:
+            raise DDictReadOnlyError(
+                "the dictionary is frozen", manager=self.manager.number, hint="unfreeze() it first"
+            )
+        if self.manager.rules.read_only:
+            raise DDictReadOnlyError("the dictionary is read-only", manager=self.manager.number)
+
+    def seen(self, key: bytes, checkpoint_id: int) -> Entry | None:
+        """Return the entry that a reader sees who does not wait; where keys are waited for, none that has to be written
+        yet."""
+        return self.manager.shard.find(key, checkpoint_id, written=self.manager.rules.wait_for_keys)
+
+    def is_as_expected(self, key: bytes, checkpoint_id: int, expected: int) -> bool:
+        """Return True if a key's entry has this number; 0: if there is none; -1: in any case."""
+        entry = None if expected < 0 else self.seen(key, checkpoint_id)
+        return expected < 0 or (0 if entry is None else entry.sequence) == expected
+
+
+def _others(found: Entry | None, flags: int) -> Fields:
+    """Return what tells a client to change a key at the other managers, too."""
+    return {"b": True} if found is not None and found.broadcast and not flags & (BROADCAST | DIRECT) else {}
+
+
+# ---- what clients ask for -------------------------------------------------------------------------------------------
+
+
+def _put(call: _Call, request: asked.Put) -> Fields:
+    manager, key, blobs = call.manager, call.key, call.blobs
+    value_id, reserved = request.value_id, call.session.reserved
+    checkpoint_id, writer = request.whose.checkpoint_id, sys.intern(request.whose.handle)  # one text for all entries
+    if value_id:
+        if value_id not in reserved:
+            raise ProtocolError(f"this connection has no reservation called {value_id!a}")
+        if len(blobs) > 1:
+            manager.slots.fill(value_id, blobs[1:])
+    elif len(blobs) < 2:
+        raise ProtocolError("a put needs a value")
+    with manager.changed:
+        if value_id:
+            value: Value = manager.slots.adopt(value_id)
+            reserved.discard(value_id)
+        else:
+            value = InlineValue(blobs[1])
+            manager.make_room(value.nbytes, key, checkpoint_id, writer, call.deadline)
+        answer = call.check_change(request.whose)
+        if not call.is_as_expected(key, checkpoint_id, request.expected):
+            return {"ok": False, **answer}
+        others = _others(manager.shard.find(key, checkpoint_id), request.flags)
+        flags = request.flags | BROADCAST if others else request.flags
+        manager.put(Entry(key, checkpoint_id, writer, value, flags))
+    return {"ok": True, **others, **answer}
+
+
+def _put_many(call: _Call, request: asked.PutMany) -> Result:
+    put = asked.Put(request.whose, request.flags)
+    if len(call.blobs) % 2:
+        raise ProtocolError("a put needs a value")
+    return _many(call, 2, lambda one: (_put(one, put), ()))
+
+
+def _get_many(call: _Call, request: asked.GetMany) -> Result:
+    get = asked.Get(request.whose, remote=request.remote)
+    return _many(call, 1, lambda one: _get(one, get))
+
+
+def _many(call: _Call, count: int, make: Callable[[_Call], Result]) -> Result:
+    """Do the same for every ``count`` blobs, each with its own outcome."""
+    outcomes: list[list[Any]] = []
+    answers: list[Buffer] = []
+    deadline, late = call.deadline, -1
+    for at in range(0, len(call.blobs), count):
+        try:
+            found, data = make(replace(call, blobs=call.blobs[at : at + count], deadline=deadline))
+            late = max(late, found.get("late", -1))
+            outcomes.append([None, found, len(data)])
+            answers.extend(data)
+        except (StaleEpochError, StaleRequestError):
+            raise  # for all of them: what was done is of an epoch that is over, or can be done again
+        except FlashpointError as error:
+            if isinstance(error, DDictFullError):
+                deadline = time.monotonic()  # all the others need not wait for room
+            outcomes.append([REQUESTS.describe(error), {}, 0])
+    return {"outcomes": outcomes, "late": late}, answers
+
+
+def _add(call: _Call, request: asked.Add) -> Fields:
+    manager, key, before = call.manager, call.key, request.default
+    checkpoint_id, writer = request.whose.checkpoint_id, request.whose.handle
+    with manager.changed:
+        manager.make_room(_NUMBER_BYTES, key, checkpoint_id, writer, call.deadline)
+        answer = call.check_change(request.whose)
+        found = manager.shard.find(key, checkpoint_id)
+        if found is not None:
+            known = inline_number(found.value.data) if isinstance(found.value, InlineValue) else None
+            if known is None:
+                raise DDictError("fetch_add needs a number, and the key has another value", manager=manager.number)
+            before = known
+        value = InlineValue(number_to_inline(before + request.amount))
+        manager.put(Entry(key, checkpoint_id, writer, value, found.flags if found else request.flags))
+    return {"before": before, **_others(found, request.flags), **answer}
+
+
+def _delete(call: _Call, request: asked.Delete) -> Fields:
+    manager, key, checkpoint_id = call.manager, call.key, request.whose.checkpoint_id
+    with manager.changed:
+        answer = call.check_change(request.whose)
+        found = manager.shard.find(key, checkpoint_id)
+        if found is None:
+            raise DDictKeyError("no such key", checkpoint_id=checkpoint_id)
+        if not call.is_as_expected(key, checkpoint_id, request.expected):
+            return {"ok": False}
+        manager.put(Entry(key, checkpoint_id, request.whose.handle, None, found.flags))
+    return {"ok": True, **_others(found, request.flags), **answer}
+
+
+def _clear(call: _Call, request: asked.Clear) -> Fields:
+    manager, whose = call.manager, request.whose
+    with manager.changed:
+        answer = call.check_change(whose)
+        for found in list(manager.shard.entries(whose.checkpoint_id)):
+            manager.put(Entry(found.key, whose.checkpoint_id, whose.handle, None, found.flags))
+    return answer
+
+
+def _allocate(call: _Call, request: asked.Allocate) -> Fields:
+    manager, whose = call.manager, request.whose
+    with manager.changed:
+        manager.check_epoch(whose.epoch)
+        call.check_writable()
+        manager.shard.check_readable(whose.checkpoint_id)
+        manager.make_room(request.nbytes, call.key, whose.checkpoint_id, whose.handle, call.deadline)
+        try:
+            reservation = manager.slots.allocate(request.nbytes)
+        except CapacityError as error:  # of the filesystem, although it is within the manager's share
+            told = {name: getattr(error, name) for name in ("needed_bytes", "available_bytes", "path", "hint")}
+            raise DDictFullError(error.message, manager=manager.number, **told) from error
+    call.session.reserved.add(reservation.value_id)
+    return {"v": reservation.value_id, "path": reservation.path}
+
+
+def _abandon(call: _Call, request: asked.Abandon) -> Fields:
+    if request.value_id in call.session.reserved:
+        call.session.reserved.discard(request.value_id)
+        call.manager.slots.abandon([request.value_id])
+    return {}
+
+
+def _get(call: _Call, request: asked.Get) -> Result:
+    manager, key, checkpoint_id = call.manager, call.key, request.whose.checkpoint_id
+    with manager.changed:
+        call.check_read(request.whose)
+        if manager.rules.wait_for_keys and request.wait:
+            _wait_for_key(call, key, checkpoint_id)
+        entry = call.seen(key, checkpoint_id)
+        if entry is None:
+            raise DDictKeyError("no such key", checkpoint_id=checkpoint_id)
+    value = entry.value  # whose slot is not used again while this refers to it
+    answer: Fields = {"s": entry.sequence}
+    if isinstance(value, InlineValue):
+        return answer, (value.data,)
+    assert value is not None
+    answer["v"] = value.value_id
+    if not request.remote:
+        answer["path"] = str(value.slot.path)
+        return answer, ()
+    with value.slot.buffer[: value.size] as whole:  # a copy, so that nothing keeps it while the network is slow
+        return answer, [bytes(piece) for piece in in_pieces(whole)]
+
+
+def _wait_for_key(call: _Call, key: bytes, checkpoint_id: int) -> None:
+    shard = call.manager.shard
+    if call.manager.wait_for(lambda: shard.is_written(key, checkpoint_id), call.deadline, call.session.peer.is_gone):
+        return
+    if shard.find(key, checkpoint_id) is not None:
+        raise DDictTimeoutError(
+            f"the key was not written at checkpoint {checkpoint_id} in time", checkpoint_id=checkpoint_id
+        )
+    raise DDictKeyError("no such key, and none came in time", checkpoint_id=checkpoint_id)
+
+
+def _contains(call: _Call, request: asked.Contains) -> Fields:
+    with call.manager.changed:
+        call.check_read(request.whose)
+        return {"found": call.seen(call.key, request.whose.checkpoint_id) is not None}
+
+
+def _wait_for(call: _Call, request: asked.WaitFor) -> Fields:
+    key = call.key
+
+    def has_changed() -> bool:
+        entry = call.seen(key, request.whose.checkpoint_id)
+        return entry is not None and entry.sequence != request.seen
+
+    with call.manager.changed:
+        call.check_read(request.whose)
+        return {"ok": call.manager.wait_for(has_changed, call.deadline, call.session.peer.is_gone)}
+
+
+def _keys(call: _Call, request: asked.Keys) -> Result:
+    """Hold the lock for some keys at a time."""
+    manager, checkpoint_id, managers = call.manager, request.whose.checkpoint_id, call.manager.configuration.managers
+    with manager.changed:
+        call.check_read(request.whose)
+        manager.shard.check_readable(checkpoint_id)
+        newest = manager.shard.newest()
+    found = [entry for entry in newest if entry.checkpoint_id <= checkpoint_id and entry.value is not None]
+    later = [entry.key for entry in newest if entry.checkpoint_id > checkpoint_id]
+    for at in range(0, len(later), _AT_ONCE):
+        with manager.changed:
+            manager.check_epoch(request.whose.epoch)
+            seen = (manager.shard.find(key, checkpoint_id) for key in later[at : at + _AT_ONCE])
+            found += [entry for entry in seen if entry is not None]
+    if manager.rules.wait_for_keys:
+        found = [entry for entry in found if entry.is_written_at(checkpoint_id)]
+    keys = [
+        entry.key
+        for entry in found
+        if not (request.once and entry.broadcast and place(entry.key, managers) != manager.number)
+    ]
+    return {"n": len(keys)}, (b"" if request.only_count else b"".join(_LENGTH.pack(len(key)) + key for key in keys),)
+
+
+_Operation: TypeAlias = "Callable[[_Call, Any], Fields | Result | None]"
+_OPERATIONS: Final[dict[type[Request], _Operation]] = {
+    asked.Put: _put,
+    asked.PutMany: _put_many,
+    asked.Add: _add,
+    asked.Delete: _delete,
+    asked.Clear: _clear,
+    asked.Allocate: _allocate,
+    asked.Abandon: _abandon,
+    asked.Get: _get,
+    asked.GetMany: _get_many,
+    asked.Contains: _contains,
+    asked.WaitFor: _wait_for,
+    asked.Keys: _keys,
+    # What the coordinator and other managers ask for.
+    asked.Hello: lambda call, its: call.manager.hello(),
+    asked.Stats: lambda call, its: call.manager.stats(),
+    asked.Freeze: lambda call, its: call.manager.freeze(its.frozen, its.number),
+    asked.Begin: lambda call, its: call.manager.begin(its),
+    asked.Discard: lambda call, its: call.manager.discard(its),
+    asked.Prepare: lambda call, its: call.manager.prepare(its),
+    asked.Seal: lambda call, its: {"run": call.manager.seal(its, call.deadline)},
+    asked.Settle: lambda call, its: call.manager.settle(its),
+    asked.AwaitKeys: lambda call, its: call.manager.wait_for_keys(its, call.deadline, call.session.peer.is_gone),
+    asked.Persist: lambda call, its: call.manager.persist(its),
+    asked.PrepareRestore: lambda call, its: call.manager.parts.prepare(its.version and version_of(its.version)),
+    asked.Replicate: lambda call, its: call.manager.replicate_later(),
+    asked.DropCopies: lambda call, its: call.manager.snapshots.drop_copies(its.of, its.keep, its.before),
+}
+_AT_ANY_TIME: Final = frozenset(
+    (
+        *(asked.Abandon, asked.Begin, asked.Discard, asked.DropCopies, asked.Freeze),
+        *(asked.Hello, asked.Prepare, asked.Seal, asked.Settle, asked.Stats),
+    )
+)
+"""Those that are answered also while the manager recovers; all others wait until it has."""

@@ -1,11 +1,12 @@
 """A manager's part of a persisted checkpoint, and how keys are dealt out anew into another number of managers.
 
 A part has an item ``index`` (a full one, see `index`), an item ``inline`` with all small values one after the other,
-and for each large value an item with its object, named by its value id.
+and for each large value an item, by its number.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
@@ -15,8 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from ml_flashpoint.ddict.errors import DDictPersistError
 from ml_flashpoint.ddict.manager.index import INLINE, Index, IndexEntry, decode_index, encode_index, fold, gather
 from ml_flashpoint.ddict.manager.shard import BROADCAST, DIRECT, Entry, StoredValue
-from ml_flashpoint.ddict.manager.slots import ValueSlots, header_anew
-from ml_flashpoint.ddict.manager.store import PartRef
+from ml_flashpoint.ddict.manager.store import VALUE_AT, ValueSlots, slot_header
 from ml_flashpoint.ddict.options import Configuration
 from ml_flashpoint.ddict.persistence import History, open_part, write_part
 from ml_flashpoint.ddict.wire.keys import described, place
@@ -75,19 +75,18 @@ class PersistedParts:
         return History(self._configuration)
 
     def write(self, version: Version, entries: Sequence[Entry]) -> None:
-        """Write this manager's part of an attempt, durably. Raise a `DDictPersistError` if that was begun before: the
-        request is a second one, and the first may still be at work, and remove its file when it fails."""
+        """Write this manager's part of an attempt, durably."""
         with self._lock:
             if version.save in self._begun:
                 text = "the part was begun before, for a request whose answer was lost"
                 raise DDictPersistError(text, manager=self._manager, checkpoint_id=version.step)
             self._begun.add(version.save)
-        own = PartRef(_INLINE, version.step)
-        listed, segment = gather(own, entries, lambda value: PartRef(value.value_id, version.step))
+        own, numbers = SaveId(0, version.step), itertools.count(1)
+        listed, segment = gather(own, entries, lambda value: SaveId(next(numbers), version.step))
         index = encode_index(Index(own, self._manager, version.world_size, (), listed))
         large = [entry.value for entry in entries if isinstance(entry.value, StoredValue)]
         items: list[tuple[str, Buffer]] = [(_INDEX, index), (_INLINE, b"".join(segment))]
-        items += [(value.value_id, value.slot.buffer[: value.size]) for value in large]
+        items += [(f"{number}", value.slot.buffer[: value.size]) for number, value in enumerate(large, 1)]
         write_part(self._history.store, version, self._manager, items)
 
     @property
@@ -95,28 +94,19 @@ class PersistedParts:
         """True if a checkpoint is read that nobody has taken."""
         return self._read is not None
 
-    def prepare(self, version: Version) -> None:
-        """Read a checkpoint, for `take`. Raises `FlashpointError`: see `read`."""
-        self.abort()
-        self._read = version, self.read(version)
+    def prepare(self, version: Version | None) -> None:
+        """Read a checkpoint, for `take`; None: let go of what was read, and nobody has taken."""
+        self._read = None
+        if version is not None:
+            self._read = version, self.read(version)
 
     def take(self, version: Version) -> list[Entry]:
         """Return the entries of a checkpoint, read now if need be. Raises `FlashpointError`: see `read`."""
         found, self._read = self._read, None
         return found[1] if found is not None and found[0].save == version.save else self.read(version)
 
-    def abort(self) -> None:
-        """Let go of what was read, and nobody has taken."""
-        self._read = None
-
     def read(self, version: Version) -> list[Entry]:
-        """Return the entries of a checkpoint that this manager is to have.
-
-        Raises:
-            DDictPersistError: several values of one key would come to one manager.
-            DamagedError: something is not what was written.
-            FlashpointError: it cannot be read, or there is no room.
-        """
+        """Return the entries of a checkpoint that this manager is to have."""
 
         @lru_cache(_OPEN_PARTS)
         def part_of(manager: int) -> StoredObject:
@@ -127,7 +117,7 @@ class PersistedParts:
             return part_of(manager).bytes_of(_INLINE)
 
         def index_of(manager: int) -> list[IndexEntry]:
-            data, own = part_of(manager).bytes_of(_INDEX), PartRef(_INLINE, version.step)
+            data, own = part_of(manager).bytes_of(_INDEX), SaveId(0, version.step)
             return fold([decode_index(data, own, manager, version.world_size, part_of(manager).path)])
 
         if version.world_size == self._configuration.managers:
@@ -138,7 +128,7 @@ class PersistedParts:
             told.entry(
                 told.inline_value(small_of(manager))
                 if told.kind == INLINE
-                else self._read_object(part_of(manager), told.part.name, told.length)
+                else self._read_object(part_of(manager), f"{told.part.run}", told.length)
             )
             for manager, told in sorted(wanted, key=lambda each: each.manager)
         ]
@@ -179,9 +169,7 @@ class PersistedParts:
         try:
             buffer = self._slots.room(reservation.value_id)[:size]
             part.read_into(entry.begin, buffer)
-            # It was written under another id, and in a slot of another size.
-            header = header_anew(buffer, name, reservation.value_id, reservation.size)
-            buffer[: len(header)] = header
+            buffer[:VALUE_AT] = slot_header(reservation.value_id, size)  # it was written under another id
             return self._slots.adopt(reservation.value_id)
         except BaseException:
             self._slots.abandon([reservation.value_id])

@@ -24,7 +24,7 @@ from ml_flashpoint.ddict.errors import retired
 from ml_flashpoint.memory.slot import Slot
 
 if TYPE_CHECKING:
-    from ml_flashpoint.ddict.manager.store import PartRef
+    from ml_flashpoint.format.names import SaveId
 
 Value: TypeAlias = "InlineValue | StoredValue"
 ENTRY_BYTES = 400  # what Python needs for a key and its entry, about
@@ -37,7 +37,7 @@ _what = attrgetter("checkpoint_id", "writer", "value", "flags")
 
 @dataclass(frozen=True, slots=True)
 class InlineValue:
-    """A small value, encoded (`codec.to_inline`)."""
+    """A small value, encoded (`values.to_inline`)."""
 
     data: bytes
 
@@ -55,7 +55,7 @@ class StoredValue:
     slot: Slot
     size: int  # bytes of the object; the slot may be larger
     unused: deque[Slot] | None = None  # where the slot goes then, unless it is that of a part, and goes with that
-    part: PartRef | None = None
+    part: SaveId | None = None
 
     def __del__(self) -> None:
         if self.part is None and self.unused is not None:
@@ -116,9 +116,7 @@ class Shard:
     # ---- reading ------------------------------------------------------------------------------------------
 
     def find(self, key: bytes, checkpoint_id: int, *, written: bool = False) -> Entry | None:
-        """Return the entry that a read at ``checkpoint_id`` sees; None if there is no such key. With ``written``,
-        leave out a key that has to be written at this checkpoint, and was not yet. Raises
-        `DDictCheckpointRetiredError`: the checkpoint has left the working set."""
+        """Return the entry that a read at ``checkpoint_id`` sees; None if there is no such key."""
         self.check_readable(checkpoint_id)
         entry = self._visible(key, checkpoint_id)
         if entry is None or entry.value is None or (written and not entry.is_written_at(checkpoint_id)):
@@ -143,10 +141,7 @@ class Shard:
         return list(map(_last_of, self._history.values()))
 
     def cut(self, checkpoint_id: int) -> list[Entry]:
-        """Return the entries of all keys that there are at ``checkpoint_id``.
-
-        Looks only at keys that have changed since the last cut, unless that one was later.
-        """
+        """Return the entries of all keys that there are at ``checkpoint_id``."""
         self.check_readable(checkpoint_id)
         if self._cut is None or checkpoint_id < self._cut[0]:
             found = {entry.key: entry for entry in self.entries(checkpoint_id)}
@@ -171,8 +166,7 @@ class Shard:
         return None if history is None else _seen_from(history, checkpoint_id)
 
     def check_readable(self, checkpoint_id: int) -> None:
-        """Raise if a checkpoint can be neither read nor written. Raises `DDictCheckpointRetiredError`: it has left the
-        working set; or was never committed, and a later one is."""
+        """Raise if a checkpoint can be neither read nor written."""
         if checkpoint_id < self.oldest or (checkpoint_id < self.committed and checkpoint_id not in self.kept):
             raise retired(checkpoint_id, self.oldest, self.committed, self.kept)
 
@@ -186,8 +180,7 @@ class Shard:
         return sum(_bytes_of(entry) for entry in its if (entry.checkpoint_id, entry.writer) == (checkpoint_id, writer))
 
     def put(self, entry: Entry) -> None:
-        """Add an entry, in place of what its writer wrote there before; a value of None deletes the key. Raises
-        `DDictCheckpointRetiredError`: the checkpoint has left the working set."""
+        """Add an entry, in place of what its writer wrote there before; a value of None deletes the key."""
         self.check_readable(entry.checkpoint_id)
         history = self._history.setdefault(entry.key, [])
         place = bisect_right(history, entry.checkpoint_id, key=_id_of)
@@ -263,8 +256,7 @@ class Shard:
         return None
 
     def load(self, snapshots: Iterable[tuple[int, Sequence[Entry]]]) -> None:
-        """Replace everything by what snapshots hold, with the oldest of them as the oldest checkpoint. ``snapshots``:
-        checkpoint ids, each with the entries of all keys at it."""
+        """Replace everything by what snapshots hold, with the oldest of them as the oldest checkpoint."""
         self._history.clear()
         self._touched.clear()
         self._cut = None

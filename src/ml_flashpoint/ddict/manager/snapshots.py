@@ -40,14 +40,13 @@ from ml_flashpoint.ddict.manager.index import (
     fold,
     gather,
     index_bytes,
+    join_object,
     part_of,
     parts_of,
-    plan_object,
     split_object,
 )
 from ml_flashpoint.ddict.manager.shard import Entry, StoredValue, Value
-from ml_flashpoint.ddict.manager.slots import ValueSlots, value_id_of
-from ml_flashpoint.ddict.manager.store import HeldPart, PartRef, PartStore, is_part
+from ml_flashpoint.ddict.manager.store import HeldPart, PartStore, ValueSlots, is_part, value_id_of
 from ml_flashpoint.ddict.options import check_checkpoint_id, next_number
 from ml_flashpoint.ddict.wire.requests import DropCopies, Hello, Request
 from ml_flashpoint.format.digest import digest_blocks, verify_blocks
@@ -91,7 +90,7 @@ class _Link:
 
     peer: PeerConnection
     connections: int = 0
-    acknowledged: set[str] = field(default_factory=set)
+    acknowledged: set[SaveId] = field(default_factory=set)
 
 
 class Copies:
@@ -125,16 +124,11 @@ class Copies:
             holder.address, self._secret, node=holder.node, deadline_s=deadline_s, connect_timeout_s=timeout_s
         )
 
-    def push(self, parts: Sequence[PartRef], needed: Collection[PartRef], deadline: float) -> None:
-        """Have every holder have every part, in this order: what others refer to comes before them.
-
-        A part that is damaged or was dropped meanwhile is left out unless it is ``needed``: what it belongs to is lost
-        or of no use, and must not keep the newest from being copied. Raises `DeadlineError`: it took too long;
-        `FlashpointError`: a holder is not there or refuses; others may have everything.
-        """
+    def push(self, parts: Sequence[SaveId], needed: Collection[SaveId], deadline: float) -> None:
+        """Have every holder have every part, in this order: what others refer to comes before them."""
         push_to_all(self.holders, lambda holder: self._push_to(holder, list(parts), needed, deadline))
 
-    def _push_to(self, number: int, parts: list[PartRef], needed: Collection[PartRef], deadline: float) -> None:
+    def _push_to(self, number: int, parts: list[SaveId], needed: Collection[SaveId], deadline: float) -> None:
         def is_over() -> bool:
             return self._closed or time.monotonic() > deadline
 
@@ -153,23 +147,23 @@ class Copies:
                 was_there = False  # it may have come back elsewhere
 
     def _push_over(
-        self, link: _Link, parts: list[PartRef], needed: Collection[PartRef], is_over: Callable[[], bool]
+        self, link: _Link, parts: list[SaveId], needed: Collection[SaveId], is_over: Callable[[], bool]
     ) -> None:
-        link.acknowledged.intersection_update(ref.name for ref in parts)  # others are not asked for again
+        link.acknowledged.intersection_update(parts)  # others are not asked for again
         while True:
             # It may lead to a process that is gone, and nothing may be left to push that would show it.
             link.peer.ping(cancelled=is_over)
             if link.connections != link.peer.connections:  # there may be another process behind it
                 link.connections, link.acknowledged = link.peer.connections, set()
-            lacking = [ref for ref in parts if ref.name not in link.acknowledged]
+            lacking = [ref for ref in parts if ref not in link.acknowledged]
             if not lacking:
                 return
             for ref in lacking:
                 try:
-                    with self._store.reading(ref.save, self._store.number) as part:
+                    with self._store.reading(ref, self._store.number) as part:
                         if link.peer.push(part.manifest, part.data, cancelled=is_over):
                             self.pushed_bytes += part.record.size
-                    link.acknowledged.add(ref.name)
+                    link.acknowledged.add(ref)
                 except (DamagedError, ObjectNotFoundError) as error:
                     if ref in needed:
                         raise
@@ -180,9 +174,9 @@ class Copies:
         if (link := self._links.pop(number, None)) is not None:
             link.peer.close()
 
-    def held_by(self, parts: Collection[PartRef]) -> list[int]:
+    def held_by(self, parts: Collection[SaveId]) -> list[int]:
         """Holders that have acknowledged all of these, and have not been found gone since."""
-        names = {ref.name for ref in parts}
+        names = set(parts)
         return [number for number, link in list(self._links.items()) if link.acknowledged >= names]
 
     def close(self) -> None:
@@ -192,46 +186,6 @@ class Copies:
             link.peer.close()
 
 
-class CopyBackend:
-    """A `TransferBackend` that serves the parts of a store, and takes copies in. Thread-safe.
-
-    Args:
-        store: of this manager.
-        held: managers whose copies are taken in.
-        managers: number of all managers.
-    """
-
-    def __init__(self, store: PartStore, held: Collection[int], managers: int) -> None:
-        self._store = store
-        self._held = held
-        self._managers = managers
-
-    @contextlib.contextmanager
-    def open_part(self, part: PartName) -> Iterator[memoryview]:
-        """See `TransferBackend`."""
-        with self._store.reading(*part) as found:
-            yield found.data
-
-    def read_manifest(self, part: PartName) -> bytes:
-        """See `TransferBackend`."""
-        with self._store.reading(*part) as found:
-            return encode(found.manifest)
-
-    @contextlib.contextmanager
-    def receive(self, manifest: Manifest, rider: Fields) -> Iterator[memoryview | None]:
-        """See `TransferBackend`."""
-        rank, save = manifest.rank, manifest.save
-        if rank not in self._held or manifest.world_size != self._managers or not is_part(manifest):
-            raise ProtocolError("this manager holds no copies of that one, or this is no part", rank=rank)
-        held = self._store.find(save, rank)
-        if held is not None and held.manifest == manifest:
-            yield None
-            return
-        with self._store.receiving(manifest) as buffer:
-            yield buffer
-
-
-_log = logging.getLogger(__name__)
 _Key = TypeVar("_Key")
 _Found = TypeVar("_Found")
 
@@ -256,18 +210,17 @@ class Recoverer:
     failures: dict[int, FlashpointError] = field(default_factory=dict)
     _looking: threading.Lock = field(default_factory=threading.Lock)
     _found: dict[tuple[int, bool], Holder | FlashpointError] = field(default_factory=dict)
-    _parts: dict[PartRef, HeldPart | FlashpointError] = field(default_factory=dict)
+    _parts: dict[SaveId, HeldPart | FlashpointError] = field(default_factory=dict)
     # Each with the segment beside it.
-    _indices: dict[PartRef, tuple[Index, memoryview]] = field(default_factory=dict)
+    _indices: dict[SaveId, tuple[Index, memoryview]] = field(default_factory=dict)
     _known: dict[IndexEntry, Entry] = field(default_factory=dict)
 
     @property
     def _rank(self) -> int:
         return self._store.number
 
-    def recover(self, snapshots: Iterable[PartRef]) -> None:
-        """Recover these snapshots, each that can be had whole. Whatever else is in the store is dropped with the next
-        :meth:`retain`. Return the entries of each, by checkpoint, and why others could not be recovered."""
+    def recover(self, snapshots: Iterable[SaveId]) -> None:
+        """Recover these snapshots, each that can be had whole."""
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="ddict-recover") as pool:
             for ref in sorted(snapshots, key=lambda ref: ref.step, reverse=True):
                 try:
@@ -280,8 +233,8 @@ class Recoverer:
         for _, segment in self._indices.values():
             segment.release()
 
-    def _recover_one(self, ref: PartRef, pool: ThreadPoolExecutor) -> None:
-        def bring(parts: Collection[PartRef]) -> None:
+    def _recover_one(self, ref: SaveId, pool: ThreadPoolExecutor) -> None:
+        def bring(parts: Collection[SaveId]) -> None:
             list(pool.map(self._part, set(parts)))
 
         chain = [*self._index(ref)[0].chain, ref]
@@ -297,11 +250,11 @@ class Recoverer:
             ref, tuple(chain), entries, parts_of(entries), chain_bytes, index_bytes(entries)
         )
 
-    def _index(self, ref: PartRef) -> tuple[Index, memoryview]:
+    def _index(self, ref: SaveId) -> tuple[Index, memoryview]:
         if ref not in self._indices:
             part = self._part(ref)
-            path = f"{ref.save.version}/{part.manifest.object_name}"
-            data, segment = split_object(part.data, part.record.file_size, path)
+            path = f"{ref.version}/{part.manifest.object_name}"
+            data, segment = split_object(part.data, path)
             self._indices[ref] = decode_index(data, ref, self._rank, len(self._copies.nodes), path), segment
         return self._indices[ref]
 
@@ -315,21 +268,21 @@ class Recoverer:
             return told.inline_value(self._index(told.part)[1])
         part = self._part(told.part)
         if told.length != part.record.size:
-            raise DamagedError("this part is not the value", rank=self._rank, path=told.part.name)
-        value_id = value_id_of(part.data, part.record.file_size)
+            raise DamagedError("this part is not the value", rank=self._rank, path=told.part.text)
+        value_id = value_id_of(part.data)
         return self._values.hold(StoredValue(value_id, part.slot, told.length, part=told.part))
 
     # ---- parts --------------------------------------------------------------------------------------------
 
-    def _part(self, ref: PartRef) -> HeldPart:
+    def _part(self, ref: SaveId) -> HeldPart:
         """A part of this manager, verified; fetched if need be. No two threads ask for the same one."""
         return _once(self._parts, ref, lambda: self._own(ref) or self._fetch(ref))
 
-    def _own(self, ref: PartRef) -> HeldPart | None:
-        part = self._store.find(ref.save, self._rank)
+    def _own(self, ref: SaveId) -> HeldPart | None:
+        part = self._store.find(ref, self._rank)
         if part is None:
             return None
-        record, path = part.record, f"{ref.save.version}/{part.manifest.object_name}"
+        record, path = part.record, f"{ref.version}/{part.manifest.object_name}"
         try:
             verify_blocks(part.data, record.digests, record.block_size, path=path)
         except DamagedError as error:
@@ -337,7 +290,7 @@ class Recoverer:
             return None
         return part
 
-    def _fetch(self, ref: PartRef) -> HeldPart:
+    def _fetch(self, ref: SaveId) -> HeldPart:
         failures: list[FlashpointError] = []
         for again, number in product((False, True), self._copies.holders):  # one may just have come back
             try:
@@ -354,8 +307,8 @@ class Recoverer:
         with self._looking:
             return _once(self._found, (number, again), lambda: self._copies.find(number))
 
-    def _fetch_from(self, holder: Holder, ref: PartRef) -> HeldPart:
-        name = PartName(ref.save, self._rank)
+    def _fetch_from(self, holder: Holder, ref: SaveId) -> HeldPart:
+        name = PartName(ref, self._rank)
         with self._copies.connect(holder) as peer:
             manifest = peer.read_manifest(name)
             if manifest.world_size != len(self._copies.nodes) or not is_part(manifest):
@@ -365,7 +318,7 @@ class Recoverer:
                 BlockChecker(manifest.record, buffer, str(name)) as blocks,
             ):
                 peer.fetch(name, blocks, cancelled=self._cancelled)
-        part = self._store.find(ref.save, self._rank)
+        part = self._store.find(ref, self._rank)
         assert part is not None  # it was committed
         return part
 
@@ -383,9 +336,6 @@ def _once(known: dict[_Key, _Found | FlashpointError], key: _Key, find: Callable
     if isinstance(found, FlashpointError):
         raise found
     return found
-
-
-_log = logging.getLogger(__name__)
 
 
 class Snapshots:
@@ -430,9 +380,7 @@ class Snapshots:
         self._newest = self._newest_number()
         self._closed = threading.Event()
         if self.holders or self.held:
-            self._service = TransferService(
-                secret, CopyBackend(store, self.held, len(nodes)), host=host, deadline_s=transfer_deadline_s()
-            )
+            self._service = TransferService(secret, self, host=host, deadline_s=transfer_deadline_s())
 
     @property
     def address(self) -> Address | None:
@@ -446,17 +394,37 @@ class Snapshots:
         if self._service is not None:
             self._service.close()
 
+    # ---- peers: see `TransferBackend` ---------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def open_part(self, part: PartName) -> Iterator[memoryview]:
+        """See `TransferBackend`."""
+        with self._store.reading(*part) as found:
+            yield found.data
+
+    def read_manifest(self, part: PartName) -> bytes:
+        """See `TransferBackend`."""
+        with self._store.reading(*part) as found:
+            return encode(found.manifest)
+
+    @contextlib.contextmanager
+    def receive(self, manifest: Manifest, rider: Fields) -> Iterator[memoryview | None]:
+        """See `TransferBackend`."""
+        rank, save = manifest.rank, manifest.save
+        if rank not in self.held or manifest.world_size != len(self.copies.nodes) or not is_part(manifest):
+            raise ProtocolError("this manager holds no copies of that one, or this is no part", rank=rank)
+        held = self._store.find(save, rank)
+        if held is not None and held.manifest == manifest:
+            yield None
+            return
+        with self._store.receiving(manifest) as buffer:
+            yield buffer
+
     # ---- sealing ------------------------------------------------------------------------------------------
 
-    def seal(self, checkpoint_id: int, entries: Sequence[Entry], deadline_s: float) -> PartRef:
+    def seal(self, checkpoint_id: int, entries: Sequence[Entry], deadline_s: float) -> SaveId:
         """Have a verified snapshot of this checkpoint, with the entries of all keys that there are, here and at every
-        holder; return its part.
-
-        What is there already is not written or sent again, as long as the entries are the same objects. Sealing a
-        checkpoint again with other entries replaces its snapshot. Copies of earlier snapshots that a holder has lost
-        are pushed first. Raises `DeadlineError`: not all holders had it in time; `CapacityError`: no room, here or at a
-        holder; `FlashpointError`: a holder is not there or refuses.
-        """
+        holder; return its part."""
         check_checkpoint_id(checkpoint_id)
         deadline = time.monotonic() + deadline_s
         with self._turn(deadline):
@@ -476,8 +444,7 @@ class Snapshots:
             self._sealing.release()
 
     def _build(self, checkpoint_id: int, entries: Sequence[Entry], deadline: float) -> BuiltSnapshot:
-        """Commit a snapshot, and before it every large value that is no part yet. Takes time proportional to what
-        changed, but for a few passes in C. If the store refuses, there is no snapshot, but values may be parts."""
+        """Commit a snapshot, and before it every large value that is no part yet."""
         newest = max(self._snapshots, default=-1)
         before = self._snapshots.get(newest, NO_SNAPSHOT)
         if checkpoint_id < newest:
@@ -519,53 +486,54 @@ class Snapshots:
         self._snapshots = {**self._snapshots, checkpoint_id: built}
         return built
 
-    def _has_all(self, parts: Iterable[PartRef]) -> bool:
-        return all(self._store.find(ref.save, self._manager) is not None for ref in parts)
+    def _has_all(self, parts: Iterable[SaveId]) -> bool:
+        return all(self._store.find(ref, self._manager) is not None for ref in parts)
 
     def _seal_value(self, checkpoint_id: int, value: StoredValue) -> None:
-        ref, block = self._next_ref(checkpoint_id), block_bytes()
-        digests = digest_blocks(value.slot.buffer[: value.size], block_size=block)
-        self._commit(ref, value.slot, ObjectRecord(value.size, value.slot.size, digests, block))
+        ref = self._next_ref(checkpoint_id)
+        self._commit(ref, value.slot, value.size)
         value.part = ref  # its slot is the store's to free
 
-    def _write(self, own: PartRef, told: tuple[PartRef, ...], entries: list[Entry], missing: list[bytes]) -> None:
+    def _write(self, own: SaveId, told: tuple[SaveId, ...], entries: list[Entry], missing: list[bytes]) -> None:
         listed, segment = gather(own, entries, part_of)
         listed += [IndexEntry(key, 0, "", 0, GONE, own, 0, 0) for key in missing]
         index = encode_index(Index(own, self._manager, len(self.copies.nodes), told, listed))
-        layout = plan_object(len(index), sum(map(len, segment)))
-        slot = self._store.take(layout.size)
+        data = join_object(index, segment)
+        slot = self._store.take(len(data))
         try:
-            self._commit(own, slot, slot.seal(layout, (index, b"".join(segment))))
+            slot.buffer[: len(data)] = data
+            self._commit(own, slot, len(data))
         except BaseException:
             self._store.free(slot)
             raise
 
-    def _commit(self, ref: PartRef, slot: Slot, record: ObjectRecord) -> None:
-        nodes, manager = self.copies.nodes, self._manager
-        manifest = Manifest(ref.save, manager, len(nodes), nodes[manager], record)
-        self._store.commit(slot, manifest)
+    def _commit(self, ref: SaveId, slot: Slot, size: int) -> None:
+        nodes, manager, block = self.copies.nodes, self._manager, block_bytes()
+        with slot.buffer[:size] as view:
+            digests = digest_blocks(view, block_size=block)
+        record = ObjectRecord(size, slot.size, digests, block)
+        self._store.commit(slot, Manifest(ref, manager, len(nodes), nodes[manager], record))
 
     def _push(self, deadline: float) -> None:
         snapshots = [built.needs for built in self._snapshots.values()]
         # By age: what a holder has without what it refers to, which was sealed before it, is of no use to anyone.
-        parts = sorted(set(chain(*snapshots)), key=lambda ref: ref.save)
+        parts = sorted(set(chain(*snapshots)))
         self.copies.push(parts, snapshots[-1] if snapshots else (), deadline)
 
     def _next_number(self) -> int:
         self._newest = next_number(self._newest)
         return self._newest
 
-    def _next_ref(self, checkpoint_id: int) -> PartRef:
-        return PartRef(SaveId(self._next_number(), checkpoint_id).text, checkpoint_id)
+    def _next_ref(self, checkpoint_id: int) -> SaveId:
+        return SaveId(self._next_number(), checkpoint_id)
 
     def replicate(self, deadline_s: float) -> None:
-        """Push whatever a holder lacks of the snapshots here, oldest first: after a holder came back without them.
-        Raises `FlashpointError`: as :meth:`seal`."""
+        """Push whatever a holder lacks of the snapshots here, oldest first: after a holder came back without them."""
         deadline = time.monotonic() + deadline_s
         with self._turn(deadline):
             self._push(deadline)
 
-    def sealed(self) -> dict[int, PartRef]:
+    def sealed(self) -> dict[int, SaveId]:
         """The snapshots in this store, by checkpoint. Not only those whose copies are verified."""
         return {checkpoint_id: built.ref for checkpoint_id, built in self._snapshots.items()}
 
@@ -573,7 +541,7 @@ class Snapshots:
         """Return those of `holders` that are known to have verified copies of every snapshot here."""
         return self.copies.held_by(self._needed())
 
-    def _needed(self) -> set[PartRef]:
+    def _needed(self) -> set[SaveId]:
         return {ref for built in self._snapshots.values() for ref in built.needs}
 
     # ---- retention ----------------------------------------------------------------------------------------
@@ -602,15 +570,13 @@ class Snapshots:
 
     def _sweep(self) -> list[str]:
         """Drop the parts that nothing needs; returns the names of the others."""
-        needed = {ref.save for ref in self._needed() | self._values.needed_parts()}
+        needed = self._needed() | self._values.needed_parts()
         mine = self._store.parts_of(self._manager)
         self._store.drop([part for part in mine if part.save not in needed])
         return [part.save.text for part in mine if part.save in needed]
 
     def drop_copies(self, of: int, copies: Collection[str], before: int) -> None:
-        """Drop, as a holder, what this manager has of another one, but for the ``copies`` that it still
-        needs. ``before``: parts with this number or a higher one stay: they were sealed after the message was written.
-        Raises `InvalidArgumentError`: nothing is held of that one."""
+        """Drop, as a holder, what this manager has of another one, but for the ``copies`` that it still needs."""
         if of not in self.held:
             raise InvalidArgumentError("nothing is held of this one", argument="of", value=of)
         held, kept = self._store.parts_of(of), set(copies)
@@ -618,9 +584,8 @@ class Snapshots:
 
     # ---- recovery -----------------------------------------------------------------------------------------
 
-    def recover(self, snapshots: Iterable[PartRef]) -> tuple[dict[int, list[Entry]], dict[int, FlashpointError]]:
-        """Recover these snapshots, each that can be had whole. Whatever else is in the store is dropped with the next
-        :meth:`retain`. Return the entries of each, by checkpoint, and why others could not be recovered."""
+    def recover(self, snapshots: Iterable[SaveId]) -> tuple[dict[int, list[Entry]], dict[int, FlashpointError]]:
+        """Recover these snapshots, each that can be had whole."""
         with self._building:
             recoverer = Recoverer(self._store, self._values, self.copies, self._closed.is_set)
             with collection_paused():

@@ -1,12 +1,19 @@
-"""The parts that a manager has on its node, and the slots that they and large values lie in.
+"""The parts and large values that a manager has on its node, and the slots that they lie in.
 
-A part is a snapshot or a large value of this manager, or a copy of another manager's. Its name is a `SaveId`: the step
-is the checkpoint that it was sealed in, and in place of a run it has a number of its own. Slots have many sizes, and
-are taken by whatever fits, unlike those of a `memory.pool.Pool`. The managers of a node share a base container; each
-has its own folder of slots.
+A part is a snapshot or a large value of this manager, or a copy of that of another one. Its name is a `SaveId`: the
+step is the checkpoint that it was sealed in, and in place of a run it has a number of its own. Slots have many sizes,
+and are taken by whatever fits, unlike those of a `memory.pool.Pool`. The managers of a node share a base container;
+each has its own folder of slots.
 
-Whoever reads or writes a slot in another process has a shared lock (flock) on the file. A free slot is taken again only
+A value is needed for as long as anything in this process refers to it: the shard, a checkpoint that is kept, whoever
+reads it for others. Whoever reads or writes a slot in another process has a shared lock (flock) on the file, for as
+long as it has a view of it, and the kernel takes the lock away when that process dies. A free slot is taken again only
 after an exclusive lock on it was had. Under that lock its first bytes are cleared: a late reader finds no value there.
+The allocation writes a *token* there, a header without a value::
+
+    bytes that are in use, this included (8, little-endian), or 0     the value id, padded with zeros (56)     the value
+
+A writer that was stopped for so long that its slot was given to another finds another token, or a header.
 """
 
 from __future__ import annotations
@@ -17,15 +24,22 @@ import glob
 import itertools
 import logging
 import os
+import pickle
+import re
+import struct
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
+from ml_flashpoint.ddict.errors import StaleValueError
+from ml_flashpoint.ddict.manager.shard import StoredValue
 from ml_flashpoint.ddict.options import check_checkpoint_id
+from ml_flashpoint.format.arguments import checked_integer
 from ml_flashpoint.format.errors import (
     CapacityError,
     DamagedError,
@@ -33,39 +47,26 @@ from ml_flashpoint.format.errors import (
     InvalidArgumentError,
     JobInUseError,
     ManifestError,
+    ObjectFormatError,
     ObjectNotFoundError,
     SaveError,
     is_shortage,
 )
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
-from ml_flashpoint.format.names import SaveId, object_name, parse_object_name
+from ml_flashpoint.format.names import MAX_RUN, SaveId, parse_object_name
 from ml_flashpoint.memory.capacity import available_bytes
 from ml_flashpoint.memory.container import BaseContainer, Owner
 from ml_flashpoint.memory.lock import JobLock
 from ml_flashpoint.memory.pool import slot_size
 from ml_flashpoint.memory.slot import PAGE, Slot, round_up
 
-
-class PartRef(NamedTuple):
-    """Names a part of this manager."""
-
-    name: str  # its number, as `SaveId.text`; of what is persisted, the name of the item
-    step: int  # checkpoint that it was sealed in
-
-    @property
-    def save(self) -> SaveId:
-        """Its name in a base container. Raises `InvalidArgumentError`: this is no part in one."""
-        save = SaveId(int(self.name) if self.name.isascii() and self.name.isdecimal() else 0, self.step)
-        if save.text != self.name:
-            raise InvalidArgumentError("not the name of a part", argument="name", value=self.name)
-        return save
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 
-def part_ref(name: object, step: object) -> PartRef:
-    """A reference that somebody else gave. Raises `InvalidArgumentError`: it names no part."""
-    if not isinstance(name, str) or parse_object_name(object_name(0, name)) is None:
-        raise InvalidArgumentError("not the name of a part", argument="name", value=name)
-    return PartRef(name, check_checkpoint_id(step, "step"))
+def part_id(run: Any, step: object) -> SaveId:
+    """The name of a part that somebody else gave. Raises `InvalidArgumentError`: it is none."""
+    return SaveId(checked_integer("run", run, 0, MAX_RUN), check_checkpoint_id(step, "step"))
 
 
 def is_part(manifest: Manifest) -> bool:
@@ -225,8 +226,7 @@ class PartStore:
             self._free.append(slot)
 
     def remove_free(self, keep_bytes: int, keep: int = 0) -> int:
-        """Remove free slots, those free for longest first, until they have ``keep_bytes`` together, or are ``keep``.
-        Return the bytes of those that were removed."""
+        """Remove free slots, those free for longest first, until they have ``keep_bytes`` together, or are ``keep``."""
         gone = []
         with self._lock:
             left = sum(slot.size for slot in self._free)
@@ -245,8 +245,7 @@ class PartStore:
     # ---- parts ---------------------------------------------------------------------------------------------
 
     def commit(self, slot: Slot, manifest: Manifest) -> HeldPart:
-        """Make what lies in a slot a part, in place of one of the same name. The slot is the part's from then on.
-        Raises `SaveError`, `CapacityError`: there is no such part then."""
+        """Make what lies in a slot a part, in place of one of the same name. The slot is the part's from then on."""
         save, rank = manifest.save, manifest.rank
         with self._lock:
             if slot not in self._in_use:
@@ -260,8 +259,7 @@ class PartStore:
 
     @contextlib.contextmanager
     def receiving(self, manifest: Manifest) -> Iterator[memoryview]:
-        """Yield a buffer for a part from elsewhere, which is committed if the block is left without an error. Raises
-        what `take` and `commit` raise."""
+        """Yield a buffer for a part from elsewhere, which is committed if the block is left without an error."""
         slot = self.take(manifest.record.file_size, exact=True)
         try:
             with slot.buffer[: manifest.record.size] as buffer:
@@ -283,8 +281,7 @@ class PartStore:
 
     @contextlib.contextmanager
     def reading(self, save: SaveId, rank: int) -> Iterator[HeldPart]:
-        """Yield a part, whose slot is not used again before the block is left. Raises `ObjectNotFoundError`: there
-        is no such part."""
+        """Yield a part, whose slot is not used again before the block is left."""
         with self._lock:
             part = self._parts.get((save, rank))
             if part is None:
@@ -346,3 +343,175 @@ def _locked(folder: Path, number: int, deadline_s: float) -> int:
                 text = f"another process has the slots of manager {number}"
                 raise JobInUseError(text, path=folder, hint="end that process") from None
             time.sleep(_PAUSE_S)
+
+
+_PIECE_BYTES: Final = 1 << 30  # of large values in messages, whose blobs are of at most 2 GiB
+_MAX_INT_BITS: Final = 4096
+_FLOAT: Final = struct.Struct(">d")
+_INCARNATION: Final = re.compile(r"[0-9a-f]{16}")
+_HEADER: Final = struct.Struct("<Q56s")
+_ZERO: Final = b"\0"
+VALUE_AT: Final = _HEADER.size
+"""The bytes of the header of a slot, after which its value lies."""
+
+
+def slot_header(value_id: str, size: int) -> bytes:
+    """Return what a slot begins with that has a value of so many bytes, this included; 0: that is kept for one."""
+    return _HEADER.pack(size, value_id.encode())
+
+
+def check_value(buffer: Buffer, value_id: str) -> int:
+    """Return the bytes of a value, with its header. Raises `StaleValueError`: another one is here, or none;
+    `ObjectFormatError`: it is cut off."""
+    with memoryview(buffer) as view:
+        size, found = _HEADER.unpack_from(view) if view.nbytes >= VALUE_AT else (0, b"")
+        if not size:
+            raise StaleValueError(f"there is no value here, {value_id} was expected")
+        if found != _HEADER.unpack(slot_header(value_id, size))[1]:
+            raise StaleValueError(f"value {found.rstrip(_ZERO)!a} is here, {value_id} was expected")
+        if not VALUE_AT < size <= view.nbytes:
+            raise ObjectFormatError("the value is cut off")
+    return int(size)
+
+
+def value_id_of(buffer: Buffer) -> str:
+    """Return the id of the value here. Raises `ObjectFormatError`: there is none."""
+    with memoryview(buffer) as view:
+        if view.nbytes < VALUE_AT:
+            raise ObjectFormatError("there is no value here")
+        return _HEADER.unpack_from(view)[1].rstrip(_ZERO).decode("ascii", "replace")  # type: ignore[no-any-return]
+
+
+def encode_number(value: float) -> bytes | None:
+    """The inline form of an integer or a float; None for an integer that is huge."""
+    if isinstance(value, int):
+        return b"i%d" % value if value.bit_length() <= _MAX_INT_BITS else None
+    return b"f" + _FLOAT.pack(value)
+
+
+def number_to_inline(value: float) -> bytes:
+    """The inline form of any integer or float."""
+    return encode_number(value) or b"p" + pickle.dumps(value, 5)
+
+
+def decode_number(data: bytes) -> int | float:
+    """Return what `encode_number` encoded. Raises ValueError or struct.error."""
+    if data[:1] == b"i":
+        return int(data[1:])
+    number: float = _FLOAT.unpack(data[1:])[0]
+    return number
+
+
+def inline_number(data: bytes) -> int | float | None:
+    """The integer or float in a small value, None if it is something else."""
+    if data[:1] not in (b"i", b"f"):
+        return None
+    try:
+        return decode_number(data)
+    except (ValueError, struct.error) as error:
+        raise DamagedError(f"not an encoded number: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Room for one value, for its writer alone."""
+
+    value_id: str  # of the value to come
+    path: str  # the slot's file
+    size: int  # bytes of the file
+
+
+class ValueSlots:
+    """See the module. Thread-safe. ``store``: the manager's. ``incarnation``: 16 hex digits, different each time that
+    the manager starts. ``limit_bytes``: most that slots may take, free ones included: before a new one is made, free
+    ones that do not suit are removed. It is not enforced otherwise."""
+
+    def __init__(self, store: PartStore, incarnation: str, *, limit_bytes: int | None = None) -> None:
+        if not _INCARNATION.fullmatch(incarnation):
+            raise InvalidArgumentError("must be 16 hex digits", argument="incarnation", value=incarnation)
+        self._store = store
+        self._incarnation = incarnation
+        self._limit_bytes = limit_bytes
+        self._numbers = itertools.count()
+        self._promised: dict[str, Slot] = {}  # each change is one step
+        self._values: weakref.WeakValueDictionary[str, StoredValue] = weakref.WeakValueDictionary()
+        self._unused: deque[Slot] = deque()
+
+    @property
+    def promised_bytes(self) -> int:
+        """Bytes of slots that values are yet to be written to."""
+        return sum(slot.size for slot in list(self._promised.values()))
+
+    def allocate(self, nbytes: int) -> Reservation:
+        """Room for a value of so many bytes (`values.object_size`), until `adopt` or `abandon`."""
+        self.collect()
+        slot = self._store.take(nbytes, limit_bytes=self._limit_bytes)
+        value_id = f"v-{self._incarnation}-{next(self._numbers):012d}"
+        self._promised[value_id] = slot
+        slot.buffer[:VALUE_AT] = slot_header(value_id, 0)
+        return Reservation(value_id, str(slot.path), slot.size)
+
+    def fill(self, value_id: str, blobs: Sequence[Buffer]) -> None:
+        """Write what a client on another node sent (`values.object_blobs`) into the slot promised to it."""
+        room = self.room(value_id)
+        with contextlib.ExitStack() as held:
+            views = [held.enter_context(held.enter_context(memoryview(blob)).cast("B")) for blob in blobs]
+            total = sum(view.nbytes for view in views)
+            if not views or total > room.nbytes or views[0].nbytes < VALUE_AT:
+                raise InvalidArgumentError("not an object that fits here", argument="blobs", value=total)
+            import numpy as np  # here, as most managers never need it; unlike a memoryview, it copies without the GIL
+
+            target = np.frombuffer(room, np.uint8)
+            at = views[0].nbytes
+            for view in views[1:]:
+                target[at : at + view.nbytes] = view
+                at += view.nbytes
+            target[8 : views[0].nbytes] = views[0][8:]
+            target[:8] = views[0][:8]
+
+    def adopt(self, value_id: str) -> StoredValue:
+        """The value that was written. A promise stays then."""
+        size = check_value(self.room(value_id), value_id)
+        slot = self._checked(value_id, self._promised.pop(value_id, None))
+        return self.hold(StoredValue(value_id, slot, size, self._unused))
+
+    def room(self, value_id: str) -> memoryview:
+        """Return the bytes of the slot that is promised to a value. Raises `StaleValueError`: none is."""
+        return self._checked(value_id, self._promised.get(value_id)).buffer
+
+    @staticmethod
+    def _checked(value_id: str, slot: Slot | None) -> Slot:
+        if slot is None:
+            raise StaleValueError(f"there is no reservation for value {value_id}")
+        return slot
+
+    def hold(self, value: StoredValue) -> StoredValue:
+        """The object that stands for this value: the given one, or another that does already."""
+        return self._values.setdefault(value.value_id, value)
+
+    def needed_parts(self) -> set[SaveId]:
+        """Return the parts of the values that anything refers to. A value that nothing refers to stays so."""
+        return {value.part for value in list(self._values.values()) if value.part is not None}
+
+    def collect(self) -> None:
+        """Free the slots of values that nothing refers to any more."""
+        while self._unused:
+            with contextlib.suppress(IndexError):  # another thread has taken the last one
+                self._store.free(self._unused.popleft())
+
+    def abandon(self, value_ids: Iterable[str]) -> None:
+        """The writers of these are gone, or gave up. What was adopted meanwhile, or is not known, is left alone."""
+        for value_id in value_ids:
+            slot = self._promised.pop(value_id, None)
+            if slot is not None:
+                self._store.free(slot)
+
+
+def in_pieces(data: memoryview) -> list[memoryview]:
+    """Cut the bytes of a large value into pieces that messages can take."""
+    return [data[at : at + _PIECE_BYTES] for at in range(0, len(data), _PIECE_BYTES)]
+
+
+def has_token(slot: Slot, value_id: str) -> bool:
+    """Return True if a slot is kept for this value and nothing was written yet."""
+    return bytes(slot.buffer[:VALUE_AT]) == slot_header(value_id, 0)

@@ -6,9 +6,8 @@ called ``ray.init``.
 
 from ml_flashpoint.ddict.errors import BarrierBrokenError, ProcessFailedError
 from ml_flashpoint.ddict.native.barrier import Barrier
-from ml_flashpoint.ddict.native.collective import CollectiveGroup, RankInfo, System
 from ml_flashpoint.ddict.native.process import Policy, ProcessTemplate, ThisProcess, this_process
-from ml_flashpoint.ddict.native.processes import ProcessGroup
+from ml_flashpoint.ddict.native.processes import CollectiveGroup, ProcessGroup, RankInfo, System
 from ml_flashpoint.ddict.native.ray import Node
 
 __all__ = [

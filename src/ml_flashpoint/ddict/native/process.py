@@ -74,10 +74,7 @@ class ThisProcess:
 
     @property
     def my_puid(self) -> int:
-        """Number of this process, unlike that of any other process that the same program starts in groups.
-
-        Outside of groups it is the process id.
-        """
+        """Number of this process, unlike that of any other process that the same program starts in groups."""
         said = os.environ.get(PUID_VARIABLE, "").split(":")
         # The environment is inherited, the number is not.
         return int(said[1]) if len(said) == 2 and said[0] == str(os.getpid()) else os.getpid()
@@ -87,8 +84,7 @@ this_process = ThisProcess()
 
 
 def run_work(puid: int, env: Mapping[str, str], cwd: str | None, work: bytes) -> tuple[int, str]:
-    """Run what a member of a group is there for; its exit code, and the text of its error. ``work``: function,
-    arguments and keyword arguments, by cloudpickle: functions of a script travel with the globals that they use."""
+    """Run what a member of a group is there for; its exit code, and the text of its error."""
     try:
         # Before the function is unpickled, and with it its imports.
         os.environ.update(env)

@@ -83,8 +83,7 @@ class Node:
 
 def all_nodes(*, look_for_gpus: bool = False) -> list[Node]:
     """The machines of the program, those of a Ray cluster that are alive: first the one that this process runs on, then
-    by id. ``look_for_gpus``: where neither Ray nor `GPUS_VARIABLE` tells of them, which imports torch. Raises
-    `InvalidArgumentError`: the variable has no meaning."""
+    by id."""
     said = os.environ.get(GPUS_VARIABLE)
     if said is not None and not said.isdigit():
         raise InvalidArgumentError("must be a number", argument=GPUS_VARIABLE, value=said)
@@ -192,8 +191,7 @@ def _kill(actor: Any) -> None:
 
 
 def start_on_ray(works: Sequence[tuple[int, ProcessTemplate, bytes]]) -> list[RayMember]:
-    """Start members, all at once: number, template and work of each. None is left where this raises: `DDictError`: an
-    actor cannot be made or placed; `InvalidArgumentError`: there is no such node."""
+    """Start members, all at once: number, template and work of each."""
     ray = _ray()
     ours = {name: value for name, value in os.environ.items() if name.startswith("FLASHPOINT_")}
     has_gpus = ray.cluster_resources().get("GPU", 0) > 0
@@ -218,8 +216,7 @@ def start_on_ray(works: Sequence[tuple[int, ProcessTemplate, bytes]]) -> list[Ra
 
 
 def own_host() -> str:
-    """Return the address of this process's node, for what listens here. Raises `DDictError`: this is a client of a Ray
-    cluster (``ray://``), which its processes cannot reach."""
+    """Return the address of this process's node, for what listens here."""
     if _ray().util.client.ray.is_connected():
         raise DDictError("a client of a Ray cluster cannot be reached by it", hint="make this in a task or an actor")
     return str(_ray().util.get_node_ip_address())

@@ -65,8 +65,7 @@ class FolderHold:
 
 
 def runtime_root() -> Path:
-    """The folder that holds the folders of dictionaries, made if need be. Raises `DDictError`: it cannot be made, or
-    belongs to somebody else."""
+    """The folder that holds the folders of dictionaries, made if need be."""
     chosen = os.environ.get(BASE_VARIABLE)
     root = Path(chosen).absolute() if chosen else _default_root()
     try:
@@ -119,8 +118,7 @@ def remove_now(folder: Path) -> bool:
 
 def remove_unused(folder: Path, wait_s: float = 0.0) -> bool:
     """Remove a dictionary's folder if no process holds it, and with the last one the folder of them all, if that is not
-    one of the user's choice; whether it is gone. ``folder``: of the dictionary. ``wait_s``: seconds to go on asking.
-    The end of a process shows on its sockets a moment before its locks are free."""
+    one of the user's choice; whether it is gone."""
     give_up = time.monotonic() + wait_s
     while not (gone := remove_now(folder)) and time.monotonic() < give_up:
         time.sleep(_LOOK_EVERY_S)  # nothing tells of the end of a lock but asking for it

@@ -1,7 +1,7 @@
 """The helper process that managers are forked from, and what a manager does before and after its own work.
 
 Owns forking. It imports the managers' code once, so that a fork takes milliseconds; it stays free of threads, so that a
-fork is safe. When and what to fork is the `supervisor`'s, in the process that made the dictionary. What a manager does
+fork is safe. When and what to fork is `embedded`'s, in the process that made the dictionary. What a manager does
 is an *entry*, a function that is named to it.
 
 A request comes with one end of a pipe, the *control*, which is the manager's own and leads to the creator; its answer
@@ -58,7 +58,7 @@ def main(descriptor: int) -> None:
     creator = socket.socket(fileno=descriptor)
     creator.set_inheritable(False)
     with contextlib.suppress(Exception):  # told by the manager that needs it
-        importlib.import_module("ml_flashpoint.ddict.manager.service")
+        importlib.import_module("ml_flashpoint.ddict.manager.manager")
     gc.collect()
     gc.freeze()  # a collection in a manager would copy all pages of what was imported here
     while True:
@@ -131,9 +131,9 @@ def _run(control: Connection) -> int:
 
 def run_manager(config: dict[str, Any], ready: Callable[[], None], stop: threading.Event) -> None:
     """Run a manager until told to stop; see `Entry`."""
-    from ml_flashpoint.ddict.manager.service import ManagerService  # not where only names of entries are needed
+    from ml_flashpoint.ddict.manager.manager import Manager  # not where only names of entries are needed
 
-    with contextlib.closing(ManagerService(config)):
+    with contextlib.closing(Manager(config)):
         ready()
         stop.wait()
 

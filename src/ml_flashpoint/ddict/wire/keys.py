@@ -48,9 +48,7 @@ _NAN: Final = _FLOAT.pack(math.nan)
 
 
 def encode_key(key: Hashable) -> bytes:
-    """The bytes of a key. Subclasses of `str`, `int`, `tuple` and so on that are equal to a plain one are it. Raises
-    `TypeError`: it cannot be hashed, as in a `dict`; `InvalidArgumentError`: its encoding is longer than
-    `MAX_KEY_BYTES`, nested too deep, or it cannot be pickled."""
+    """The bytes of a key. Subclasses of `str`, `int`, `tuple` and so on that are equal to a plain one are it."""
     if type(key) is str:
         data = b"s" + key.encode("utf-8", "surrogatepass")
     elif type(key) is int:

@@ -79,7 +79,7 @@ class Account(NamedTuple):
 class SealedPart(NamedTuple):
     """The snapshot that a manager has of a committed cut."""
 
-    name: str  # of its part
+    run: int  # the number of its part
     cut: int
     checkpoint_id: int
 
@@ -132,7 +132,7 @@ class Clear(NamedTuple):
 
 
 class Allocate(NamedTuple):
-    """Keep room for a large value, for the client to fill: ``v``, its id; ``path`` and ``size`` of the slot."""
+    """Keep room for a large value, for the client to fill: ``v``, its id; ``path`` of the slot."""
 
     whose: Whose
     nbytes: int
@@ -250,7 +250,7 @@ class Prepare(NamedTuple):
 
 
 class Seal(NamedTuple):
-    """Have verified copies of a prepared cut; ``name``: of the snapshot's part."""
+    """Have verified copies of a prepared cut; ``run``: the number of the snapshot's part."""
 
     epoch: int
     cut: int
@@ -281,13 +281,9 @@ class Persist(NamedTuple):
 
 
 class PrepareRestore(NamedTuple):
-    """Read what is to be had of a version of the durable store, for a `Begin` to come."""
+    """Read what is to be had of a version of the durable store, for a `Begin` to come; null: let go of that."""
 
-    version: Fields
-
-
-class AbortRestore(NamedTuple):
-    """Let go of what was read."""
+    version: Fields | None
 
 
 class Replicate(NamedTuple):
@@ -307,18 +303,14 @@ class DropCopies(NamedTuple):
 
 
 class State(NamedTuple):
-    """Say what is committed, and the like; see `Coordinator.whole_state`."""
-
-
-class Attach(NamedTuple):
-    """Keep the handles attached that join with this session, for as long as the connection lives."""
-
-    session: str
+    """Say what is committed, and the like; see `Rules.state`."""
 
 
 class Watch(NamedTuple):
-    """Say which ``epoch`` it is, when another one begins or so many seconds are over."""
+    """Keep the handles attached that join with this session, for as long as the connection lives, and say which
+    ``epoch`` it is, when another one begins or so many seconds are over."""
 
+    session: str
     epoch: int
     seconds: int
 
@@ -489,8 +481,7 @@ def encode(request: Request, left_s: float) -> tuple[str, Fields]:
 
 
 def decode(operation: str, fields: Fields) -> tuple[Request, float]:
-    """Return the request that this is, and when its time is up, by ``time.monotonic()``. Raises `ProtocolError`: it is
-    none."""
+    """Return the request that this is, and when its time is up, by ``time.monotonic()``."""
     read = _BY_NAME.get(operation)
     if read is None:
         raise ProtocolError(f"there is no operation {operation!a}")

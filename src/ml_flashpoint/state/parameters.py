@@ -1,51 +1,173 @@
-"""The state of one tracked optimizer, by names of parameters, so that another number of ranks can load it.
+"""The state of tracked modules and optimizers, by names of parameters: so another number of ranks can load it.
 
-The names are those of `modules.named_parameters`. Parameters that FSDP has flattened are named, and loaded, by torch's
-own functions. An optimizer that cannot be named is saved whole, by each rank for itself.
+The names do not depend on how a module is wrapped, compiled or sharded. Parameters that FSDP has flattened are named,
+and loaded, by torch's own functions. An optimizer that cannot be named is saved whole, by each rank for itself.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import logging
 import operator
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ml_flashpoint.format.errors import LoadError
-from ml_flashpoint.state.modules import is_flat, named_parameters, plain_name
-from ml_flashpoint.state.packed_state import PackedState, copied
-from ml_flashpoint.state.plain_modes import plain_modes
-from ml_flashpoint.state.planner import AS_SAVED
+from ml_flashpoint.state.archive import PackedState, packed, plain_modes
 from ml_flashpoint.state.private import ShardedTensor
 
 _log = logging.getLogger(__name__)
 
-_State = dict[str, Any]
+AS_SAVED = "make and track models and optimizers as they were when it was saved"
+
+_COMPILED = "_orig_mod"
+"""The attribute of a compiled module in which the module itself is."""
+_WRAPPERS = re.compile(rf"(?<![^.\n])(?:{_COMPILED}|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 _SIMPLE = (torch.Tensor, bool, int, float, str, type(None))
+
+_State = dict[str, Any]
+Named = list[tuple[str, nn.Parameter]]
+"""Parameters by plain names."""
+
+
+# ---- modules ------------------------------------------------------------------------------------------------------
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module within DDP and compilation."""
+    while True:
+        if isinstance(module, DistributedDataParallel):
+            module = module.module
+        elif isinstance(compiled := getattr(module, _COMPILED, None), nn.Module):
+            module = compiled
+        else:
+            return module
+
+
+def _plain(name: str) -> str:
+    return _WRAPPERS.sub("", name)
+
+
+def _plain_names(module: nn.Module, names: Collection[str]) -> list[str]:
+    """Return a module's own names of parameters or buffers without what wrappers, and DDP inside of it, add to them."""
+    if not names:
+        return []
+    plain = _WRAPPERS.sub("", "\n".join(names)).split("\n")
+    parts = module.named_modules(remove_duplicate=False)
+    inside = [_plain(f"{name}.") for name, part in parts if isinstance(part, DistributedDataParallel)]
+    for prefix in reversed(inside):  # the innermost first
+        own = f"{prefix}module."
+        plain = [prefix + name[len(own) :] if name.startswith(own) else name for name in plain]
+    return plain
+
+
+def named_parameters(module: nn.Module) -> Named:
+    """Return the parameters by plain names; one that is tied by the first of its names."""
+    inner = _unwrapped(module)
+    own = dict(inner.named_parameters())
+    return list(zip(_plain_names(inner, own), own.values(), strict=True))
+
+
+def freeze_parameters(module: nn.Module, names: Collection[str]) -> None:
+    """Have exactly the parameters of these plain names need no gradients."""
+    names = frozenset(names)
+    for name, parameter in named_parameters(module):
+        trained = name not in names
+        if parameter.requires_grad != trained and (parameter.is_floating_point() or parameter.is_complex()):
+            parameter.requires_grad_(trained)
+    for part in module.modules():
+        if isinstance(part, DistributedDataParallel):
+            known = part._get_ddp_logging_data().get("num_parameter_tensors")  # type: ignore[no-untyped-call]
+            trained_now = sum(parameter.requires_grad for parameter in part.parameters())
+            if known is not None and known < trained_now:
+                _log.warning(
+                    "%d parameters are trained that were frozen when DistributedDataParallel was made, which does not"
+                    " synchronize their gradients: freeze parameters after it is made, or make it after resume()",
+                    trained_now - known,
+                )
+
+
+class ModuleState:
+    """One tracked module: plain, compiled, or wrapped by DDP, FSDP2 or FSDP, or with DTensors for parameters."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name, self.module = name, module
+        self._names: dict[str, str] = {}  # the module's own names, by plain ones
+
+    @functools.cached_property
+    def is_flat(self) -> bool:
+        """True if FSDP has flattened parameters, which only torch's own functions take apart."""
+        return any(isinstance(part, FullyShardedDataParallel) for part in self.module.modules())
+
+    def to_save(self) -> _State:
+        """Return what this rank offers to save: references, not copies.
+
+        Of buffers under DDP, those of rank 0 count, since forward broadcasts them from there.
+        """
+        state = self.current()
+        if isinstance(self.module, DistributedDataParallel) and dist.get_rank(self.module.process_group) != 0:
+            module = _unwrapped(self.module)
+            for name in _plain_names(module, dict(module.named_buffers(remove_duplicate=False))):
+                state.pop(name, None)
+        return state
+
+    def current(self) -> _State:
+        """Return the state dict, of references; also what a checkpoint is loaded into. Extra state that is no tensor is
+        packed, as it has no names."""
+        with plain_modes():
+            if self.is_flat:  # FSDP's own `state_dict()` gathers everything
+                own = get_model_state_dict(self.module)
+                names = list(map(_plain, own))
+            else:
+                module = _unwrapped(self.module)
+                own = module.state_dict()
+                names = _plain_names(module, own)
+        self._names = dict(zip(names, own, strict=True))
+        return {
+            name: value if isinstance(value, torch.Tensor) else packed(value, f"{self.name}.{name}")
+            for name, value in zip(names, own.values(), strict=True)
+        }
+
+    def load(self, state: _State) -> None:
+        """Hand a loaded state dict, the one that :meth:`current` gave, to the module."""
+        own = {self._names[name]: value for name, value in state.items()}
+        with plain_modes():
+            if own and self.is_flat:
+                set_model_state_dict(self.module, own)
+            elif own:
+                _unwrapped(self.module).load_state_dict(own)
+
+
+# ---- optimizers ---------------------------------------------------------------------------------------------------
 
 
 class OptimizerState:
-    """One tracked optimizer.
-
-    Args:
-        name: of the optimizer in the checkpoint.
-        modules: the modules tracked beside it, by name. May still grow.
+    """One tracked optimizer, and the modules tracked beside it, by name, which may still grow.
 
     Attributes:
         lacking: names of items that the optimizer has, as a program that has just started makes it, and that the
             checkpoint of the latest :meth:`current` lacks although it has other state of their parameters.
     """
 
-    def __init__(self, name: str, optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, name: str, optimizer: Optimizer, modules: Mapping[str, ModuleState]) -> None:
         self.optimizer = optimizer
         self.lacking: list[str] = []
         self._name = name
@@ -54,80 +176,60 @@ class OptimizerState:
         # At loading: parameters by their names, and state that the optimizer starts with and the checkpoint lacks.
         self._parameters: dict[str, torch.Tensor] = {}
         self._absent: dict[str, _State] = {}
+        self._root: nn.Module | None = None  # the module, if FSDP has flattened it
         # Whether this program has saved or loaded it: its own earlier versions may lack what has come since.
         self._is_under_way = False
 
-    def to_save(self) -> _State | None:
-        """Return references to the state by names of parameters, and copies of the groups; None if the optimizer has to
-        be saved whole."""
+    def to_save(self, named: Mapping[str, Named]) -> _State | None:
+        """Return references to the state by names of parameters, and a copy of the groups; None if the optimizer has to
+        be saved whole. ``named`` are the parameters of the modules."""
         self._is_under_way = True
-        names, own = self._names(), self.optimizer.state_dict()
+        (names, root), own = self._names(named), self.optimizer.state_dict()
         if names is None or not _is_table(own, len(names)):
+            why = "its state is no table of tensors; if it is sharded, only as many ranks can load it"
+            if names is None:
+                why = "no tracked module has its parameters; track the model, too, unless something else that is"
+                why += " tracked has these weights: a restart would have those that the program makes"
             if not self._is_told:
-                self._is_told = True
-                why = "its state is no table of tensors; if it is sharded, only as many ranks can load it"
-                if names is None:
-                    why = "no tracked module has its parameters; track the model, too, unless something else that is"
-                    why += " tracked has these weights: a restart would have those that the program makes"
                 _log.warning("optimizer %r is saved whole by each rank: %s", self._name, why)
+            self._is_told = True
             return None
-        root = self._flat_root()
-        if root is not None and not self.optimizer.state:
-            return None  # torch would have it take a step
-        if root is not None:
-            state, groups = _by_torch(root, self.optimizer)
-        else:
+        if root is None:
             # torch's pytree takes tables of other types for leaves.
             state = {names[number]: dict(values) for number, values in own["state"].items()}
             groups = [{**each, "params": [names[number] for number in each["params"]]} for each in own["param_groups"]]
-        packed = [
-            {key: PackedState(each if key == "params" else copied(each, self._name)) for key, each in group.items()}
-            for group in groups
-        ]
-        return {"state": state, "param_groups": packed}
+        elif self.optimizer.state:
+            state, groups = _by_torch(root, self.optimizer)
+        else:
+            return None  # torch would have it take a step
+        return {"state": state, "param_groups": packed(groups, f"{self._name}.param_groups")}
 
-    def _names(self) -> list[str] | None:
-        """Return the names of the parameters, in the order of the groups; None if one of them is in no module.
+    def _names(self, named: Mapping[str, Named]) -> tuple[list[str] | None, nn.Module | None]:
+        """Return the names of the parameters, in the order of the groups, and the module that has them if FSDP has
+        flattened it. None for names: a parameter is in no module, or in one of several that FSDP has flattened.
 
         Parameters of several modules have ``tracked_``, the name of the module, and a dot before theirs.
         """
         numbers = list(map(id, parameters_of(self.optimizer)))
         together: dict[int, str] = {}
-        for prefix, module in self._modules.items():
-            table = {id(parameter): name for name, parameter in named_parameters(module)}
-            if all(map(table.__contains__, numbers)):
-                return [table[number] for number in numbers]
-            together = {number: f"tracked_{prefix}.{name}" for number, name in table.items()} | together
-        return [together[each] for each in numbers] if all(map(together.__contains__, numbers)) else None
-
-    def _flat_root(self) -> nn.Module | None:
-        """Return a module that has all the optimizer's parameters: a tracked one, or several put together; None if FSDP
-        has flattened none of them."""
-        if not any(map(is_flat, self._modules.values())):
-            return None
-        wanted = set(map(id, parameters_of(self.optimizer)))
-        owned = {name: wanted & set(map(id, module.parameters())) for name, module in self._modules.items()}
-        if not any(is_flat(self._modules[name]) for name, own in owned.items() if own):
-            return None
-        for name, own in owned.items():
-            if own == wanted:
-                return self._modules[name]
-        together = nn.Module()
-        for name, own in owned.items():
-            if own & wanted:
-                together.add_module(f"tracked_{name}", self._modules[name])
-                wanted -= own
-        return together
+        for prefix, pairs in named.items():
+            module, table = self._modules[prefix], {id(parameter): name for name, parameter in pairs}
+            if table.keys() >= set(numbers):
+                return [table[number] for number in numbers], module.module if module.is_flat else None
+            if not module.is_flat:
+                together = {number: f"tracked_{prefix}.{name}" for number, name in table.items()} | together
+        return [together[each] for each in numbers] if together.keys() >= set(numbers) else None, None
 
     # ---- loading ------------------------------------------------------------------------------------------
 
-    def current(self, metadata: Metadata) -> _State:
-        """Return what a checkpoint is loaded into. A fresh optimizer gets its state made.
+    def current(self, metadata: Metadata, groups: list[_State]) -> _State:
+        """Return what a checkpoint with these groups is loaded into. A fresh optimizer gets its state made.
 
         Raises:
             LoadError: no tracked module has the optimizer's parameters.
         """
-        names, root = self._names(), self._flat_root()
+        names, root = self._names({name: named_parameters(each.module) for name, each in self._modules.items()})
+        self._root = root
         if names is None:
             raise LoadError(
                 f"optimizer {self._name!r} was saved by parameter names, and no tracked module has its parameters",
@@ -144,13 +246,9 @@ class OptimizerState:
             state = self._made(names)
         self._parameters = dict(zip(names, parameters, strict=False)) if len(names) == len(parameters) else {}
         saved: dict[Any, dict[Any, object]] = {}
-        in_groups: dict[Any, _State] = {}
         for key, path in (metadata.planner_data or {}).items():
             if len(path) == 4 and path[:2] == (self._name, "state"):
                 saved.setdefault(path[2], {})[path[3]] = metadata.state_dict_metadata[key]
-            elif len(path) == 4 and path[:2] == (self._name, "param_groups"):
-                in_groups.setdefault(path[2], {})[path[3]] = PackedState()
-        groups = [in_groups[number] for number in sorted(in_groups)]
         self._absent, self.lacking = {}, self._lacking_options(groups)
         present: dict[str, _State] = {}
         for name in names:
@@ -165,22 +263,21 @@ class OptimizerState:
                 self._absent[name] = absent
             if found:
                 present[name] = found
-        return {"state": present, "param_groups": groups}
+        return {"state": present, "param_groups": PackedState()}
 
     def _lacking_options(self, groups: list[_State]) -> list[str]:
         """Return the names of hyper-parameters that the groups have, and saved ones lack."""
-        saved = [*groups, *({} for _ in self.optimizer.param_groups[len(groups) :])]
-        pairs = enumerate(zip(self.optimizer.param_groups, saved, strict=False))
+        pairs = enumerate(itertools.zip_longest(self.optimizer.param_groups, groups, fillvalue=()))
         return [f"{self._name}.param_groups.{n}.{key}" for n, (own, its) in pairs for key in own if key not in its]
 
     def _made(self, names: list[str]) -> _State:
         """Return the state by names. A new optimizer makes it by a step without effect, if it takes one."""
-        optimizer, parameters = self.optimizer, parameters_of(self.optimizer)
+        optimizer = self.optimizer
         if not optimizer.state:
             rates = [group.get("lr") for group in optimizer.param_groups]
             try:
                 with plain_modes():
-                    for parameter in parameters:
+                    for parameter in parameters_of(optimizer):
                         if parameter.is_floating_point() or parameter.is_complex():
                             parameter.grad = torch.zeros_like(parameter)
                     for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -199,15 +296,12 @@ class OptimizerState:
         return {name: own[number] for number, name in enumerate(names) if number in own}
 
     def load(self, state: _State) -> None:
-        """Hand loaded state, as :meth:`current` gave it, to the optimizer.
-
-        Raises:
-            LoadError: parameters of one group come from groups with other hyper-parameters.
-        """
+        """Hand loaded state, as :meth:`current` gave it, to the optimizer. Raises a `LoadError` if parameters of one
+        group come from groups with other hyper-parameters."""
         self._is_under_way = True
         loaded, groups = state["state"], state["param_groups"]
-        if (root := self._flat_root()) is not None:
-            self._load_flat(root, loaded, groups)
+        if self._root is not None:
+            self._load_flat(self._root, loaded, groups)
         else:
             with plain_modes():
                 # Names take the place of numbers: groups and state only have to call a parameter the same.
@@ -234,8 +328,7 @@ class OptimizerState:
                     " saved one, which had other hyper-parameters",
                     hint=AS_SAVED,
                 )
-            # In the optimizer's own order: that of the items is by the rank that wrote each.
-            groups.append({**group, **saved[first], "params": own})
+            groups.append({**saved[first], "params": own})
         return groups
 
     def _load_flat(self, root: nn.Module, loaded: dict[str, _State], groups: list[_State]) -> None:
@@ -255,11 +348,7 @@ class OptimizerState:
                 del self.optimizer.state[parameters[name]]
 
     def load_whole(self, state: Any) -> None:
-        """Hand the optimizer a state that was saved whole.
-
-        Raises:
-            LoadError: it was another optimizer's, and lacks what this one needs.
-        """
+        """Hand the optimizer a state that was saved whole. Raises a `LoadError` if it lacks what is needed."""
         groups: Any = state.get("param_groups") if isinstance(state, dict) else None
         is_usual = isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
         if is_usual and (lacking := self._lacking_options(groups)):
@@ -271,16 +360,16 @@ class OptimizerState:
         """Go back to an optimizer that has not stepped: remove what :meth:`current` made."""
         self.optimizer.state.clear()
 
-    def expected_tensors(self) -> list[torch.Tensor]:
-        """Return tensors as large as the state, made or to be expected after the first step."""
-        if self.optimizer.state:
-            tables = (values for values in self.optimizer.state.values() if isinstance(values, dict))
-            return [value for table in tables for value in table.values() if isinstance(value, torch.Tensor)]
-        defaults = self.optimizer.defaults
-        copies = 1 if defaults.get("momentum") else 0
-        if "betas" in defaults:
-            copies = 3 if defaults.get("amsgrad") else 2
-        return [each for each in parameters_of(self.optimizer) if each.requires_grad] * copies
+
+def expected_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return tensors as large as an optimizer's state, made or to be expected after the first step."""
+    if optimizer.state:
+        tables = (values for values in optimizer.state.values() if isinstance(values, dict))
+        return [value for table in tables for value in table.values() if isinstance(value, torch.Tensor)]
+    copies = 1 if optimizer.defaults.get("momentum") else 0
+    if "betas" in optimizer.defaults:
+        copies = 3 if optimizer.defaults.get("amsgrad") else 2
+    return [each for each in parameters_of(optimizer) if each.requires_grad] * copies
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -295,40 +384,37 @@ def _has_other_dtype(held: object, value: object) -> bool:
 @contextlib.contextmanager
 def _not_frozen(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     """Have all parameters need gradients: torch neither makes nor loads the state of those without."""
-    frozen = [p for p in parameters if not p.requires_grad and (p.is_floating_point() or p.is_complex())]
-    for parameter in frozen:
+    without = [p for p in parameters if not p.requires_grad and (p.is_floating_point() or p.is_complex())]
+    for parameter in without:
         parameter.requires_grad_(True)
     try:
         yield
     finally:
-        for parameter in frozen:
+        for parameter in without:
             parameter.requires_grad_(False)
 
 
 def _by_torch(root: nn.Module, optimizer: Optimizer) -> tuple[dict[str, _State], list[_State]]:
     with plain_modes():
         state: Any = get_optimizer_state_dict(root, optimizer)
-    groups = [{**group, "params": list(map(plain_name, group["params"]))} for group in state["param_groups"]]
-    return {plain_name(name): values for name, values in state["state"].items()}, groups
+    groups = [{**group, "params": list(map(_plain, group["params"]))} for group in state["param_groups"]]
+    return {_plain(name): values for name, values in state["state"].items()}, groups
 
 
 def _is_table(own: Mapping[str, Any], count: int) -> bool:
-    """Return True if all of a state dict has a name of its own in a checkpoint, under which it comes back as it was.
-
-    Args:
-        count: number of parameters.
-    """
+    """Return True if all of a state dict of so many parameters has a name of its own in a checkpoint, under which it
+    comes back as it was."""
     if own.keys() != {"state", "param_groups"}:
         return False
-    tables, groups = list(own["state"].values()), own["param_groups"]
-    if not all(issubclass(kind, dict) for kind in set(map(type, tables))):
+    tables, numbers = list(own["state"].values()), list(range(count))
+    if [kind for kind in set(map(type, tables)) if not issubclass(kind, dict)]:
         return False
-    kinds = set(map(type, chain.from_iterable(map(operator.methodcaller("values"), tables))))
+    kinds = set(map(type, itertools.chain.from_iterable(map(operator.methodcaller("values"), tables))))
     return (
-        list(chain.from_iterable(group["params"] for group in groups)) == list(range(count))
-        and own["state"].keys() <= set(range(count))
-        and set(map(type, chain.from_iterable(tables))) <= {str}
-        and all(issubclass(kind, _SIMPLE) for kind in kinds)
+        [number for group in own["param_groups"] for number in group["params"]] == numbers
+        and own["state"].keys() <= set(numbers)
+        and set(map(type, itertools.chain.from_iterable(tables))) <= {str}
+        and not [kind for kind in kinds if not issubclass(kind, _SIMPLE)]
     )
 
 
@@ -342,11 +428,8 @@ def _is_alike(one: _State, other: _State) -> bool:
 
 
 def _places(held: _State, entries: Mapping[Any, object], parameter: torch.Tensor) -> _State:
-    """Return what to load items of a parameter's state into that do not fit what there is.
-
-    DCP loads into what there is, and a new optimizer only has what its first step makes. An item that is sharded
-    otherwise than the parameter gets no place: loading says so.
-    """
+    """Return what to load items of a parameter's state into that do not fit what there is. An item that is sharded
+    otherwise than the parameter gets no place: loading says so."""
     made: _State = {}
     for kind, entry in entries.items():
         value = held.get(kind)

@@ -124,7 +124,7 @@ class RayTrainFlashpoint(Flashpoint):
             ray.train.report(dict(metrics), **options)
             return
         with tempfile.TemporaryDirectory() as folder:
-            pointer = {"step": self.steps_done, "base": str(self._base)}
+            pointer = {"step": self.steps_done, "base": str(self._checkpointer.base)}
             Path(folder, POINTER).write_text(json.dumps(pointer))
             ray.train.report(dict(metrics), Checkpoint.from_directory(folder), **options)
 

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from ml_flashpoint import events
-from ml_flashpoint.memory.container import BaseContainer
-from ml_flashpoint.memory.lock import JobLock
+from ml_flashpoint.memory.container import BaseContainer, JobLock
 from ml_flashpoint.ranks.strategies import PairwiseReplicationStrategy, Topology
 from ml_flashpoint.status import Status, StatusFile, read_status, write_status
 

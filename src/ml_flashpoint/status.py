@@ -22,7 +22,7 @@ from ml_flashpoint.format.files import make_tree, read_file, replace_file
 from ml_flashpoint.memory.container import STATUS, BaseContainer
 
 if TYPE_CHECKING:
-    from ml_flashpoint.memory.lock import JobLock
+    from ml_flashpoint.memory.container import JobLock
     from ml_flashpoint.ranks.rank_group import RankGroup
     from ml_flashpoint.ranks.strategies import ReplicationStrategy
 

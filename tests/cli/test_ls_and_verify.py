@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from ml_flashpoint.cli import output, view
 from ml_flashpoint.cli.main import app
 from ml_flashpoint.format.names import manifest_name
-from ml_flashpoint.stores.base_container import BaseContainer
+from ml_flashpoint.stores.location import BaseContainer
 from ml_flashpoint.tools.check import CheckedPart, check_part, look_at
 from tests.support.forked import Child, call
 from tests.workers import cli_bases

@@ -15,7 +15,7 @@ import pytest
 from ml_flashpoint import Flashpoint, open_version
 from ml_flashpoint.format.errors import JobInUseError, ObjectNotFoundError, UnsafePathError
 from ml_flashpoint.memory import container
-from ml_flashpoint.stores.base_container import BaseContainer
+from ml_flashpoint.stores.location import BaseContainer
 from tests.faults.common import part_files
 from tests.support.commands import flashpoint
 from tests.support.forked import Child, Team, call_team, preload

@@ -20,7 +20,7 @@ import pytest
 from ml_flashpoint import Flashpoint
 from ml_flashpoint import status as status_board
 from ml_flashpoint.events import ReplicationFailed, flush
-from ml_flashpoint.memory.lock import JobLock
+from ml_flashpoint.memory.container import JobLock
 from ml_flashpoint.status import Status, read_status, write_status
 from tests.flashpoint.test_overlap import Job
 from tests.support.processes import child_environment

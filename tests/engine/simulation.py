@@ -59,7 +59,6 @@ class Slot:
     content: tuple[SaveId, int] | None = None
     save: SaveId | None = None
     state: State = State.EMPTY
-    used: int = 0
     locks: int = 0
     readers: int = 0
 
@@ -240,7 +239,9 @@ class World:
             self.processes[of].member.fail(slot.save)
         if self.broken != "manifest last":
             slot.manifest = None
-        slot.content, slot.save, slot.state, slot.used = None, request.save, State.WRITING, self.now
+        slot.content, slot.save, slot.state = None, request.save, State.WRITING
+        slots.remove(slot)
+        slots.append(slot)
         self.changed = True
         return slot
 

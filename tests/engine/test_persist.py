@@ -23,7 +23,7 @@ from ml_flashpoint.memory.container import BaseContainer, Owner
 from ml_flashpoint.memory.pool import Pool, SlotRequest
 from ml_flashpoint.stores.durable import DurableVersions
 from ml_flashpoint.stores.location import open_durable
-from ml_flashpoint.stores.version_store import stored_object
+from ml_flashpoint.stores.version_store import StoredObject
 from tests.memory.support import commit, layout_of, value_of
 from tests.support.faulty_files import Faults, faulty_files
 from tests.support.forked import wait_until
@@ -57,7 +57,6 @@ class Job:
                 root,
                 connect=lambda: job_store.connect("persist"),
                 open_store=open_store,
-                period_s=0.5,
             )
             for rank in range(RANKS)
         ]
@@ -97,7 +96,7 @@ class Job:
         for version in (version for version in self.store.versions() if version.counts):
             for rank in range(RANKS):
                 manifest = self.store.manifest(version, rank)
-                data = stored_object(manifest, [self.store]).read(0, manifest.record.size)
+                data = StoredObject(manifest, [self.store]).read(0, manifest.record.size)
                 entry = layout_of().by_key["w"]
                 numbers = memoryview(data)[entry.begin : entry.end].cast("f")
                 assert set(numbers) == {value_of(version.save, rank)}

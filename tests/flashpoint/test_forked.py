@@ -140,7 +140,7 @@ def test_a_child_is_another_job(tmpfs: Path, parents_job: Flashpoint) -> None:
     parent = os.getpid()
 
     def use() -> None:
-        with pytest.raises(JobInUseError, match=f"another job has this base container open .process {parent} on"):
+        with pytest.raises(JobInUseError, match=f"another job has this base container open .process {parent}."):
             Flashpoint(tmpfs / "job")
         with Flashpoint(tmpfs / "of the child", strict=True) as fp:
             fp.track(value=Stored(3)).resume()

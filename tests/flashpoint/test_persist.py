@@ -386,15 +386,23 @@ def test_a_version_is_due_while_older_ones_are_removed(
             wait_until(lambda: fp.health.persisted == 2, f"2 is persisted: {fp.health}")
 
 
-def test_a_version_is_due_while_a_slow_store_is_opened(base: Path, faults: Faults) -> None:
-    faults.now, faults.where = "hang", ""  # it has no locks: what hangs is the lease that stands for one
-    with Flashpoint(base, persist=faults.url, persist_every=50, deadline_s=20) as fp:
+def test_a_version_is_due_while_a_slow_store_is_opened(
+    base: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    met, may_go_on, owned = threading.Event(), threading.Event(), DurableVersions.owned
+
+    def slow(self: DurableVersions) -> Any:
+        met.set()
+        assert may_go_on.wait(20)
+        return owned(self)
+
+    monkeypatch.setattr(DurableVersions, "owned", slow)
+    with Flashpoint(base, persist=str(store), persist_every=50, deadline_s=20) as fp:
         fp.track(value=Value()).resume()
-        assert faults.met.wait(20)
+        assert met.wait(20)
         fp.save(50)  # the only one for long
         assert fp.wait()
-        faults.now = None
-        faults.go_on.set()
+        may_go_on.set()
         wait_until(lambda: fp.health.persisted == 50, f"it is persisted: {fp.health}")
         assert not fp.health.degraded
 

@@ -13,8 +13,7 @@ import pytest
 from ml_flashpoint.format.errors import FlashpointError, SaveError, UnreadableError, UnsafePathError
 from ml_flashpoint.format.files import check_unplanted, check_way, make_tree, open_folder
 from ml_flashpoint.format.names import SaveId
-from ml_flashpoint.memory.container import BaseContainer, Owner
-from ml_flashpoint.memory.lock import JobLock
+from ml_flashpoint.memory.container import BaseContainer, JobLock, Owner
 from ml_flashpoint.memory.pool import Pool
 from tests.support.descriptors import NoDescriptors
 from tests.workers.cli_bases import Part, commit

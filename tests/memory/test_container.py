@@ -19,9 +19,8 @@ from ml_flashpoint.format.errors import (
     UnsafePathError,
 )
 from ml_flashpoint.format.names import SaveId
-from ml_flashpoint.memory.container import BaseContainer, Owner
+from ml_flashpoint.memory.container import BaseContainer, JobLock, Owner, locked_out
 from ml_flashpoint.memory.lineage import read_records
-from ml_flashpoint.memory.lock import JobLock, locked_out
 from ml_flashpoint.memory.pool import Pool, SlotRequest
 from ml_flashpoint.memory.slot import PAGE, Slot
 from tests.memory.support import commit, fill, fill_up, layout_of, slot_files, value_in, value_of
@@ -170,7 +169,6 @@ def test_what_a_crash_has_cut_short_is_cleaned_up(tmpfs: Path) -> None:
     os.link(slots / "3", folder / "rank-00001-00000007.safetensors")  # killed before the manifest
     (folder / ".rank-00001-00000007.manifest.77-abc.tmp").write_bytes(b"half")
     (slots / "4.tmp").write_bytes(b"half")
-    (slots / "5").touch()
     (tmpfs / "step-41_ckpt").mkdir()
     (tmpfs / "step-42_ckpt").mkdir()
     (tmpfs / "step-42_ckpt" / "mine.txt").write_bytes(b"a user's")

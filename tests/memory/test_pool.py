@@ -304,7 +304,8 @@ def test_the_next_process_goes_on_with_the_slots_and_their_parts(tmpfs: Path) ->
     assert [slot.is_prepared for slot in pool.slots] == [False, False]
     assert [pool.prepare(SIZE, request(1)) for _ in range(3)] == [True, True, False]
     assert [slot.is_prepared for slot in pool.slots] == [True, True]
-    assert save(pool, 3, 2) is pool.slots[0]
+    oldest = pool.slots[0]
+    assert save(pool, 3, 2) is oldest
     assert slot_files(tmpfs) == files
     pool.close()
 

@@ -20,7 +20,7 @@ from ml_flashpoint.format.errors import (
 from ml_flashpoint.format.manifest import MAX_RECORD_BYTES, Manifest, ObjectRecord, encode, encode_record
 from ml_flashpoint.format.names import SaveId, manifest_name, object_name
 from ml_flashpoint.stores.durable import MARKER, DurableVersions, folder_of, save_of, version_of
-from ml_flashpoint.stores.files import Directory, UrlFiles
+from ml_flashpoint.stores.files import Directory, Files
 from ml_flashpoint.stores.version_store import Version
 
 RUN, LATER = "00000007", "00000012"
@@ -54,7 +54,7 @@ def root(tmpfs: Path) -> Path:
 
 @pytest.fixture(params=["directory", "file"])
 def store(request: pytest.FixtureRequest, root: Path) -> DurableVersions:
-    return DurableVersions(Directory(root) if request.param == "directory" else UrlFiles(f"file://{root}"))
+    return DurableVersions(Directory(root) if request.param == "directory" else Files(f"file://{root}"))
 
 
 def test_a_version_exists_once_its_marker_does(store: DurableVersions) -> None:

@@ -9,43 +9,44 @@ import pytest
 
 from ml_flashpoint.format.digest import digest_block
 from ml_flashpoint.format.errors import DamagedError
-from ml_flashpoint.format.manifest import ObjectRecord
+from ml_flashpoint.format.manifest import Manifest, ObjectRecord
+from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.stores import version_store as module
+from ml_flashpoint.stores.durable import DurableVersions
 from ml_flashpoint.stores.files import Directory
-from ml_flashpoint.stores.version_store import StoredObject, check_blocks
+from ml_flashpoint.stores.version_store import StoredObject
 
 BLOCK = 1000
 
 
-def written(path: Path, size: int, file_size: int) -> tuple[bytes, ObjectRecord]:
+def written(root: Path, size: int, file_size: int) -> tuple[bytes, StoredObject]:
     data = os.urandom(size)
-    path.write_bytes(data + b"\xff" * (file_size - size))
     digests = tuple(digest_block(data[at : at + BLOCK]) for at in range(0, size, BLOCK))
-    return data, ObjectRecord(size, file_size, digests, BLOCK)
+    manifest = Manifest(SaveId(1, size), 0, 1, "node", ObjectRecord(size, file_size, digests, BLOCK))
+    store = DurableVersions(Directory(root))
+    store.write_part(manifest, lambda: [data + b"\xff" * (file_size - size)])
+    store.complete(manifest.save, 1)
+    return data, StoredObject(manifest, [store])
 
 
-def content(path: Path, record: ObjectRecord) -> bytes:
-    def read(begin: int, into: memoryview) -> None:
-        Directory(path.parent).read_into(path.name, begin, into)
-        check_blocks(record, begin, into, str(path))
-
-    return b"".join(map(bytes, StoredObject(record, read, str(path)).file()))
+def content(stored: StoredObject) -> bytes:
+    return b"".join(map(bytes, stored.file()))
 
 
 def test_the_whole_file_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PIECE_BYTES", 2 * BLOCK)
     monkeypatch.setattr(module, "_ZEROS", bytes(300))
     for size, file_size in ((5500, 6500), (700, 700), (0, 1), (4000, 4299)):
-        data, record = written(tmp_path / "object", size, file_size)
-        assert content(tmp_path / "object", record) == data + bytes(file_size - size)
+        data, stored = written(tmp_path, size, file_size)
+        assert content(stored) == data + bytes(file_size - size)
 
 
 @pytest.mark.parametrize("change", [0, 4999])
 def test_what_is_damaged_is_not_handed_out(tmp_path: Path, change: int) -> None:
-    data, record = written(tmp_path / "object", 5000, 5000)
-    (tmp_path / "object").write_bytes(data[:change] + bytes([data[change] ^ 1]) + data[change + 1 :])
+    data, stored = written(tmp_path, 5000, 5000)
+    Path(stored.path).write_bytes(data[:change] + bytes([data[change] ^ 1]) + data[change + 1 :])
     with pytest.raises(DamagedError):
-        content(tmp_path / "object", record)
-    (tmp_path / "object").write_bytes(data[:-1])
-    with pytest.raises(DamagedError, match="ends at byte"):
-        content(tmp_path / "object", record)
+        content(stored)
+    Path(stored.path).write_bytes(data[:-1])
+    with pytest.raises(DamagedError, match="ends before byte"):
+        content(stored)

@@ -33,12 +33,10 @@ from ml_flashpoint.format.manifest import Manifest, ObjectRecord, write_manifest
 from ml_flashpoint.format.names import SaveId, object_name
 from ml_flashpoint.memory.container import BaseContainer as JobContainer
 from ml_flashpoint.memory.lineage import RunRecord, mark_begun, write_record
-from ml_flashpoint.stores.base_container import BaseContainer
 from ml_flashpoint.stores.bounded import while_it_moves
 from ml_flashpoint.stores.durable import MARKER, DurableVersions
-from ml_flashpoint.stores.files import Directory, UrlFiles
-from ml_flashpoint.stores.location import open_durable
-from ml_flashpoint.stores.ownership import Ownership
+from ml_flashpoint.stores.files import Directory
+from ml_flashpoint.stores.location import BaseContainer, open_durable
 from ml_flashpoint.stores.version_store import Version
 from ml_flashpoint.tools import copy as module
 from ml_flashpoint.tools.copy import copy_version, persist_version
@@ -250,23 +248,21 @@ def test_one_part_that_cannot_be_written_stops_the_others(
     assert store.ranks_there(SaveId(7, 7)) == set()
 
 
-def test_not_while_somebody_else_persists_there(
-    bases: list[Path], url: str, store: DurableVersions, memory: str
-) -> None:
+def test_not_while_somebody_else_persists_there(bases: list[Path], url: str, store: DurableVersions) -> None:
     commit_all(bases, 7, {0: [0, 1, 2, 3]})
-    owner = Ownership(store.files)
-    owner.take()
-    with pytest.raises(JobInUseError, match="somebody persists there"):
+    with store.owned(), pytest.raises(JobInUseError, match="somebody persists there"):
         persist_version(bases[0], url)
-    owner.release()
     persist_version(bases[0], url)
-    owner = Ownership(UrlFiles(memory), period_s=0.05)
-    owner.take()  # a lease, renewed by a thread
-    with pytest.raises(JobInUseError, match="somebody persists there"):
-        persist_version(bases[0], memory, period_s=0.1)
-    assert stored(open_durable(memory)) == {}
-    owner._ended.set()  # it was killed
-    assert persist_version(bases[0], memory, period_s=0.05).version.step == 7
+    assert stored(store) == {7: expected(7)}
+
+
+def test_what_another_job_has_persisted_is_not_replaced(bases: list[Path], memory: str) -> None:
+    """Without locks, two jobs that were given one URL."""
+    commit_all(bases, 7, {0: [0, 1, 2, 3], 1: [0, 1, 2, 3]})
+    persist_version(bases[0], memory)
+    with pytest.raises(JobInUseError, match="of another job"):
+        persist_version(bases[1], memory)
+    assert stored(open_durable(memory)) == {7: expected(7)}
 
 
 class HangingFiles(Directory):
@@ -303,13 +299,11 @@ def test_a_store_that_hangs_is_given_up(
 
 
 def is_free(store: DurableVersions) -> bool:
-    owner = Ownership(store.files)
     try:
-        owner.take()
+        with store.owned():
+            return True
     except JobInUseError:
         return False
-    owner.release()
-    return True
 
 
 @pytest.mark.slow

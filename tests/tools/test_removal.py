@@ -15,11 +15,10 @@ from ml_flashpoint.format.names import object_name
 from ml_flashpoint.stores.durable import MARKER, DurableVersions
 from ml_flashpoint.stores.files import Directory
 from ml_flashpoint.stores.location import open_durable
-from ml_flashpoint.stores.ownership import Ownership
 from ml_flashpoint.tools import removal as module
 from ml_flashpoint.tools.removal import remove_versions
 from tests.flashpoint.test_persist import write_steps
-from tests.stores.test_durable import LATER, content, counting, part, persist
+from tests.stores.test_durable import LATER, RUN, content, counting, part, persist
 from tests.support.commands import flashpoint
 from tests.support.loops import Stored
 
@@ -89,11 +88,8 @@ def test_all_goes_but_what_is_of_no_training_job(url: str, root: Path, store: Du
 
 
 def test_not_while_somebody_persists_there(url: str, store: DurableVersions) -> None:
-    owner = Ownership(store.files)
-    owner.take()
-    with pytest.raises(JobInUseError, match="somebody persists there"):
+    with store.owned(), pytest.raises(JobInUseError, match="somebody persists there"):
         remove_versions(url, 2)
-    owner.release()
     assert steps(store) == [1, 2, 1]
 
 
@@ -130,9 +126,9 @@ def test_behind_other_urls(tmpfs: Path) -> None:
     store = open_durable(f"local://{tmpfs}/store")
     for number in (1, 2):
         persist(store, number)
-    assert len(remove_versions(f"local://{tmpfs}/store", 1, period_s=0.05)) == 1
+    assert len(remove_versions(f"local://{tmpfs}/store", 1)) == 1
     assert steps(store) == [2]
-    assert "lease.json" not in store.files.list()
+    assert store.files.list() == [f"run-{RUN}"]
 
 
 def test_the_command(url: str, root: Path, store: DurableVersions, capsys: pytest.CaptureFixture[str]) -> None:

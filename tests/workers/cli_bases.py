@@ -16,8 +16,7 @@ from ml_flashpoint.format.digest import digest_block
 from ml_flashpoint.format.errors import JobInUseError
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
 from ml_flashpoint.format.names import SaveId, object_name
-from ml_flashpoint.memory.container import STATUS, BaseContainer, Owner
-from ml_flashpoint.memory.lock import JobLock
+from ml_flashpoint.memory.container import STATUS, BaseContainer, JobLock, Owner
 from ml_flashpoint.memory.slot import PAGE, Slot, round_up
 from ml_flashpoint.status import Status, write_status
 from tests.workers.fault_engine import Rank

@@ -33,6 +33,7 @@ from ml_flashpoint.adapter.nemo.checkpoint_io import (
 )
 from ml_flashpoint.adapter.nemo.wrapper_util import MLFlashpointAutoResume
 from ml_flashpoint.adapter.nemo.wrapper_util import wrap_trainer_and_auto_resume_with_mlflashpoint as wrap
+from ml_flashpoint.engine.save import Save
 from ml_flashpoint.format.errors import CapacityError, InvalidArgumentError, UnaskedVersionsError, UnsafePathError
 from tests.support.cases import go_through
 from tests.support.nemo_trainers import (
@@ -141,12 +142,13 @@ def failing(base: Path) -> None:
     def no_room(*args: Any, **options: Any) -> None:
         raise CapacityError("played")
 
+    commit = Save.commit
     for step in (1, 2, 3):
         if step == 2 and rank() == 1:
-            io.engine.begin = no_room  # type: ignore[method-assign]
+            Save.commit = no_room  # type: ignore[method-assign]
         save(trainer, version(base, step), step)
         trainer.strategy.checkpoint_io.maybe_finalize_save_checkpoint(blocking=True)
-        vars(io.engine).pop("begin", None)
+        Save.commit = commit  # type: ignore[method-assign]
         assert (io.save_strategy.last_error is not None) == (step == 2)
         settle(trainer)
         assert resume.get_trainer_ckpt_path() == version(base, 1 if step == 2 else step)

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ml_flashpoint import Flashpoint, events
-from ml_flashpoint.engine import inventory
+from ml_flashpoint.engine import recovery
 from ml_flashpoint.format.errors import FlashpointError, UnaskedVersionsError
 from ml_flashpoint.net import client as net_client
 from ml_flashpoint.ranks.strategies import NoReplicationStrategy, ReplicationStrategy, RingReplicationStrategy
@@ -132,7 +132,7 @@ def short_of_descriptors(report: Report, rank: int, kind: str, until_first_pause
     found = []
     if rank == 0:
         shortage = SHORTAGES[kind]()
-        real = inventory.pauses
+        real = recovery.pauses
 
         def pauses(until: float) -> Iterator[None]:
             for each in real(until):
@@ -140,12 +140,12 @@ def short_of_descriptors(report: Report, rank: int, kind: str, until_first_pause
                     shortage.__exit__()
                 yield each
 
-        inventory.pauses = pauses
+        recovery.pauses = pauses
         shortage.__enter__()
         found.append(said(engine))
         if not until_first_pause:
             shortage.__exit__()
-        inventory.pauses = real
+        recovery.pauses = real
     else:
         found.append(said(engine))
     found.append(said(engine))

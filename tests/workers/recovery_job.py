@@ -24,8 +24,7 @@ from ml_flashpoint.engine.sidecars import sidecar_items, sidecar_labels
 from ml_flashpoint.format.errors import FlashpointError
 from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.format.object_format import plan_layout
-from ml_flashpoint.memory.container import BaseContainer, Owner
-from ml_flashpoint.memory.lock import JobLock
+from ml_flashpoint.memory.container import BaseContainer, JobLock, Owner
 from ml_flashpoint.memory.pool import Pool, SlotRequest
 from ml_flashpoint.ranks.rank_group import rank_group
 from ml_flashpoint.ranks.retention import Keep

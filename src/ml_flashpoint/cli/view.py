@@ -19,12 +19,10 @@ import psutil
 
 from ml_flashpoint.format.errors import InvalidArgumentError, ObjectNotFoundError
 from ml_flashpoint.format.names import CheckpointContainerId
-from ml_flashpoint.memory.container import SLOTS, STATUS
+from ml_flashpoint.memory.container import PRIVATE, SLOTS, STATUS, is_open
 from ml_flashpoint.memory.lineage import newest_begun
-from ml_flashpoint.memory.lock import PRIVATE, is_open
 from ml_flashpoint.status import Status, read_status
-from ml_flashpoint.stores.base_container import BaseContainer
-from ml_flashpoint.stores.location import is_url, open_store
+from ml_flashpoint.stores.location import BaseContainer, is_url, open_store
 from ml_flashpoint.stores.version_store import Version, VersionStore
 from ml_flashpoint.tools.check import CheckedPart, look_at
 

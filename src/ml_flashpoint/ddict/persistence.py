@@ -43,7 +43,7 @@ from ml_flashpoint.format.manifest import MAX_RECORD_BYTES, Manifest, ObjectReco
 from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.format.object_format import encode_header, plan_layout
 from ml_flashpoint.stores.durable import MARKER, DurableVersions, save_of, version_of
-from ml_flashpoint.stores.version_store import StoredObject, Version, stored_object
+from ml_flashpoint.stores.version_store import StoredObject, Version
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -81,7 +81,7 @@ def write_part(store: DurableVersions, version: Version, manager: int, items: Se
 
 def open_part(store: DurableVersions, version: Version, manager: int) -> StoredObject:
     """Return a part to read from; whatever it returns was compared with its digests."""
-    return stored_object(store.manifest(version, manager), [store])
+    return StoredObject(store.manifest(version, manager), [store])
 
 
 def _digests(chunks: Sequence[memoryview]) -> Iterator[str]:

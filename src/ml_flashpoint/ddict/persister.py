@@ -114,12 +114,12 @@ class FsspecCheckpointPersister(CheckpointPersister):
 
     def open_store(self) -> Files:
         """Return the URL. Raise an `UnsafePathError` if it is a path, and somebody else has planted something there."""
-        from ml_flashpoint.stores.files import UrlFiles
+        from ml_flashpoint.stores.files import Files
 
         path = f"{self.resolve_path(self.persist_path).rstrip('/')}/{self.home}"
         if os.path.isabs(path):
             check_unplanted(Path(path))
-        return UrlFiles(path)
+        return Files(path)
 
 
 class DAOSCheckpointPersister(PosixCheckpointPersister):

@@ -48,8 +48,7 @@ from ml_flashpoint.format.knobs import (
     seal_deadline_s,
 )
 from ml_flashpoint.format.names import CheckpointContainerId, SaveId
-from ml_flashpoint.memory.container import BaseContainer, Owner
-from ml_flashpoint.memory.lock import JobLock
+from ml_flashpoint.memory.container import BaseContainer, JobLock, Owner
 from ml_flashpoint.memory.pool import Pool
 from ml_flashpoint.ranks.rank_group import boot_id, rank_group
 from ml_flashpoint.ranks.strategies import NoReplicationStrategy, PairwiseReplicationStrategy

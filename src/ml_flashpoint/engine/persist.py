@@ -31,7 +31,6 @@ from ml_flashpoint.memory.slot import Slot
 from ml_flashpoint.ranks.rank_group import RankGroup
 from ml_flashpoint.stores.durable import DurableVersions
 from ml_flashpoint.stores.location import open_durable
-from ml_flashpoint.stores.ownership import PERIOD_S
 from ml_flashpoint.stores.version_store import check_blocks
 
 _log = logging.getLogger(__name__)
@@ -98,15 +97,13 @@ class Persister:
         *,
         connect: Callable[[], SignedStore],
         open_store: Callable[[str], DurableVersions] = open_durable,
-        period_s: float = PERIOD_S,
     ) -> None:
         self.options, self._pool, self._base = options, pool, base
         self._ranks, self._rank = ranks, ranks.rank
-        self._connect, self._open_store, self._period_s = connect, open_store, period_s
+        self._connect, self._open_store = connect, open_store
         self._client: SignedStore | None = None
         self._opened: DurableVersions | None = None
-        self._owning = contextlib.ExitStack()
-        self._check: Callable[[], None] | None = None  # raises if this process does not own the store any more
+        self._owning, self._owns = contextlib.ExitStack(), ranks.rank != 0
         self._changed = threading.Condition()
         self._task: _Task | None = None
         self._is_refused = self._hurrying = self._closing = False
@@ -181,7 +178,7 @@ class Persister:
                 self._is_refused = not self.owns_store
                 self._changed.notify_all()
                 tried = self._task if self._task is task else None
-                pause_s = min(self._period_s / 4, _LAST_POLL_S) if not self.owns_store or tried is not None else None
+                pause_s = _LAST_POLL_S if not self.owns_store or tried is not None else None
                 if self._task is tried and not self._closing:
                     self._changed.wait(pause_s)
         with contextlib.suppress(Exception):
@@ -190,7 +187,7 @@ class Persister:
     @property
     def owns_store(self) -> bool:
         """True once this process may persist there: on rank 0, no other job does."""
-        return self._rank != 0 or self._check is not None
+        return self._owns
 
     @property
     def _store(self) -> DurableVersions:
@@ -204,7 +201,8 @@ class Persister:
         if self.owns_store:
             return
         newest = next((version for version in self._store.versions() if version.counts), None)
-        self._check = self._owning.enter_context(self._store.owned(self._period_s, self._go_on))
+        self._owning.enter_context(self._store.owned())
+        self._owns = True
         with self._changed:
             self._persisted = None if newest is None else newest.step
             if self._task is None:
@@ -258,9 +256,9 @@ class Persister:
                 self._go_on(task)
             self._pace += count / self.options.bytes_per_s
 
-    def _go_on(self, task: _Task | None = None) -> None:
+    def _go_on(self, task: _Task) -> None:
         self._progress = time.monotonic()
-        if self._closing or (task is not None and task.superseded.is_set()):
+        if self._closing or task.superseded.is_set():
             raise _SupersededError("a newer version is persisted instead, or none any more")
 
     def _complete(self, task: _Task) -> None:
@@ -276,8 +274,6 @@ class Persister:
             self._go_on(task)
             task.superseded.wait(poll_s)
             poll_s = min(2 * poll_s, _LAST_POLL_S)
-        assert self._check is not None
-        self._check()
         newest = max((each.save for each in store.versions() if each.counts), default=save)
         if newest > save:
             raise JobInUseError(
@@ -289,9 +285,7 @@ class Persister:
         events.emit(events.VersionPersisted, self._ranks, self._base, save.step, url=self.options.url)
 
     def _remove_old(self, save: SaveId) -> None:
-        assert self._check is not None
         try:
-            self._check()
             self._store.keep_newest(self.options.keep, save)
         except FlashpointError as error:
             _log.warning("older versions are not removed yet: %s", error)
@@ -306,10 +300,6 @@ class Persister:
             self._failures += task is not None
         events.emit(events.PersistFailed, self._ranks, self._base, step, error=text)
         _log.log(level, "%s, training goes on: %s", what, text)
-        if isinstance(error, JobInUseError):
-            self._check = None
-            with contextlib.suppress(Exception):
-                self._owning.close()
         if task is None:
             return True
         why = f"rank {self._rank} could not write its part: {text[:_MOST_OF_AN_ERROR]}"

@@ -513,8 +513,7 @@ class Recovery:
             for path in self.container.slot_paths():
                 with contextlib.suppress(FileNotFoundError):
                     status = path.stat()
-                    save, _ = committed.get(status.st_ino, (None, 0))
-                    free += status.st_size if save not in listed else 0
+                    free += status.st_size if committed.get(status.st_ino) not in listed else 0
         except (FlashpointError, OSError) as error:
             text = f"cannot tell how much room there is: {text_of(error)}"
             raise UnreadableError(text, path=self.container.base, rank=self.ranks.rank) from error

@@ -18,11 +18,8 @@ _libc = ctypes.CDLL(None)
 
 
 def available_bytes(path: Path, *, root: Path = Path("/")) -> int:
-    """Return the bytes that may still be taken on the filesystem of a path, which need not exist.
-
-    Args:
-        root: folder that holds the ``proc`` and ``sys`` of the control groups.
-    """
+    """Return the bytes that may still be taken on the filesystem of a path, which need not exist. ``root`` is the
+    folder with the ``proc`` and ``sys`` of the control groups."""
     path = existing_parent(path)
     stats = os.statvfs(path)
     free = stats.f_bavail * stats.f_frsize

@@ -60,15 +60,12 @@ def newest_begun(records: Iterable[RunRecord]) -> RunRecord | None:
 
 
 def next_run(records: Iterable[RunRecord], found: Iterable[SaveId], chosen: SaveId | None) -> RunRecord:
-    """Return the record of a new run.
+    """Return the record of a new run. Raise a `SaveError` if the numbers are used up.
 
     Args:
         records: of all nodes.
         found: all saves that any node or durable tier has parts of, whether they exist or not.
         chosen: the save that the run goes on from; None if it begins from nothing.
-
-    Raises:
-        SaveError: the numbers are used up.
     """
     known = list(records)
     run = 1 + max([each.run for each in known] + [save.run for save in found], default=0)
@@ -82,12 +79,8 @@ def next_run(records: Iterable[RunRecord], found: Iterable[SaveId], chosen: Save
 
 
 def read_records(container: BaseContainer) -> list[RunRecord]:
-    """Return the records on this node, by run.
-
-    Raises:
-        DamagedError: a record is not as it was written.
-        UnreadableError: a record cannot be read just now.
-    """
+    """Return the records on this node, by run. Raise a `DamagedError` if one is not as it was written, an
+    `UnreadableError` if it cannot be read just now."""
     found: dict[int, RunRecord] = {}
     folder = container.private / RUNS
     matches = filter(None, map(_NAME.fullmatch, names_in(folder)))
@@ -98,12 +91,8 @@ def read_records(container: BaseContainer) -> list[RunRecord]:
 
 
 def write_record(container: BaseContainer, record: RunRecord) -> None:
-    """Write the record of a run that has not begun.
-
-    Raises:
-        CapacityError: the filesystem is full.
-        SaveError: it cannot be written for another reason.
-    """
+    """Write the record of a run that has not begun. Raise a `CapacityError` if the filesystem is full, or another
+    `SaveError`."""
     path = container.private / RUNS / f"{record.run:08d}.written"
     content = {"run": record.run, "lineage": sorted(record.lineage.items())}
     with writing(path):
@@ -112,10 +101,7 @@ def write_record(container: BaseContainer, record: RunRecord) -> None:
 
 def mark_begun(container: BaseContainer, run: int) -> None:
     """Mark a run as begun, once all nodes have its record, and remove the records of earlier runs. Takes no memory.
-
-    Raises:
-        SaveError: there is no record of the run on this node.
-    """
+    Raise a `SaveError` if there is no record of the run on this node."""
     folder = container.private / RUNS
     begun = folder / f"{run:08d}.begun"
     try:
@@ -129,11 +115,7 @@ def mark_begun(container: BaseContainer, run: int) -> None:
 
 
 def mark_verified(container: BaseContainer, run: int) -> None:
-    """Mark a begun run as one that has had a verified version. Takes no memory; safe to repeat.
-
-    Raises:
-        SaveError: the filesystem refuses.
-    """
+    """Mark a begun run as one that has had a verified version. Takes no memory; safe to repeat."""
     begun = container.private / RUNS / f"{run:08d}.begun"
     try:
         with contextlib.suppress(FileExistsError):

@@ -16,7 +16,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol, TypeVar
@@ -71,7 +71,6 @@ class SlotView(Protocol):
 
     state: State
     save: SaveId | None
-    used: int
 
 
 _V = TypeVar("_V", bound=SlotView)
@@ -86,9 +85,9 @@ def choose(slots: Sequence[_V], request: SlotRequest, locked: Collection[_V], *,
     new one; None if it gets none.
 
     Args:
-        slots: all slots of the pool.
+        slots: all slots of the pool, the one unused longest first.
         request: the terms.
-        locked: slots that cannot be had, for somebody reads them, say.
+        locked: slots that cannot be had: somebody reads them, say.
         may_make: True if the pool may have one slot more, and there is room for it.
     """
     committed = [slot.save for slot in slots if slot.state is State.COMMITTED and slot.save is not None]
@@ -103,11 +102,11 @@ def choose(slots: Sequence[_V], request: SlotRequest, locked: Collection[_V], *,
     if not request.of_round:
         newest = max(committed, default=None)
         free = [slot for slot in free if slot.state is State.EMPTY or slot.save != newest]
-    if may_make and all(slot.state is not State.EMPTY for slot in free):
+    empty = [slot for slot in free if slot.state is State.EMPTY]
+    if may_make and not empty:
         return New()
-    return min(
-        free, key=lambda slot: (slot.state is not State.EMPTY, slot.save != request.save, slot.used), default=None
-    )
+    replaced = [slot for slot in free if slot.save == request.save]
+    return next(iter(empty or replaced or free), None)
 
 
 def slot_limit(keep: int, *, may_grow: bool, extra: int) -> int:
@@ -126,6 +125,7 @@ class _Left(NamedTuple):
 
 class Pool:
     """The slots for the parts of one rank. Thread-safe. One process of a node has it. It is opened while no rank saves.
+    Raises an `OSError` if the system is short of something just now.
 
     Args:
         container: base container.
@@ -134,9 +134,6 @@ class Pool:
         owners: all whose parts or copies the processes of this node keep. Slots for others are left over.
         extra: slots that the pool may have beyond ``keep + 1``: 0 for copies, 2 for the rank's own parts, 3 if they are
             persisted.
-
-    Raises:
-        OSError: the system is short of something just now.
     """
 
     def __init__(
@@ -151,12 +148,13 @@ class Pool:
         self._lock = threading.Lock()
         self._made = threading.Condition(self._lock)
         self._making = 0  # slots that threads make just now
-        self._slots = self._inherited()
-        self._used = itertools.count(1)
+        committed = container.committed()
+        self._slots = self._inherited(committed)  # the one unused longest first
+        self._left = self._left_over(committed)
         self._numbers = itertools.count(1 + max((int(slot.path.name) for slot in self._slots), default=-1))
 
-    def _inherited(self) -> list[Slot]:
-        committed, slots = self.container.committed(), []
+    def _inherited(self, committed: Mapping[int, SaveId]) -> list[Slot]:
+        slots = []
         for path in self.container.slot_paths(self.owner):
             try:
                 slot = Slot.open(path)
@@ -166,14 +164,23 @@ class Pool:
                 _log.warning("removing a slot that cannot be used: %s", error)
                 path.unlink(missing_ok=True)
                 continue
-            slot.save, _ = committed.get(slot.inode, (None, 0))
+            slot.save = committed.get(slot.inode)
             slot.state = State.EMPTY if slot.save is None else State.COMMITTED
             slots.append(slot)
-        return sorted(slots, key=lambda slot: slot.save or SaveId(0, 0))  # none was used: the oldest save goes first
+        return sorted(slots, key=lambda slot: slot.save or SaveId(0, 0))  # the oldest save goes first
+
+    def _left_over(self, committed: Mapping[int, SaveId]) -> list[_Left]:
+        found = []
+        for owner in sorted(self.container.slot_owners() - self._owners):
+            for path in self.container.slot_paths(owner):
+                with contextlib.suppress(FileNotFoundError):  # another rank of this node was faster
+                    status = os.stat(path)
+                    found.append(_Left(path, owner, status.st_size, committed.get(status.st_ino)))
+        return found
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """All slots."""
+        """All slots, the one unused longest first."""
         with self._lock:
             return tuple(self._slots)
 
@@ -182,17 +189,15 @@ class Pool:
         return next((slot for slot in self.slots if slot.save == save), None)
 
     @property
-    def saves(self) -> frozenset[SaveId]:
+    def saves(self) -> set[SaveId]:
         """The saves that have a part in a slot, or are being written. Others have lost their slots."""
-        return frozenset(slot.save for slot in self.slots if slot.save is not None)
+        with self._lock:
+            return {slot.save for slot in self._slots if slot.save is not None}
 
     @contextlib.contextmanager
     def reading(self, save: SaveId) -> Iterator[Slot]:
-        """Yield the slot of a committed part, which is not reused before the block is left.
-
-        Raises:
-            PrunedError: the pool has no such part, or not any more.
-        """
+        """Yield the slot of a committed part, which is not reused before the block is left. Raise a `PrunedError` if
+        the pool has no such part any more."""
         with self._lock:
             found = [slot for slot in self._slots if slot.save == save and slot.state is State.COMMITTED]
             if not found:
@@ -218,12 +223,12 @@ class Pool:
         Raises:
             SaveError: the system refuses to make a file.
         """
+        least = round_up(size, PAGE)  # is enough where there is no room for more
         unfit: list[Slot] = []
         can_make = True
         while True:
             with self._lock:
                 request = terms() if callable(terms) else terms
-                least = round_up(size, PAGE)  # is enough where there is no room for more
                 wanted = least if exact else self._wanted(size)
                 chosen = self._choose(request, wanted, least, unfit, can_make=can_make)
                 if chosen is None and self._making:  # another thread makes one, which takes as long as to make one here
@@ -234,15 +239,19 @@ class Pool:
                 if isinstance(chosen, New):
                     self._making += 1
                 elif self.container.reclaim(chosen, self.owner.rank):
-                    chosen.state, chosen.save, chosen.used = State.WRITING, request.save, next(self._used)
+                    chosen.state, chosen.save = State.WRITING, request.save
+                    self._slots.remove(chosen)
+                    self._slots.append(chosen)
                 else:
                     continue  # a reader was faster
             if isinstance(chosen, New):
                 made = self._make(wanted, request, least=least)
                 can_make = False
+            elif chosen.size == wanted:
+                return chosen
             else:
                 try:
-                    made = self._fitting(chosen, wanted, request, least)
+                    made = self._replaced(chosen, wanted, request, least)
                 except BaseException:  # no descriptors, perhaps: the next save takes the slot
                     self.free(chosen)
                     raise
@@ -251,7 +260,7 @@ class Pool:
                 return made
 
     def _wanted(self, size: int) -> int:
-        largest = max((slot.size for slot in self._slots), default=0)
+        largest = max([slot.size for slot in self._slots], default=0)
         return slot_size(size) if size > largest else largest
 
     def _choose(
@@ -294,17 +303,13 @@ class Pool:
             slot.save = save
 
     def shortage(self, size: int, retained: Collection[SaveId]) -> CapacityError | None:
-        """Return the error of a save for which no slot can be made, now or later; None if one can.
-
-        Args:
-            size: bytes of the object.
-            retained: the saves that are retained now. Later, all but ``keep`` of them are not.
-        """
+        """Return the error of a save of so many bytes for which no slot can be made, now or later; None if one can.
+        Later, all but ``keep`` of the saves that are retained now are not."""
         size = round_up(size, PAGE)
         slots = self.slots
         # Slots that are too small are replaced once they are free, and those of ranks that are elsewhere removed.
         # Before what is free now: threads and other ranks may be removing some.
-        available = sum(left.size for left in self._left()) + self.container.passing()
+        available = sum(left.size for left in self._left if left.path.exists()) + self.container.passing()
         available += self._available() + sum(slot.size for slot in slots if slot.size < size)
         stay = sorted(slot.size if slot.size < size else 0 for slot in slots if slot.save in retained)
         available -= sum(stay[: self.keep])
@@ -331,17 +336,14 @@ class Pool:
     # ---- making --------------------------------------------------------------------------------------------
 
     def prepare(self, size: int, request: SlotRequest) -> bool:
-        """Fault in one slot that an earlier process left, or make one ahead of the save that needs it: for one thread
-        beside the training thread. Return True if there was something to do, and may be more.
-
-        Args:
-            size: bytes of the rank's objects.
-            request: terms of a save to come.
-        """
-        for slot in self.slots:
-            if slot.is_due:
-                slot.prepare()
-                return True
+        """Fault in one slot that an earlier process left, or make one ahead of a save to come, of so many bytes and on
+        these terms: for one thread beside the training thread. Return True if there was something to do, and may be
+        more."""
+        with self._lock:
+            due = [slot for slot in self._slots if slot.is_due]
+        if due:
+            due[0].prepare()
+            return True
         with self._lock:
             wanted = self._wanted(size)
             count = len(self._slots) + self._making
@@ -354,7 +356,7 @@ class Pool:
     def _may_make(self, size: int, retained: Collection[SaveId], count: int) -> bool:
         """Return True if there is room for one slot more than ``count``, once each other pool of this node has as many,
         up to ``keep + 1``: one that has none may be needed first. A spare one leaves as much for the program."""
-        left = sum(each.size for each in self._left() if each.save not in retained)
+        left = sum(each.size for each in self._left if each.save not in retained and each.path.exists())
         needed = self._missing_elsewhere(size, min(count, self.keep + 1)) + (2 * size if count > self.keep else size)
         return self._available() + left >= needed
 
@@ -376,8 +378,7 @@ class Pool:
         self, size: int, request: SlotRequest, state: State = State.WRITING, *, least: int, old: Slot | None = None
     ) -> Slot | None:
         """Make a slot, in a state, of the least size where there is no room for more; None if there is none at
-        all. ``old`` is removed first, for the other one may need its memory.
-        """
+        all. ``old`` is removed first: the new one may need its memory."""
         slot = None
         try:
             if old is not None:
@@ -394,18 +395,16 @@ class Pool:
                 self._making -= 1
                 self._made.notify_all()
                 if slot is not None:
-                    slot.state, slot.save, slot.used = state, request.save, next(self._used)
+                    slot.state, slot.save = state, request.save
                     self._slots.append(slot)
         return slot
 
-    def _fitting(self, slot: Slot, wanted: int, request: SlotRequest, least: int) -> Slot | None:
+    def _replaced(self, slot: Slot, wanted: int, request: SlotRequest, least: int) -> Slot | None:
         """Return a slot of the wanted size, or of the least one where there is no room, in place of one that was taken.
         None if there is no room for either: the slot is free again.
 
         One beyond ``keep + 1`` that is too small is removed: other pools need its room, whose parts grow as well.
         """
-        if slot.size == wanted:
-            return slot
         with self._lock:
             is_extra = slot.size < least and len(self._slots) > self.keep + 1
         room = self._available() + slot.size
@@ -423,39 +422,26 @@ class Pool:
         slot.remove()
         return None
 
-    # ---- slots that are left over -------------------------------------------------------------------------
-
-    def _left(self) -> list[_Left]:
-        owners = self.container.slot_owners() - self._owners
-        paths = [(path, owner) for owner in sorted(owners) for path in self.container.slot_paths(owner)]
-        committed = self.container.committed() if paths else {}
-        found = []
-        for path, owner in paths:
-            with contextlib.suppress(FileNotFoundError):  # another rank of this node was faster
-                status = os.stat(path)
-                save, _ = committed.get(status.st_ino, (None, 0))
-                found.append(_Left(path, owner, status.st_size, save))
-        return found
+    # ---- the end -------------------------------------------------------------------------------------------
 
     def remove_left(self, retained: Collection[SaveId], lacking: Collection[SaveId] = ()) -> None:
         """Remove the slots on this node that nobody has a pool for, but those with retained saves. Slow.
 
-        Args:
-            retained: the saves.
-            lacking: those of which some node may lack what it should have. Of others, a slot for one of as many ranks
-                is not needed here: the rank's own node and its holders have the part.
+        Of the saves of as many ranks only those stay that are ``lacking``: some node may lack what it should have of
+        them. Of others the rank's own node and its holders have the part.
         """
-        for left in self._left():
+        for left in self._left:
             if left.save in (lacking if left.owner.world_size == self.owner.world_size else retained):
                 continue
             with contextlib.suppress(FlashpointError, OSError):  # another rank was faster
                 slot = Slot.open(left.path)
                 slot.save = left.save
-                if not self.container.reclaim(slot, left.owner.rank):  # somebody reads it
+                if self.container.reclaim(slot, left.owner.rank):
+                    slot.remove()
+                    left.path.parent.rmdir()
+                else:  # somebody reads it
                     slot.close()
-                    continue
-                slot.remove()
-                left.path.parent.rmdir()
+        self._left = [left for left in self._left if left.path.exists()]
 
     def clear(self) -> None:
         """Remove all parts and slots that are neither written nor read. Slow: it frees memory."""

@@ -15,7 +15,7 @@ import fcntl
 import logging
 import mmap
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,7 +60,7 @@ class State(enum.Enum):
 
 
 class _Mapping(mmap.mmap):
-    """A mapping that does not end page-locked: CUDA would go on to use whatever is mapped at its address by then."""
+    """A mapping that ends unlocked: else CUDA would go on to use whatever is mapped at its address by then."""
 
     pages: PageLock | None = None
 
@@ -77,7 +77,6 @@ class Slot:
         buffer: all bytes, writable. Assigning to a slice holds the GIL; ``copy_`` of `tensor` does not.
         is_prepared: True once all pages are faulted in. Until then the first copy pays for that.
         state, save: what it holds: a part of ``save`` unless it is `State.EMPTY`. Set by the pool.
-        used: when it was last taken, in the pool's count.
         readers: number of threads of this process that read it.
     """
 
@@ -88,7 +87,6 @@ class Slot:
         self.is_prepared = False
         self.state = State.EMPTY
         self.save: SaveId | None = None
-        self.used = 0
         self.readers = 0
         self._descriptor = descriptor
         self._mapping = _Mapping(descriptor, self.size)
@@ -106,8 +104,8 @@ class Slot:
         Args:
             path: in a folder that exists; nothing is there.
             size: at least 1.
-            go_on: called with the bytes that are still to be reserved, before each step; False ends it. Other processes
-                take memory at the same time.
+            go_on: called with the bytes that are still to be reserved, before each step; False ends it: other processes
+                take memory, too.
             prepare: False where another process writes to the slot.
 
         Raises:
@@ -141,13 +139,8 @@ class Slot:
 
     @classmethod
     def open(cls, path: Path) -> Slot:
-        """Map a slot that another process has made.
-
-        Raises:
-            DamagedError: the file is no whole number of pages.
-            UnsafePathError: it is somebody else's, or no regular file.
-            OSError: it cannot be opened or mapped.
-        """
+        """Map a slot that another process has made. Raise a `DamagedError` if the file is no whole number of pages, an
+        `UnsafePathError` if it is somebody else's or no regular file, an `OSError` if it cannot be opened or mapped."""
         descriptor = open_own(path, os.O_RDWR)
         try:
             size = os.fstat(descriptor).st_size
@@ -211,27 +204,13 @@ class Slot:
 
     # ---- content -------------------------------------------------------------------------------------------
 
-    def seal(
-        self,
-        layout: Layout,
-        byte_items: Sequence[bytes] = (),
-        *,
-        metadata: Mapping[str, str] | None = None,
-    ) -> ObjectRecord:
-        """Write the byte items and the header of an object whose tensors are in place. Return its record.
-
-        Args:
-            layout: where everything lies.
-            byte_items: content of ``layout.byte_items``, in their order.
-            metadata: goes into the header.
-
-        Raises:
-            CapacityError: the header does not fit before the data, or the items behind the tensors.
-        """
+    def seal(self, layout: Layout, byte_items: Sequence[bytes] = ()) -> ObjectRecord:
+        """Write the header and the byte items (the content of ``layout.byte_items``) of an object whose tensors are in
+        place. Return its record. Raise a `CapacityError` if they do not fit."""
         if layout.size > self.size:
             text = "the object does not fit into its slot"
             raise CapacityError(text, needed_bytes=layout.size, available_bytes=self.size, path=self.path)
-        header = encode_header(layout, self.size, metadata)
+        header = encode_header(layout, self.size)
         for entry, data in zip(layout.byte_items, byte_items, strict=True):
             self.buffer[entry.begin : entry.end] = data
         self.buffer[: layout.data_start] = header
@@ -243,7 +222,7 @@ class Slot:
     # ---- readers, and the end ------------------------------------------------------------------------------
 
     def lock(self) -> bool:
-        """Keep readers out, unless one has the slot locked: then return False. To be followed by `unlock`."""
+        """Keep readers out, until `unlock`. Return False if one has the slot locked."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -251,7 +230,7 @@ class Slot:
         return True
 
     def unlock(self) -> None:
-        """Let readers in. In so many words, for a forked child may share the descriptor."""
+        """Let readers in. Closing is not enough: a forked child may share the descriptor."""
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def remove(self) -> None:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from typing import Final, TypeVar
 
 from ml_flashpoint.format.errors import DeadlineError
-from ml_flashpoint.stores.files import Files
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 _T = TypeVar("_T")
 
@@ -44,16 +40,10 @@ def result_of(future: Future[_T], deadline_s: float) -> _T:
 
 
 def while_it_moves(call: Callable[[Callable[[], None]], _T], deadline_s: float, path: str) -> _T:
-    """Return the result of a call, however long it takes, unless nothing happens in it for too long.
+    """Return the result of a call. Raise a `DeadlineError` if nothing happens in it for ``deadline_s`` seconds.
 
-    Args:
-        call: is given a function to call whenever something has happened. That raises a `DeadlineError` once nobody
-            waits any more: so what hung ends then, if it ever goes on.
-        deadline_s: for how long nothing may happen.
-        path: for the error.
-
-    Raises:
-        DeadlineError: nothing happened.
+    The call is given a function to call whenever something has happened. That raises a `DeadlineError` once nobody
+    waits any more: so what hung ends then, if it ever goes on.
     """
     moved_at = [time.monotonic()]
     left_alone = threading.Event()
@@ -75,35 +65,3 @@ def while_it_moves(call: Callable[[Callable[[], None]], _T], deadline_s: float, 
             left_alone.set()
             wait([future], _TO_CLEAN_UP_S)
     return future.result()
-
-
-def watched_files(files: Files, moved: Callable[[], None]) -> Files:
-    """Return the same files, with ``moved`` called after each call, and for each piece that is streamed.
-    It may raise."""
-    return cast("Files", _Watched(files, moved))
-
-
-class _Watched:
-    def __init__(self, files: Files, moved: Callable[[], None]) -> None:
-        self._files, self._moved = files, moved
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._files, name)
-
-        def call(*args: Any, **options: Any) -> Any:
-            result = method(*args, **options)
-            self._moved()
-            return result
-
-        return call
-
-    def write(self, name: str, chunks: Iterable[Buffer]) -> int:
-        # A list stays one: an object store replaces a file by it in one request, and a failure leaves the old file.
-        written = self._files.write(name, chunks if isinstance(chunks, list) else self._told(chunks))
-        self._moved()
-        return written
-
-    def _told(self, chunks: Iterable[Buffer]) -> Iterator[Buffer]:
-        for chunk in chunks:
-            yield chunk
-            self._moved()

@@ -8,6 +8,10 @@ needed: whoever finds the manifests of all ranks may write the marker, which mak
     run-00000007/step-40_ckpt/complete.json                       step, save id and number of ranks; written last
 
 The newest version is that of the greatest `SaveId`. Only what a marker names counts.
+
+One process at a time completes and removes versions, the owner: it has a lock, where files have locks. Elsewhere the
+numbers of runs keep jobs apart: one that finds a version of a later run completes none any more, and what it may remove
+is older.
 """
 
 from __future__ import annotations
@@ -15,22 +19,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 from ml_flashpoint.format.errors import (
     DamagedError,
     FlashpointError,
     InvalidArgumentError,
-    ManifestError,
+    JobInUseError,
     ObjectNotFoundError,
 )
-from ml_flashpoint.format.manifest import MAX_RECORD_BYTES, Manifest, decode_record, encode_record
+from ml_flashpoint.format.manifest import MAX_RECORD_BYTES, decode_record, encode_record
 from ml_flashpoint.format.names import MAX_WORLD_SIZE, RUN_PATTERN, CheckpointContainerId, SaveId, parse_manifest_name
-from ml_flashpoint.stores.bounded import watched_files
 from ml_flashpoint.stores.files import Files
-from ml_flashpoint.stores.ownership import PERIOD_S, owned_files
 from ml_flashpoint.stores.version_store import UNKNOWN, Version, VersionStore
 
 _log = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ RUN_PREFIX: Final = "run-"
 _RUN: Final = re.compile(rf"{RUN_PREFIX}{RUN_PATTERN}")
 _KIND: Final = "mlflashpoint-version-3"
 _FIELDS: Final = ("step", "save_id", "world_size")
+_LOCK: Final = "lock"
 
 
 def is_run_folder(name: str) -> bool:
@@ -53,11 +55,8 @@ def folder_of(save: SaveId) -> str:
 
 
 def version_of(fields: Mapping[str, Any]) -> Version:
-    """Return the complete version that a marker names: its step, save id and number of ranks. Trusts nothing.
-
-    Raises:
-        InvalidArgumentError: there is no such version.
-    """
+    """Return the complete version that a marker names: its step, save id and number of ranks. Trusts nothing. Raise an
+    `InvalidArgumentError` if there is no such version."""
     step, save_id, size = (fields.get(each) for each in _FIELDS)
     if type(step) is int and isinstance(save_id, str) and type(size) is int:
         save = SaveId.parse(CheckpointContainerId.format_version_container(step), save_id)
@@ -72,12 +71,7 @@ def save_of(version: Version) -> dict[str, Any]:
 
 
 class DurableVersions(VersionStore):
-    """Versions in files. Thread-safe.
-
-    Args:
-        files: in which they are.
-        url: of the user, for messages.
-    """
+    """Versions in files; ``url`` is the user's, for messages. Thread-safe."""
 
     durable = True
 
@@ -88,26 +82,28 @@ class DurableVersions(VersionStore):
         """See `VersionStore.folder_of`."""
         return folder_of(save)
 
-    # ---- writing ------------------------------------------------------------------------------------------
-
     def ranks_there(self, save: SaveId) -> set[int]:
         """Return the ranks whose parts of a save are there."""
-        return _ranks_in(self.files.list(folder_of(save)), save.text)
+        return _ranks_in(self.files.list(folder_of(save)), save)
 
-    def complete(self, save: SaveId, world_size: int) -> Version:
-        """Make a version exist, after checking that the parts of all ranks are there.
+    @contextlib.contextmanager
+    def owned(self) -> Iterator[None]:
+        """Be the owner, where files have locks. Raise a `JobInUseError` if another process is."""
+        try:
+            lock = self.files.lock(_LOCK, 0.0)
+        except JobInUseError as error:
+            hint = "wait until that job has ended, or give another URL"
+            raise JobInUseError(f"somebody persists there: {error.message}", path=error.path, hint=hint) from error
+        with lock or contextlib.nullcontext():
+            yield
 
-        Raises:
-            ObjectNotFoundError: a part is not there.
-            DamagedError: one is not what its manifest says.
-            FlashpointError: the store failed; then the version may exist all the same.
-        """
+    def complete(self, save: SaveId, world_size: int, moved: Callable[[], None] = lambda: None) -> Version:
+        """Make a version exist, after `check_parts`, and raise the errors of that. If the store fails, the version may
+        exist all the same."""
         found = Version(save, folder_of(save), range(world_size), world_size, True)
-        self.check_parts(found)
+        self.check_parts(found, moved)
         self.files.write(f"{found.folder}/{MARKER}", [encode_record(_KIND, save_of(found))])
         return found
-
-    # ---- reading ------------------------------------------------------------------------------------------
 
     def versions(self) -> list[Version]:
         """Return all versions of training jobs, newest first. Parts are not looked at; see `VersionStore.versions`."""
@@ -126,42 +122,25 @@ class DurableVersions(VersionStore):
         return sorted(found, key=lambda version: version.save, reverse=True)
 
     def _version(self, save: SaveId) -> Version:
-        folder, names, problem = folder_of(save), list[str](), ""
+        names, problem = list[str](), ""
         try:
-            names = self.files.list(folder)
+            names = self.files.list(folder_of(save))
             if MARKER in names:
-                return self._read_marker(folder)
+                return self._read_marker(save)
         except DamagedError as error:
             problem = str(error)
-        return Version(save, folder, tuple(sorted(_ranks_in(names, save.text))), problem=problem)
+        return Version(save, folder_of(save), tuple(sorted(_ranks_in(names, save))), problem=problem)
 
-    def _read_marker(self, folder: str) -> Version:
-        name = f"{folder}/{MARKER}"
+    def _read_marker(self, save: SaveId) -> Version:
+        name = f"{folder_of(save)}/{MARKER}"
         path, data = self.files.path_of(name), self.files.read(name, limit=MAX_RECORD_BYTES)
         try:
             version = version_of(decode_record(_KIND, data, path))
         except InvalidArgumentError as error:
             raise DamagedError(f"the marker is not valid: {error}", path=path) from error
-        if version.folder != folder:
+        if version.save != save:
             raise DamagedError("the marker is of another version", path=path)
         return version
-
-    def manifest(self, version: Version, rank: int) -> Manifest:
-        """See `VersionStore.manifest`."""
-        manifest = super().manifest(version, rank)
-        if manifest.world_size != version.world_size:
-            path = self.files.path_of(version.folder)
-            raise ManifestError(f"this is a part of {manifest.world_size} ranks", rank=rank, path=path)
-        return manifest
-
-    def check_parts(self, version: Version) -> None:
-        """Check that all parts of a version are there, with their sizes. Content is not read.
-
-        Raises:
-            FlashpointError: see `VersionStore.manifest`.
-        """
-        for rank in version.ranks:
-            self.check_size(self.manifest(version, rank))
 
     def has(self, save: SaveId, rank: int) -> bool:
         """See `VersionStore.has`. The marker goes first."""
@@ -174,30 +153,22 @@ class DurableVersions(VersionStore):
     # ---- removing -----------------------------------------------------------------------------------------
 
     def remove(self, step: int | None, check: Callable[[], None] = lambda: None) -> list[str]:
-        """Remove versions, of each the marker first; see `VersionStore.remove`."""
-        wanted = [each.folder for each in reversed(self.versions()) if each.step >= 0 and step in (None, each.step)]
+        """See `VersionStore.remove`."""
+        wanted = [each for each in reversed(self.versions()) if each.step >= 0 and step in (None, each.step)]
         if not wanted:
             of = "" if step is None else f" of step {step}"
             raise ObjectNotFoundError(f"there is no version{of} here", path=self.path)
-        for folder in wanted:
+        for version in wanted:
             check()
-            with contextlib.suppress(DamagedError):  # of a folder that is a link
-                self.files.remove(f"{folder}/{MARKER}")
-            self.files.remove_folder(folder)
-        for run in {folder.partition("/")[0] for folder in wanted}:
-            if not self.files.list(run):
-                self.files.remove_folder(run)
-        return wanted
+            self._remove(version)
+        return [version.folder for version in wanted]
 
     def keep_newest(self, count: int, save: SaveId) -> None:
         """Remove all complete versions but the newest ones, and what was begun before a save and not completed: it must
-        not take the room of that one. To be called by the owner.
+        not take the room of that one. For the owner.
 
-        A damaged version stays until all that stay are newer. A failure is logged: the next call tries again.
-
-        Args:
-            count: how many complete versions stay, at least 1.
-            save: about to be written, or written. Ranks may be writing to its folder already.
+        ``count``, at least 1, complete versions stay. A damaged one stays until all that stay are newer. A failure is
+        logged: the next call tries again. Ranks may be writing to the folder of ``save`` already.
         """
         there = self.versions()
         kept = [version for version in there if version.counts][:count]
@@ -208,37 +179,22 @@ class DurableVersions(VersionStore):
                 goes = bool(kept) and each.step >= 0 and each.save < kept[-1].save
             else:
                 goes = each.save < save
-            marker = f"{each.folder}/{MARKER}"
-            if goes and (not each.counts or try_to_remove(self.files.remove, marker)):
-                try_to_remove(self.files.remove_folder, each.folder)
-        for folder in filter(is_run_folder, self.files.list()):
-            with contextlib.suppress(DamagedError):
-                if folder != f"{RUN_PREFIX}{save.text}" and not self.files.list(folder):
-                    try_to_remove(self.files.remove_folder, folder)
+            try:
+                if goes:
+                    self._remove(each, needed=save.run)
+            except FlashpointError as error:
+                _log.warning("what is not wanted any more cannot be removed: %s", error)
 
-    # ---- who writes ---------------------------------------------------------------------------------------
-
-    def watched(self, moved: Callable[[], None]) -> DurableVersions:
-        """See `VersionStore.watched`."""
-        return DurableVersions(watched_files(self.files, moved), self.path)
-
-    def owned(
-        self, period_s: float = PERIOD_S, moved: Callable[[], None] = lambda: None
-    ) -> AbstractContextManager[Callable[[], None]]:
-        """See `VersionStore.owned`. Not of a watched store: a lease is renewed whatever else happens."""
-        return owned_files(self.files, period_s, moved)
+    def _remove(self, version: Version, *, needed: int | None = None) -> None:
+        """Remove a version, its marker first, and the folder of its run after the last one, unless that is needed."""
+        with contextlib.suppress(DamagedError):  # of a folder that is a link
+            self.files.remove(f"{version.folder}/{MARKER}")
+        self.files.remove_folder(version.folder)
+        run = version.folder.partition("/")[0]
+        if version.save.run != needed and not self.files.list(run):
+            self.files.remove_folder(run)
 
 
-def _ranks_in(names: list[str], save_id: str) -> set[int]:
+def _ranks_in(names: list[str], save: SaveId) -> set[int]:
     """Return the ranks whose manifests of a save are among the names of files."""
-    return {found[0] for found in map(parse_manifest_name, names) if found is not None and found[1] == save_id}
-
-
-def try_to_remove(remove: Callable[[str], None], name: str) -> bool:
-    """Remove a file or folder by a method of `Files`; return False, and warn, if that fails."""
-    try:
-        remove(name)
-    except FlashpointError as error:
-        _log.warning("what is not wanted any more cannot be removed: %s", error)
-        return False
-    return True
+    return {found[0] for found in map(parse_manifest_name, names) if found is not None and found[1] == save.text}

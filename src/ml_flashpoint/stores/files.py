@@ -1,8 +1,8 @@
 """Files under one root, written whole or not at all: what durable versions lie in.
 
-`Directory` is a directory of a filesystem: local, NFS, parallel. `UrlFiles` is whatever else fsspec knows: object
-stores, HDFS, SFTP. fsspec's local filesystem has neither fsync, nor locks, nor reads into memory that is there already;
-and it follows links. Calls block, and may hang: see `bounded`.
+`Files` is whatever fsspec knows: object stores, HDFS, SFTP. `Directory` is a directory of a filesystem: local, NFS,
+parallel. fsspec's local filesystem has neither fsync, nor locks, nor reads into memory that is there already; and it
+follows links. Calls block, and may hang: see `bounded`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import logging
 import os
 import secrets
 import shutil
-import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,7 +25,6 @@ from ml_flashpoint.format.errors import (
     DamagedError,
     FlashpointError,
     InvalidArgumentError,
-    InvalidNameError,
     JobInUseError,
     ObjectNotFoundError,
     SaveError,
@@ -48,6 +46,7 @@ from ml_flashpoint.format.names import validate_segment
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+_Translated = Callable[[str, type[Exception]], AbstractContextManager[None]]
 _log = logging.getLogger(__name__)
 
 PIECE_BYTES: Final = 16 * 2**20
@@ -60,19 +59,45 @@ _PUBLISHED_WHEN_COMPLETE: Final = frozenset(
 """Protocols of object stores: a name appears there when its upload is complete, and renaming would be a copy."""
 
 
-class Files(ABC):
-    """Files under one root. Names are relative, with slashes; a folder comes with the first file in it.
+class Files:
+    """Files below a URL, through fsspec. `Directory` is the same for a directory, with what fsspec lacks there.
 
-    Several threads may read, and write files of different names. Writing and removing raise a `SaveError`
-    (`CapacityError` if there is no room), reading an `UnreadableError` for what may pass. A name that is empty or
-    absolute, or has a segment that `validate_segment` refuses, is an `InvalidNameError`: no name leads out of the root.
+    Names are relative, with slashes; a folder comes with the first file in it. Several threads may read, and write
+    files of different names. Deadlines, retries and credentials are those of fsspec. Writing and removing raise a
+    `SaveError` (`CapacityError` if there is no room), reading an `UnreadableError` for what may pass. A name that is
+    empty or absolute, or has a segment that `validate_segment` refuses, is an `InvalidNameError`: no name leads out of
+    the root. The first use raises an `InvalidArgumentError` if fsspec does not know this kind of URL, or lacks a
+    package for it.
     """
 
-    @abstractmethod
-    def path_of(self, name: str) -> str:
-        """Return the path or URL of a file or folder."""
+    def __init__(self, url: str) -> None:
+        self._url = url
 
-    @abstractmethod
+    @cached_property
+    def _filesystem(self) -> tuple[Any, str]:
+        """The filesystem, and the path of the root in it."""
+        try:
+            from fsspec.core import url_to_fs
+
+            filesystem, root = url_to_fs(self._url)
+        except (ValueError, ImportError) as error:
+            raise InvalidArgumentError(f"fsspec: {error}", argument="url", value=self._url) from error
+        return filesystem, root.rstrip("/")
+
+    @contextlib.contextmanager
+    def _calling(self, translated: _Translated, name: str, *, root: bool = False) -> Iterator[tuple[Any, str]]:
+        """Yield the filesystem and the path of a name in it, which may be "" for the root if that is said. Errors are
+        translated by `reading` or `writing`."""
+        filesystem, inner = self._filesystem
+        path = inner if root and not name else f"{inner}/{_checked(name)}"
+        with translated(self.path_of(name), Exception):
+            yield filesystem, path
+
+    def path_of(self, name: str) -> str:
+        """Return the URL, or absolute path, of a file or folder; of the root for ""."""
+        root = self._url.rstrip("/")
+        return f"{root}/{_checked(name)}" if name else root
+
     def write(self, name: str, chunks: Iterable[Buffer]) -> int:
         """Write or replace a file from contiguous buffers; it is durable on return. Return the number of bytes.
 
@@ -80,31 +105,47 @@ class Files(ABC):
         hidden file beside it, which goes with the folder. On an object store, a list of buffers is one request, which
         replaces at once; other chunks are uploaded under the file's own name: choose one that nothing refers to yet.
         """
+        with self._calling(writing, name) as (filesystem, path):
+            protocols = [filesystem.protocol] if isinstance(filesystem.protocol, str) else filesystem.protocol
+            uploaded = path
+            if _PUBLISHED_WHEN_COMPLETE.isdisjoint(protocols):
+                folder = path.rpartition("/")[0]
+                filesystem.makedirs(folder, exist_ok=True)
+                uploaded = f"{folder}/.{secrets.token_hex(8)}.tmp"
+            elif isinstance(chunks, list):
+                content = b"".join(chunks)
+                filesystem.pipe_file(path, content)
+                return len(content)
+            try:
+                written = _write_stream(filesystem, uploaded, chunks)
+                if uploaded != path:
+                    filesystem.mv(uploaded, path)
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    filesystem.rm_file(uploaded)
+                raise
+            return written
 
-    @abstractmethod
     def size(self, name: str) -> int:
         """Return the bytes of a file. Raise an `ObjectNotFoundError` if there is none."""
+        with self._calling(reading, name) as (filesystem, path):
+            filesystem.invalidate_cache()
+            found = filesystem.info(path)
+            if found.get("type") != "file":
+                raise DamagedError("this is not a file", path=self.path_of(name))
+            return int(found["size"])
 
-    @abstractmethod
     def read_into(self, name: str, begin: int, into: memoryview) -> None:
-        """Fill a writable view of bytes from a file, from byte ``begin`` on.
-
-        Raises:
-            ObjectNotFoundError: there is no such file.
-            DamagedError: the file ends before the view is full.
-        """
-
-    @abstractmethod
-    def list(self, folder: str = "") -> list[str]:
-        """Return the last segments of what is directly in a folder, sorted; none if there is no such folder."""
-
-    @abstractmethod
-    def remove(self, name: str) -> None:
-        """Remove a file, durably, if it is there."""
-
-    @abstractmethod
-    def remove_folder(self, folder: str) -> None:
-        """Remove a folder and all in it, if it is there. Not atomic. A symbolic link is not followed."""
+        """Fill a writable view from a file, from byte ``begin`` on. Raise an `ObjectNotFoundError` if there is no such
+        file, a `DamagedError` if it ends before the view is full."""
+        with self._calling(reading, name) as (filesystem, path):
+            for done in range(0, len(into), PIECE_BYTES):
+                piece = into[done : done + PIECE_BYTES]
+                end = begin + done + len(piece)
+                data = filesystem.cat_file(path, begin + done, end)
+                if len(data) != len(piece):
+                    raise DamagedError(f"the file ends before byte {end}", path=self.path_of(name))
+                piece[:] = data
 
     def read(self, name: str, *, limit: int) -> bytes:
         """Return a small file. Raise a `DamagedError` if it has more than ``limit`` bytes."""
@@ -115,27 +156,39 @@ class Files(ABC):
         self.read_into(name, 0, memoryview(content))
         return bytes(content)
 
+    def list(self, folder: str = "") -> list[str]:
+        """Return the last segments of what is directly in a folder, sorted; none if there is no such folder."""
+        with contextlib.suppress(ObjectNotFoundError), self._calling(reading, folder, root=True) as (filesystem, path):
+            filesystem.invalidate_cache()
+            paths = {each.rstrip("/") for each in filesystem.ls(path, detail=False)}
+            # Some object stores list a folder in itself.
+            return sorted(each.rpartition("/")[2] for each in paths - {path})
+        return []
+
+    def remove(self, name: str) -> None:
+        """Remove a file, durably, if it is there."""
+        with self._calling(writing, name) as (filesystem, path), contextlib.suppress(FileNotFoundError):
+            filesystem.rm_file(path)
+
+    def remove_folder(self, folder: str) -> None:
+        """Remove a folder and all in it, if it is there. Not atomic. A symbolic link is not followed."""
+        with self._calling(writing, folder) as (filesystem, path), contextlib.suppress(FileNotFoundError):
+            filesystem.invalidate_cache()
+            filesystem.rm(path, recursive=True)
+
     def lock(self, name: str, timeout_s: float) -> AbstractContextManager[object] | None:
-        """Take a lock on a file that no other process can have, and that ends with this process at the latest.
-
-        Returns:
-            The lock, held until it is left; it need not be entered. None: there are no locks here.
-
-        Raises:
-            JobInUseError: another process has it still after ``timeout_s`` seconds.
-        """
+        """Take a lock on a file that no other process can have, and that ends with this process at the latest. Return
+        it, held until it is left, or None where there are no locks, as here. Raise a `JobInUseError` if another process
+        has it still after ``timeout_s`` seconds."""
         return None
 
 
 class Directory(Files):
-    """Files below a directory, which is made with the first one. Thread-safe."""
+    """Files below a directory, which is made with the first one. Thread-safe. Symbolic links in it are damage."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._root = Path(path).absolute()
-
-    def path_of(self, name: str) -> str:
-        """Return the absolute path."""
-        return str(self._root.joinpath(*_split(name, allow_root=True)))
+        super().__init__(str(self._root))
 
     def write(self, name: str, chunks: Iterable[Buffer]) -> int:
         """Write a temporary file, fsync, rename, and fsync the folder; see `Files.write`."""
@@ -156,20 +209,17 @@ class Directory(Files):
             while done < len(octets):
                 count = os.preadv(descriptor, [octets[done:]], begin + done)
                 if not count:
-                    text = f"the file ends at byte {begin + done}, before byte {begin + len(octets)}"
-                    raise DamagedError(text, path=self.path_of(name))
+                    raise DamagedError(f"the file ends before byte {begin + len(octets)}", path=self.path_of(name))
                 done += count
 
     def list(self, folder: str = "") -> list[str]:
         """See `Files.list`."""
-        path = self._path(folder, allow_root=True)
-        if path != self._root and path.is_symlink():
+        path = self._path(folder) if folder else self._root
+        if folder and path.is_symlink():
             raise DamagedError("this is a symbolic link", path=path)
-        try:
-            with reading(path):
-                return sorted(os.listdir(path))
-        except ObjectNotFoundError:
-            return []
+        with contextlib.suppress(ObjectNotFoundError), reading(path):
+            return sorted(os.listdir(path))
+        return []
 
     def remove(self, name: str) -> None:
         """See `Files.remove`."""
@@ -180,7 +230,7 @@ class Directory(Files):
         path = self._path(folder)
         self._remove(path, os.unlink if path.is_symlink() else shutil.rmtree)
 
-    def _remove(self, path: Path, remove: Any) -> None:
+    def _remove(self, path: Path, remove: Callable[[Path], object]) -> None:
         with writing(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             remove(path)
             sync_directory(path.parent)
@@ -188,7 +238,7 @@ class Directory(Files):
     def lock(self, name: str, timeout_s: float) -> AbstractContextManager[object] | None:
         """Take a file lock, which works between nodes where the filesystem has such; see `Files.lock`. In a forked
         child, the lock stays the parent's."""
-        path = self._root.joinpath(*_split(name))
+        path = Path(self.path_of(name))
         give_up = time.monotonic() + timeout_s
         with contextlib.ExitStack() as undo:
             with writing(path):
@@ -214,14 +264,15 @@ class Directory(Files):
                     return None
                 time.sleep(_POLL_S)
 
-    def _path(self, name: str, *, allow_root: bool = False) -> Path:
-        """Return the path of a name. Raise a `DamagedError` on a symbolic link: it leads out of here."""
+    def _path(self, name: str) -> Path:
+        """Return the path of a name. Raise a `DamagedError` if a link leads out of here on the way."""
+        *folders, last = _checked(name).split("/")
         path = self._root
-        for segment in _split(name, allow_root=allow_root):
-            if path != self._root and path.is_symlink():
-                raise DamagedError("this is a symbolic link", path=path)
+        for segment in folders:
             path = path / segment
-        return path
+            if path.is_symlink():
+                raise DamagedError("this is a symbolic link", path=path)
+        return path / last
 
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[int]:
@@ -234,125 +285,10 @@ class Directory(Files):
                 os.close(descriptor)
 
 
-class UrlFiles(Files):
-    """Files below a URL. Thread-safe if the filesystem is. Deadlines, retries and credentials are those of fsspec.
-
-    Args:
-        url: such as ``s3://bucket/folder`` or ``memory://folder``.
-
-    Raises:
-        InvalidArgumentError: `url` is empty; or, on first use, fsspec does not know this kind of URL or lacks a package
-            for it.
-    """
-
-    def __init__(self, url: str) -> None:
-        if not url:
-            raise InvalidArgumentError("a URL is needed", argument="url", value=url)
-        self._url = url
-        self._filesystem: Any = None
-        self._root = ""
-        self._renames = True
-        self._opening = threading.Lock()
-
-    def _open(self) -> Any:
-        with self._opening:
-            if self._filesystem is None:
-                try:
-                    from fsspec.core import url_to_fs
-
-                    filesystem, root = url_to_fs(self._url)
-                except (ValueError, ImportError) as error:
-                    raise InvalidArgumentError(f"fsspec: {error}", argument="url", value=self._url) from error
-                protocols = {filesystem.protocol} if isinstance(filesystem.protocol, str) else set(filesystem.protocol)
-                self._renames = protocols.isdisjoint(_PUBLISHED_WHEN_COMPLETE)
-                self._root = root.rstrip("/")
-                self._filesystem = filesystem
-        return self._filesystem
-
-    def path_of(self, name: str) -> str:
-        """Return the URL."""
-        return "/".join([self._url.rstrip("/"), *_split(name, allow_root=True)])
-
-    def _inner(self, name: str, *, allow_root: bool = False) -> str:
-        return "/".join([self._root, *_split(name, allow_root=allow_root)])
-
-    def write(self, name: str, chunks: Iterable[Buffer]) -> int:
-        """See `Files.write`."""
-        filesystem, target = self._open(), self._inner(name)
-        folder = target.rpartition("/")[0]
-        with writing(self.path_of(name), Exception):
-            path = target
-            if self._renames:
-                path = f"{folder}/.{secrets.token_hex(8)}.tmp"
-                filesystem.makedirs(folder, exist_ok=True)
-            elif isinstance(chunks, list):
-                content = b"".join(chunks)
-                filesystem.pipe_file(target, content)
-                return len(content)
-            try:
-                written = _write_stream(filesystem, path, chunks)
-                if path != target:
-                    filesystem.mv(path, target)
-            except BaseException:
-                with contextlib.suppress(Exception):
-                    filesystem.rm_file(path)
-                raise
-            return written
-
-    def size(self, name: str) -> int:
-        """See `Files.size`."""
-        filesystem = self._open()
-        with reading(self.path_of(name), Exception):
-            filesystem.invalidate_cache()
-            found = filesystem.info(self._inner(name))
-            if found.get("type") != "file":
-                raise DamagedError("this is not a file", path=self.path_of(name))
-            return int(found["size"])
-
-    def read_into(self, name: str, begin: int, into: memoryview) -> None:
-        """See `Files.read_into`."""
-        filesystem = self._open()
-        with reading(self.path_of(name), Exception):
-            for done in range(0, len(into), PIECE_BYTES):
-                piece = into[done : done + PIECE_BYTES]
-                end = begin + done + len(piece)
-                data = filesystem.cat_file(self._inner(name), begin + done, end)
-                if len(data) != len(piece):
-                    raise DamagedError(f"the file ends before byte {end}", path=self.path_of(name))
-                piece[:] = data
-
-    def list(self, folder: str = "") -> list[str]:
-        """See `Files.list`."""
-        filesystem = self._open()
-        try:
-            with reading(self.path_of(folder), Exception):
-                filesystem.invalidate_cache()
-                inner = self._inner(folder, allow_root=True)
-                paths = {path.rstrip("/") for path in filesystem.ls(inner, detail=False)}
-                # Some object stores list a folder in itself.
-                return sorted(path.rpartition("/")[2] for path in paths - {inner})
-        except ObjectNotFoundError:
-            return []
-
-    def remove(self, name: str) -> None:
-        """See `Files.remove`."""
-        filesystem = self._open()
-        with writing(self.path_of(name), Exception), contextlib.suppress(FileNotFoundError):
-            filesystem.rm_file(self._inner(name))
-
-    def remove_folder(self, folder: str) -> None:
-        """See `Files.remove_folder`."""
-        filesystem = self._open()
-        with writing(self.path_of(folder), Exception), contextlib.suppress(FileNotFoundError):
-            filesystem.invalidate_cache()
-            filesystem.rm(self._inner(folder), recursive=True)
-
-
-def _split(name: str, *, allow_root: bool = False) -> tuple[str, ...]:
-    """Return the segments of a name. With ``allow_root``, "" names the root."""
-    if not isinstance(name, str):
-        raise InvalidNameError(f"a name must be a string, not {type(name).__name__}")
-    return () if name == "" and allow_root else tuple(map(validate_segment, name.split("/")))
+def _checked(name: str) -> str:
+    for segment in name.split("/"):
+        validate_segment(segment)
+    return name
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Final
 
 from ml_flashpoint.format.digest import verify_blocks
@@ -20,6 +20,8 @@ from ml_flashpoint.format.errors import (
     DamagedError,
     DigestMismatchError,
     FlashpointError,
+    JobInUseError,
+    ManifestError,
     ObjectNotFoundError,
     PrunedError,
     SaveError,
@@ -39,8 +41,6 @@ _log = logging.getLogger(__name__)
 
 _CACHED_BLOCKS: Final = 2
 _ZEROS: Final = bytes(1 << 20)
-
-
 UNKNOWN: Final = SaveId(0, -1)
 """The save of a version whose name cannot be read."""
 
@@ -87,14 +87,8 @@ class Version:
 
 
 class VersionStore(ABC):
-    """Versions in files. Calls block; several threads may read, and write parts of different ranks.
-
-    What cannot be read just now is an `UnreadableError`, and no reason for an older version.
-
-    Args:
-        files: in which they are.
-        path: path or URL, for messages.
-    """
+    """Versions in files; ``path`` is for messages. Calls block; several threads may read, and write parts of different
+    ranks. What cannot be read just now is an `UnreadableError`, and no reason for an older version."""
 
     durable: bool
     """True if its versions outlive memory: then the newest one is removed only when that is asked for."""
@@ -116,14 +110,8 @@ class VersionStore(ABC):
 
     @abstractmethod
     def remove(self, step: int | None, check: Callable[[], None] = lambda: None) -> list[str]:
-        """Remove all versions of a step, or all there are, oldest first. To be called by the owner (`owned`).
-
-        Args:
-            step: of the versions; None for all, and for what else the job has left.
-            check: called before each removal; may raise.
-
-        Returns:
-            The folders of the versions.
+        """Remove all versions of a step, oldest first; of None, all versions and what else the job has left. Return
+        their folders. ``check`` is called before each removal, and may raise.
 
         Raises:
             ObjectNotFoundError: there is none.
@@ -131,19 +119,19 @@ class VersionStore(ABC):
         """
 
     def manifest(self, version: Version, rank: int) -> Manifest:
-        """Return the manifest of a rank's part, checked.
-
-        Raises:
-            ObjectNotFoundError: there is no such part.
-            DamagedError: the manifest is not as it was saved.
-        """
+        """Return the manifest of a rank's part. Raise an `ObjectNotFoundError` if there is no such part, or a
+        `DamagedError` if the manifest is not as it was saved."""
         if rank not in version.ranks:
             raise ObjectNotFoundError("there is no part of this rank", step=version.step, rank=rank, path=self.path)
-        return self._manifest(f"{version.folder}/{manifest_name(rank, version.save.text)}")
+        manifest = self._manifest(version.save, rank)
+        if version.world_size not in (0, manifest.world_size):
+            path = self.files.path_of(version.folder)
+            raise ManifestError(f"this is a part of {manifest.world_size} ranks", rank=rank, path=path)
+        return manifest
 
-    def _manifest(self, name: str) -> Manifest:
-        path = self.files.path_of(name)
-        return decode(self.files.read(name, limit=MAX_RECORD_BYTES), path)
+    def _manifest(self, save: SaveId, rank: int) -> Manifest:
+        name = f"{self.folder_of(save)}/{manifest_name(rank, save.text)}"
+        return decode(self.files.read(name, limit=MAX_RECORD_BYTES), self.files.path_of(name))
 
     def check_size(self, manifest: Manifest) -> None:
         """Check that the object of a part is there, and as long as it should be. Raises what `manifest` raises."""
@@ -151,6 +139,13 @@ class VersionStore(ABC):
         if size != wanted:
             text = f"the object has {size} bytes, and {wanted} were committed"
             raise DamagedError(text, rank=manifest.rank, path=self.path_of(manifest))
+
+    def check_parts(self, version: Version, moved: Callable[[], None] = lambda: None) -> None:
+        """Check that all parts of a version are there, with their sizes; ``moved`` is called after each. Content is not
+        read. Raises what `manifest` raises."""
+        for rank in version.ranks:
+            self.check_size(self.manifest(version, rank))
+            moved()
 
     def read_into(self, manifest: Manifest, begin: int, into: memoryview) -> None:
         """Fill a view with bytes of a part's object, from byte ``begin`` on. Raises what `manifest` raises."""
@@ -163,26 +158,31 @@ class VersionStore(ABC):
     def _name_of(self, manifest: Manifest) -> str:
         return f"{self.folder_of(manifest.save)}/{manifest.object_name}"
 
-    def write_part(self, manifest: Manifest, content: Callable[[], Iterable[Buffer]]) -> bool:
+    def write_part(
+        self,
+        manifest: Manifest,
+        content: Callable[[], Iterable[Buffer]],
+        moved: Callable[[], None] = lambda: None,
+    ) -> bool:
         """Write a part, durably: its object, then its manifest. Return False if it was there already.
 
-        A part that is there is compared with its digests, and written anew if it differs.
-
-        Args:
-            manifest: of the part.
-            content: returns the bytes of the object, as many as its file has, in pieces.
+        A part that is there is compared with its digests, and written anew if it is damaged. ``content`` returns the
+        bytes of the object, as many as its file has, in pieces. ``moved`` is called for each piece that is compared.
+        Raises a `JobInUseError` if the part is another job's: same run, same step is the same state.
         """
-        name = f"{self.folder_of(manifest.save)}/{manifest_name(manifest.rank, manifest.save.text)}"
+        save, rank = manifest.save, manifest.rank
         with contextlib.suppress(DamagedError, ObjectNotFoundError, PrunedError):  # the usual case
-            if self._manifest(name) == manifest:
-                for _ in stored_object(manifest, [self]).pieces():
-                    pass
-                return False
+            if self._manifest(save, rank) != manifest:
+                text, hint = "there is another part of this name, of another job", "give each job a URL of its own"
+                raise JobInUseError(text, step=save.step, rank=rank, path=self.path_of(manifest), hint=hint)
+            for _ in StoredObject(manifest, [self]).pieces():
+                moved()
+            return False
         written = self.files.write(self._name_of(manifest), iter(content()))
         if written != manifest.record.file_size:
             text = f"{written} bytes were written, and not {manifest.record.file_size}"
-            raise SaveError(text, step=manifest.save.step, rank=manifest.rank, path=self.path_of(manifest))
-        self.files.write(name, [encode(manifest)])
+            raise SaveError(text, step=save.step, rank=rank, path=self.path_of(manifest))
+        self.files.write(f"{self.folder_of(save)}/{manifest_name(rank, save.text)}", [encode(manifest)])
         return True
 
     def records(self) -> list[RunRecord]:
@@ -193,63 +193,53 @@ class VersionStore(ABC):
         """Have a running job keep a part until this is left, if it can. Raise a `PrunedError` if the part went."""
         return contextlib.nullcontext()
 
-    def watched(self, moved: Callable[[], None]) -> VersionStore:
-        """Return the same store, which calls ``moved`` after each call and for each piece that is written."""
-        return self
-
-    def owned(
-        self, period_s: float, moved: Callable[[], None] = lambda: None
-    ) -> AbstractContextManager[Callable[[], None]]:
-        """Be the only one who completes and removes versions here. Yields a call that raises if that was lost.
-
-        Args:
-            period_s: seconds between renewals of a lease, for stores without locks.
-            moved: called again and again while this waits.
-
-        Raises:
-            JobInUseError: somebody else is.
-        """
-        return contextlib.nullcontext(lambda: None)
-
 
 # ---- objects --------------------------------------------------------------------------------------------------------
 
 
 class StoredObject:
-    """An object that is read by ranges. Thread-safe.
+    """The object of a part that several stores hold, read by ranges. Thread-safe.
 
-    Whole blocks are read to where they are wanted. Of blocks that are wanted in part, the last two stay in memory.
-
-    Args:
-        record: of the object.
-        read: ``(begin, view)``: fills a view with whole blocks from a byte on, compared with their digests.
-        path: for errors.
+    A block that one store cannot give is read from the next. Whole blocks are read to where they are wanted. Of blocks
+    that are wanted in part, the last two stay in memory.
     """
 
-    def __init__(self, record: ObjectRecord, read: Callable[[int, memoryview], None], path: str) -> None:
-        self.record, self.path = record, path
-        self._checked = read
+    def __init__(self, manifest: Manifest, stores: Sequence[VersionStore]) -> None:
+        self.manifest, self.record, self.path = manifest, manifest.record, stores[0].path_of(manifest)
+        self._stores = stores
         self._block = lru_cache(maxsize=_CACHED_BLOCKS)(self._read_block)
-        self._layout: Layout | None = None
+
+    def _read_blocks(self, begin: int, into: memoryview) -> None:
+        """Fill a view with whole blocks, from byte ``begin`` on, compared with their digests."""
+        save, rank, failures = self.manifest.save, self.manifest.rank, list[FlashpointError]()
+        for store in self._stores:
+            path = store.path_of(self.manifest)
+            try:
+                store.read_into(self.manifest, begin, into)
+                return check_blocks(self.record, begin, into, path)
+            except (DamagedError, ObjectNotFoundError, PrunedError, UnreadableError) as error:
+                failures.append(error)
+                if isinstance(error, (DigestMismatchError, ObjectNotFoundError)) and not store.has(save, rank):
+                    text, hint = "the version was pruned while it was read", "read the newest version"
+                    failures[-1] = PrunedError(text, step=save.step, rank=rank, path=path, hint=hint)
+            if len(failures) < len(self._stores):
+                _log.warning("rank %d: taking another copy: %s", rank, failures[-1])
+        # What cannot be read just now may be sound: no reason for an older version.
+        raise next((error for error in failures if not is_damage(error)), failures[0])
 
     def _read_block(self, block: int) -> bytearray:
         begin = block * self.record.block_size
         content = bytearray(min(self.record.block_size, self.record.size - begin))
-        self._checked(begin, memoryview(content))
+        self._read_blocks(begin, memoryview(content))
         return content
 
-    @property
+    @cached_property
     def layout(self) -> Layout:
-        """The items of the object.
-
-        Raises:
-            ObjectFormatError: the header is not valid, although its digest is right.
-        """
-        if self._layout is None:
-            size, file_size = self.record.size, self.record.file_size
-            length = header_length(self.read(0, min(8, size)), file_size, self.path)
-            self._layout = parse_header(self.read(0, length), file_size, self.path).layout
-        return self._layout
+        """The items of the object. Raises an `ObjectFormatError` if the header is not valid, although its digest is
+        right."""
+        file_size = self.record.file_size
+        length = header_length(self.read(0, min(8, self.record.size)), file_size, self.path)
+        return parse_header(self.read(0, length), file_size, self.path).layout
 
     def entry(self, key: str) -> Entry:
         """Return the place of an item. Raise an `ObjectNotFoundError` if there is none."""
@@ -291,7 +281,7 @@ class StoredObject:
                 into[at - begin : at - begin + len(content)] = content
                 at += len(content)
             else:
-                self._checked(at, into[at - begin : at - begin + whole])
+                self._read_blocks(at, into[at - begin : at - begin + whole])
                 at += whole
 
     def pieces(self) -> Iterator[memoryview]:
@@ -301,7 +291,7 @@ class StoredObject:
         view = memoryview(bytearray(min(piece, record.size)))
         for begin in range(0, record.size, piece):
             content = view[: min(piece, record.size - begin)]
-            self._checked(begin, content)
+            self._read_blocks(begin, content)
             yield content
 
     def file(self) -> Iterator[memoryview]:
@@ -312,40 +302,8 @@ class StoredObject:
 
 
 def check_blocks(record: ObjectRecord, begin: int, into: memoryview, path: str) -> None:
-    """Compare whole blocks of an object, from byte ``begin`` on, with their digests.
-
-    Raises:
-        DigestMismatchError: they differ.
-    """
+    """Compare whole blocks of an object, from byte ``begin`` on, with their digests. Raise a `DigestMismatchError` if
+    they differ."""
     size, first = record.block_size, begin // record.block_size
     digests = record.digests[first : first - (-len(into) // size)]
     verify_blocks(into, digests, size, first_block=first, path=path)
-
-
-def stored_object(manifest: Manifest, stores: Sequence[VersionStore]) -> StoredObject:
-    """Return the object of a part that several stores hold. A block that one cannot give is read from the next."""
-    record, save = manifest.record, manifest.save
-
-    def read(begin: int, into: memoryview) -> None:
-        failures: list[FlashpointError] = []
-        for store in stores:
-            path = store.path_of(manifest)
-            try:
-                store.read_into(manifest, begin, into)
-                check_blocks(record, begin, into, path)
-                return
-            except (DamagedError, ObjectNotFoundError, PrunedError, UnreadableError) as error:
-                gone = isinstance(error, (DigestMismatchError, ObjectNotFoundError)) and not store.has(
-                    save, manifest.rank
-                )
-                text = "the version was pruned while it was read"
-                pruned = PrunedError(
-                    text, step=save.step, rank=manifest.rank, path=path, hint="read the newest version"
-                )
-                failures.append(pruned if gone else error)
-            if len(failures) < len(stores):
-                _log.warning("rank %d: taking another copy: %s", manifest.rank, failures[-1])
-        # What cannot be read just now may be sound: no reason for an older version.
-        raise next((error for error in failures if not is_damage(error)), failures[0])
-
-    return StoredObject(record, read, stores[0].path_of(manifest))

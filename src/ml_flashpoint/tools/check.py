@@ -9,7 +9,7 @@ from typing import Final
 
 from ml_flashpoint.format.errors import FlashpointError, PrunedError, is_damage
 from ml_flashpoint.format.manifest import Manifest
-from ml_flashpoint.stores.version_store import Version, VersionStore, stored_object
+from ml_flashpoint.stores.version_store import StoredObject, Version, VersionStore
 
 _MANIFESTS_AT_A_TIME: Final = 8
 
@@ -61,18 +61,13 @@ def look_at(store: VersionStore, version: Version) -> list[CheckedPart]:
 def check_part(
     store: VersionStore, part: CheckedPart, advance: Callable[[int], object] = lambda count: None
 ) -> CheckedPart:
-    """Read all bytes of a part and compare them with their digests, up to the first block that differs.
-
-    Args:
-        store: where it is.
-        part: from `look_at`.
-        advance: called with the bytes of each piece.
-    """
+    """Read all bytes of a part that was looked at and compare them with their digests, up to the first block that
+    differs. ``advance`` is called with the bytes of each piece."""
     manifest = part.manifest
     if manifest is None or part.problems:
         return part
     try:
-        for piece in stored_object(manifest, [store]).pieces():
+        for piece in StoredObject(manifest, [store]).pieces():
             advance(len(piece))
     except FlashpointError as error:
         if isinstance(error, PrunedError) or not store.has(manifest.save, part.rank):

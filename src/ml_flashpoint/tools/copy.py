@@ -20,18 +20,15 @@ from typing import Final
 
 from ml_flashpoint.format.errors import InvalidArgumentError, SaveError
 from ml_flashpoint.format.files import check_unplanted, sync_directory
-from ml_flashpoint.memory.lock import PRIVATE
-from ml_flashpoint.stores.base_container import BaseContainer
+from ml_flashpoint.memory.container import PRIVATE
 from ml_flashpoint.stores.bounded import in_background, while_it_moves
 from ml_flashpoint.stores.durable import DurableVersions
-from ml_flashpoint.stores.location import checked_url, open_durable
-from ml_flashpoint.stores.ownership import PERIOD_S
-from ml_flashpoint.stores.version_store import Version, VersionStore
+from ml_flashpoint.stores.location import BaseContainer, checked_url, open_durable
+from ml_flashpoint.stores.version_store import StoredObject, Version, VersionStore
 from ml_flashpoint.tools.sources import (
     FoundVersion,
     Progress,
     Source,
-    StoredPart,
     find_versions,
     no_progress,
     stores_of,
@@ -52,7 +49,7 @@ def copy_version(
     partial: bool = False,
     progress: Progress = no_progress,
 ) -> Path:
-    """Copy a version into a folder.
+    """Copy a version into a folder. Return the copy, which is durable before it gets its name.
 
     Args:
         sources: base containers, which a job may be using, URLs, or folders of durable versions.
@@ -60,9 +57,6 @@ def copy_version(
         step: which version; by default the newest that is sound.
         partial: also one of which parts are missing.
         progress: called with the bytes that are copied, and all.
-
-    Returns:
-        The copy. It is durable before it gets its name.
 
     Raises:
         ObjectNotFoundError, PrunedError: there is no such version, or a running job removed it meanwhile.
@@ -139,19 +133,17 @@ def persist_version(
     *,
     progress: Progress = no_progress,
     deadline_s: float = DEADLINE_S,
-    period_s: float = PERIOD_S,
 ) -> Persisted:
     """Persist a version as its job would have, also when the job is dead.
 
     Args:
         sources: base containers that are on this machine, of several nodes; or other stores. Own parts and copies are
             taken alike: where one is damaged, another one.
-        url: as a job has it in ``persist=``. Nothing there is removed but an earlier save of the step by the same run.
+        url: as a job has it in ``persist=``. Nothing there is removed.
         step: which version; by default the newest whose parts are all here, and sound.
         progress: called with the bytes that are written, and all.
-        deadline_s: the store is given up if nothing happens for so long: no piece is taken, no call returns. What hangs
-            is left to itself, and keeps the lock there until it goes on or this process ends.
-        period_s: seconds between renewals of a lease.
+        deadline_s: the store is given up if nothing happens for so long. What hangs is left to itself, and keeps the
+            lock there until it goes on or this process ends.
 
     Raises:
         ObjectNotFoundError, MissingPartsError: there is no such version, or not all parts of it.
@@ -167,29 +159,32 @@ def persist_version(
     store = open_durable(checked)
 
     def persist(moved: Callable[[], None]) -> Persisted:
-        watched = store.watched(moved)
-        if PRIVATE in watched.files.list():
+        if PRIVATE in store.files.list():
             hint = "give the URL of the job's persist="
             raise InvalidArgumentError("this is a job's base container", argument="url", value=url, hint=hint)
-        with store.owned(period_s, moved) as check:
-            return with_newest(stores, step, lambda found: _persist(found, watched, check, progress))
+        with store.owned():
+            return with_newest(stores, step, lambda found: _persist(found, store, moved, progress))
 
     return while_it_moves(persist, deadline_s, checked)
 
 
-def _persist(found: FoundVersion, store: DurableVersions, check: Callable[[], None], progress: Progress) -> Persisted:
+def _persist(found: FoundVersion, store: DurableVersions, moved: Callable[[], None], progress: Progress) -> Persisted:
     there = [version for version in store.versions() if version.counts]
     marked = next((version for version in there if version.save == found.save), None)
     newer = next((version.step for version in there if version.save > found.save), None)
-    nbytes, written = _write_parts(found, store, progress, at_a_time=_PARTS_AT_A_TIME)
+    nbytes, written = _write_parts(found, store, progress, moved, at_a_time=_PARTS_AT_A_TIME)
     if marked is not None and not written:
         return Persisted(store.path, marked, nbytes, True, newer)
-    check()
-    return Persisted(store.path, store.complete(found.save, found.world_size), nbytes, False, newer)
+    return Persisted(store.path, store.complete(found.save, found.world_size, moved), nbytes, False, newer)
 
 
 def _write_parts(
-    version: FoundVersion, store: VersionStore, progress: Progress, *, at_a_time: int = 1
+    version: FoundVersion,
+    store: VersionStore,
+    progress: Progress,
+    moved: Callable[[], None] = lambda: None,
+    *,
+    at_a_time: int = 1,
 ) -> tuple[int, int]:
     """Write all parts; return the bytes of their files, and the number of parts that were not there yet.
 
@@ -199,7 +194,7 @@ def _write_parts(
     lock, done, written = threading.Lock(), 0, 0
     with contextlib.ExitStack() as stack:
         parts = version.parts(stack)
-        total = sum(part.manifest.record.file_size for part in parts.values())
+        total = sum(part.record.file_size for part in parts.values())
         left = iter(parts.values())
 
         def advance(nbytes: int) -> None:
@@ -209,13 +204,14 @@ def _write_parts(
                     raise SaveError("another part could not be written")
                 done += nbytes
                 try:
+                    moved()
                     progress(done, total)
                 except BaseException as error:
                     failures.append(error)
                     raise
 
-        def content(part: StoredPart) -> Iterator[memoryview]:
-            for piece in part.object.file():
+        def content(part: StoredObject) -> Iterator[memoryview]:
+            for piece in part.file():
                 yield piece
                 advance(len(piece))
 
@@ -227,11 +223,11 @@ def _write_parts(
                 if part is None:
                     return
                 try:
-                    if store.write_part(part.manifest, functools.partial(content, part)):
+                    if store.write_part(part.manifest, functools.partial(content, part), moved):
                         with lock:
                             written += 1
                     else:
-                        advance(part.manifest.record.file_size)
+                        advance(part.record.file_size)
                 except BaseException as error:
                     failures.append(error)  # what is left need not be written
 

@@ -1,7 +1,6 @@
 """Versions as files that other tools read: a plain DCP directory, safetensors, a file of ``torch.save``.
 
-An export is the whole version, or is not there. Memory is bounded: items are read, compared with their digests and
-written one by one.
+An export is the whole version, or is not there. Items are read, compared with their digests and written one by one.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from ml_flashpoint.format.dtypes import FILE_DTYPES
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError
 from ml_flashpoint.format.object_format import encode_header, plan_layout
 from ml_flashpoint.tools.copy import make_whole
-from ml_flashpoint.tools.items import OpenVersion, VersionItems
+from ml_flashpoint.tools.items import OpenVersion, VersionItems, nbytes_of
 from ml_flashpoint.tools.sources import FoundVersion, Progress, Source, no_progress, stores_of, with_newest
 
 FORMATS: Final = ("dcp", "safetensors", "torch", "hf")
@@ -44,15 +43,8 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Exported:
-    """The result of an export.
-
-    Attributes:
-        path: the folder, or the file.
-        step: of the version.
-        tensors: how many.
-        nbytes: bytes of these tensors.
-        left_out: names of what the format has no place for, or its readers would refuse.
-    """
+    """The result of an export: the folder or file, the step, the number of tensors and their bytes, and the names of
+    what the format has no place for, or its readers would refuse."""
 
     path: Path
     step: int
@@ -75,8 +67,7 @@ def export_version(
     """Write a version that was saved through DCP, `Flashpoint` or Lightning as files that other tools read.
 
     Args:
-        sources: the base container, or those of several nodes, which together have the parts of all ranks; a URL, or a
-            folder of durable versions. Jobs may be using them.
+        sources: see `copy_version`. Together they must have the parts of all ranks.
         destination: what to make: a folder, or for ``"torch"`` a file. It must not be there.
         step: which version; by default the newest that is whole and sound.
         format: ``"dcp"`` (``dcp.load`` with a ``FileSystemReader`` reads it), ``"safetensors"`` (tensors only, in files
@@ -151,7 +142,7 @@ class _Planner:
 
 
 def _write_dcp(version: VersionItems, folder: Path, shard_bytes: int) -> tuple[Path, list[str]]:
-    """The version as torch's own writer writes it, with the parts of tensors as ranks have saved them."""
+    """Write what torch's own writer writes, with the parts of tensors as ranks have saved them."""
     described = version.metadata.state_dict_metadata
     items = []
     for index in version.items:
@@ -195,15 +186,12 @@ def _bytes_of_item(item: WriteItem) -> int:
 
 
 def _write_safetensors(version: VersionItems, folder: Path, shard_bytes: int) -> tuple[Path, list[str]]:
-    """Tensors in files as Hugging Face names them."""
+    """Write tensors, in files as Hugging Face names them."""
     made, scratch = folder / "made", folder / "scratch"
     made.mkdir(mode=0o755)
     scratch.mkdir()
 
-    def nbytes(fqn: str) -> int:
-        return version.tensors[fqn].size.numel() * version.tensors[fqn].properties.dtype.itemsize
-
-    shards = list(_grouped(version.tensors, nbytes, shard_bytes))
+    shards = list(_grouped(version.tensors, lambda fqn: nbytes_of(version.tensors[fqn]), shard_bytes))
     names = ["model.safetensors"]
     if len(shards) > 1:
         names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
@@ -222,8 +210,7 @@ def _write_shard(version: VersionItems, path: Path, fqns: Sequence[str], scratch
         of = version.tensors[fqn]
         dtype = dtype_name(of.properties.dtype)
         if of.properties.layout is not torch.strided or dtype not in FILE_DTYPES:
-            kind = f"{of.properties.layout}, {dtype}"
-            raise _no_place("safetensors", fqn, kind)
+            raise _no_place("safetensors", fqn, f"{of.properties.layout}, {dtype}")
         described.append((version.short(fqn), dtype, tuple(of.size)))
     by_name = {version.short(fqn): fqn for fqn in fqns}
     layout = plan_layout(described, reserve=0)
@@ -239,7 +226,7 @@ def _write_shard(version: VersionItems, path: Path, fqns: Sequence[str], scratch
 
 
 def _write_torch(version: VersionItems, folder: Path, shard_bytes: int) -> tuple[Path, list[str]]:
-    """A nested dict, as it was saved."""
+    """Write a nested dict, as it was saved."""
     made, scratch = folder / "made", folder / "scratch"
     scratch.mkdir()
     flat: dict[str, Any] = {}
@@ -264,11 +251,8 @@ def _write_torch(version: VersionItems, folder: Path, shard_bytes: int) -> tuple
 
 
 def _as_torch_reads(value: Any) -> Any:
-    """A value with tensors in the place of NumPy's arrays, and Python's numbers in the place of NumPy's.
-
-    Raises:
-        Exception: torch.load(weights_only=True) would refuse it.
-    """
+    """Return a value with tensors in place of NumPy's arrays, and Python's numbers in place of NumPy's. Raise whatever
+    ``torch.load(weights_only=True)`` raises if that would refuse it."""
     if type(value) in _READ:
         return value
     if any(isinstance(leaf, (np.ndarray, np.generic)) for leaf in tree_leaves(value)):

@@ -1,7 +1,6 @@
 """Versions read from outside of a job: by rank and key, or by the names that the state had, whichever ranks saved it.
 
 Everything is compared with its digests as it is read, into memory of its own, so a version may be larger than memory.
-Not collective.
 """
 
 from __future__ import annotations
@@ -42,14 +41,10 @@ class OpenVersion:
 
     def __init__(self, found: FoundVersion) -> None:
         self.step, self.world_size = found.save.step, found.world_size
-        self._stack = contextlib.ExitStack()
-        try:
-            parts = found.parts(self._stack)
-        except BaseException:
-            self._stack.close()
-            raise
-        self.manifests: dict[int, Manifest] = {rank: part.manifest for rank, part in parts.items()}
-        self._objects = {rank: part.object for rank, part in parts.items()}
+        with contextlib.ExitStack() as stack:
+            self._objects = found.parts(stack)
+            self._held = stack.pop_all()
+        self.manifests: dict[int, Manifest] = {rank: part.manifest for rank, part in self._objects.items()}
 
     def object(self, rank: int) -> StoredObject:
         """Return the object of a rank. Raise an `ObjectNotFoundError` if it is not here."""
@@ -115,7 +110,7 @@ class OpenVersion:
     def close(self) -> None:
         """Let the job remove the version. Safe to call twice."""
         self._objects.clear()
-        self._stack.close()
+        self._held.close()
 
     def __enter__(self) -> OpenVersion:
         return self
@@ -130,7 +125,6 @@ def open_version(source: Source | list[Source], step: int | None = None, *, part
     ::
 
         with open_version("/dev/shm/me/job-145") as version:
-            weight = version.tensor("model.layer.weight")
             weights = version.state_dict("model.")
 
     A running job keeps it for that long, which takes one more slot: where its memory is full, saves fail meanwhile.
@@ -152,11 +146,7 @@ def open_version(source: Source | list[Source], step: int | None = None, *, part
 class VersionItems:
     """The items of an open version that was saved through DCP, `Flashpoint` or Lightning, by their names in DCP.
 
-    Args:
-        version: the version.
-        prefix: only names that start so.
-        names: only these names, by others.
-        progress: called with the bytes of tensors that were used, and all.
+    See `export_version` for ``prefix``, ``names`` and ``progress``.
 
     Attributes:
         metadata: DCP's.
@@ -197,7 +187,7 @@ class VersionItems:
         self.others = [fqn for fqn in named if fqn not in self.tensors]
         for fqn in named:
             self._check_whole(fqn)
-        self.nbytes = sum(each.size.numel() * each.properties.dtype.itemsize for each in self.tensors.values())
+        self.nbytes = sum(map(nbytes_of, self.tensors.values()))
 
     def _wanted(self, prefix: str) -> dict[str, str]:
         """Return the names that start so, as the state was nested where that is known, and the rest of each."""
@@ -261,8 +251,7 @@ class VersionItems:
         """Return the chunk of a tensor that one rank has saved, with a storage of its own."""
         found, key = self._find(index)
         if found.entry(key).kind == "bytes":  # more than its memory
-            value = load_archive(found.bytes_of(key), index.fqn, path=found.path)
-            assert isinstance(value, torch.Tensor)
+            value: torch.Tensor = load_archive(found.bytes_of(key), index.fqn, path=found.path)
             return value
         return _tensor(found, key)
 
@@ -275,14 +264,13 @@ class VersionItems:
             on_disk: True if the tensor is kept for long: then it is in a file in any case, unless it is small.
         """
         wanted, places = self.tensors[fqn], self.places[fqn]
-        dtype, size = wanted.properties.dtype, wanted.size
-        nbytes = size.numel() * dtype.itemsize
+        nbytes = nbytes_of(wanted)
         found, key = self._find(places[0])
         if found.entry(key).kind == "bytes":
             return self.stored(places[0])
-        if tuple(found.entry(key).shape) == tuple(size):
+        if tuple(found.entry(key).shape) == tuple(wanted.size):
             return _tensor(found, key, scratch if on_disk and nbytes > _SMALL_BYTES else None)
-        whole = typed_view(_memory(nbytes, scratch), 0, nbytes, dtype, size)
+        whole = typed_view(_memory(nbytes, scratch), 0, nbytes, wanted.properties.dtype, wanted.size)
         for index in places if nbytes else ():
             chunk = self.stored(index)
             box = tuple(slice(at, at + n) for at, n in zip(index.offset or (), chunk.shape, strict=True))
@@ -294,13 +282,17 @@ class VersionItems:
         return self._version.object(place.rank), place.key
 
 
+def nbytes_of(described: TensorStorageMetadata) -> int:
+    """Return the bytes of a whole tensor."""
+    return described.size.numel() * described.properties.dtype.itemsize
+
+
 def _metadata(version: OpenVersion) -> Metadata:
     first = version.object(0)
     if METADATA_KEY not in first.layout.by_key:
         text = "this version was not saved through DCP: names of its state are not known"
         raise LoadError(text, step=version.step, path=first.path)
-    metadata = decode_metadata(bytes(first.bytes_of(METADATA_KEY)), path=first.path)
-    return metadata
+    return decode_metadata(bytes(first.bytes_of(METADATA_KEY)), path=first.path)
 
 
 def _tensor(found: StoredObject, key: str, scratch: Path | None = None) -> torch.Tensor:
@@ -312,7 +304,7 @@ def _tensor(found: StoredObject, key: str, scratch: Path | None = None) -> torch
 
 
 def _memory(nbytes: int, scratch: Path | None) -> torch.Tensor:
-    """Return bytes, in a file in this folder if there is one."""
+    """Return bytes, in a file in a folder if there is one."""
     if scratch is None or not nbytes:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     path = scratch / secrets.token_hex(8)

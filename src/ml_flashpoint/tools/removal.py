@@ -6,12 +6,13 @@ from, unless that is said.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 from ml_flashpoint.format.errors import DamagedError, InvalidArgumentError, ObjectNotFoundError
 from ml_flashpoint.stores.bounded import while_it_moves
+from ml_flashpoint.stores.durable import DurableVersions
 from ml_flashpoint.stores.location import open_store
-from ml_flashpoint.stores.ownership import PERIOD_S
 from ml_flashpoint.stores.version_store import Version, VersionStore
 from ml_flashpoint.tools.copy import DEADLINE_S
 from ml_flashpoint.tools.sources import Source
@@ -23,16 +24,11 @@ def removable(
     """Return the versions that `remove_versions` would remove now from a durable store, oldest first, and the folder of
     the newest one that is whole. Raises what that would raise; locks nothing."""
     store = open_store(source)
-    return while_it_moves(lambda moved: _chosen(store.watched(moved), step, newest), deadline_s, store.path)
+    return while_it_moves(lambda moved: _chosen(store, step, newest, moved), deadline_s, store.path)
 
 
 def remove_versions(
-    source: Source,
-    step: int | None = None,
-    *,
-    newest: bool = False,
-    deadline_s: float = DEADLINE_S,
-    period_s: float = PERIOD_S,
+    source: Source, step: int | None = None, *, newest: bool = False, deadline_s: float = DEADLINE_S
 ) -> list[str]:
     """Remove versions, all or all saves of a step, also those that are not complete. Return their folders.
 
@@ -40,7 +36,7 @@ def remove_versions(
         source: a base container of which no process runs, a URL, or a folder of durable versions.
         step: of the versions; by default all go, and with them what else the job has left in memory.
         newest: True if the newest durable version that is whole may go, too.
-        deadline_s, period_s: see `persist_version`.
+        deadline_s: see `persist_version`.
 
     Raises:
         ObjectNotFoundError: there is no such version.
@@ -52,24 +48,25 @@ def remove_versions(
     store = open_store(source)
 
     def remove(moved: Callable[[], None]) -> list[str]:
-        watched = store.watched(moved)
-        if store.durable:  # before anybody is disturbed, and before a lock is made where there is nothing
-            _chosen(watched, step, newest)
-        with store.owned(period_s, moved) as check:
-            if store.durable:
-                _chosen(watched, step, newest)
-            return watched.remove(step, check)
+        if not isinstance(store, DurableVersions):
+            return store.remove(step, moved)
+        _chosen(store, step, newest, moved)  # before anybody is disturbed, and a lock made where there is nothing
+        with store.owned():
+            _chosen(store, step, newest, moved)
+            return store.remove(step, moved)
 
     return while_it_moves(remove, deadline_s, store.path)
 
 
-def _chosen(store: VersionStore, step: int | None, newest: bool) -> tuple[list[Version], str]:
+def _chosen(
+    store: VersionStore, step: int | None, newest: bool, moved: Callable[[], None]
+) -> tuple[list[Version], str]:
     there = store.versions()
     chosen = [version for version in there if version.step >= 0 and step in (None, version.step)]
     if not chosen:
         of = "" if step is None else f" of step {step}"
         raise ObjectNotFoundError(f"there is no version{of} here", path=store.path)
-    resumed = next((version.folder for version in there if _is_whole(store, version)), "")
+    resumed = next((version.folder for version in there if _is_whole(store, version, moved)), "")
     if not newest and resumed in {version.folder for version in chosen}:
         raise InvalidArgumentError(
             f"{resumed} is the newest that is whole, which a job resumes from",
@@ -80,10 +77,9 @@ def _chosen(store: VersionStore, step: int | None, newest: bool) -> tuple[list[V
     return chosen[::-1], resumed
 
 
-def _is_whole(store: VersionStore, version: Version) -> bool:
-    try:
-        for rank in version.ranks if version.complete else ():
-            store.check_size(store.manifest(version, rank))
-    except (DamagedError, ObjectNotFoundError):
-        return False
-    return version.complete
+def _is_whole(store: VersionStore, version: Version, moved: Callable[[], None]) -> bool:
+    if version.complete:
+        with contextlib.suppress(DamagedError, ObjectNotFoundError):
+            store.check_parts(version, moved)
+            return True
+    return False

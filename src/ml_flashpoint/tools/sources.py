@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 
 from ml_flashpoint.format.errors import (
     DamagedError,
@@ -25,7 +25,7 @@ from ml_flashpoint.format.manifest import Manifest
 from ml_flashpoint.format.names import SaveId
 from ml_flashpoint.memory.lineage import newest_begun
 from ml_flashpoint.stores.location import open_store
-from ml_flashpoint.stores.version_store import StoredObject, Version, VersionStore, stored_object
+from ml_flashpoint.stores.version_store import StoredObject, Version, VersionStore
 
 _log = logging.getLogger(__name__)
 
@@ -40,13 +40,6 @@ Progress = Callable[[int, int], object]
 
 def no_progress(done: int, total: int) -> None:
     """Do nothing."""
-
-
-class StoredPart(NamedTuple):
-    """A rank's part: its manifest, and its object."""
-
-    manifest: Manifest
-    object: StoredObject
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +66,11 @@ class FoundVersion:
         held = {store: rank for rank, holders in self.holders.items() for store, _ in holders}
         return not all(store.has(self.save, rank) for store, rank in held.items())
 
-    def parts(self, stack: contextlib.ExitStack) -> dict[int, StoredPart]:
+    def parts(self, stack: contextlib.ExitStack) -> dict[int, StoredObject]:
         """Return the parts by rank, held until the stack is closed. Raise if no store has a sound manifest of one."""
         return {rank: self._part(rank, stack) for rank in sorted(self.holders)}
 
-    def _part(self, rank: int, stack: contextlib.ExitStack) -> StoredPart:
+    def _part(self, rank: int, stack: contextlib.ExitStack) -> StoredObject:
         found: list[tuple[VersionStore, Manifest]] = []
         failures: list[FlashpointError] = []
         for store, version in self.holders[rank]:
@@ -90,8 +83,7 @@ class FoundVersion:
                 failures.append(error)
         if not found:
             raise next((error for error in failures if not is_damage(error)), failures[0])
-        manifest = found[0][1]
-        return StoredPart(manifest, stored_object(manifest, [store for store, _ in found]))
+        return StoredObject(found[0][1], [store for store, _ in found])
 
 
 def stores_of(sources: Source | Sequence[Source]) -> list[VersionStore]:
@@ -100,12 +92,8 @@ def stores_of(sources: Source | Sequence[Source]) -> list[VersionStore]:
 
 
 def find_versions(stores: Sequence[VersionStore], step: int | None, *, partial: bool = False) -> list[FoundVersion]:
-    """Return the versions whose parts are all in these stores together, newest first: at least one.
-
-    Args:
-        stores: where to look.
-        step: which version; None for all but those that the job has gone back from.
-        partial: also those of which parts are missing.
+    """Return the versions whose parts are all in these stores together, or with ``partial`` some, newest first: at
+    least one. Without a step, those that the job has gone back from are left out.
 
     Raises:
         ObjectNotFoundError, MissingPartsError: there is no version, or of each a part is missing.

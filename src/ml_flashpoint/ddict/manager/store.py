@@ -55,8 +55,7 @@ from ml_flashpoint.format.errors import (
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
 from ml_flashpoint.format.names import MAX_RUN, SaveId, parse_object_name
 from ml_flashpoint.memory.capacity import available_bytes
-from ml_flashpoint.memory.container import BaseContainer, Owner
-from ml_flashpoint.memory.lock import JobLock
+from ml_flashpoint.memory.container import BaseContainer, JobLock, Owner
 from ml_flashpoint.memory.pool import slot_size
 from ml_flashpoint.memory.slot import PAGE, Slot, round_up
 

@@ -122,6 +122,7 @@ def _stepped(config: dict[str, Any], fp: RayTrainFlashpoint, began: int, loss: f
         fp.wait(60)
         os.kill(os.getpid(), signal.SIGKILL)
     if not began and config.get("hold") in (step, "saved" if fp.last_saved is not None else step):
+        fp.save()
         fp.wait(60)
         (told / f"holds-{_rank()}").write_text(f"{step}\n")
         signal.pause()

@@ -104,12 +104,17 @@ class RayTrainFlashpoint(Flashpoint):
         if self._ask_every and done % self._ask_every == 0 and not self._has_saved_ahead:
             info = ray.train.get_preemption_info()
             if info is not None:
-                self._has_saved_ahead = True
-                left_s = max(info.deadline_ms / 1000 - time.time(), 0.0) if info.deadline_ms else self._deadline_s
-                _log.warning("nodes are taken away in %.0f s: saving step %d", left_s, done)
-                self.save()
-                self._checkpointer.finish(min(left_s, self._deadline_s))
+                self._save_ahead(info.deadline_ms)
         return done
+
+    def _save_ahead(self, deadline_ms: int | None) -> None:
+        self._has_saved_ahead = True
+        left_s = self._checkpointer.deadline_s
+        if deadline_ms is not None:
+            left_s = min(left_s, max(deadline_ms / 1000 - time.time(), 0.0))
+        _log.warning("a node is about to be taken away: saving step %d", self.steps_done)
+        self.save()
+        self._checkpointer.finish(left_s)
 
     def report(self, metrics: Mapping[str, Any], **options: Any) -> None:
         """Call ``ray.train.report`` with a checkpoint that says which step is in memory, and where. Collective.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,13 +23,14 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from tests.support import tmpfs as tmpfs_folders
+from tests.support.cluster import REPOSITORY
 from tests.support.forked import wait_until
 from tests.support.ray_cluster import RayCluster, ray_cluster
 from tests.workers import ray_train
 
-pytestmark = [pytest.mark.slow(120), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow(120), pytest.mark.timeout(600)]
 
-RANKS, DEADLINE_S = 2, 150.0
+RANKS, DEADLINE_S = 2, 240.0
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +52,10 @@ def cluster(folder: Path) -> Iterator[RayCluster]:
             "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "0.5",
         }
 
-    with ray_cluster(3, of_node) as cluster:
-        yield cluster
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(DEADLINE_S))
+        with ray_cluster(3, of_node) as cluster:
+            yield cluster
 
 
 class Run:
@@ -153,3 +158,25 @@ def test_a_node_that_is_to_be_taken_away(cluster: RayCluster, folder: Path) -> N
     step = run.holds()
     run.lose(cluster)
     assert run.end().resumed_at() == [0, step]
+
+
+def test_the_guide(cluster: RayCluster, folder: Path) -> None:
+    cluster.fill()
+    page = (REPOSITORY / "docs" / "ray-train.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    block = block.replace("/dev/shm/mlf-jobs", str(folder / "guide"))
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(block.replace('name="job-145",', f'name="job-145", storage_path="{folder / "storage"}",'), names)
+    assert names["result"].metrics["loss"] < 10
+    assert (folder / "guide" / "job-145" / "step-12_ckpt").is_dir()
+
+
+def test_the_example_goes_on(cluster: RayCluster, folder: Path) -> None:
+    cluster.fill()
+    command = [sys.executable, str(REPOSITORY / "examples" / "ray_train" / "train.py"), "--die-at", "14"]
+    command += ["--root", str(folder / "example"), "--storage", str(folder / "storage"), "--steps", "24"]
+    environment = os.environ | {"RAY_ADDRESS": cluster.address}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert ended.returncode == 0, ended.stderr
+    assert re.search(r"step 24: loss \d\.\d+, the last start went on from step \d+", ended.stdout)
+    assert "from step 0" not in ended.stdout

@@ -44,8 +44,8 @@ def train(config: dict[str, Any]) -> None:
     """Train for two epochs, and once more undisturbed, in the life that gets to the end; tell what both come to.
 
     ``config``: ``told``: folder for what is told. ``epochs``: other than 2. ``kills``: steps after which a rank, by
-    turns, kills itself once each. ``hold``: step after which all wait for their end, in the first life; or "saved": when anything is saved, and
-    the next life ends at once. ``options`` of the `RayTrainFlashpoint`.
+    turns, kills itself once each. ``hold``: step after which all wait for their end, in the first life; or "saved":
+    when anything is saved, and the next life ends at once. ``options`` of the `RayTrainFlashpoint`.
     """
     root = os.environ["RAY_TRAIN_TEST_ROOT"]
     parts = _parts()

@@ -136,9 +136,7 @@ class RayTrainFlashpoint(Flashpoint):
 
 def _within(value: Any) -> Any:
     """Return the loader that one of ``ray.train.torch.prepare_data_loader`` wraps; other values as they are."""
-    if isinstance(value, DataLoader) and hasattr(value, "_move_to_device"):
-        return value._dataloader
-    return value
+    return getattr(value, "_dataloader", value) if isinstance(value, DataLoader) else value
 
 
 def _on_device(loader: Any, batches: Iterable[Any]) -> Iterator[Any]:

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import errno
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 
 from ml_flashpoint.engine.checkpointer import Checkpointer
+from ml_flashpoint.engine.recovery import Recovery
 from ml_flashpoint.format.errors import (
     CapacityError,
     DeadlineError,
     InvalidArgumentError,
     SaveError,
     SkippedError,
+    SupersededError,
     UnaskedVersionsError,
     UnreadableError,
 )
 from ml_flashpoint.format.names import SaveId
+from ml_flashpoint.memory.slot import Slot
 from tests.memory.support import fill_up
 from tests.support.forked import call, call_team, preload, wait_until
 from tests.support.tmpfs import SMALL_TMPFS_BYTES
@@ -136,6 +142,39 @@ def test_without_a_slot_a_loop_skips_and_somebody_who_waits_gets_one(checkpointe
     staged.join(30)
     explicit.commit(items=lambda: (jobs.state_of(0, 4), []))
     explicit.verified.result(30)
+
+
+def test_a_slot_that_is_made_while_the_run_ends_is_free_again(
+    checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs.begin_and_commit(checkpointer, 1).verified.result(30)
+    checkpointer.latest()
+    jobs.begin_and_commit(checkpointer, 2).verified.result(30)
+    making, ended = threading.Event(), threading.Event()
+    make, record = Slot.make, Recovery.record
+
+    def make_until_the_run_has_ended(*args: Any, **how: Any) -> Slot:
+        made = make(*args, **how)
+        making.set()
+        assert ended.wait(30)
+        return made
+
+    def record_after_the_save(*args: Any) -> Any:
+        ended.set()
+        concurrent.futures.wait([staged], 30)
+        return record(*args)
+
+    with ThreadPoolExecutor() as beside, monkeypatch.context() as patched:
+        patched.setattr(Slot, "make", make_until_the_run_has_ended)
+        patched.setattr(Recovery, "record", record_after_the_save)
+        larger = checkpointer.begin(3, explicit=True)
+        staged = beside.submit(larger.stage, [("w", torch.zeros(10 * jobs.SIZE))])
+        assert making.wait(30)
+        checkpointer.latest()
+    assert isinstance(larger.committed.exception(30), SupersededError)
+    assert SaveId(1, 1) not in checkpointer.container.list_versions(), "its slot was taken"
+    for step in (4, 5, 6):
+        jobs.begin_and_commit(checkpointer, step, explicit=False).verified.result(30)
 
 
 def test_a_save_that_nobody_goes_on_with_ends_at_its_deadline(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

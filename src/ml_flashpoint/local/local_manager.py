@@ -25,6 +25,7 @@ from ml_flashpoint.format.errors import (
     InvalidArgumentError,
     InvalidNameError,
     NothingLoadableError,
+    SaveError,
 )
 from ml_flashpoint.format.knobs import seal_deadline_s
 from ml_flashpoint.format.manifest import Manifest
@@ -115,6 +116,12 @@ class LocalCheckpointManager(OverlappingDoor):
         """Progress of persisting on this rank; all None where nothing is to be persisted."""
         return self._engine.persist_health
 
+    def _check_open(self) -> None:
+        try:
+            self._engine.check_usable()
+        except SaveError as error:
+            raise CallOrderError("the manager is closed", rank=self.rank, path=self._base) from error
+
     # ---- finding and loading ------------------------------------------------------------------------------
 
     def find_latest(self) -> int:
@@ -125,7 +132,7 @@ class LocalCheckpointManager(OverlappingDoor):
             NoReplicasAvailableError: there are checkpoints whose parts are damaged or cannot be read.
             WorldSizeChangedError: another number of ranks saved it.
         """
-        self._engine.check_usable()
+        self._check_open()
         if self._looked:
             return self.latest_iteration
         self._engine.await_commits(seal_deadline_s())
@@ -170,7 +177,7 @@ class LocalCheckpointManager(OverlappingDoor):
             CheckpointingException: no iteration can be loaded by all ranks (`NoReplicasAvailableError`), or there were
                 others (`WorldSizeChangedError`).
         """
-        self._engine.check_usable()
+        self._check_open()
         joint = JointLoad(self._engine)
 
         def find() -> CheckpointContainerId | None:
@@ -232,7 +239,7 @@ class LocalCheckpointManager(OverlappingDoor):
             UnaskedVersionsError: there are checkpoints of an earlier run, and `find_latest` was not called.
             CheckpointingException: the save failed on some rank, and can be repeated. Finalizing raises it, if async.
         """
-        self._engine.check_usable()
+        self._check_open()
         began = time.perf_counter()
         self._go_on()
         try:
@@ -305,12 +312,16 @@ class LocalCheckpointManager(OverlappingDoor):
             manifest = committed.result()
             path = self.local_ckpt_dir / manifest.save.version / manifest.object_name
             _log.info("rank %d saved iteration %s to %s", self.rank, iteration, path)
-        self._failed, self._looked = True, False  # unless all ranks have it
+        had_failed, self._failed, self._looked = self._failed, True, False  # unless all ranks have it
         told = json.dumps([repr(iteration), "" if error is None else str(error)])
-        reports = [json.loads(blob) for blob in self._ranks.gather(told.encode())]
-        reasons = "; ".join(f"rank {rank}: {reason}" for rank, (_, reason) in enumerate(reports) if reason)
-        if not reasons and len({saved for saved, _ in reports}) > 1:
-            reasons = "ranks saved different iterations"
+        try:
+            reports = [json.loads(blob) for blob in self._ranks.gather(told.encode())]
+            reasons = "; ".join(f"rank {rank}: {reason}" for rank, (_, reason) in enumerate(reports) if reason)
+            if not reasons and len({saved for saved, _ in reports}) > 1:
+                reasons = "ranks saved different iterations"
+        except FlashpointError as lost:
+            error = error or lost
+            reasons = f"rank {self.rank}: {error}"
         if reasons:
             raise CheckpointingException(
                 f"the save failed: {reasons}",
@@ -318,7 +329,7 @@ class LocalCheckpointManager(OverlappingDoor):
                 rank=self.rank,
                 hint="the newest complete checkpoint can be loaded, and the save can be repeated",
             ) from error
-        self._failed = False
+        self._failed = had_failed  # the failure of another save stays
         self.latest_iteration = max(self.latest_iteration, iteration)
 
     def close(self) -> None:

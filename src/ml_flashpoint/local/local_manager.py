@@ -146,17 +146,22 @@ class LocalCheckpointManager(OverlappingDoor):
             self._lost = error
             if self._ranks.is_node_leader:
                 _log.error("find_latest() is -1, and saves replace what is left: %s", error.message)
+        self._check_world_size(self._version)
         self._note_found(self._version)
         return self.latest_iteration
 
-    def _note_found(self, version: CheckpointContainerId | None) -> None:
-        """Go on from what was found. Raise if another number of ranks saved it."""
+    def _check_world_size(self, version: CheckpointContainerId | None) -> None:
+        """Raise if another number of ranks saved what was found last."""
         report, step = self._engine.last_recovery, None if version is None else version.step
         saved = None if report is None else report.world_size
         if step is not None and saved not in (None, self._ranks.world_size):
             text = f"the newest checkpoint was saved by {saved} ranks, and there are {self._ranks.world_size} now"
             hint = f"go on with {saved} ranks, or begin a new session_id from another checkpoint"
             raise WorldSizeChangedError(text, step=step, rank=self.rank, path=self._base, hint=hint)
+
+    def _note_found(self, version: CheckpointContainerId | None) -> None:
+        """Go on from what was found."""
+        step = None if version is None else version.step
         self.latest_iteration = -1 if step is None else step
         self._oldest_accepted = max(0, self.latest_iteration)
         self._version, self._looked = version, True
@@ -168,7 +173,8 @@ class LocalCheckpointManager(OverlappingDoor):
         on from there.
 
         Args:
-            iteration: load this one, which is kept in memory (``keep``), or raise. Newer ones are left behind then.
+            iteration: load this one, which is kept in memory (``keep``), or raise: then nothing has changed. Newer ones
+                are left behind once it is loaded.
 
         Raises:
             LoadError: there is no such iteration in memory. Nothing has changed.
@@ -183,15 +189,19 @@ class LocalCheckpointManager(OverlappingDoor):
         def find() -> CheckpointContainerId | None:
             if iteration is None:
                 self.find_latest()
-            elif joint.failures:
+                return self._version
+            if joint.failures:
                 return None
-            else:
-                self._engine.await_commits(seal_deadline_s())
-                self._note_found(self._engine.bring(checked_integer("iteration", iteration, 0, MAX_STEP)))
-            return self._version
+            self._engine.await_commits(seal_deadline_s())
+            version = self._engine.bring(checked_integer("iteration", iteration, 0, MAX_STEP))
+            self._looked = False  # the engine has found another one than `find_latest`
+            self._check_world_size(version)
+            return version
 
         loaded = joint.newest(find, partial(self._load_part, joint))
         if loaded is None:
+            if iteration is not None:
+                self._engine.reconsider()  # nobody has stepped back
             raise self._nothing_loaded(joint)
         version, state = loaded
         self._engine.go_on_from(version)

@@ -110,6 +110,23 @@ def test_of_two_in_one_process_the_later_one_counts(tmpfs: Path) -> None:
             jobs.begin_and_commit(second, 2).verified.result(30)
 
 
+def test_one_that_is_closed_while_a_run_begins_stays_closed(
+    checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = Recovery.record
+
+    def close_first(*args: Any) -> Any:
+        checkpointer.close()  # as another thread or a signal handler may
+        return record(*args)
+
+    monkeypatch.setattr(Recovery, "record", close_first)
+    with pytest.raises(SaveError, match="is closed"):
+        checkpointer.latest()
+    assert (checkpointer.is_closed, checkpointer.run) == (True, 0)
+    with pytest.raises(SaveError, match="is closed"):
+        checkpointer.begin(1)
+
+
 def test_a_save_that_fails_leaves_no_trace(checkpointer: Checkpointer) -> None:
     for step in (1, 2, 3):
         save = checkpointer.begin(step)

@@ -144,9 +144,15 @@ class Checkpointer(engine.Checkpointer):
             InvalidArgumentError: the step is not above those saved before, or ``state`` is unusable.
             SaveError: a save has begun and not returned, or the checkpointer is closed.
         """
-        answer_sigterm()
+        self.answer_sigterm()
         self.check_usable("load(state)")
         return self.save_tracked(step, self._tracked_of(state), explicit=explicit)
+
+    def answer_sigterm(self) -> None:
+        """Act on a SIGTERM that has come, where a save would begin. Within a save, leave that to the next one: this
+        call, of a signal handler, would wait for the save that it interrupts."""
+        if not self._is_saving:
+            answer_sigterm()
 
     def save_tracked(self, step: int, tracked: TrackedState, *, explicit: bool) -> Save:
         """Do as `save` with what a `Flashpoint` tracks, which has made sure that it may save."""

@@ -206,7 +206,8 @@ class LoaderState(PlaceInData):
         if self._begun_at is not None and (done != self._begun_at or self.epoch.ended):
             self._pending = None  # training has gone on, or nothing was left of what was loaded
         resumed, before = self._pending is not None, self._pending or self.epoch
-        goes_on = resumed and before.under_way and (self._stateful or not self._is_next_epoch(before))
+        is_known = self._stateful and before.position > 0  # by the loader's own state
+        goes_on = resumed and before.under_way and (is_known or not self._is_next_epoch(before))
         if goes_on:
             if self.restored is not None:
                 self.restored.put_back(self)
@@ -229,9 +230,20 @@ class LoaderState(PlaceInData):
         return self._counted(epoch, inner, drawn, through)
 
     def _is_next_epoch(self, epoch: Epoch) -> bool:
-        """Return True if the program has gone on to the next epoch after the last batch of the one before."""
+        """Return True if the program has gone on to the next epoch after the last batch of the one before. Raise a
+        `LoadError` if it has set another epoch and no checksum of batches would tell, as where other ranks began it."""
+        begun = self._set_epoch()
+        if begun == epoch.set_epoch:
+            return False
         with contextlib.suppress(TypeError):  # it has no length
-            return self._set_epoch() != epoch.set_epoch and epoch.position >= len(self.loader)
+            if epoch.position >= len(self.loader):
+                return True
+        if not epoch.position:
+            raise LoadError(
+                f"the sampler of {self._name!r} was set to epoch {begun}, and its state is of the midst of epoch"
+                f" {epoch.set_epoch}",
+                hint=f"begin the loop over epochs with {epoch.set_epoch}, which the sampler has after the load",
+            )
         return False
 
     def _begin_plain(self, before: Epoch, *, goes_on: bool) -> tuple[Epoch, Iterator[Any], deque[int]]:

@@ -16,7 +16,6 @@ from ml_flashpoint.checkpointer import Checkpointer
 from ml_flashpoint.config import Config
 from ml_flashpoint.data import LoaderBatches, Loaders, Through
 from ml_flashpoint.engine.recovery import KeptVersion
-from ml_flashpoint.engine.signals import answer_sigterm
 from ml_flashpoint.format.arguments import (
     checked_base,
     checked_bool,
@@ -111,7 +110,7 @@ class Flashpoint:
     def _check(self, *, tracked: bool = True, saves: bool = False) -> None:
         """Raise if this cannot be used now: at all, for what is tracked, or to save."""
         if saves:
-            answer_sigterm()
+            self._checkpointer.answer_sigterm()
         self._checkpointer.check_usable()
         if default_group() is not self._world:
             text = "torch.distributed was initialized or destroyed since this Flashpoint was constructed"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+import mmap
 import pickle
 import struct
 import warnings
@@ -350,6 +351,12 @@ def test_a_value_that_does_not_fit_is_refused() -> None:
             write_object(encoded, torch.zeros(size, dtype=torch.uint8), ID)
 
 
+def test_a_value_has_the_room_that_it_needs_though_its_pickle_has_4_gib() -> None:
+    length = 1 << 32
+    with mmap.mmap(-1, length) as pickled:  # none of which takes memory
+        assert length < object_size(Encoded([], [], pickled)) - VALUE_AT < length + 100  # type: ignore[arg-type]
+
+
 @given(at=st.integers(0, VALUE_AT + 40), byte=st.integers(0, 255))
 def test_a_damaged_header_gives_a_typed_error_or_the_value(at: int, byte: int) -> None:
     value = {"a": torch.arange(3), "b": np.arange(2)}
@@ -378,7 +385,7 @@ def test_truncated_small_values_are_told(value: object) -> None:
 
 
 def _single(tag: bytes, text: bytes, raw: bytes, count: int = 1) -> bytes:
-    head = b"P" + struct.pack(">II", count, 0) + count * struct.pack(">cQH", tag, len(raw), len(text)) + count * text
+    head = b"P" + struct.pack(">IQ", count, 0) + count * struct.pack(">cQH", tag, len(raw), len(text)) + count * text
     return head + count * (bytes(-len(head) % 64) + raw)
 
 

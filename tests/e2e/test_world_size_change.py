@@ -248,6 +248,20 @@ def test_loaders_that_cannot_go_on_are_named(tmpfs: Path) -> None:
         assert all(reason in each for each in said), said
 
 
+@pytest.mark.parametrize("kind", ["plain", "stateful"])
+def test_the_rest_of_an_epoch_is_not_dealt_of_another_one(tmpfs: Path, kind: str) -> None:
+    on_ranks(tmpfs, 2, ("epochs", "job", (kind, 20, 2)), ("epochs", "begun", (kind, 20, 2)))
+    found = on_ranks(
+        tmpfs,
+        1,
+        ("other_epoch", "job", (kind, 20)),
+        ("other_epoch", "begun", (kind, 20, True)),
+        ("other_epoch", "begun", (kind, 20)),
+    )
+    refused = "'loader' was set to epoch 1, and its state is of the midst of epoch 0"
+    assert [refused in said for (said,) in found] == [True, False, True]
+
+
 # ---- Lightning ------------------------------------------------------------------------------------------------
 
 

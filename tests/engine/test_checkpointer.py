@@ -18,6 +18,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from ml_flashpoint.engine.board import Board
 from ml_flashpoint.engine.checkpointer import Checkpointer
 from ml_flashpoint.engine.recovery import Recovery
 from ml_flashpoint.format.errors import (
@@ -107,6 +108,23 @@ def test_of_two_in_one_process_the_later_one_counts(tmpfs: Path) -> None:
             first.close()
             assert second.latest() == second.id(1)
             jobs.begin_and_commit(second, 2).verified.result(30)
+
+
+def test_one_that_is_closed_while_a_run_begins_stays_closed(
+    checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = Recovery.record
+
+    def close_first(*args: Any) -> Any:
+        checkpointer.close()  # as another thread or a signal handler may
+        return record(*args)
+
+    monkeypatch.setattr(Recovery, "record", close_first)
+    with pytest.raises(SaveError, match="is closed"):
+        checkpointer.latest()
+    assert (checkpointer.is_closed, checkpointer.run) == (True, 0)
+    with pytest.raises(SaveError, match="is closed"):
+        checkpointer.begin(1)
 
 
 def test_a_save_that_fails_leaves_no_trace(checkpointer: Checkpointer) -> None:
@@ -215,6 +233,23 @@ def test_a_step_that_is_known_late_and_tensors_that_another_process_reads(checkp
     save.verified.result(30)
     found = safetensors.torch.load_file(Path(checkpointer.id(8)) / save.committed.result().object_name)
     assert [found[key].tolist() for key in ("part", "more")] == [[800.0] * 10, [1.0] * 9]
+
+
+def test_a_save_that_fails_while_it_gets_its_step_holds_up_no_round(
+    checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs.begin_and_commit(checkpointer, 1).verified.result(30)
+    save, call_board = checkpointer.begin(), Board.call
+
+    def call_and_fail(board: Board, name: SaveId, **how: Any) -> None:
+        call_board(board, name, **how)
+        save.fail(SaveError("out of luck"))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Board, "call", call_and_fail)
+        save.name(2)
+    assert isinstance(save.committed.exception(0), SaveError)
+    jobs.begin_and_commit(checkpointer, 3).verified.result(30)
 
 
 def test_a_state_that_has_no_room_says_so(small_tmpfs: Path) -> None:

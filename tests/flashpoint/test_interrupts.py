@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ml_flashpoint import Flashpoint
+from ml_flashpoint import Checkpointer, Config, Flashpoint, Persist
 from ml_flashpoint.copy.overlap import LateCopy
 from ml_flashpoint.engine.save import Save
 from ml_flashpoint.format.errors import SaveError
 from tests.flashpoint.test_overlap import Job, _is_same, _loaded
+from tests.support.persisting import persisted_steps
 from tests.support.played_device import PlayedDevice, lock_slots
 
 
@@ -77,6 +79,36 @@ def test_a_save_from_within_a_save_is_refused_and_holds_up_nothing(base: Path) -
     with Flashpoint(base) as fp:
         assert fp.track(**job.tracked, saving=Saving()).resume() == 1
     assert _is_same(job.state(), saved)
+
+
+@pytest.mark.parametrize("opens", [Checkpointer, Flashpoint])
+def test_a_save_from_within_a_save_leaves_sigterm_to_the_next_one(
+    base: Path, opens: type[Checkpointer] | type[Flashpoint]
+) -> None:
+    said, saving = list[str](), Saving()
+    before = signal.signal(signal.SIGTERM, lambda number, frame: said.append("SIGTERM"))
+    try:
+        with opens(base, config=Config(persist=Persist(f"{base}-store"), sigterm_grace_s=1)) as opened:
+            if isinstance(opened, Flashpoint):
+                save = opened.track(saving=saving).save
+                opened.resume()
+            else:
+                save = partial(opened.save, state={"saving": saving})
+                opened.load({"saving": saving})
+
+            def save_another() -> None:
+                signal.raise_signal(signal.SIGTERM)
+                with contextlib.suppress(SaveError):
+                    save(2)
+                said.append("refused")
+
+            saving.save = save_another  # type: ignore[method-assign]
+            save(1)
+            assert said == ["refused"]
+        assert said == ["refused", "SIGTERM"]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert persisted_steps(Path(f"{base}-store")) == [1]
 
 
 def _save_another(fp: Flashpoint) -> None:

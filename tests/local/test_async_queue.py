@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from functools import partial
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from ml_flashpoint.format.errors import InvalidArgumentError
 from ml_flashpoint.local import (
     AsyncCallsQueue,
     AsyncRequest,
     BackgroundWorkerError,
+    BasicTensorAwareStateDict,
     CallOrderError,
     CheckpointingException,
+    LocalCheckpointManager,
 )
+from ml_flashpoint.memory.pool import Pool
 from tests.support.forked import Child, call_team
 
 
@@ -145,6 +151,36 @@ def test_what_nobody_closed_is_done_nevertheless(tmp_path: Path) -> None:
     with Child(_leave, tmp_path) as child:
         child.join()
     assert (tmp_path / "a").read_text() == "x"
+
+
+def _leave_what_does_not_end(report: Any) -> None:
+    AsyncCallsQueue().schedule_async_request(AsyncRequest(threading.Event().wait, (), []))
+
+
+def test_a_process_ends_though_a_call_does_not() -> None:
+    with Child(_leave_what_does_not_end, env={"FLASHPOINT_EXIT_DEADLINE_S": "0.1"}) as child:
+        child.join()
+
+
+def _leave_a_save(report: Any, folder: Path) -> None:
+    manager, queue, ending, commit = LocalCheckpointManager(folder), AsyncCallsQueue(), threading.Event(), Pool.commit
+
+    def commit_late(*args: Any) -> None:
+        ending.wait()
+        commit(*args)
+
+    Pool.commit = commit_late  # type: ignore[method-assign]
+    Finalize(None, ending.set, exitpriority=1000)  # the first of all that the end of the process runs
+    request = manager.save(BasicTensorAwareStateDict({"a": torch.ones(9)}), 1, is_async=True)
+    assert request is not None
+    queue.schedule_async_request(request)
+
+
+def test_a_local_save_that_nobody_finalized_is_committed(tmpfs: Path) -> None:
+    with Child(_leave_a_save, tmpfs / "job") as child:
+        child.join()
+    with contextlib.closing(LocalCheckpointManager(tmpfs / "job")) as manager:
+        assert manager.find_latest() == 1
 
 
 def test_none_stands_for_no_arguments(queue: AsyncCallsQueue) -> None:

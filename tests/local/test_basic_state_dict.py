@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ml_flashpoint.format.errors import InvalidArgumentError
-from ml_flashpoint.local import BasicTensorAwareStateDict, CallOrderError
+from ml_flashpoint.local import BasicTensorAwareStateDict, CallOrderError, TensorAwareStateDict
 from tests.local.states import Pair, Plain, WholeState, assert_equal
 
 
@@ -33,6 +33,15 @@ def test_popping_and_inserting_gives_the_same_state() -> None:
     wrapped.insert_tensors(popped)
     assert not wrapped.is_hollow
     assert_equal(wrapped.state_dict, state())
+
+
+def test_its_values_are_those_of_its_attributes() -> None:
+    class Own(TensorAwareStateDict):
+        def __init__(self) -> None:
+            self.a, self.b = torch.ones(3), 5
+
+    own = Own()
+    assert list(own.values()) == [own.a, 5]
 
 
 def test_a_hollow_state_keeps_no_memory_of_its_tensors() -> None:

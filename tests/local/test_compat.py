@@ -22,6 +22,15 @@ from nvidia_resiliency_ext.checkpointing.local.replication.group_utils import Gr
 from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncRequest
 import nvidia_resiliency_ext.checkpointing.local.ckpt_managers.base_manager as base_manager
 import ml_flashpoint.local as ours
+import importlib.util
+for name in ("local.basic_state_dict", "local.replication"):
+    name = f"nvidia_resiliency_ext.checkpointing.{name}"
+    assert importlib.util.find_spec(name).name == name
+"""
+_DOTTED = """
+import nvidia_resiliency_ext.checkpointing.local.basic_state_dict
+nvidia_resiliency_ext.checkpointing.local.basic_state_dict.BasicTensorAwareStateDict
+nvidia_resiliency_ext.checkpointing.local.replication.strategies.CliqueReplicationStrategy
 """
 
 
@@ -43,6 +52,7 @@ installed = importlib.util.find_spec("nvidia_resiliency_ext") is not None
 def test_the_paths_lead_here_and_nothing_else_does() -> None:
     done = _run(
         "from ml_flashpoint.local import compat; compat.install(); compat.install()\n"
+        + _DOTTED
         + _PATHS
         + "for name in dir(ours):\n"
         "    if name[0] != '_' and name in globals(): assert globals()[name] is getattr(ours, name), name\n"
@@ -72,6 +82,7 @@ def test_of_an_installed_package_local_checkpointing_alone_is_replaced(package: 
     done = _run(
         first + "from ml_flashpoint.local import compat; compat.install()\n"
         "import nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async\n"
+        + _DOTTED
         + _PATHS
         + "assert LocalCheckpointManager is ours.LocalCheckpointManager\n"
         "assert TensorAwareStateDict is ours.TensorAwareStateDict\n"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ml_flashpoint.engine.checkpointer import Checkpointer
-from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, SaveError, UnaskedVersionsError
+from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, UnaskedVersionsError
 from ml_flashpoint.local import (
     AsyncCallsQueue,
     BasicTensorAwareStateDict,
@@ -131,6 +131,16 @@ def test_a_failed_save_can_be_repeated_at_once(manager: LocalCheckpointManager) 
     assert value_of(manager.load()) == 2
 
 
+def test_a_failed_save_can_be_repeated_after_an_older_one_has_ended(manager: LocalCheckpointManager) -> None:
+    older = manager.save(state(1), 1, is_async=True)
+    assert older is not None
+    with pytest.raises(CheckpointingException, match="can be repeated"):
+        manager.save(BasicTensorAwareStateDict({"a": lambda: 0}), 2)
+    older.execute_sync()
+    manager.save(state(2), 2)
+    assert value_of(manager.load()) == 2
+
+
 @pytest.mark.parametrize("iteration", [-1, 1.0, "1", True, None, 2**70])
 def test_iterations_that_are_none(manager: LocalCheckpointManager, iteration: Any) -> None:
     with pytest.raises(InvalidIterationError, match="iteration must be"):
@@ -204,7 +214,7 @@ def test_closed_is_closed(manager: LocalCheckpointManager) -> None:
     manager.close()
     manager.close()
     for use in (manager.find_latest, manager.load, lambda: manager.save(state(), 2)):
-        with pytest.raises(SaveError, match="closed"):
+        with pytest.raises(CallOrderError, match="closed"):
             use()
 
 
@@ -212,7 +222,7 @@ def test_a_second_manager_takes_over(manager: LocalCheckpointManager, tmpfs: Pat
     manager.save(state(1), 1)
     manager.save(state(2), 2, is_async=True)
     second = LocalCheckpointManager(tmpfs, "job")
-    with pytest.raises(SaveError, match="closed"):
+    with pytest.raises(CallOrderError, match="closed"):
         manager.find_latest()
     assert value_of(second.load()) == 2
     # In the order in which they were saved, whoever saved them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,13 @@ import pytest
 import torch
 
 from ml_flashpoint import events
-from ml_flashpoint.format.errors import InvalidArgumentError, LoadError
-from ml_flashpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager, NoReplicasAvailableError
+from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, UnsafeContentError
+from ml_flashpoint.local import (
+    BasicTensorAwareStateDict,
+    LocalCheckpointManager,
+    NoReplicasAvailableError,
+    StaleIterationError,
+)
 from tests.support.forked import wait_until
 from tests.support.persisting import REFUSED, persisted_steps, refusal
 
@@ -85,6 +91,32 @@ def test_an_older_iteration_is_gone_back_to(tmpfs: Path) -> None:
         made.load(1)
     with manager(tmpfs, keep=3) as made:
         assert loaded(made) == (1, 1.0, "memory"), "what was gone back from is not found again"
+
+
+class OnlyAtFirst(enum.Enum):
+    """A type that a program may not find again."""
+
+    ONE = 1
+
+
+def test_an_iteration_that_cannot_be_loaded_changes_nothing(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with manager(tmpfs, keep=3) as made:
+        for iteration in (1, 2, 3):
+            made.save(BasicTensorAwareStateDict({"w": torch.ones(9), "own": OnlyAtFirst.ONE}), iteration)
+        with monkeypatch.context() as patched:
+            patched.delattr("tests.local.test_tiers.OnlyAtFirst")
+            with pytest.raises(UnsafeContentError):
+                made.load(1)
+        assert made.latest_iteration == 3
+        with pytest.raises(StaleIterationError, match="older than iteration 3"):
+            made.save(BasicTensorAwareStateDict({}), 2)
+        assert made.find_latest() == 3
+        with monkeypatch.context() as patched:
+            patched.delattr("tests.local.test_tiers.OnlyAtFirst")
+            with pytest.raises(UnsafeContentError):
+                made.load(3)
+        assert made.find_latest() == 3
+        assert made.load()[1].iteration == 3
 
 
 @pytest.mark.damages_on_purpose

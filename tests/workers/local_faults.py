@@ -223,7 +223,10 @@ def rank_dies(report: Any, rank: int, mode: str) -> Any:
     manager.save(BasicTensorAwareStateDict(state_of(rank, 1)), 1)
     report("ready")
     report.listen()  # rank 1 is killed or stopped here
-    error = raised(lambda: finish(manager.save(BasicTensorAwareStateDict(state_of(rank, 2)), 2, mode == "async")))
+    iteration = -1 if mode == "argument" else 2
+    error = raised(
+        lambda: finish(manager.save(BasicTensorAwareStateDict(state_of(rank, 2)), iteration, mode == "async"))
+    )
     report("told", *error)
     os._exit(0)  # the process group cannot be left in order: its other rank is gone
 

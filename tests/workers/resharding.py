@@ -278,6 +278,24 @@ def other_loader(report: Report, rank: int, size: int, distributed: bool) -> str
         return 0
 
 
+def other_epoch(report: Report, rank: int, kind: str, size: int, begin: bool = False) -> str:
+    """Resumes in the midst of an epoch and sets another one; the error. With ``begin``, it saves once more before."""
+    loader = _loader(kind, DistributedSampler(Numbers(size), seed=7), size, False)
+    model = DistributedDataParallel(nn.Linear(1, 1))
+    with Flashpoint(base(), deadline_s=60) as fp:
+        fp.track(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01))
+        fp.track(loader=loader, reshard=rest_of_epoch).resume()
+        if begin:
+            iter(fp.batches(loader))
+            fp.save()
+            return ""
+        loader.sampler.set_epoch(1)  # type: ignore[attr-defined]
+        try:
+            return f"given {list(fp.batches(loader))}"
+        except FlashpointError as error:
+            return f"{type(error).__name__}: {error}"
+
+
 # ---- Lightning ------------------------------------------------------------------------------------------------
 
 
@@ -295,7 +313,7 @@ def dictionary(
     options: Any = {"deadline_s": 60, "on_world_size_change": change, "sigterm_grace_s": None}
     with TrainerFlashpoint(str(base()), sharded=False, config=Config(**options), strict=True) as flashpoint:
         flashpoint.attach(bare_trainer(lambda: dict(checkpoint)))
-        path = flashpoint.find(None)
+        path = flashpoint.find(None, may_fall_back=False)
         if path is None:
             flashpoint.save(4)
             assert flashpoint.wait(60)

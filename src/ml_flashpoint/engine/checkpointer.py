@@ -385,15 +385,18 @@ class Checkpointer:
         # Before a board pushes what was recovered.
         self._copies.serve(run, board.hear, lambda: board.retained)
         self.ranks.together(board.start, SaveError("another rank cannot begin the run; its log says why"))
-        self.phase = Phase.RUNNING
+        with saves.changed:  # it may have been closed meanwhile, by another thread or a signal handler
+            self.check_usable()
+            self.phase = Phase.RUNNING
 
     def _end_run(self, deadline_s: float, last: Callable[[], None] = lambda: None) -> None:
         """End the board, after a last call on its thread. Saves that are not verified yet never will be."""
         give_up, saves = time.monotonic() + deadline_s, self._saves
         saves.thread.drain(deadline_s)
         board, saves.board, saves.run = saves.board, None, 0
-        if self.phase is Phase.RUNNING:
-            self.phase = Phase.BETWEEN_RUNS
+        with saves.changed:
+            if self.phase is Phase.RUNNING:
+                self.phase = Phase.BETWEEN_RUNS
         if board is not None:
             board.close(max(give_up - time.monotonic(), 0.0), last)
         for save in list(saves.under_way):

@@ -122,7 +122,9 @@ class Save:
             if self.id is not None:
                 raise SaveError("the save has a step already", step=self.step)
             self.id = self._saves.call(step, self.terms)
-            if self.part.slot is not None:
+            if self.committed.done():  # meanwhile, by a thread that saw no name to answer for
+                self._saves.board_of_run.fail(self.id)
+            elif self.part.slot is not None:
                 self._saves.pool.name(self.part.slot, self.id)
 
     def stage(

@@ -58,7 +58,7 @@ lock_deadline_s = partial(_seconds, "FLASHPOINT_LOCK_DEADLINE_S", 30.0)
 """Seconds that a starting rank waits for its dying predecessor to let go of the base container."""
 
 exit_deadline_s = partial(_seconds, "FLASHPOINT_EXIT_DEADLINE_S", 10.0)
-"""Seconds that an exiting process gives to replication still under way."""
+"""Seconds that an exiting process gives to replication, and to asynchronous calls, still under way."""
 
 copy_threads = partial(_integer, "FLASHPOINT_COPY_THREADS", 1, 999, 0)
 """Threads that copy at once, at most; 0 for as many as help."""

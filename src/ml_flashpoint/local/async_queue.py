@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from multiprocessing.connection import wait
+from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
 from ml_flashpoint.format.arguments import ignored
 from ml_flashpoint.format.errors import InvalidArgumentError
-from ml_flashpoint.format.knobs import call_deadline_s, seal_deadline_s
+from ml_flashpoint.format.knobs import call_deadline_s, exit_deadline_s, seal_deadline_s
 from ml_flashpoint.local.errors import BackgroundWorkerError, CallOrderError, CheckpointingException
 from ml_flashpoint.ranks.rank_group import rank_group
 
+_log = logging.getLogger(__name__)
 _VOTE_S = 1.0
 """A blocking wait asks the other ranks this often: those that are done must not wait beyond a collective's deadline."""
 
@@ -130,16 +134,18 @@ def _await_end(trainer: int, pipe: int) -> None:
 class AsyncCallsQueue:
     """Requests under way, in order. Scheduling, finalizing and closing are collective, in the training thread.
 
-    A local save ends with its engine's future; functions of foreign requests run in threads of this process. All
+    A local save ends with its engine's future; functions of foreign requests run in threads of this process. If the
+    process ends without `close`, it waits for both, up to ``FLASHPOINT_EXIT_DEADLINE_S``; nobody finalizes them. All
     arguments are accepted, and ignored: there is no worker process.
     """
 
     def __init__(self, persistent: bool = True, is_daemon: bool = False, **unused: Any) -> None:
         ignored("AsyncCallsQueue", **unused)
-        self._executor = ThreadPoolExecutor(thread_name_prefix="flashpoint-call")
         self._calls: deque[tuple[AsyncRequest, Future[Any]]] = deque()
         self._next_index = 0
         self._closed = False
+        # Not by atexit: up to Python 3.12, a process that multiprocessing has forked ends without that.
+        self._at_exit = Finalize(None, self._wait_at_exit, exitpriority=20)
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
         """Start a request, ours or another named tuple with the same fields, and return its number. It is frozen from
@@ -167,9 +173,11 @@ class AsyncCallsQueue:
             return request.async_fn.ended
         ended: Future[Any] = Future()
         try:
-            if request.async_fn is not None:
-                return self._executor.submit(request.bound())
-            ended.set_result(None)
+            if request.async_fn is None:
+                ended.set_result(None)
+            else:
+                call = request.bound()
+                threading.Thread(target=_run, args=(call, ended), name="flashpoint-call", daemon=True).start()
         except CallOrderError:  # on all ranks
             raise
         except Exception as error:  # the other ranks, whose calls have begun, learn of it as they finalize the request
@@ -223,4 +231,20 @@ class AsyncCallsQueue:
                 self.maybe_finalize_async_calls(blocking=True)
         finally:
             self._calls.clear()
-            self._executor.shutdown(wait=False)
+            self._at_exit.cancel()
+
+    def _wait_at_exit(self) -> None:
+        deadline_s = exit_deadline_s()
+        under_way = futures.wait([future for _, future in self._calls], deadline_s).not_done
+        if under_way:
+            text = (
+                "nobody closed the queue: the process ends, and %d asynchronous calls have not ended within %.0f s (%s)"
+            )
+            _log.error(text, len(under_way), deadline_s, "FLASHPOINT_EXIT_DEADLINE_S")
+
+
+def _run(call: Callable[[], Any], ended: Future[Any]) -> None:
+    try:
+        ended.set_result(call())
+    except BaseException as error:  # of whatever kind: finalizing the request tells it
+        ended.set_exception(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, ValuesView
 from typing import Any
 
 import torch
@@ -46,6 +46,10 @@ class TensorAwareStateDict:
     def tensors(self) -> Iterator[torch.Tensor]:
         """Tensors, in the order of the nesting."""
         return iter(self._locals("tensors"))
+
+    def values(self) -> ValuesView[Any]:
+        """Return the values of the attributes."""
+        return vars(self).values()
 
     def pop_tensors(self) -> list[torch.Tensor]:
         """Take the tensors out, and return them."""

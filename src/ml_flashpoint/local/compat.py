@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import types
+from importlib.machinery import ModuleSpec
 
 from ml_flashpoint.local import async_queue, basic_state_dict, errors, local_manager
 from ml_flashpoint.local import replication as cliques
@@ -53,9 +54,15 @@ def install() -> None:
         text = f"{taken.__name__} is imported already, so its import path is taken"
         hint = "call install() before anything imports it, or import from ml_flashpoint.local instead"
         raise CompatibilityError(text, path=getattr(taken, "__file__", None), hint=hint)
-    is_installed = importlib.util.find_spec(PACKAGE) is not None
-    for name, source in (_ALWAYS if is_installed else {**_WHERE_NONE_IS, **_ALWAYS}).items():
-        sys.modules[name] = _StandIn(name, source)
+    names = {**_WHERE_NONE_IS, **_ALWAYS}
+    if importlib.util.find_spec(PACKAGE) is not None:
+        importlib.import_module(f"{PACKAGE}.checkpointing")
+        names = _ALWAYS
+    for name, source in names.items():  # a package comes before what is in it
+        sys.modules[name] = module = _StandIn(name, source)
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, module)
 
 
 class _StandIn(types.ModuleType):
@@ -63,6 +70,7 @@ class _StandIn(types.ModuleType):
 
     def __init__(self, name: str, source: types.ModuleType | None) -> None:
         super().__init__(name, "Stand-in: see ml_flashpoint.local.compat.")
+        self.__spec__ = ModuleSpec(name, None, is_package=source is None)
         if source is None:
             self.__path__: list[str] = []
             return

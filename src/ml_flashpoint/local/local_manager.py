@@ -25,6 +25,7 @@ from ml_flashpoint.format.errors import (
     InvalidArgumentError,
     InvalidNameError,
     NothingLoadableError,
+    SaveError,
 )
 from ml_flashpoint.format.knobs import seal_deadline_s
 from ml_flashpoint.format.manifest import Manifest
@@ -115,6 +116,12 @@ class LocalCheckpointManager(OverlappingDoor):
         """Progress of persisting on this rank; all None where nothing is to be persisted."""
         return self._engine.persist_health
 
+    def _check_open(self) -> None:
+        try:
+            self._engine.check_usable()
+        except SaveError as error:
+            raise CallOrderError("the manager is closed", rank=self.rank, path=self._base) from error
+
     # ---- finding and loading ------------------------------------------------------------------------------
 
     def find_latest(self) -> int:
@@ -125,7 +132,7 @@ class LocalCheckpointManager(OverlappingDoor):
             NoReplicasAvailableError: there are checkpoints whose parts are damaged or cannot be read.
             WorldSizeChangedError: another number of ranks saved it.
         """
-        self._engine.check_usable()
+        self._check_open()
         if self._looked:
             return self.latest_iteration
         self._engine.await_commits(seal_deadline_s())
@@ -139,17 +146,22 @@ class LocalCheckpointManager(OverlappingDoor):
             self._lost = error
             if self._ranks.is_node_leader:
                 _log.error("find_latest() is -1, and saves replace what is left: %s", error.message)
+        self._check_world_size(self._version)
         self._note_found(self._version)
         return self.latest_iteration
 
-    def _note_found(self, version: CheckpointContainerId | None) -> None:
-        """Go on from what was found. Raise if another number of ranks saved it."""
+    def _check_world_size(self, version: CheckpointContainerId | None) -> None:
+        """Raise if another number of ranks saved what was found last."""
         report, step = self._engine.last_recovery, None if version is None else version.step
         saved = None if report is None else report.world_size
         if step is not None and saved not in (None, self._ranks.world_size):
             text = f"the newest checkpoint was saved by {saved} ranks, and there are {self._ranks.world_size} now"
             hint = f"go on with {saved} ranks, or begin a new session_id from another checkpoint"
             raise WorldSizeChangedError(text, step=step, rank=self.rank, path=self._base, hint=hint)
+
+    def _note_found(self, version: CheckpointContainerId | None) -> None:
+        """Go on from what was found."""
+        step = None if version is None else version.step
         self.latest_iteration = -1 if step is None else step
         self._oldest_accepted = max(0, self.latest_iteration)
         self._version, self._looked = version, True
@@ -161,7 +173,8 @@ class LocalCheckpointManager(OverlappingDoor):
         on from there.
 
         Args:
-            iteration: load this one, which is kept in memory (``keep``), or raise. Newer ones are left behind then.
+            iteration: load this one, which is kept in memory (``keep``), or raise: then nothing has changed. Newer ones
+                are left behind once it is loaded.
 
         Raises:
             LoadError: there is no such iteration in memory. Nothing has changed.
@@ -170,21 +183,25 @@ class LocalCheckpointManager(OverlappingDoor):
             CheckpointingException: no iteration can be loaded by all ranks (`NoReplicasAvailableError`), or there were
                 others (`WorldSizeChangedError`).
         """
-        self._engine.check_usable()
+        self._check_open()
         joint = JointLoad(self._engine)
 
         def find() -> CheckpointContainerId | None:
             if iteration is None:
                 self.find_latest()
-            elif joint.failures:
+                return self._version
+            if joint.failures:
                 return None
-            else:
-                self._engine.await_commits(seal_deadline_s())
-                self._note_found(self._engine.bring(checked_integer("iteration", iteration, 0, MAX_STEP)))
-            return self._version
+            self._engine.await_commits(seal_deadline_s())
+            version = self._engine.bring(checked_integer("iteration", iteration, 0, MAX_STEP))
+            self._looked = False  # the engine has found another one than `find_latest`
+            self._check_world_size(version)
+            return version
 
         loaded = joint.newest(find, partial(self._load_part, joint))
         if loaded is None:
+            if iteration is not None:
+                self._engine.reconsider()  # nobody has stepped back
             raise self._nothing_loaded(joint)
         version, state = loaded
         self._engine.go_on_from(version)
@@ -232,7 +249,7 @@ class LocalCheckpointManager(OverlappingDoor):
             UnaskedVersionsError: there are checkpoints of an earlier run, and `find_latest` was not called.
             CheckpointingException: the save failed on some rank, and can be repeated. Finalizing raises it, if async.
         """
-        self._engine.check_usable()
+        self._check_open()
         began = time.perf_counter()
         self._go_on()
         try:
@@ -305,12 +322,16 @@ class LocalCheckpointManager(OverlappingDoor):
             manifest = committed.result()
             path = self.local_ckpt_dir / manifest.save.version / manifest.object_name
             _log.info("rank %d saved iteration %s to %s", self.rank, iteration, path)
-        self._failed, self._looked = True, False  # unless all ranks have it
+        had_failed, self._failed, self._looked = self._failed, True, False  # unless all ranks have it
         told = json.dumps([repr(iteration), "" if error is None else str(error)])
-        reports = [json.loads(blob) for blob in self._ranks.gather(told.encode())]
-        reasons = "; ".join(f"rank {rank}: {reason}" for rank, (_, reason) in enumerate(reports) if reason)
-        if not reasons and len({saved for saved, _ in reports}) > 1:
-            reasons = "ranks saved different iterations"
+        try:
+            reports = [json.loads(blob) for blob in self._ranks.gather(told.encode())]
+            reasons = "; ".join(f"rank {rank}: {reason}" for rank, (_, reason) in enumerate(reports) if reason)
+            if not reasons and len({saved for saved, _ in reports}) > 1:
+                reasons = "ranks saved different iterations"
+        except FlashpointError as lost:
+            error = error or lost
+            reasons = f"rank {self.rank}: {error}"
         if reasons:
             raise CheckpointingException(
                 f"the save failed: {reasons}",
@@ -318,7 +339,7 @@ class LocalCheckpointManager(OverlappingDoor):
                 rank=self.rank,
                 hint="the newest complete checkpoint can be loaded, and the save can be repeated",
             ) from error
-        self._failed = False
+        self._failed = had_failed  # the failure of another save stays
         self.latest_iteration = max(self.latest_iteration, iteration)
 
     def close(self) -> None:

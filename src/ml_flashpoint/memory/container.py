@@ -26,6 +26,7 @@ import mmap
 import os
 import re
 import shutil
+import socket
 import struct
 import threading
 import time
@@ -578,8 +579,9 @@ def _holder(descriptor: int, start: int, length: int) -> int | None:
 
 
 def _in_use(base: Path, pid: int) -> JobInUseError:
+    holder = f"process {pid} on {socket.gethostname()}" if pid > 0 else "process of another container"
     return JobInUseError(
-        f"another job has this base container open (process {pid if pid > 0 else 'of another container'})",
+        f"another job has this base container open ({holder})",
         path=base,
         hint="stop that process, or give each job a base container of its own",
     )

@@ -101,11 +101,30 @@ def test_what_a_planner_has_of_its_own_is_pickled_and_needs_to_be_allowed() -> N
     assert torch.equal(decoded.planner_data[1], torch.ones(2))
 
 
-def test_metadata_of_other_types_is_refused_when_it_is_saved() -> None:
+class _OwnBytes(BytesStorageMetadata):
+    pass
+
+
+class _OwnTensor(TensorStorageMetadata):
+    pass
+
+
+class _OwnMetadata(Metadata):
+    pass
+
+
+def test_metadata_that_would_lose_something_is_refused_when_it_is_saved() -> None:
+    tensor = _small().state_dict_metadata["w"]
+    more: Any = _small()
+    more.own = {"of": "the planner"}
     for odd in (
         dataclasses.replace(_small(), storage_data={MetadataIndex("w"): "elsewhere"}),
         dataclasses.replace(_small(), state_dict_metadata={"w": _More()}),
         dataclasses.replace(_small(), state_dict_metadata={5: BytesStorageMetadata()}),
+        dataclasses.replace(_small(), state_dict_metadata={"w": _OwnBytes()}),
+        dataclasses.replace(_small(), state_dict_metadata={"w": _OwnTensor(**vars(tensor))}),
+        _OwnMetadata(**vars(_small())),
+        more,
     ):
         with pytest.raises(SaveError, match="not that of DCP"):
             encode_metadata(odd)

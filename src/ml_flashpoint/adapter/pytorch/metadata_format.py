@@ -15,6 +15,7 @@ planner has put there of its own is an archive.
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ METADATA_KEY = "__dcp_metadata__"
 _SCHEMA = 1
 # What torch's own writer says; torch 2.6 has none.
 _DCP_VERSION: str | None = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+_FIELDS = {field.name for field in dataclasses.fields(Metadata)} | {"version"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +64,14 @@ def encode_metadata(metadata: Metadata, allowed: Sequence[SafeGlobal] | None = (
 
     Raises:
         UnsafeContentError: `decode_metadata` would refuse what a planner has put into it.
-        SaveError: a planner has made it of other types than DCP's own.
+        SaveError: a planner has made it of other types than DCP's own, or has set other attributes of it.
     """
     if _DCP_VERSION is not None and metadata.version is None:
         metadata.version = _DCP_VERSION
     properties: dict[tuple[Any, ...], int] = {}
     try:
+        if type(metadata) is not Metadata or not vars(metadata).keys() <= _FIELDS:
+            raise TypeError(f"a {type(metadata).__name__} with {sorted(vars(metadata).keys() - _FIELDS)}")
         items = [_item_fields(fqn, item, properties) for fqn, item in metadata.state_dict_metadata.items()]
         places = [
             (_text(index.fqn), index.offset, index.index, place.rank, _text(place.key))
@@ -88,7 +92,10 @@ def encode_metadata(metadata: Metadata, allowed: Sequence[SafeGlobal] | None = (
 
 
 def _item_fields(fqn: str, item: Any, properties: dict[tuple[Any, ...], int]) -> tuple[Any, ...]:
-    if isinstance(item, BytesStorageMetadata):
+    kind = type(item)
+    if kind not in (BytesStorageMetadata, TensorStorageMetadata):
+        raise TypeError(f"{fqn!r} is a {kind.__module__}.{kind.__qualname__}")
+    if kind is BytesStorageMetadata:
         return (_text(fqn),)
     its = item.properties
     names = str(its.dtype), str(its.layout), bool(its.requires_grad), str(its.memory_format), bool(its.pin_memory)

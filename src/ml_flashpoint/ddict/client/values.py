@@ -12,7 +12,7 @@ A value is one of::
     i decimal digits                                      an integer, unless it is huge
     f a double, big-endian                                a float
     p pickle
-    P     number of parts (4), bytes of the pickle (4), for each part its tag (T: tensor, A: array, B: bytes), its
+    P     number of parts (4), bytes of the pickle (8), for each part its tag (T: tensor, A: array, B: bytes), its
           bytes (8) and those of its type (2), then all types, the pickle, and all parts, each at the next multiple of
           `ALIGN`; without a pickle, there is one part, which is the value
 
@@ -80,7 +80,7 @@ ALIGN: Final = 64
 _Result = TypeVar("_Result")
 
 _PLAIN: Final = frozenset((bytes, str, int, float, bool, type(None)))
-_MANY: Final = struct.Struct(">II")
+_MANY: Final = struct.Struct(">IQ")
 _PART: Final = struct.Struct(">cQH")
 _MOST_BLOBS: Final = 256
 # Not reserved: a view is hardly ever written to, and need not have memory of its own set aside.

@@ -169,7 +169,7 @@ def _leave_a_save(report: Any, folder: Path) -> None:
         ending.wait()
         commit(*args)
 
-    Pool.commit = commit_late  # type: ignore[method-assign]
+    Pool.commit = commit_late  # type: ignore[method-assign, assignment]
     Finalize(None, ending.set, exitpriority=1000)  # the first of all that the end of the process runs
     request = manager.save(BasicTensorAwareStateDict({"a": torch.ones(9)}), 1, is_async=True)
     assert request is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import shutil
 import signal
 import threading
@@ -676,3 +677,20 @@ def test_a_persister_of_ones_own(tmpfs: Path) -> None:
         first.persist(1)
         first.check(1)
     assert (tmpfs / "mine" / "name").is_dir()
+
+
+def test_files_of_ones_own_have_the_methods_that_the_page_names(tmpfs: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "ddict-persistence.md").read_text()
+    named = re.findall(r"^\* `(\w+)`: ", page.partition("## A persister of your own")[2], re.MULTILINE)
+
+    class Mine(CheckpointPersister):
+        def open_store(self) -> Files:
+            return kept
+
+    directory = Directory(tmpfs)
+    kept = type("Kept", (Files,), {name: getattr(directory, name) for name in named})("nowhere://kept")
+    with Program(Mine, "ignored") as first:
+        first.persist(1, 2, keep=1)
+        first.roll_back(1)
+        first.persist(3)
+        first.check(3)

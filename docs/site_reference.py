@@ -49,6 +49,7 @@ PAGES: dict[str, tuple[str, list[str]]] = {
             "ml_flashpoint.adapter.lightning:*",
             "ml_flashpoint.adapter.transformers:*",
             "ml_flashpoint.adapter.accelerate:*",
+            "ml_flashpoint.adapter.ray_train:*",
             "ml_flashpoint.adapter.nemo.checkpoint_callback:MLFlashpointCheckpointCallback",
             "ml_flashpoint.adapter.nemo.wrapper_util:wrap_trainer_and_auto_resume_with_mlflashpoint",
         ],

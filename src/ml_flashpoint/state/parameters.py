@@ -40,7 +40,7 @@ AS_SAVED = "make and track models and optimizers as they were when it was saved"
 
 _COMPILED = "_orig_mod"
 """The attribute of a compiled module in which the module itself is."""
-_WRAPPERS = re.compile(rf"(?<![^.\n])(?:{_COMPILED}|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+_WRAPPERS = re.compile(rf"(?<![^.])(?:{_COMPILED}|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 _SIMPLE = (torch.Tensor, bool, int, float, str, type(None))
 
 _State = dict[str, Any]
@@ -68,9 +68,7 @@ def _plain(name: str) -> str:
 
 def _plain_names(module: nn.Module, names: Collection[str]) -> list[str]:
     """Return a module's own names of parameters or buffers without what wrappers, and DDP inside of it, add to them."""
-    if not names:
-        return []
-    plain = _WRAPPERS.sub("", "\n".join(names)).split("\n")
+    plain = list(map(_plain, names))
     parts = module.named_modules(remove_duplicate=False)
     inside = [_plain(f"{name}.") for name, part in parts if isinstance(part, DistributedDataParallel)]
     for prefix in reversed(inside):  # the innermost first

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -152,6 +153,24 @@ def test_what_is_not_allowed_is_refused_with_its_place_unless_it_is_listed(value
         assert type(_load(archive, allowed=allowed)["part"][1]) is type(value)
         with pytest.raises(UnsafeContentError, match=kind.__name__):
             _load(archive)
+
+
+@pytest.mark.parametrize("value", [Settings(1.0), Pair(1, 2), Colour.RED])
+def test_a_type_that_has_moved_loads_if_it_is_listed_by_its_old_name(
+    value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = type(value)
+    with monkeypatch.context() as before:
+        train: Any = types.ModuleType("train")
+        setattr(train, kind.__name__, kind)
+        before.setitem(sys.modules, "train", train)
+        before.setattr(kind, "__module__", "train")
+        archive = save_archive([value], "value")
+    with pytest.raises(UnsafeContentError, match=rf"train\.{kind.__name__}"):
+        _load(archive)
+    assert _load(archive, allowed=[(kind, f"train.{kind.__name__}")]) == [value]
+    with pytest.raises(UnsafeContentError, match=rf"train\.{kind.__name__}"):
+        _load(archive, allowed=[(Suspect, f"train.{kind.__name__}")])
 
 
 def test_a_type_that_cannot_be_found_again_is_refused() -> None:

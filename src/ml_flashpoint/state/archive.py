@@ -128,12 +128,15 @@ def _archive(value: Any, allowed: Sequence[SafeGlobal] | None, leaves: Leaves | 
     kinds = frozenset(_GLOBALS.findall(pickled)), b"\x8b" in pickled, tuple(allowed or ())
     if allowed is not None and (_CALLS in pickled or kinds not in _loadable):
         _load(data, allowed, None, leaves)
+        if len(_loadable) >= _MOST_LOADABLE:
+            _loadable.clear()
         _loadable.add(kinds)
     return data
 
 
 # Most items that are no tensors are of the same types in every save, such as the settings of an optimizer.
 _loadable: set[tuple[Any, ...]] = set()
+_MOST_LOADABLE = 10_000
 
 
 def raises(call: Callable[[Any], object], value: Any) -> bool:

@@ -273,8 +273,10 @@ class Checkpointer(engine.Checkpointer):
             LoadError: a version does not fit the objects, none could be loaded and there is no fallback
                 (`NothingLoadableError`), or there is none of ``step``.
             CapacityError: the filesystem is too small.
+            SaveError: the checkpointer is closed. JobInUseError: this process is a forked child.
             FlashpointError: an argument is unusable, ranks lost each other, or their fallbacks failed or differ.
         """
+        self.check_usable()
         tracked = self._tracked_of(state, None if reshard is None else checked_reshard(reshard, state))
         return self.load_tracked(tracked, step=step, fallback=fallback).step
 

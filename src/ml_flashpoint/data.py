@@ -170,7 +170,7 @@ class LoaderState(PlaceInData):
 
     def forget(self) -> None:
         """Undo a `load_state_dict` that was part of a load that failed elsewhere."""
-        if self._pending is not None:
+        if self._pending is not None and self._begun_at is None:
             self.epoch, self._pending, self.restored = Epoch(), None, None
             _deal(self.loader)
 

@@ -38,13 +38,13 @@ class LightningDoor(Door):
 
     def save(self, step: int, state: State) -> None:
         if self._flashpoint.last_saved is None:
-            self._flashpoint.find(None)  # as one must, where there may be something
+            self._flashpoint.find(None, may_fall_back=False)  # as one must, where there may be something
         self._state = state
         self._flashpoint.save(step)
         assert self._flashpoint.wait(60)
 
     def load_latest(self) -> tuple[int, State] | None:
-        path = self._flashpoint.find(None)
+        path = self._flashpoint.find(None, may_fall_back=False)
         if path is None:
             return None
         assert path.step is not None

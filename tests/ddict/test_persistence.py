@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,7 +27,7 @@ from ml_flashpoint.ddict import (
     PosixCheckpointPersister,
 )
 from ml_flashpoint.ddict.coordinator import Coordinator
-from ml_flashpoint.ddict.errors import REQUESTS, DDictPersistError
+from ml_flashpoint.ddict.errors import REQUESTS, DDictDestroyedError, DDictPersistError
 from ml_flashpoint.ddict.manager.parts import PersistedParts
 from ml_flashpoint.ddict.manager.store import ValueSlots
 from ml_flashpoint.ddict.options import Configuration, Options
@@ -566,6 +567,30 @@ def test_what_is_persisted_while_a_dictionary_ends_does_not_count(
     with contextlib.suppress(FlashpointError):
         dictionary.destroy()
     assert Program(PosixCheckpointPersister, options.persist_path, read_only=True).history.ids() == []
+
+
+def test_who_waits_for_a_checkpoint_to_be_persisted_is_told_that_the_dictionary_ended(
+    dictionary: DDict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator = dictionary._coordinator
+    assert coordinator is not None
+    complete, has_begun = DurableVersions.complete, threading.Event()
+    deadline = time.monotonic() + DEADLINE_S
+
+    def complete_at_the_end(*args: Any) -> Any:
+        has_begun.set()
+        coordinator.await_epoch(coordinator.rules.epoch, deadline, lambda: False)  # it returns when all ends
+        return complete(*args)
+
+    monkeypatch.setattr(DurableVersions, "complete", complete_at_the_end)
+    write(dictionary, 0)
+    with ThreadPoolExecutor(1) as pool:
+        persisting = pool.submit(coordinator.persist_newest, deadline, lambda: False)
+        assert has_begun.wait(DEADLINE_S)
+        coordinator.close()
+        assert isinstance(persisting.exception(DEADLINE_S), DDictDestroyedError)
+    with contextlib.suppress(FlashpointError):
+        dictionary.destroy()
 
 
 def test_a_name_is_given_up_when_nothing_is_answered_any_more(tmpfs: Path) -> None:

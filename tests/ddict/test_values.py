@@ -357,7 +357,7 @@ def test_a_damaged_header_gives_a_typed_error_or_the_value(at: int, byte: int) -
     buffer[at] = byte
     try:
         found: Any = read_object(buffer, ID)
-    except FlashpointError:
+    except (FlashpointError, pickle.UnpicklingError):  # which users get as a `DDictError`
         return
     assert found.keys() == value.keys()
 

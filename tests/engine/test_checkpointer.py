@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import errno
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 
 from ml_flashpoint.engine.checkpointer import Checkpointer
+from ml_flashpoint.engine.recovery import Recovery
 from ml_flashpoint.format.errors import (
     CapacityError,
     DeadlineError,
     InvalidArgumentError,
     SaveError,
     SkippedError,
+    SupersededError,
     UnaskedVersionsError,
     UnreadableError,
 )
 from ml_flashpoint.format.names import SaveId
+from ml_flashpoint.memory.slot import Slot
 from tests.memory.support import fill_up
 from tests.support.forked import call, call_team, preload, wait_until
 from tests.support.tmpfs import SMALL_TMPFS_BYTES
@@ -103,6 +109,23 @@ def test_of_two_in_one_process_the_later_one_counts(tmpfs: Path) -> None:
             jobs.begin_and_commit(second, 2).verified.result(30)
 
 
+def test_one_that_is_closed_while_a_run_begins_stays_closed(
+    checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = Recovery.record
+
+    def close_first(*args: Any) -> Any:
+        checkpointer.close()  # as another thread or a signal handler may
+        return record(*args)
+
+    monkeypatch.setattr(Recovery, "record", close_first)
+    with pytest.raises(SaveError, match="is closed"):
+        checkpointer.latest()
+    assert (checkpointer.is_closed, checkpointer.run) == (True, 0)
+    with pytest.raises(SaveError, match="is closed"):
+        checkpointer.begin(1)
+
+
 def test_a_save_that_fails_leaves_no_trace(checkpointer: Checkpointer) -> None:
     for step in (1, 2, 3):
         save = checkpointer.begin(step)
@@ -136,6 +159,39 @@ def test_without_a_slot_a_loop_skips_and_somebody_who_waits_gets_one(checkpointe
     staged.join(30)
     explicit.commit(items=lambda: (jobs.state_of(0, 4), []))
     explicit.verified.result(30)
+
+
+def test_a_slot_that_is_made_while_the_run_ends_is_free_again(
+    checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs.begin_and_commit(checkpointer, 1).verified.result(30)
+    checkpointer.latest()
+    jobs.begin_and_commit(checkpointer, 2).verified.result(30)
+    making, ended = threading.Event(), threading.Event()
+    make, record = Slot.make, Recovery.record
+
+    def make_until_the_run_has_ended(*args: Any, **how: Any) -> Slot:
+        made = make(*args, **how)
+        making.set()
+        assert ended.wait(30)
+        return made
+
+    def record_after_the_save(*args: Any) -> Any:
+        ended.set()
+        concurrent.futures.wait([staged], 30)
+        return record(*args)
+
+    with ThreadPoolExecutor() as beside, monkeypatch.context() as patched:
+        patched.setattr(Slot, "make", make_until_the_run_has_ended)
+        patched.setattr(Recovery, "record", record_after_the_save)
+        larger = checkpointer.begin(3, explicit=True)
+        staged = beside.submit(larger.stage, [("w", torch.zeros(10 * jobs.SIZE))])
+        assert making.wait(30)
+        checkpointer.latest()
+    assert isinstance(larger.committed.exception(30), SupersededError)
+    assert SaveId(1, 1) not in checkpointer.container.list_versions(), "its slot was taken"
+    for step in (4, 5, 6):
+        jobs.begin_and_commit(checkpointer, step, explicit=False).verified.result(30)
 
 
 def test_a_save_that_nobody_goes_on_with_ends_at_its_deadline(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

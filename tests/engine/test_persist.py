@@ -214,6 +214,23 @@ def test_a_store_that_hangs_for_long_does_not_keep_the_slot(
     job.close()
 
 
+def test_other_content_in_the_slot_of_a_part_that_was_given_up_is_no_failure(tmpfs: Path, faults: Faults) -> None:
+    faults.now, job = "hang", Job(tmpfs, faults.url)
+    slots = job.commit(10)
+    job.verify(10, due=10)
+    assert faults.met.wait(30)
+    job.commit(20)
+    job.verify(20, due=20)
+    given = [job.commit(step)[0] for step in range(30, 70, 10)]
+    assert slots[0] in given, "step 20 is persisted in place of step 10"
+    faults.now = None
+    faults.go_on.set()
+    wait_until(lambda: all(persister.health.persisted == 20 for persister in job.persisters), "step 20 is persisted")
+    assert [persister.health.failures for persister in job.persisters] == [0, 0]
+    job.check()
+    job.close()
+
+
 def test_a_store_that_hangs_while_it_is_opened_keeps_no_other_job_waiting(tmpfs: Path) -> None:
     hangs, go_on = threading.Event(), threading.Event()
 
@@ -275,6 +292,32 @@ def test_the_end_tries_again_what_failed(tmpfs: Path, faults: Faults) -> None:
     for thread in ended:
         thread.join()
     assert job.steps == [10]
+    job.close()
+
+
+def test_the_end_writes_again_what_was_given_up_while_the_store_was_silent(
+    tmpfs: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(tmpfs, faults.url)
+    faults.now = "hang"
+    job.commit(10)
+    job.verify(10)
+    ended = [threading.Thread(target=persister.finish, args=(30,)) for persister in job.persisters]
+    for thread in ended:
+        thread.start()
+    assert faults.met.wait(30)
+    monkeypatch.setenv("FLASHPOINT_TRANSFER_DEADLINE_S", "0.05")
+    for persister in job.persisters:
+        wait_until(lambda it=persister: "has not answered" in str(it.health.error), "the store is silent")  # type: ignore[misc]
+        persister.look()
+    monkeypatch.undo()
+    faults.now = None
+    faults.go_on.set()
+    for thread in ended:
+        thread.join()
+    assert job.steps == [10]
+    assert [persister.health.failures for persister in job.persisters] == [0, 0]
+    job.check()
     job.close()
 
 

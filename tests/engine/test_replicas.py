@@ -213,6 +213,27 @@ def test_a_piece_of_a_list_that_no_rank_has_written_is_as_good_as_none() -> None
     assert agree(0).name == agree(1).name
 
 
+def test_a_list_that_is_needed_stays_however_often_another_rank_changes() -> None:
+    job = JobStore(None, HashStore(), b"secret")
+    several = [Replicas(rank, 2, job) for rank in range(2)]
+
+    def agree(rank: int, step: int, plan: str) -> Table:
+        items = [Replica(f"of rank {rank}", 1)]
+        return several[rank].agree(SaveId(1, step), f"k{rank}", plan, lambda: items, 0, share=_share)
+
+    for step in range(1, 30):
+        with pytest.raises(DeadlineError, match="rank 0 has"):  # not come as far
+            agree(1, step, f"changed at {step}")
+        if step == 1:
+            with pytest.raises(DeadlineError, match="rank 1 has not published its items"):
+                agree(0, step, "the same")
+            several[1].answer()
+        several[0].answer()  # publishes what rank 0 writes by the new table
+        table = agree(0, step, "the same")
+        several[0].answer()
+        assert agree(1, step, f"changed at {step}").name == table.name
+
+
 def test_a_rank_that_has_not_changed_publishes_what_it_writes_by_a_new_table(ranks: Make) -> None:
     several = ranks(2)
     several.agree(1, {0: "ab", 1: "ab"}, share=_share)

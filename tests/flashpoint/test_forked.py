@@ -11,12 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ml_flashpoint import Flashpoint
+import ml_flashpoint
+from ml_flashpoint import Config, Flashpoint
 from ml_flashpoint.engine.checkpointer import Checkpointer
-from ml_flashpoint.format.errors import JobInUseError
+from ml_flashpoint.format.errors import JobInUseError, SaveError
 from ml_flashpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
 from tests.flashpoint.test_overlap import Job
 from tests.support.loops import Stored
+from tests.workers.checkpointer_jobs import begin_and_commit, state_of
 
 _DEADLINE_S = 60
 
@@ -116,12 +118,27 @@ def test_an_engine_of_the_parent_is_not_to_be_used(tmpfs: Path) -> None:
     with Checkpointer(tmpfs / "job") as engine:
 
         def use() -> None:
-            for call in (engine.latest, engine.begin, engine.wait):
+            for call in (engine.latest, engine.begin, engine.wait, lambda: engine.finish(0)):
                 _refused(call)
             engine.close()
 
         Child(use).run()
         assert engine.latest() is None
+
+
+def test_a_child_removes_nothing_of_its_parents(tmpfs: Path) -> None:
+    with Checkpointer(tmpfs / "job") as engine:
+        begin_and_commit(engine, 1).verified.result(30)
+        Child(engine.remove_versions).run()
+        assert engine.latest() == engine.id(1)
+
+
+def test_a_child_does_not_wait_for_a_save_of_its_parents(base: Path) -> None:
+    with ml_flashpoint.Checkpointer(base, Config(deadline_s=1)) as ckpt:
+        save = ckpt.begin(1)
+        save.stage(state_of(0, 1))
+        Child(lambda: _refused(lambda: ckpt.load({"value": Stored(1)}))).run()
+        save.fail(SaveError("out of luck"))
 
 
 @pytest.fixture

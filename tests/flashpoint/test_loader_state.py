@@ -93,6 +93,23 @@ def test_set_epoch_to_another_epoch_is_refused(tmpfs: Path) -> None:
                 iter(fp.batches(loader))
 
 
+def test_a_load_that_fails_leaves_the_place_of_a_loop_that_went_on(tmpfs: Path) -> None:
+    train("shuffled", tmpfs / "job", 2)
+    loader, _ = LOADERS["shuffled"]()
+    with Flashpoint(tmpfs / "job", every_n_steps=99) as fp:
+        fp.track(loader=loader).resume()
+        for _ in fp.batches(loader):
+            fp.step()
+            with pytest.raises(LoadError):
+                fp.resume(step=99)
+            break
+        fp.save()
+    loader, _ = LOADERS["shuffled"]()
+    with Flashpoint(tmpfs / "job") as fp:
+        assert fp.track(loader=loader).resume() == 3
+        assert len(list(fp.batches(loader))) == BATCHES - 3
+
+
 def test_other_data_is_refused(tmpfs: Path) -> None:
     train("shuffled", tmpfs / "job", 3)
     for changed in (DataLoader(loaders.Numbers(), batch_size=5, shuffle=True), DataLoader(range(100), shuffle=True)):

@@ -38,13 +38,14 @@ class RayCluster:
 
     Args:
         nodes: their number, the head included.
+        environment: returns what the processes of a node, by number from 0, have in their environment besides.
     """
 
-    def __init__(self, nodes: int) -> None:
+    def __init__(self, nodes: int, environment: Callable[[int], dict[str, str]] = lambda number: {}) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="mlf-ray-", dir=os.environ.get("RAY_TMPDIR")))  # short, for sockets
         # Ray notes its address there, and makes the folder only for clusters that have their files in it.
         Path(get_default_ray_temp_dir()).mkdir(parents=True, exist_ok=True)
-        self._size = nodes
+        self._size, self._environment, self._made = nodes, environment, 0
         self._cluster = Cluster()
         try:
             self._add(_system_config=_SYSTEM, include_dashboard=False, temp_dir=str(self._folder))
@@ -55,7 +56,9 @@ class RayCluster:
             raise
 
     def _add(self, **options: Any) -> None:
-        self._cluster.add_node(num_cpus=2, memory=NODE_BYTES, object_store_memory=STORE_BYTES, **options)
+        options |= {"num_cpus": 2, "memory": NODE_BYTES, "object_store_memory": STORE_BYTES}
+        self._cluster.add_node(env_vars=self._environment(self._made), **options)
+        self._made += 1
 
     @property
     def address(self) -> str:
@@ -115,9 +118,9 @@ def processes_of(node: Any) -> list[psutil.Process]:
 
 
 @contextlib.contextmanager
-def ray_cluster(nodes: int) -> Iterator[RayCluster]:
+def ray_cluster(nodes: int, environment: Callable[[int], dict[str, str]] = lambda number: {}) -> Iterator[RayCluster]:
     """A cluster for the length of a block."""
-    cluster = RayCluster(nodes)
+    cluster = RayCluster(nodes, environment)
     try:
         yield cluster
     finally:

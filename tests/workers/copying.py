@@ -74,7 +74,9 @@ class Rank:
 
     def parts(self) -> list[tuple[int, int, int]]:
         """The committed parts here: step, rank, inode."""
-        return sorted((save.step, rank, inode) for inode, (save, rank) in self.container.committed().items())
+        committed = self.container.committed()
+        paths = {path.stat().st_ino: path for path in self.container.base.glob("*/rank-*.safetensors")}
+        return sorted((save.step, int(paths[inode].name[5:10]), inode) for inode, save in committed.items())
 
     def same(self, step: int, rank: int) -> bytes:
         """The manifest of a part, as it lies here."""

@@ -359,7 +359,7 @@ def save_again_while_full(report: Report, base: str, door: str) -> tuple[list[bo
 
         jobs = TrainerFlashpoint(base, sharded=False, config=Config(deadline_s=60))
         jobs.attach(bare_trainer(lambda: made))
-        jobs.find(None)
+        jobs.find(None, may_fall_back=False)
     made: dict[str, Any] = {}
 
     def save(step: int) -> bool:

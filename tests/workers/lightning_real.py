@@ -69,6 +69,8 @@ class KillAt(Callback):
             for callback in trainer.callbacks:
                 if isinstance(callback, FlashpointCallback) and callback.flashpoint is not None:
                     assert callback.flashpoint.wait(120)
+                    health = callback.flashpoint.health
+                    assert (health.saves, health.replication_error, health.agreement_error) == (KILL_AT, None, None)
             dist.barrier()
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -295,7 +295,7 @@ def dictionary(
     options: Any = {"deadline_s": 60, "on_world_size_change": change, "sigterm_grace_s": None}
     with TrainerFlashpoint(str(base()), sharded=False, config=Config(**options), strict=True) as flashpoint:
         flashpoint.attach(bare_trainer(lambda: dict(checkpoint)))
-        path = flashpoint.find(None)
+        path = flashpoint.find(None, may_fall_back=False)
         if path is None:
             flashpoint.save(4)
             assert flashpoint.wait(60)

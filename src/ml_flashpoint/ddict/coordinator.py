@@ -258,8 +258,9 @@ class Coordinator:
                     return
             failure = self._try_to_persist(history, wanted)
             with self._changed:
-                self.rules.tried_to_persist(wanted, failure, time.monotonic())
-                self._changed.notify_all()
+                if not self._closing:  # or the attempt may have been removed without an error
+                    self.rules.tried_to_persist(wanted, failure, time.monotonic())
+                    self._changed.notify_all()
 
     def _try_to_persist(self, history: History, wanted: Wanted) -> FlashpointError | None:
         version = None
@@ -285,8 +286,11 @@ class Coordinator:
         self, reason: Callable[[], tuple[int, str] | None], deadline: float, is_gone: IsGone = lambda: False
     ) -> bool:
         """Wait until there is no ``reason`` to, which is a checkpoint and a text. With the lock held. Return False if
-        nobody waits for the answer any more. Raises `DDictTimeoutError`: with the last reason."""
+        nobody waits for the answer any more. Raises `DDictTimeoutError`: with the last reason; `DDictDestroyedError`:
+        the dictionary has ended."""
         while (found := reason()) is not None:
+            if self._closing:
+                raise DDictDestroyedError("the dictionary was destroyed")
             if is_gone():
                 return False
             left = deadline - time.monotonic()

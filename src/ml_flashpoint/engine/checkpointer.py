@@ -172,7 +172,7 @@ class Checkpointer:
         if discard_existing or not self._recovery.any_versions():
             self.go_on_from(None)
         if self._persister is not None and self.config.sigterm_grace_s is not None:
-            in_flight = InFlight(self._persister.hurry, self.finish, self.config.sigterm_grace_s)
+            in_flight = InFlight(self._persister.hurry, self._finish, self.config.sigterm_grace_s)
             hold_up_sigterm(in_flight)
             stack.callback(let_go_of_sigterm, in_flight)
 
@@ -385,15 +385,18 @@ class Checkpointer:
         # Before a board pushes what was recovered.
         self._copies.serve(run, board.hear, lambda: board.retained)
         self.ranks.together(board.start, SaveError("another rank cannot begin the run; its log says why"))
-        self.phase = Phase.RUNNING
+        with saves.changed:  # it may have been closed meanwhile, by another thread or a signal handler
+            self.check_usable()
+            self.phase = Phase.RUNNING
 
     def _end_run(self, deadline_s: float, last: Callable[[], None] = lambda: None) -> None:
         """End the board, after a last call on its thread. Saves that are not verified yet never will be."""
         give_up, saves = time.monotonic() + deadline_s, self._saves
         saves.thread.drain(deadline_s)
         board, saves.board, saves.run = saves.board, None, 0
-        if self.phase is Phase.RUNNING:
-            self.phase = Phase.BETWEEN_RUNS
+        with saves.changed:
+            if self.phase is Phase.RUNNING:
+                self.phase = Phase.BETWEEN_RUNS
         if board is not None:
             board.close(max(give_up - time.monotonic(), 0.0), last)
         for save in list(saves.under_way):
@@ -483,7 +486,16 @@ class Checkpointer:
 
     def finish(self, deadline_s: float) -> bool:
         """Have saves in flight committed and copied, and the newest version persisted. Return True if all was done in
-        time. Not collective."""
+        time. Not collective.
+
+        Raises:
+            SaveError: the checkpointer is closed. JobInUseError: this process is a forked child.
+        """
+        self.check_usable()
+        return self._finish(deadline_s)
+
+    def _finish(self, deadline_s: float) -> bool:
+        """Do as `finish`, also while another thread closes this: SIGTERM waits for that."""
         give_up = time.monotonic() + deadline_s
         if self._persister is not None:
             self._persister.hurry()  # at once: a save that other ranks have not begun may take all the time there is
@@ -502,7 +514,8 @@ class Checkpointer:
     def remove_versions(self) -> None:
         """Remove every version from memory, on all nodes, at a planned end; a failure is logged. Collective."""
         try:
-            if not self.ranks.all_ok(self.finish(seal_deadline_s())):
+            self.check_usable()
+            if not self.ranks.all_ok(self._finish(seal_deadline_s())):
                 _log.error("versions stay in memory: a rank has not ended its saves, or not persisted the newest one")
                 return
             self._end_run(seal_deadline_s())

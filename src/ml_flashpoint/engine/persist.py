@@ -1,8 +1,9 @@
 """Writes verified versions to a durable store, in the background, while training and saves go on.
 
 The leader of the board chooses which (`rounds.Verdict.persist`). Each rank then writes its own part, from its slot,
-which is not reused meanwhile. Rank 0 waits for the manifests of the others in the store, writes the marker, and removes
-what is too old. A rank that cannot write its part publishes that in the job's store, so that rank 0 waits no longer.
+which is not reused before the part is written or given up. Rank 0 waits for the manifests of the others in the store,
+writes the marker, and removes what is too old. A rank that cannot write its part publishes that in the job's store, so
+that rank 0 waits no longer.
 
 At a planned end, and at SIGTERM, the newest verified version is persisted. Nothing here can fail a save: a durable
 store that hangs keeps this thread, and for a while one slot.
@@ -168,6 +169,8 @@ class Persister:
                     self._persist(task)
             except _SupersededError:
                 _log.debug("%s is not persisted: a newer version is, or none any more", task and task.save)
+                if self._hurrying and not self._closing:
+                    self.hurry()
             except Exception as error:  # whatever a filesystem's client raises
                 has_ended = self._fail(task, error)
             if task is not None and has_ended:
@@ -210,10 +213,10 @@ class Persister:
 
     def _persist(self, task: _Task) -> None:
         save, slot = task.save, task.slot
-        self._go_on(task)
-        if slot is None:
-            raise PrunedError("the part has no slot any more", step=save.step, rank=self._rank)
-        manifest = self._pool.container.read_manifest(save, self._rank)
+        with self._reading(task):
+            if slot is None:
+                raise PrunedError("the part has no slot any more", step=save.step, rank=self._rank)
+            manifest = self._pool.container.read_manifest(save, self._rank)
         if self._rank == 0:
             self._remove_old(save)
         self._pace = began = time.monotonic()
@@ -237,8 +240,9 @@ class Persister:
         """Yield the bytes of an object, compared with their digests, and zeros for the unused room in its file."""
         piece = max(_SLICE_BYTES // record.block_size, 1) * record.block_size
         for begin in range(0, record.size, piece):
-            content = slot.buffer[begin : min(begin + piece, record.size)]
-            check_blocks(record, begin, content, str(slot.path))
+            with self._reading(task):
+                content = slot.buffer[begin : min(begin + piece, record.size)]
+                check_blocks(record, begin, content, str(slot.path))
             for at in range(0, len(content), _SLICE_BYTES):
                 self._pause(task, len(content[at : at + _SLICE_BYTES]))
                 yield content[at : at + _SLICE_BYTES]
@@ -255,6 +259,16 @@ class Persister:
                 task.superseded.wait(min(left, _LAST_POLL_S))
                 self._go_on(task)
             self._pace += count / self.options.bytes_per_s
+
+    @contextlib.contextmanager
+    def _reading(self, task: _Task) -> Iterator[None]:
+        """Read a part in memory. The errors of one that is given up say nothing: its slot may have other content."""
+        self._go_on(task)
+        try:
+            yield
+        except Exception:
+            self._go_on(task)
+            raise
 
     def _go_on(self, task: _Task) -> None:
         self._progress = time.monotonic()
@@ -337,7 +351,8 @@ class Persister:
             newest, task = self._newest, self._task
             if not self._hurrying:
                 self._hurrying, self._tries_left = True, _TRIES_AT_END
-        if newest not in (None, self._done) and (task is None or task.save != newest):
+        is_under_way = task is not None and task.save == newest and not task.superseded.is_set()
+        if newest not in (None, self._done) and not is_under_way:
             assert newest is not None
             self._give(newest)
 

@@ -278,8 +278,9 @@ class Replicas:
         return lists
 
     def _set_large(self, store: SignedStore, key: str, data: Callable[[], bytes]) -> None:
-        """Write a large value, once. Of those of this rank, only the newest few stay in the store."""
+        """Write a large value, once. Of those of this rank, only the few that were used last stay in the store."""
         if key in self._large:
+            self._large[key] = self._large.pop(key)
             return
         packed = zlib.compress(data(), 1)
         begins = range(0, len(packed), _PIECE)

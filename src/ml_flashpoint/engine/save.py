@@ -279,8 +279,9 @@ class Save:
                 raise DeadlineError(text, step=self.step, rank=saves.ranks.rank, hint=hint)
             with saves.changed:
                 saves.changed.wait(min(_POLL_S, self.terms.left_s))
-        for lost in before - saves.pool.saves:  # no round can be about these any more
-            saves.board_of_run.fail(lost)
+        if (board := saves.board) is not None:  # nothing raises from here on: nobody would free the slot
+            for lost in before - saves.pool.saves:  # no round can be about these any more
+                board.fail(lost)
         return slot
 
 

@@ -48,7 +48,8 @@ def hold_up_sigterm(engine: InFlight) -> None:
     """Hold SIGTERM up for an engine, if this is the main thread and the present handler can be chained to."""
     global _handler
     if _in_main_thread() and signal.getsignal(signal.SIGTERM) is not None:  # None: not installed from Python
-        _handler = _handler or _Handler()
+        if _handler is None or not _handler.is_installed():
+            _handler = _Handler(_handler)
         _handler.engines.append(engine)
 
 
@@ -95,13 +96,20 @@ def interrupts_held() -> Iterator[None]:
 
 
 class _Handler:
-    """A handler of SIGTERM. With no engines, it passes on: another handler may have been installed on top."""
+    """A handler of SIGTERM. With no engines, it passes on: another handler may have been installed on top.
 
-    def __init__(self) -> None:
-        self.engines: list[InFlight] = []
+    Args:
+        below: an earlier one that another handler was installed on top of. Loses its engines to this one.
+    """
+
+    def __init__(self, below: _Handler | None = None) -> None:
+        self.engines: list[InFlight] = [] if below is None else below.engines
         self._came: float | None = None  # when the SIGTERM did that is to be answered
         self._earlier = signal.getsignal(signal.SIGTERM)
         signal.signal(signal.SIGTERM, self._on_signal)
+        if below is not None:  # until now a SIGTERM was for that one
+            below.engines, self._came = [], self._came if below._came is None else below._came
+            below.remove()
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         taken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -120,7 +128,7 @@ class _Handler:
             if taken not in (-1, self._wakeup):  # somebody's who came later
                 signal.set_wakeup_fd(taken)
             os.close(self._wakeup)
-        if self._is_installed():
+        if self.is_installed():
             signal.signal(signal.SIGTERM, self._earlier)
 
     def answer(self) -> None:
@@ -130,7 +138,8 @@ class _Handler:
             self._came = None
             self._go_on(signal.SIGTERM, None)
 
-    def _is_installed(self) -> bool:
+    def is_installed(self) -> bool:
+        """Return True unless somebody has installed another handler since."""
         return signal.getsignal(signal.SIGTERM) == self._on_signal
 
     def _finish(self, came: float) -> None:
@@ -175,7 +184,7 @@ class _Handler:
             end = came + max((engine.grace_s for engine in self.engines), default=0.0)
             while self.engines and time.monotonic() < end:
                 time.sleep(_POLL_S)
-        if self.engines and self._is_installed():
+        if self.engines and self.is_installed():
             _log.warning("SIGTERM: the main thread has come to no step, save or close, ending the process")
             _take_default_action()
 

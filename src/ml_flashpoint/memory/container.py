@@ -26,6 +26,7 @@ import mmap
 import os
 import re
 import shutil
+import socket
 import struct
 import threading
 import time
@@ -189,7 +190,7 @@ class BaseContainer:
                         raise
                     # Another rank has removed the folder, seen empty. Or the part is there, perhaps cut short.
                     if isinstance(error, FileExistsError):
-                        self.remove_part(save, rank)
+                        self._unlink_part(save, rank)
             write_manifest(folder, manifest)
         except UnsafePathError as error:  # nothing in there is touched
             raise SaveError(f"cannot commit: {error.message}", step=save.step, rank=rank, path=folder) from error
@@ -203,10 +204,12 @@ class BaseContainer:
 
     def remove_part(self, save: SaveId, rank: int) -> None:
         """Remove a part, its manifest first, and the folder of its version after the last part. The slot stays."""
-        folder = self.base / save.version
+        self._unlink_part(save, rank)
+        _remove_folder(self.base / save.version)
+
+    def _unlink_part(self, save: SaveId, rank: int) -> None:
         for name in (manifest_name(rank, save.text), object_name(rank, save.text)):
-            (folder / name).unlink(missing_ok=True)
-        _remove_folder(folder)
+            (self.base / save.version / name).unlink(missing_ok=True)
 
     def write_sidecars(self, save: SaveId, files: Mapping[str, bytes]) -> None:
         """Put files into the folder of a version that a framework looks for there. They go with the last part.
@@ -217,9 +220,9 @@ class BaseContainer:
         for name in files:
             if validate_segment(name).startswith(".") or parse_manifest_name(name) or parse_object_name(name):
                 raise InvalidNameError("a file beside the parts must not be called so", path=folder / name)
-        self.expect_sidecars(save, files)
         with writing(folder):
-            for name, content in files.items():
+            make_tree(self.base, folder)
+            for name, content in {_INDEX: "\n".join(files).encode(), **files}.items():  # the index first
                 replace_file(folder / name, [content], fsync=False)
 
     def expect_sidecars(self, save: SaveId, names: Iterable[str]) -> None:
@@ -228,7 +231,8 @@ class BaseContainer:
         folder = self.base / save.version
         with writing(folder):
             make_tree(self.base, folder)
-            replace_file(folder / _INDEX, ["\n".join(names).encode()], fsync=False)
+            if _INDEX not in os.listdir(folder):  # one that is there may name more files
+                replace_file(folder / _INDEX, ["\n".join(names).encode()], fsync=False)
 
     def reclaim(self, slot: Slot, rank: int) -> bool:
         """Take back a slot of a rank's parts, with the part that it holds. Return False if somebody reads it."""
@@ -575,8 +579,9 @@ def _holder(descriptor: int, start: int, length: int) -> int | None:
 
 
 def _in_use(base: Path, pid: int) -> JobInUseError:
+    holder = f"process {pid} on {socket.gethostname()}" if pid > 0 else "process of another container"
     return JobInUseError(
-        f"another job has this base container open (process {pid if pid > 0 else 'of another container'})",
+        f"another job has this base container open ({holder})",
         path=base,
         hint="stop that process, or give each job a base container of its own",
     )

@@ -23,7 +23,9 @@ from ml_flashpoint.adapter.pytorch.memory_storage_writer import MemoryStorageWri
 from ml_flashpoint.adapter.pytorch.saving_process import WIRE
 from ml_flashpoint.engine.save import Save
 from ml_flashpoint.format.errors import FlashpointError, SaveError
+from ml_flashpoint.format.names import CheckpointContainerId
 from ml_flashpoint.net.client import Connection
+from ml_flashpoint.net.messages import BLOBS, JSON_BYTES
 from tests.support.dcp import RESULT_TIMEOUT_S, Door
 from tests.support.forked import Child, call
 from tests.support.planners import CastingPlanner, InPlacePlanner, RenamingPlanner, ResolvingPlanner, caching_planner
@@ -116,6 +118,20 @@ def test_a_state_of_another_stager(door: Door) -> None:
         state = _state(step) | {"big": torch.full((40, 1 << 20), step, dtype=torch.int16)}
         assert call(_save, _sent(door, state, step)) is None
         assert_same(door.load(blank(state), step), state)
+
+
+def test_any_number_of_items(door: Door) -> None:
+    """More than one message takes: neither number nor length of names has a limit of its own."""
+    count, long = BLOBS + 1, "long name " * 100
+    saves: Any = door.writer.__getstate__()[0]
+    save = saves.begin(CheckpointContainerId(door.version(1)), None)
+    save.others = {f"{i} {long}" for i in range(JSON_BYTES // len(long))}
+    save.fill([(f"w{i}", torch.tensor(i)) for i in range(count)], [(f"b{i}", b"%d" % i) for i in range(count)])
+    save.commit([("last", b"one")])
+    saved = safetensors.torch.load_file(door.object_path(1))
+    assert [saved[f"w{i}"].item() for i in range(count)] == list(range(count))
+    assert [bytes(saved[f"b{i}"].tolist()) for i in range(count)] == [b"%d" % i for i in range(count)]
+    assert bytes(saved["last"].tolist()) == b"one"
 
 
 @pytest.mark.parametrize(
@@ -304,11 +320,12 @@ def test_nobody_without_the_secret_gets_in(door: Door) -> None:
             ("begin", {"key": key}),
             ("begin", {"version": version, "key": key}),
             ("no such thing", {}),
-            ("commit", {"tensors": [["w", "float32", [1 << 40], 0, 0]], "byte_items": []}),
-            ("commit", {"tensors": [["w", "float32", [4], None, 1]], "byte_items": []}),
-            ("commit", {"tensors": [["w", "float32", [4], None, 0]], "byte_items": []}),
-            ("commit", {"tensors": [], "byte_items": [["b", -1]]}),
-            ("commit", {"tensors": [], "byte_items": [["b", 1]]}),
+            ("fill", {"items": [["w", 0, "float32", [1 << 40], 0]]}),
+            ("fill", {"items": [["w", 1, "float32", [4], None]]}),
+            ("fill", {"items": [["w", 0, "float32", [4], None]]}),
+            ("fill", {"items": [["b", -1]]}),
+            ("fill", {"items": [["b", 1]]}),
+            ("commit", {}),
         ]:
             if op == "begin" and fields.keys() == {"version", "key"} and fields["key"] == key:
                 connection.request(op, fields, timeout_s=RESULT_TIMEOUT_S)

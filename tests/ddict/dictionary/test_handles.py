@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import pickle
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +15,15 @@ import pytest
 import torch
 
 from ml_flashpoint.ddict import DDict, PosixCheckpointPersister
+from ml_flashpoint.ddict.client.keepalive import Keepalive, Standing
+from ml_flashpoint.ddict.coordinator import Coordinator
 from ml_flashpoint.ddict.errors import (
     DDictDestroyedError,
     DDictReadOnlyError,
     DDictWritesLostError,
 )
-from ml_flashpoint.ddict.links import Exchange
-from ml_flashpoint.ddict.wire.requests import Abandon, Allocate, Put, Whose
+from ml_flashpoint.ddict.links import Exchange, Links, locator
+from ml_flashpoint.ddict.wire.requests import Abandon, Allocate, Join, Leave, Put, Whose
 from ml_flashpoint.format.errors import InvalidArgumentError, ProtocolError
 from tests.ddict.dictionary.support import BIG, WORKING_SET, Make, other
 from tests.support.dictionaries import (
@@ -135,6 +140,54 @@ def test_a_detached_handle_is_of_no_use_and_the_others_are(d: DDict) -> None:
         with pytest.raises(DDictDestroyedError):
             call()
     assert d["key"] == 2
+
+
+def test_a_thread_that_moves_a_handle_is_told_that_another_one_detaches_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dictionary = make(working_set_size=1, wait_for_writers=True)
+    handle = other(dictionary)
+    dictionary["a"] = handle["b"] = 0
+    move, has_begun = Coordinator.move, threading.Event()
+
+    def watched(*args: Any) -> Any:
+        has_begun.set()
+        return move(*args)
+
+    monkeypatch.setattr(Coordinator, "move", watched)
+    with ThreadPoolExecutor(1) as pool:
+        moving = pool.submit(handle.checkpoint)
+        assert has_begun.wait(DEADLINE_S)
+        handle.detach()
+        dictionary.checkpoint()
+        with pytest.raises(DDictDestroyedError, match="detached"):
+            moving.result(2 * DEADLINE_S)
+
+
+def test_a_handle_that_leaves_while_its_process_joins_again_is_not_joined_again(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configuration = make()._configuration
+    links = Links(locator(configuration), configuration.secret)
+    keepalive = Keepalive(links)
+    first, second = (Standing(f"{number:016x}", keepalive.id, 0, 0) for number in (1, 2))
+    call, joined = links.call, []
+
+    def leave_meanwhile(manager: int, request: Any, **named: Any) -> Any:
+        if isinstance(request, Join):
+            joined.append(request.account.whose.handle)
+            if joined == [first.handle]:
+                call(manager, Leave(second.account()), **named)
+                del keepalive.standings[second.handle]
+        return call(manager, request, **named)
+
+    monkeypatch.setattr(links, "call", leave_meanwhile)
+    keepalive.standings = {each.handle: each for each in (first, second)}
+    try:
+        keepalive.begin(time.monotonic() + DEADLINE_S)
+        assert joined == [first.handle, second.handle]
+    finally:
+        keepalive.close()
 
 
 @pytest.mark.parametrize("leave", ["detach", "forget"])

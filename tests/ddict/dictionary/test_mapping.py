@@ -188,6 +188,30 @@ def test_what_cannot_be_imported_hides_nothing_else(d: DDict, tmp_path: Path) ->
     assert set(d.keys()) == {"value", "here"}
 
 
+class Refusing:
+    """An object that is not made again."""
+
+    def __init__(self, error: type[Exception], size: int) -> None:
+        self.error, self.array = error, np.zeros(size)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        raise state["error"]("an older state")
+
+
+@pytest.mark.parametrize("size", [1, BIG])
+@pytest.mark.parametrize("error", [ValueError, TypeError, IndexError, RecursionError, EOFError])
+def test_a_value_whose_class_refuses_its_state_hides_nothing_else(d: DDict, error: type[Exception], size: int) -> None:
+    d["refused"], d["here"] = Refusing(error, size), 4
+
+    assert list(d.filter(lambda key, value: True)) == [("here", 4)]
+    found = dict(d.items())
+    assert found["here"] == 4
+    assert isinstance(found["refused"], Unreadable)
+    assert len(d.values()) == 2
+    with pytest.raises(DDictError, match=f"cannot be made here: {error.__name__}: an older state"):
+        d["refused"]
+
+
 def test_instances_of_classes_of_a_script_are_keys(d: DDict, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         textwrap.dedent("""

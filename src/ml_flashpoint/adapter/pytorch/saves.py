@@ -6,6 +6,7 @@ A saving process is a client of the trainer: see `saving_process`.
 from __future__ import annotations
 
 import concurrent.futures
+import json
 import logging
 import os
 import secrets
@@ -355,7 +356,7 @@ class LocalSaves:
 
     def open(self, peer: Peer) -> SimpleNamespace:
         """Return the session of a saving process, which writes one save; see `RequestHandler`."""
-        return SimpleNamespace(save=None)
+        return SimpleNamespace(save=None, tensors=[], byte_items=[])
 
     def closed(self, session: SimpleNamespace) -> None:
         """Give up what the saving process had not committed; see `RequestHandler`."""
@@ -377,10 +378,14 @@ class LocalSaves:
             session.save = self.begin(version, staged)
         elif save is None:
             raise ProtocolError(f"{op} comes before a save was begun")
+        elif op == "fill":
+            tensors, byte_items = _items(save, fields, iter(blobs))
+            session.tensors += tensors
+            session.byte_items += byte_items
         elif op == "commit":
-            others = fields.get("others")
+            others = json.loads(b"".join(blobs))
             save.others = None if others is None else frozenset(others)
-            save.fill(*_items(save, fields, iter(blobs)))
+            save.fill(session.tensors, session.byte_items)
             save.commit()
         elif op == "fail":
             save.fail(WIRE.rebuild(fields["error"]))
@@ -399,7 +404,12 @@ def _items(save: Staged, fields: Fields, blobs: Iterator[bytes]) -> tuple[list[T
         return bytearray().join(found)
 
     tensors: list[TensorItem] = []
-    for key, name, shape, offset, count in list_of(fields, "tensors"):
+    byte_items: list[BytesItem] = []
+    for key, count, *described in list_of(fields, "items"):
+        if not described:
+            byte_items.append((str(key), bytes(take(count))))
+            continue
+        name, shape, offset = described
         dtype = torch_dtype(name)
         if offset is not None:
             tensors.append((str(key), save.tensor_at(offset, dtype, shape)))
@@ -409,7 +419,7 @@ def _items(save: Staged, fields: Fields, blobs: Iterator[bytes]) -> tuple[list[T
             raise ProtocolError(f"{key!r} was not sent as it was announced")
         octets = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
         tensors.append((str(key), octets.view(dtype).view(tuple(shape))))
-    return tensors, [(str(key), bytes(take(count))) for key, count in list_of(fields, "byte_items")]
+    return tensors, byte_items
 
 
 def checked_version(path: str | os.PathLike[str] | None) -> CheckpointContainerId:

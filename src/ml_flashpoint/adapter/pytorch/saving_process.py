@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import mmap
 import os
@@ -16,6 +17,7 @@ import pickle
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,8 +37,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-WIRE = Dialect(b"ml-flashpoint saving process 3", errors_of(errors), SaveError)
+WIRE = Dialect(b"ml-flashpoint saving process 4", errors_of(errors), SaveError)
 _BLOB_BYTES = 1 << 30
+_ITEMS = 4096
+"""Most items in one message: of fields and blobs, a message takes only so many."""
 _RANGES = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) .*?^Anonymous: +(\d+)", re.M | re.S)
 """The ranges in ``smaps``, and the KiB of each that are the process's own."""
 
@@ -166,9 +170,8 @@ class RemoteSave:
     def __init__(self, connection: Connection, file: _PrivateFile | None) -> None:
         self.others: frozenset[str] | None = None
         self._connection, self._file = connection, file
-        self._tensors: list[tuple[Any, ...]] = []
-        self._byte_items: list[tuple[str, int]] = []
-        self._blobs: list[memoryview] = []
+        self._items: list[tuple[Any, ...]] = []
+        self._blobs: list[list[memoryview]] = []  # of each item
 
     def fill(self, tensors: Sequence[TensorItem], byte_items: Sequence[BytesItem]) -> None:
         """Take what the trainer does not have of the items."""
@@ -176,23 +179,24 @@ class RemoteSave:
         for key, tensor in tensors:
             place = None if file is None else file.place_of(tensor)
             is_sent = place is None and tensor.numel() > 0
-            count = self._add(octets_of(tensor.cpu().contiguous()).data) if is_sent else 0
-            self._tensors.append((key, dtype_name(tensor.dtype), tuple(tensor.shape), place, count))
-        self._byte_items += [(key, self._add(memoryview(data))) for key, data in byte_items]
+            data = octets_of(tensor.cpu().contiguous()).data if is_sent else memoryview(b"")
+            self._add(key, data, dtype_name(tensor.dtype), tuple(tensor.shape), place)
+        for key, content in byte_items:
+            self._add(key, memoryview(content))
 
-    def _add(self, data: memoryview) -> int:
-        """Add the blobs that data is sent as. Return their number."""
+    def _add(self, key: str, data: memoryview, *described: Any) -> None:
         blobs = [data[begin : begin + _BLOB_BYTES] for begin in range(0, data.nbytes, _BLOB_BYTES)]
-        self._blobs += blobs
-        return len(blobs)
+        self._items.append((key, len(blobs), *described))
+        self._blobs.append(blobs)
 
     def commit(self, extra: Sequence[BytesItem] = ()) -> None:
         """Have the object made and committed; return when the trainer's part is."""
-        self._byte_items += [(key, self._add(memoryview(data))) for key, data in extra]
+        self.fill((), extra)
+        for begin in range(0, len(self._items), _ITEMS):
+            some = slice(begin, begin + _ITEMS)
+            self.request("fill", {"items": self._items[some]}, list(chain.from_iterable(self._blobs[some])))
         others = None if self.others is None else sorted(self.others)
-        self.request(
-            "commit", {"tensors": self._tensors, "byte_items": self._byte_items, "others": others}, self._blobs
-        )
+        self.request("commit", {}, [json.dumps(others).encode()])
         self._connection.close()
 
     def fail(self, error: BaseException) -> None:

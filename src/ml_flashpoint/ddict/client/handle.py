@@ -110,6 +110,7 @@ class Handle:
         Raises:
             DDictWritesLostError: told once: what this handle wrote is lost.
             DDictCheckpointRetiredError: told once: where this handle stands was committed, and was taken back.
+            DDictDestroyedError: the handle was detached meanwhile.
             DDictManagerLostError: the manager was away all the time.
             DDictTimeoutError: it did not answer in time, or something was always faster.
         """
@@ -130,6 +131,8 @@ class Handle:
                 self._catch_up(whose.epoch, error, deadline)
             elif not isinstance(error, (StaleRequestError, StaleValueError)):
                 raise error
+            elif isinstance(error, StaleRequestError) and self.closed:  # nothing comes after its leave
+                raise DDictDestroyedError("this handle was detached") from error
             elif time.monotonic() >= deadline:
                 why = "the value, its manager, or other threads of this handle were always faster"
                 raise DDictTimeoutError(why, manager=manager) from error
@@ -477,8 +480,8 @@ class Handle:
         try:
             state = self.order(lambda account: asked.GoBack(account.whose, session, back), deadline)
         except FlashpointError as error:
-            if isinstance(error, (DDictTimeoutError, DDictManagerLostError)):
-                standing.checkpoint_id = to  # it may be done but for a manager that is away
+            if isinstance(error, (DDictTimeoutError, DDictManagerLostError, DDictDestroyedError)):
+                standing.checkpoint_id = to  # it may be done but for a manager that is away, and a leave finishes it
             else:
                 standing.going_back = None
             raise

@@ -282,7 +282,9 @@ class Keepalive:
             except StaleEpochError:
                 standing.catch_up(self._links, time.monotonic() + _CATCH_UP_S)
                 return
-            except StaleRequestError:  # it has asked for something else meanwhile
+            except StaleRequestError:  # it has asked for something else meanwhile, perhaps to leave
+                if standing.handle not in self.standings:
+                    return
                 if time.monotonic() >= deadline:
                     raise
 

@@ -354,6 +354,10 @@ class _Unpickler(pickle.Unpickler):
         return self._parts[pid]
 
 
+def _unpickled(pickled: bytes, parts: Sequence[object]) -> object:
+    return _Unpickler(io.BytesIO(pickled), parts).load() if pickled else parts[0]
+
+
 def array_at(buffer: Any, begin: int, nbytes: int, described: str, copy: bool) -> np.ndarray[Any, Any]:
     """The array whose bytes lie there: a read-only view, or a copy. Raises ValueError: there can be none."""
     dtype, shape, its_bytes = _parse_array_type(described)
@@ -375,8 +379,8 @@ def tensor_at(buffer: Buffer, begin: int, nbytes: int, dtype: str, shape: tuple[
     return tensor if len(shape) == 1 else tensor.view(shape)
 
 
-def _read(buffer: Buffer, begin: int, end: int, copy: bool, *, inline: bool) -> object:
-    """The value in these bytes. ``inline``: parts get memory of their own anyhow."""
+def _read(buffer: Buffer, begin: int, end: int, copy: bool, *, inline: bool) -> tuple[bytes, list[object]]:
+    """The pickle and the parts of the value in these bytes. ``inline``: parts get memory of their own anyhow."""
     view = memoryview(buffer)
     count, pickled_bytes = _MANY.unpack_from(view, begin + 1)
     at = begin + 1 + _MANY.size
@@ -390,11 +394,11 @@ def _read(buffer: Buffer, begin: int, end: int, copy: bool, *, inline: bool) -> 
     begins, last = _begins(at + pickled_bytes - begin, [nbytes for _, nbytes, _ in heads])
     if len(heads) != count or begin + last != end or view.nbytes < end or not (pickled_bytes or count == 1):
         raise ValueError("of the wrong length")
-    parts = []
+    parts: list[object] = []
     for (tag, nbytes, _), text, at in zip(heads, texts, begins, strict=True):
         raw, at = (bytearray(view[at : at + nbytes]), 0) if inline else (buffer, begin + at)
         parts.append(_part(tag, text, raw, at, nbytes, copy and not (inline and tag == b"T")))
-    return _Unpickler(io.BytesIO(pickled), parts).load() if pickled else parts[0]
+    return pickled, parts
 
 
 def _part(tag: bytes, text: str, buffer: Buffer, begin: int, nbytes: int, copy: bool) -> object:
@@ -411,32 +415,35 @@ def _part(tag: bytes, text: str, buffer: Buffer, begin: int, nbytes: int, copy: 
 
 def from_inline(data: Buffer, *, copy: bool = False) -> object:
     """The value that these bytes stand for, in memory of its own. For clients only: it may unpickle. ``copy``: give
-    arrays that can be written to. Raises `DamagedError`: they are no value."""
+    arrays that can be written to. Raises `DamagedError`: they are no value; and whatever unpickling raises."""
     octets = data if type(data) is bytes else bytes(data)
+    tag = octets[:1]
+    if tag == b"p":
+        return _Unpickler(io.BytesIO(octets[1:]), ()).load()
     try:
-        tag = octets[:1]
-        if tag == b"p":
-            return _Unpickler(io.BytesIO(octets[1:]), ()).load()
         if tag in (b"i", b"f"):
             return decode_number(octets)
-        if tag == b"P":
-            return _read(octets, 0, len(octets), copy, inline=True)
-        raise ValueError(f"there is no tag {tag!r}")
-    except (ValueError, struct.error, IndexError, pickle.UnpicklingError, EOFError) as error:
+        if tag != b"P":
+            raise ValueError(f"there is no tag {tag!r}")
+        pickled, parts = _read(octets, 0, len(octets), copy, inline=True)
+    except (ValueError, struct.error, IndexError) as error:
         raise DamagedError(f"not an encoded value: {error}") from error
+    return _unpickled(pickled, parts)
 
 
 def read_object(buffer: Buffer, value_id: str, *, copy: bool = False) -> object:
     """The value in a slot, or the bytes of it that are in use. For clients only: it may unpickle. Tensors and arrays
     are views, which keep the buffer alive, or of a copy if it is read-only; ``copy``: give them memory of their own.
-    Raises `StaleValueError`: another value is here, or none; `ObjectFormatError`: it is damaged."""
+    Raises `StaleValueError`: another value is here, or none; `ObjectFormatError`: it is damaged; and whatever
+    unpickling raises."""
     if memoryview(buffer).readonly:
         buffer = bytearray(buffer)
     size = check_value(buffer, value_id)
     try:
-        return _read(buffer, VALUE_AT, size, copy, inline=False)
-    except (ValueError, TypeError, IndexError, RecursionError, struct.error) as error:
+        pickled, parts = _read(buffer, VALUE_AT, size, copy, inline=False)
+    except (ValueError, TypeError, IndexError, struct.error) as error:
         raise ObjectFormatError(f"there is no value here: {error}") from error
+    return _unpickled(pickled, parts)
 
 
 # ---- slots ------------------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ def decode_key(data: bytes) -> Hashable:
 
 
 class Unreadable:
-    """A key or value that cannot be made here, as its class cannot be imported.
+    """A key or value that cannot be made here: its class cannot be imported, or raises an error.
 
     `keys`, `values` and `items` have this in its place. One that stands for a key can be used as that key: to read its
     value, or to delete it.

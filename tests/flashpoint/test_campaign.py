@@ -36,8 +36,8 @@ def _clone(job: Job) -> dict[str, Any]:
     for number, values in optimizer["state"].items():
         for name in names.get(id(parameters[number]), []):
             clone |= {f"optimizer.state.{name}.{key}": value for key, value in values.items()}
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer["param_groups"]]
-    clone["optimizer.param_groups"] = groups
+    for number, group in enumerate(optimizer["param_groups"]):
+        clone |= {f"optimizer.param_groups.{number}.{key}": value for key, value in group.items() if key != "params"}
     clone[f"{_PACKED}.optimizer"] = optimizer
     clone[f"{_PACKED}.scheduler"] = copy.deepcopy(job.scheduler.state_dict())
     clone[f"{_PACKED}._rng"] = {"torch": torch.get_rng_state().numpy(), "python": random.getstate()}

@@ -139,6 +139,17 @@ def test_a_step_is_saved_once_unless_its_save_failed(base: Path) -> None:
             ckpt.load(state, step=5)
 
 
+def test_a_step_that_no_version_can_have_is_refused_at_its_save(base: Path) -> None:
+    state = job()
+    with Checkpointer(base) as ckpt:
+        ckpt.load(state)
+        for step in (-1, 2**63):
+            with pytest.raises(InvalidArgumentError, match="step"):
+                ckpt.save(step, state)
+        ckpt.save(2**63 - 1, state).verified.result(30)
+        assert ckpt.load(state) == 2**63 - 1
+
+
 def test_what_a_state_is(base: Path) -> None:
     with Checkpointer(base) as ckpt:
         for state in ({}, 3, {"model": nn.Linear(1, 1), "number": 3}):

@@ -160,6 +160,20 @@ def test_a_resume_with_or_without_wrappers_finds_the_same_names(base: Path) -> N
     assert names == {frozenset(_WRAPPED["plain"]().state_dict())}
 
 
+def test_a_name_with_a_newline_is_a_name(base: Path) -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.ParameterDict({"two\nlines": torch.rand(3), "_orig_mod": torch.rand(3)})
+        return model, torch.optim.AdamW(model.parameters())
+
+    (model, optimizer), (again, restored) = make(), make()
+    sum(each.sum() for each in model.parameters()).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    save(base, model=model, optimizer=optimizer)
+    assert resumed(base, model=again, optimizer=restored) == 1
+    assert_same_state(restored, optimizer)
+    assert all(map(torch.equal, model.parameters(), again.parameters()))
+
+
 def test_parameters_without_optimizer_state_get_none(base: Path) -> None:
     class Partly(nn.Module):
         def __init__(self) -> None:

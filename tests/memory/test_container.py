@@ -186,12 +186,17 @@ def test_what_a_crash_has_cut_short_is_cleaned_up(tmpfs: Path) -> None:
     os.link(slots / "3", folder / "rank-00001-00000007.safetensors")  # killed before the manifest
     (folder / ".rank-00001-00000007.manifest.77-abc.tmp").write_bytes(b"half")
     (slots / "4.tmp").write_bytes(b"half")
+    status = tmpfs / ".flashpoint/status"
+    status.mkdir()
+    for name in ("0", ".0123456789abcdef.tmp"):
+        (status / name).write_bytes(b"{}")
     (tmpfs / "step-41_ckpt").mkdir()
     (tmpfs / "step-42_ckpt").mkdir()
     (tmpfs / "step-42_ckpt" / "mine.txt").write_bytes(b"a user's")
     container.clean()
     assert sorted(os.listdir(folder)) == ["rank-00000-00000007.manifest", "rank-00000-00000007.safetensors"]
     assert sorted(os.listdir(slots)) == ["0", "3"]
+    assert os.listdir(status) == ["0"]
     assert not (tmpfs / "step-41_ckpt").exists()
     assert (tmpfs / "step-42_ckpt" / "mine.txt").exists()
     assert container.list_versions() == {SAVE: {0}}

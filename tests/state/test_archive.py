@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import gc
 import io
 import random
 import signal
 import subprocess
 import sys
 import threading
+import types
+import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +21,7 @@ import pytest
 import torch
 
 from ml_flashpoint.format.errors import DamagedError, UnsafeContentError
+from ml_flashpoint.state import archive as archives
 from ml_flashpoint.state.archive import check_bytes, load_archive, save_archive, warn_of_old_torch
 from tests.local.states import assert_equal
 from tests.workers.fuzz_archives import VALUES, archive_of, parts_of, pickled, saved
@@ -152,6 +156,36 @@ def test_what_is_not_allowed_is_refused_with_its_place_unless_it_is_listed(value
         assert type(_load(archive, allowed=allowed)["part"][1]) is type(value)
         with pytest.raises(UnsafeContentError, match=kind.__name__):
             _load(archive)
+
+
+@pytest.mark.parametrize("value", [Settings(1.0), Pair(1, 2), Colour.RED])
+def test_a_type_that_has_moved_loads_if_it_is_listed_by_its_old_name(
+    value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = type(value)
+    with monkeypatch.context() as before:
+        train: Any = types.ModuleType("train")
+        setattr(train, kind.__name__, kind)
+        before.setitem(sys.modules, "train", train)
+        before.setattr(kind, "__module__", "train")
+        archive = save_archive([value], "value")
+    with pytest.raises(UnsafeContentError, match=rf"train\.{kind.__name__}"):
+        _load(archive)
+    assert _load(archive, allowed=[(kind, f"train.{kind.__name__}")]) == [value]
+    with pytest.raises(UnsafeContentError, match=rf"train\.{kind.__name__}"):
+        _load(archive, allowed=[(Suspect, f"train.{kind.__name__}")])
+
+
+def test_types_that_were_listed_once_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archives, "_MOST_LOADABLE", 2)
+    listed = type("Listed", (), {})
+    kept = weakref.ref(listed)
+    save_archive(1, "value", allowed=[listed])
+    del listed
+    for kind in (Suspect, Settings, Task):
+        save_archive(1, "value", allowed=[kind])
+    gc.collect()
+    assert kept() is None
 
 
 def test_a_type_that_cannot_be_found_again_is_refused() -> None:

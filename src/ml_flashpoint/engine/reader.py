@@ -20,12 +20,12 @@ from ml_flashpoint.format.errors import DamagedError, ObjectNotFoundError, Prune
 from ml_flashpoint.format.knobs import recovery_deadline_s
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
 from ml_flashpoint.format.names import CheckpointContainerId, SaveId
-from ml_flashpoint.format.object_format import Entry, Layout, header_length, parse_header
+from ml_flashpoint.format.object_format import Entry, Layout, header_length
 from ml_flashpoint.memory.container import BaseContainer
 from ml_flashpoint.memory.pool import Pool
 from ml_flashpoint.stores.bounded import in_background, result_of
 from ml_flashpoint.stores.durable import DurableVersions
-from ml_flashpoint.stores.version_store import Version, check_blocks
+from ml_flashpoint.stores.version_store import Version, check_blocks, parsed_layout
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -81,7 +81,7 @@ class ObjectReader:
             self.ensure(0, min(8, size))
             length = header_length(self._buffer[:8], self.record.file_size, self.path)
             self.ensure(0, min(length, size))
-            self._layout = parse_header(self._buffer[:length], self.record.file_size, self.path).layout
+            self._layout = parsed_layout(self.record, self._buffer[:length], self.path)
         return self._layout
 
     def entry(self, key: str) -> Entry:

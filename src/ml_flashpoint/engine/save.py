@@ -27,7 +27,7 @@ from ml_flashpoint.format.arguments import checked_integer
 from ml_flashpoint.format.errors import DeadlineError, FlashpointError, SaveError, SkippedError, SupersededError
 from ml_flashpoint.format.knobs import seal_deadline_s
 from ml_flashpoint.format.manifest import JOB_LABEL, Manifest
-from ml_flashpoint.format.names import CheckpointContainerId, SaveId
+from ml_flashpoint.format.names import MAX_STEP, CheckpointContainerId, SaveId
 from ml_flashpoint.memory.pool import Pool, SlotRequest
 from ml_flashpoint.memory.slot import Slot
 from ml_flashpoint.ranks.rank_group import RankGroup
@@ -354,7 +354,7 @@ class Saves:
 
     def call(self, step: int, terms: Terms) -> SaveId:
         """Tell the board of a save. Return its name."""
-        found = SaveId(self.run, checked_integer("step", step, 0))
+        found = SaveId(self.run, checked_integer("step", step, 0, MAX_STEP))
         self.board_of_run.call(found, explicit=terms.explicit, table=terms.table)
         return found
 

@@ -311,7 +311,7 @@ class BaseContainer:
                 _log.warning("removing what is left of a part without its object or its manifest: %s", path)
                 self.remove_part(save, rank)
         versions = version_folders(self.base)
-        for path in _temporary_files([self.private / RUNS, *self._slot_folders(), *versions]):
+        for path in _temporary_files([self.private / RUNS, self.private / STATUS, *self._slot_folders(), *versions]):
             path.unlink(missing_ok=True)
         for folder in versions:
             _remove_folder(folder)

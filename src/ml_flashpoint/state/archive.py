@@ -44,6 +44,8 @@ from ml_flashpoint.format.numpy_values import array_of, describe_dtype, dtype_of
 from ml_flashpoint.state.private import tree_leaves
 
 SafeGlobal = Callable[..., Any] | tuple[Callable[..., Any], str]
+Listed = Mapping[str, Callable[..., Any]]
+"""What the user allows, by the names that archives have for it."""
 
 _log = logging.getLogger(__name__)
 _INLINE_BYTES = 8192
@@ -126,12 +128,15 @@ def _archive(value: Any, allowed: Sequence[SafeGlobal] | None, leaves: Leaves | 
     kinds = frozenset(_GLOBALS.findall(pickled)), b"\x8b" in pickled, tuple(allowed or ())
     if allowed is not None and (_CALLS in pickled or kinds not in _loadable):
         _load(data, allowed, None, leaves)
+        if len(_loadable) >= _MOST_LOADABLE:
+            _loadable.clear()
         _loadable.add(kinds)
     return data
 
 
 # Most items that are no tensors are of the same types in every save, such as the settings of an optimizer.
 _loadable: set[tuple[Any, ...]] = set()
+_MOST_LOADABLE = 10_000
 
 
 def raises(call: Callable[[Any], object], value: Any) -> bool:
@@ -296,9 +301,10 @@ def _load(data: Any, allowed: Sequence[SafeGlobal], device_of: Any, leaves: Leav
         records = _records(whole)
     pickled = records["data.pkl"]
     _check_names(pickled)
-    words = _WORDS | {name: kind for kind, name in by_name(allowed)}
-    if _CALLS in pickled:
-        words[f"{__name__}._instance"] = _uncallable
+    listed = {name: kind for kind, name in by_name(allowed)}
+    instance = _uncallable if _CALLS in pickled else _instance
+    makers = {"_instance": instance, "_named_tuple": _named_tuple, "_member": _member}
+    words = _WORDS | listed | {f"{__name__}.{name}": partial(make, listed) for name, make in makers.items()}
     if leaves is not None:
         words[f"{__name__}._leaf"] = leaves.give
     # Torch leaves sparse tensors unchecked unless it is asked to check them.
@@ -546,44 +552,46 @@ def _exactly(value: Any) -> torch.Tensor:
     return value
 
 
-def _instance(name: Any, attributes: Any) -> Any:
+def _instance(listed: Listed, name: Any, attributes: Any) -> Any:
     if type(attributes) is not dict or not all(type(each) is str for each in attributes):
         raise TypeError("attributes that are no dict")
-    return new_instance(_found(name, is_plain), attributes)
+    return new_instance(_found(listed, name, is_plain), attributes)
 
 
-def _uncallable(name: Any, attributes: Any) -> Any:
+def _uncallable(listed: Listed, name: Any, attributes: Any) -> Any:
     """Make an `_instance` for an archive in which torch calls whatever it is given."""
-    if callable(made := _instance(name, attributes)):
+    if callable(made := _instance(listed, name, attributes)):
         raise TypeError(f"{name} can be called, and the archive has a tensor with attributes or of another class")
     return made
 
 
-def _named_tuple(name: Any, values: Any) -> Any:
-    kind = _found(name, is_namedtuple)
+def _named_tuple(listed: Listed, name: Any, values: Any) -> Any:
+    kind = _found(listed, name, is_namedtuple)
     if type(values) is not tuple or len(kind._fields) != len(values):
         raise TypeError(f"{name} is no namedtuple of these fields")
     return tuple.__new__(kind, values)
 
 
-def _member(name: Any, member: Any) -> Any:
-    return _found(name, lambda kind: issubclass(kind, enum.Enum))._member_map_[member]
+def _member(listed: Listed, name: Any, member: Any) -> Any:
+    return _found(listed, name, lambda kind: issubclass(kind, enum.Enum))._member_map_[member]
 
 
-def _found(name: Any, is_such: Callable[[type], bool]) -> Any:
-    found = imported(name)
-    if found is None or not is_such(found):
-        raise _UnknownNameError(name.replace(":", "."))
+def _found(listed: Listed, name: Any, is_such: Callable[[type], bool]) -> Any:
+    """Return the type that the user lists by a name, where it may have moved to, or else the imported one."""
+    dotted = name.replace(":", ".")
+    found = listed.get(dotted, imported(name))
+    if not isinstance(found, type) or not is_such(found):
+        raise _UnknownNameError(dotted)
     return found
 
 
-_MAKERS = (_array, _objects, _string, _quantized, _gradient, _generator, _deque, _defaultdict, _stream, _named_tuple)
+_MAKERS = (_array, _objects, _string, _quantized, _gradient, _generator, _deque, _defaultdict, _stream)
 _TIMES = (datetime.date, datetime.time, datetime.datetime, datetime.timedelta, datetime.timezone)
 _VALUES = (frozenset, slice, range, *_TIMES, decimal.Decimal, fractions.Fraction, uuid.UUID, Namespace)
 _PATHS = (pathlib.Path, pathlib.PosixPath, pathlib.PurePosixPath)
 _WORDS: dict[str, Callable[..., Any]] = {
     "builtins.bytes": lambda: b"",  # called for no bytes alone
-    **{name: each for each, name in by_name((*_MAKERS, _instance, _member, dtype_of, scalar_of, *_VALUES))},
+    **{name: each for each, name in by_name((*_MAKERS, dtype_of, scalar_of, *_VALUES))},
     # Of Python 3.13, too.
     **{f"pathlib{sub}.{kind.__name__}": kind for sub in ("", "._local") for kind in _PATHS},
 }

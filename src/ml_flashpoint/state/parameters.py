@@ -40,7 +40,7 @@ AS_SAVED = "make and track models and optimizers as they were when it was saved"
 
 _COMPILED = "_orig_mod"
 """The attribute of a compiled module in which the module itself is."""
-_WRAPPERS = re.compile(rf"(?<![^.\n])(?:{_COMPILED}|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+_WRAPPERS = re.compile(rf"(?<![^.])(?:{_COMPILED}|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 _SIMPLE = (torch.Tensor, bool, int, float, str, type(None))
 
 _State = dict[str, Any]
@@ -68,9 +68,7 @@ def _plain(name: str) -> str:
 
 def _plain_names(module: nn.Module, names: Collection[str]) -> list[str]:
     """Return a module's own names of parameters or buffers without what wrappers, and DDP inside of it, add to them."""
-    if not names:
-        return []
-    plain = _WRAPPERS.sub("", "\n".join(names)).split("\n")
+    plain = list(map(_plain, names))
     parts = module.named_modules(remove_duplicate=False)
     inside = [_plain(f"{name}.") for name, part in parts if isinstance(part, DistributedDataParallel)]
     for prefix in reversed(inside):  # the innermost first
@@ -181,7 +179,7 @@ class OptimizerState:
         self._is_under_way = False
 
     def to_save(self, named: Mapping[str, Named]) -> _State | None:
-        """Return references to the state by names of parameters, and a copy of the groups; None if the optimizer has to
+        """Return references to the state by names of parameters, and copies of the groups; None if the optimizer has to
         be saved whole. ``named`` are the parameters of the modules."""
         self._is_under_way = True
         (names, root), own = self._names(named), self.optimizer.state_dict()
@@ -202,7 +200,18 @@ class OptimizerState:
             state, groups = _by_torch(root, self.optimizer)
         else:
             return None  # torch would have it take a step
-        return {"state": state, "param_groups": packed(groups, f"{self._name}.param_groups")}
+        # DCP reads an item an option. The names of parameters are a new list at each save: nothing to copy.
+        options = [
+            {
+                key: PackedState(each) if key == "params" else packed(each, self._of_group(n, key))
+                for key, each in group.items()
+            }
+            for n, group in enumerate(groups)
+        ]
+        return {"state": state, "param_groups": options}
+
+    def _of_group(self, number: int, key: str) -> str:
+        return f"{self._name}.param_groups.{number}.{key}"
 
     def _names(self, named: Mapping[str, Named]) -> tuple[list[str] | None, nn.Module | None]:
         """Return the names of the parameters, in the order of the groups, and the module that has them if FSDP has
@@ -222,8 +231,8 @@ class OptimizerState:
 
     # ---- loading ------------------------------------------------------------------------------------------
 
-    def current(self, metadata: Metadata, groups: list[_State]) -> _State:
-        """Return what a checkpoint with these groups is loaded into. A fresh optimizer gets its state made.
+    def current(self, metadata: Metadata) -> _State:
+        """Return what a checkpoint is loaded into. A fresh optimizer gets its state made.
 
         Raises:
             LoadError: no tracked module has the optimizer's parameters.
@@ -246,9 +255,13 @@ class OptimizerState:
             state = self._made(names)
         self._parameters = dict(zip(names, parameters, strict=False)) if len(names) == len(parameters) else {}
         saved: dict[Any, dict[Any, object]] = {}
+        options: dict[Any, _State] = {}
         for key, path in (metadata.planner_data or {}).items():
             if len(path) == 4 and path[:2] == (self._name, "state"):
                 saved.setdefault(path[2], {})[path[3]] = metadata.state_dict_metadata[key]
+            elif len(path) == 4 and path[:2] == (self._name, "param_groups"):
+                options.setdefault(path[2], {})[path[3]] = PackedState()
+        groups = [options[number] for number in sorted(options)]
         self._absent, self.lacking = {}, self._lacking_options(groups)
         present: dict[str, _State] = {}
         for name in names:
@@ -263,12 +276,12 @@ class OptimizerState:
                 self._absent[name] = absent
             if found:
                 present[name] = found
-        return {"state": present, "param_groups": PackedState()}
+        return {"state": present, "param_groups": groups}
 
     def _lacking_options(self, groups: list[_State]) -> list[str]:
         """Return the names of hyper-parameters that the groups have, and saved ones lack."""
         pairs = enumerate(itertools.zip_longest(self.optimizer.param_groups, groups, fillvalue=()))
-        return [f"{self._name}.param_groups.{n}.{key}" for n, (own, its) in pairs for key in own if key not in its]
+        return [self._of_group(n, key) for n, (own, its) in pairs for key in own if key not in its]
 
     def _made(self, names: list[str]) -> _State:
         """Return the state by names. A new optimizer makes it by a step without effect, if it takes one."""
@@ -328,7 +341,8 @@ class OptimizerState:
                     " saved one, which had other hyper-parameters",
                     hint=AS_SAVED,
                 )
-            groups.append({**saved[first], "params": own})
+            # In the optimizer's own order: that of the items is by the rank that wrote each.
+            groups.append({**group, **saved[first], "params": own})
         return groups
 
     def _load_flat(self, root: nn.Module, loaded: dict[str, _State], groups: list[_State]) -> None:

@@ -7,7 +7,7 @@ archive an object. `resharding` decides about it on another number of ranks.
 
     model.<parameter or buffer>                     modules, sharded as they are
     optimizer.state.<parameter>.<key>               optimizers
-    optimizer.param_groups                          an archive of torch.save, with names of parameters
+    optimizer.param_groups.<group>.<option>         an archive of torch.save; of params, names of parameters
     _flashpoint.rank-00003.<name>                   an archive, for everything else
     _flashpoint.rank-00003._rng                     the random number generators
     _flashpoint.rank-00003._frozen                  names of the modules' parameters without requires_grad
@@ -57,8 +57,6 @@ Reshard = Callable[[list[Any], int, int], Any]
 """``reshard(states, rank, world_size)``: this rank's state, of those of all ranks that saved, by rank."""
 
 _PACKED_KEY = re.compile(rf"{PACKED}\.rank-(\d{{5,}})\.(\w+)")
-Read = Callable[[Any, str], Any]
-"""Makes a value of the bytes and the name of an item."""
 
 
 def rank_key(rank: int) -> str:
@@ -140,7 +138,7 @@ class TrackedLoad(DefaultLoadPlanner):
         self.read = partial(load_archive, path=path, allowed=allowed, device_of=tracked.device_of())
         own = names_by.get(self.source_rank, set())
         saved = own.union(*self.packed_by.values())
-        self.state = tracked.places(metadata, reader, self.source_rank, self.read, saved)
+        self.state = tracked.places(metadata, self.source_rank, saved)
         self.structured = tracked.structured(self.state)
         items = packed_items(reader, self.source_rank, own & {RNG, FROZEN, *tracked.names})
         self.states = {name: self.read(data, name) for name, data in items.items()}
@@ -279,9 +277,7 @@ class TrackedState:
         """Return the names in a state of :meth:`places` of which every item needs a place on some rank."""
         return frozenset(state)
 
-    def places(
-        self, metadata: Metadata, reader: Reader, source_rank: int, read: Read, names: set[str]
-    ) -> dict[str, Any]:
+    def places(self, metadata: Metadata, source_rank: int, names: set[str]) -> dict[str, Any]:
         """Return the nested state that DCP loads into. Raises a `LoadError` with all that does not fit.
 
         Args:
@@ -300,9 +296,7 @@ class TrackedState:
         lacking: list[str] = []
         for name, optimizer in self._optimizers.items():
             if name in structured:
-                key = f"{name}.param_groups"
-                groups = read(reader.read_items([key])[key], key) if key in entries else []
-                state[name] = optimizer.current(metadata, groups)
+                state[name] = optimizer.current(metadata)
                 lacking += optimizer.lacking
         flat, _ = flatten_state_dict(dict(state))
         missing = [*(key for key in flat if key not in entries), *lacking]

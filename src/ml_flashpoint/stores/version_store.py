@@ -22,6 +22,7 @@ from ml_flashpoint.format.errors import (
     FlashpointError,
     JobInUseError,
     ManifestError,
+    ObjectFormatError,
     ObjectNotFoundError,
     PrunedError,
     SaveError,
@@ -244,7 +245,7 @@ class StoredObject:
         right."""
         file_size = self.record.file_size
         length = header_length(self.read(0, min(8, self.record.size)), file_size, self.path)
-        return parse_header(self.read(0, length), file_size, self.path).layout
+        return parsed_layout(self.record, self.read(0, length), self.path)
 
     def entry(self, key: str) -> Entry:
         """Return the place of an item. Raise an `ObjectNotFoundError` if there is none."""
@@ -304,6 +305,16 @@ class StoredObject:
         yield from self.pieces()
         for begin in range(self.record.size, self.record.file_size, len(_ZEROS)):
             yield memoryview(_ZEROS)[: self.record.file_size - begin]
+
+
+def parsed_layout(record: ObjectRecord, header: Buffer, path: str) -> Layout:
+    """Return the content of an object's header. Raise an `ObjectFormatError` if it is not valid, or an item lies past
+    the bytes that count."""
+    layout = parse_header(header, record.file_size, path).layout
+    if layout.size > record.size:
+        text = f"the header has items up to byte {layout.size}, and the manifest says that {record.size} bytes count"
+        raise ObjectFormatError(text, path=path)
+    return layout
 
 
 def check_blocks(record: ObjectRecord, begin: int, into: memoryview, path: str) -> None:

@@ -16,8 +16,9 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from ml_flashpoint import Flashpoint
+from ml_flashpoint import Checkpointer, Flashpoint
 from ml_flashpoint.format.errors import (
     DigestMismatchError,
     FlashpointError,
@@ -253,6 +254,52 @@ def test_a_job_of_the_facade_as_a_dcp_directory(
     assert_same(state["model"], dict(model.state_dict()))
     with pytest.raises(InvalidArgumentError, match=r"prefix='model\.'"):
         export_version(base, tmp_path / "other", prefix="model.")
+
+
+def _of_two_groups(make: Callable[..., torch.optim.Optimizer], **options: Any) -> Any:
+    def build(model: nn.Sequential) -> torch.optim.Optimizer:
+        groups: list[dict[str, Any]] = [{"params": part.parameters(), **options} for part in model]
+        groups[1]["weight_decay"] = 0.5
+        return make(groups, lr=0.1)
+
+    return build
+
+
+@pytest.mark.parametrize("by", ["export", "reader"])
+@pytest.mark.parametrize(
+    "build",
+    [
+        _of_two_groups(torch.optim.AdamW),
+        _of_two_groups(torch.optim.AdamW, lr=torch.tensor(0.25)),
+        _of_two_groups(torch.optim.SGD),
+        _of_two_groups(torch.optim.SGD, momentum=0.9),
+    ],
+    ids=["adamw", "tensor lr", "sgd", "momentum"],
+)
+def test_dcp_loads_an_optimizer_of_the_facade_by_torchs_own_names(
+    tmpfs: Path, tmp_path: Path, build: Callable[[nn.Sequential], torch.optim.Optimizer], by: str
+) -> None:
+    model, again = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)) for _ in range(2))
+    optimizer, restored = build(model), build(again)
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * 2
+    with Checkpointer(tmpfs / "job") as ckpt:
+        ckpt.load({"model": model, "optimizer": optimizer})
+        ckpt.save(1, {"model": model, "optimizer": optimizer}).verified.result(60)
+        given: dict[str, Any] = {"checkpoint_id": ckpt.id(1), "storage_reader": ckpt.reader()}
+        if by == "export":
+            given = {"checkpoint_id": export_version(tmpfs / "job", tmp_path / "dcp").path}
+        own, of_optimizer = get_state_dict(again, restored)
+        state: dict[str, Any] = {"model": own, "optimizer": of_optimizer}
+        dcp.load(state, **given)
+        groups: Any = get_state_dict(again, restored)[1]["param_groups"]
+        dcp.load({"optimizer": {"param_groups": groups}}, **given)
+    set_state_dict(again, restored, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    assert_same(dict(again.state_dict()), dict(model.state_dict()))
+    assert_same(restored.state_dict(), optimizer.state_dict())
+    assert_same(groups, state["optimizer"]["param_groups"])
 
 
 def test_every_kind_of_item(door: Door, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from ml_flashpoint.copy.tensors import is_plain_strided
 from ml_flashpoint.format.errors import LoadError
-from ml_flashpoint.state.tracked import Read, Reader, TrackedLoad, TrackedState, largest_share, rank_key
+from ml_flashpoint.state.tracked import TrackedLoad, TrackedState, largest_share, rank_key
 
 Checkpoint = dict[str, Any]
 """A dictionary that `Trainer.save_checkpoint` would save."""
@@ -174,11 +174,9 @@ class DictionaryState(TrackedState):
         """See `TrackedState.structured`."""
         return frozenset({SHARED})
 
-    def places(
-        self, metadata: Metadata, reader: Reader, source_rank: int, read: Read, names: set[str]
-    ) -> dict[str, Any]:
+    def places(self, metadata: Metadata, source_rank: int, names: set[str]) -> dict[str, Any]:
         """See `TrackedState.places`. Tensors are loaded into new ones, in memory of the CPU."""
-        state = super().places(metadata, reader, source_rank, read, names)
+        state = super().places(metadata, source_rank, names)
         shared = _empty(metadata, f"{SHARED}.")
         return {**state, **({SHARED: shared} if shared else {}), **self.of_ranks(metadata, [source_rank])}
 

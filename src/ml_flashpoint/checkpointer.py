@@ -331,8 +331,9 @@ class Checkpointer(engine.Checkpointer):
             return checked_integer("fallback", 0 if returned is None else returned, 0, MAX_STEP)
 
         step = ranks.together(call, LoadError("the fallback failed on another rank; its log says why", rank=ranks.rank))
-        if len(set(ranks.gather(str(step).encode()))) > 1:
-            raise LoadError(f"the fallback returned different steps on different ranks: {step} here", rank=ranks.rank)
+        steps = [int(blob) for blob in ranks.gather(str(step).encode())]
+        if len(set(steps)) > 1:
+            raise LoadError(f"the fallback returned different steps on different ranks: {steps}", rank=ranks.rank)
         return step
 
     # ---- DCP -----------------------------------------------------------------------------------------------

@@ -147,6 +147,7 @@ def test_a_lost_node(cluster: RayCluster, folder: Path) -> None:
     assert run.resumed_at() == [0, step]
 
 
+@pytest.mark.soak
 def test_a_node_that_is_to_be_taken_away(cluster: RayCluster, folder: Path) -> None:
     cluster.fill()
     options = {"every_n_steps": 10_000, "ask_every_n_steps": 1}
@@ -171,6 +172,7 @@ def test_the_guide(cluster: RayCluster, folder: Path) -> None:
     assert (folder / "guide" / "job-145" / "step-12_ckpt").is_dir()
 
 
+@pytest.mark.soak
 def test_the_example_goes_on(cluster: RayCluster, folder: Path) -> None:
     cluster.fill()
     command = [sys.executable, str(REPOSITORY / "examples" / "ray_train" / "train.py"), "--die-at", "14"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
 import threading
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def stay(report: Report, base: str, job: str) -> str:
 
 def refused(base: Path, by: int, job: str = "another") -> bool:
     with Child(stay, str(base), job) as child:
-        return f"another job has this base container open (process {by})" in child.result()
+        return f"another job has this base container open (process {by} on {socket.gethostname()})" in child.result()
 
 
 def test_another_job_is_refused_as_long_as_any_process_of_the_first_lives(tmpfs: Path) -> None:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ml_flashpoint import Checkpointer, Config, Flashpoint
+from ml_flashpoint import Checkpointer, Config, Flashpoint, events
 from ml_flashpoint.engine.save import Save
 from ml_flashpoint.format.digest import digest_block
 from ml_flashpoint.format.errors import FlashpointError, NothingLoadableError
@@ -379,6 +379,7 @@ def save_again_while_full(report: Report, base: str, door: str) -> tuple[list[bo
     counter.is_readable = False
     save(2)
     counter.is_readable = True
+    assert events.flush()  # the file that shows the status is written by then, and leaves no page later
     fill(filler, 0)
     results.append(save(2))
     filler.unlink()

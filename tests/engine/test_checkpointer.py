@@ -110,6 +110,11 @@ def test_of_two_in_one_process_the_later_one_counts(tmpfs: Path) -> None:
             jobs.begin_and_commit(second, 2).verified.result(30)
 
 
+def test_one_that_is_closed_has_nothing_to_finish(checkpointer: Checkpointer) -> None:
+    checkpointer.close()
+    assert not checkpointer.finish(30)  # no error, which would end a training that ends after it
+
+
 def test_one_that_is_closed_while_a_run_begins_stays_closed(
     checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

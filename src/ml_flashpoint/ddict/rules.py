@@ -220,7 +220,7 @@ class Rules:
             self._settled = told.oldest, told.committed, told.cut
 
     def ended(self) -> None:
-        """What `next` said is done, or has failed."""
+        """Take note that what `next` said is done, or has failed."""
         self.committing = -1
 
     # ---- what is there ------------------------------------------------------------------------------------
@@ -421,7 +421,7 @@ class Rules:
         self._killed.pop(handle, None)
 
     def _follow(self) -> None:
-        """Who writes, or where, has changed. Where there are no snapshots, what is whole is committed."""
+        """Take note that writers or their places have changed. Without snapshots, what is whole is committed."""
         if not self.options.snapshots:
             self.committed = self.target()
 

@@ -65,7 +65,7 @@ _LINGER_S = 1.0
 
 
 class Phase(enum.Enum):
-    """What may be done with a base container that was opened; the same on all ranks but for `FORKED`."""
+    """The state of a base container that was opened; the same on all ranks but for `FORKED`."""
 
     UNASKED = "there are versions that nobody has asked about: nothing is saved"
     RUNNING = "a run has begun"
@@ -486,11 +486,9 @@ class Checkpointer:
 
     def finish(self, deadline_s: float) -> bool:
         """Have saves in flight committed and copied, and the newest version persisted. Return True if all was done in
-        time. Not collective.
-
-        Raises:
-            SaveError: the checkpointer is closed. JobInUseError: this process is a forked child.
-        """
+        time; False, too, once this is closed. Not collective. Raises a `JobInUseError` in a forked child."""
+        if self.phase is Phase.CLOSED:  # whoever ends a training calls this, and must not fail of it
+            return False
         self.check_usable()
         return self._finish(deadline_s)
 

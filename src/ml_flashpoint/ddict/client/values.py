@@ -337,7 +337,7 @@ def _parse_array_type(text: str) -> tuple[np.dtype[Any], tuple[int, ...], int]:
         raise ValueError("not the shape of an array")
     try:
         dtype = np.dtype(name)
-    except TypeError as error:
+    except (TypeError, SyntaxError) as error:  # NumPy parses it
         raise ValueError(str(error)) from error
     if not _is_plain_dtype(dtype):
         raise ValueError("not the dtype of an array")

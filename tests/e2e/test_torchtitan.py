@@ -1,0 +1,99 @@
+"""Jobs of torchtitan that lose ranks and a node, and go on from memory, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torchtitan")
+
+from tests.support import warm
+from tests.support.cluster import REPOSITORY, Cluster
+from tests.workers.training import gate_of
+
+pytestmark = [pytest.mark.slow(90), pytest.mark.timeout(600)]
+
+
+def job(root: Path, *args: object, max_restarts: int = 0) -> Cluster:
+    """Two nodes of one rank each."""
+    return Cluster(
+        root, "titan", nodes=2, args=args, torchrun=True, max_restarts=max_restarts, preload=warm.TITAN
+    )
+
+
+def undisturbed(root: Path, steps: int) -> list[dict[str, Any]]:
+    """What each rank comes to without a crash, and without anything of ours."""
+    with job(root, "--steps", steps, "--without") as cluster:
+        cluster.wait(timeout_s=200)
+        return [cluster.reports(rank)[-1]["ended"] for rank in range(2)]
+
+
+def assert_equal(cluster: Cluster, expected: list[dict[str, Any]], lives: int) -> None:
+    for rank in range(2):
+        reports = cluster.reports(rank)
+        # Of a step that two lives did, what the last one did counts.
+        losses = {str(each["step"]): each["loss"] for each in reports if "step" in each}
+        assert losses == expected[rank]["losses"]
+        (ended,) = [each["ended"] for each in reports if "ended" in each]
+        for name in expected[rank].keys() - {"losses"}:
+            assert ended[name] == expected[rank][name], name
+        resumed = [each["resumed"] for each in reports if "resumed" in each]
+        assert len(resumed) >= lives
+        assert resumed[0] == 0
+        assert all(resumed[1:]), "each life but the first goes on from memory"
+
+
+def test_killed_ranks_and_a_lost_node(tmpfs: Path) -> None:
+    steps, chance = 30, random.Random(os.environ.get("FLASHPOINT_TEST_SEED"))
+    expected = undisturbed(tmpfs / "undisturbed", steps)
+    with job(tmpfs, "--steps", steps, "--gates", "10,20,28", max_restarts=10) as cluster:
+        for first, gate in ((3, 10), (12, 20), (22, 28)):
+            cluster.wait_for_report(rank=0, step=chance.randrange(first, gate - 2), timeout_s=120)
+            threading.Event().wait(chance.uniform(0, 0.2))  # at any instant of a step and of its save
+            if gate == 20:
+                cluster.kill_node(node := chance.randrange(2))
+                cluster.start_node(node)
+            else:
+                cluster.kill_rank(chance.randrange(2))
+            gate_of(tmpfs, gate).touch()
+        cluster.wait(timeout_s=240, check=False)
+        assert_equal(cluster, expected, lives=4)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_twenty_kills(tmpfs: Path) -> None:
+    steps, kills, chance = 120, 20, random.Random(os.environ.get("FLASHPOINT_TEST_SEED"))
+    expected = undisturbed(tmpfs / "undisturbed", steps)
+    with job(tmpfs, "--steps", steps, max_restarts=2 * kills) as cluster:
+        for kill in range(kills):
+            cluster.wait_for_report(rank=0, step=(kill + 1) * 5, timeout_s=200)
+            threading.Event().wait(chance.uniform(0, 0.3))
+            if chance.random() < 0.7:
+                cluster.kill_rank(chance.randrange(2))
+            else:
+                cluster.kill_node(node := chance.randrange(2))
+                cluster.start_node(node)
+        cluster.wait(timeout_s=900, check=False)
+        assert_equal(cluster, expected, lives=kills // 2)
+
+
+def test_the_example_goes_on(tmpfs: Path) -> None:
+    example = REPOSITORY / "examples" / "torchtitan" / "train.py"
+    args = ["--base", tmpfs / "job", "--folder", tmpfs / "own", "--steps", 24, "--die-at", 14]
+    with Cluster(
+        tmpfs, example, ranks_per_node=2, args=args, torchrun=True, max_restarts=2, preload=warm.TITAN
+    ) as cluster:
+        cluster.wait(timeout_s=200)
+        output = cluster.outputs()[0]
+    assert "rank 0 kills itself" in output
+    assert re.search(r"resumed at step 1[34] from memory", output)
+    assert "Training completed" in output
+    shutil.rmtree(tmpfs / "own")

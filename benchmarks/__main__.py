@@ -33,7 +33,6 @@ from benchmarks import (
     peers,
     persist,
     supervised,
-    titan,
     transfers,
 )
 from benchmarks.rivals import running as rivals
@@ -56,6 +55,13 @@ def fixed_cost(base: Path) -> Iterator[Result]:
         None,
     )
     ours.close()
+
+
+def titan_results(folder: Path, scale: float) -> Iterator[Result]:
+    """Those of torchtitan, which lies in an environment of its own."""
+    from benchmarks import titan
+
+    yield from titan.results(folder, scale)
 
 
 def all_results(folder: Path, scale: float, only: str) -> Iterator[Result]:
@@ -88,7 +94,7 @@ def all_results(folder: Path, scale: float, only: str) -> Iterator[Result]:
     if not only or only in "trainer":
         yield from hugging_face.results(folder / "trainer", scale)
     if not only or only in "torchtitan":
-        yield from titan.results(folder / "titan", scale)
+        yield from of_peer("torchtitan", "FlashpointManager", titan_results(folder / "titan", scale))
     if not only or only in "lightning":
         yield from lightning.results(folder / "lightning", scale)
     if not only or only in "board":

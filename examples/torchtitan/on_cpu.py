@@ -5,8 +5,11 @@ It is nothing that a job with GPUs needs, nor one that this package changes.
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -30,6 +33,8 @@ utils.device_module = SimpleNamespace(
     synchronize=_nothing,
 )
 torch.distributed.set_timeout = _nothing  # which gloo lacks
+if importlib.util.find_spec("triton") is None:  # which torch for CPUs comes without
+    sys.modules["torchtitan.distributed.minimal_async_ep.kernels"] = MagicMock()
 
 
 def adapted(config: Any) -> Any:

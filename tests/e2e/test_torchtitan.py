@@ -23,9 +23,7 @@ pytestmark = [pytest.mark.slow(90), pytest.mark.timeout(600)]
 
 def job(root: Path, *args: object, max_restarts: int = 0) -> Cluster:
     """Two nodes of one rank each."""
-    return Cluster(
-        root, "titan", nodes=2, args=args, torchrun=True, max_restarts=max_restarts, preload=warm.TITAN
-    )
+    return Cluster(root, "titan", nodes=2, args=args, torchrun=True, max_restarts=max_restarts, preload=warm.TITAN)
 
 
 def undisturbed(root: Path, steps: int) -> list[dict[str, Any]]:

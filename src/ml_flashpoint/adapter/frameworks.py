@@ -36,6 +36,10 @@ class FrameworkFlashpoint(Flashpoint):
             return None
         return None if version is None else version.step
 
+    def agreed(self, step: int) -> int:
+        """Return the step that rank 0 passes: ranks may see a folder change at different times. Collective."""
+        return int(self._ranks.broadcast(str(step).encode()))
+
     def begin_anew(self) -> None:
         """Begin to save, after the framework has loaded a checkpoint of its own, or none. Versions in memory do not
         count any more. Collective. Raises as `resume` does."""

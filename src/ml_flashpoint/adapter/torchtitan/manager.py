@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import tyro
 from torchtitan.components.checkpointer import (
     DATALOADER,
-    LR_SCHEDULER,
     MODEL,
     OPTIMIZER,
     CheckpointManager,
@@ -76,10 +75,11 @@ class FlashpointManager(CheckpointManager):  # type: ignore[misc]
         super().__init__(config, dataloader=dataloader, states=states, **parts, **others)
         if not self.enable:
             return
-        if not isinstance(config.options, dict):
+        options: Any = config.options
+        if not isinstance(options, dict):
             text = "must be keywords of ml_flashpoint.Flashpoint, by name"
-            raise InvalidArgumentError(text, argument="options", value=config.options)
-        self._flashpoint = FrameworkFlashpoint(config.base, every_n_steps=config.every_n_steps, **config.options)
+            raise InvalidArgumentError(text, argument="options", value=options)
+        self._flashpoint = FrameworkFlashpoint(config.base, every_n_steps=config.every_n_steps, **options)
         rest = {name: each for name, each in self.states.items() if name not in (MODEL, OPTIMIZER, DATALOADER)}
         self._flashpoint.track(**numbered("model", list(map(BareModule, model_parts))))
         self._flashpoint.track(**numbered("optimizer", list(optimizers)), trainer=Together(rest))
@@ -94,7 +94,7 @@ class FlashpointManager(CheckpointManager):  # type: ignore[misc]
 
     def _load(self, step: int = -1) -> bool:
         flashpoint = self._flashpoint
-        own = int(flashpoint.of_first_rank(self._find_load_step()))
+        own = flashpoint.agreed(self._find_load_step())
         if step != -1:
             found = step if step in {version.step for version in flashpoint.versions()} else None
         else:
@@ -103,12 +103,22 @@ class FlashpointManager(CheckpointManager):  # type: ignore[misc]
             is_loaded = bool(super()._load(step))
             flashpoint.begin_anew()
             return is_loaded
-        flashpoint.resume(step=None if step == -1 else step)
+
+        def load_own() -> int:
+            super(FlashpointManager, self)._load()
+            return own
+
+        if step != -1:
+            flashpoint.resume(step=step)
+        else:
+            flashpoint.resume(load_own if own != -1 else None)
         return True
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         if curr_step and not self.load_only:  # step 0 is a seed checkpoint, of a job that has not begun
-            self._flashpoint.step_to(curr_step, is_due=last_step)
+            self._flashpoint.step_to(curr_step)
+            if last_step:
+                self._flashpoint.save()
         return bool(super()._save(curr_step, last_step))
 
     def _maybe_wait_for_staging(self) -> None:
@@ -141,7 +151,7 @@ def attach(config: Any, base: str | os.PathLike[str], *, every_n_steps: int = 1,
     Raises:
         InvalidArgumentError: the config has another checkpoint manager than torchtitan's `CheckpointManager`.
     """
-    stock = getattr(config, "checkpoint", None)
+    stock: Any = getattr(config, "checkpoint", None)
     if type(stock) is not CheckpointManager.Config:
         text = "must have the settings of torchtitan's CheckpointManager as config.checkpoint"
         raise InvalidArgumentError(text, argument="config", value=stock)

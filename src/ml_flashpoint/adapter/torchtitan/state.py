@@ -24,7 +24,9 @@ class BareModule(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        vars(self).update({name: vars(module)[name] for name in _OF_A_MODULE})  # the same dicts: a buffer may be replaced
+        vars(self).update(
+            {name: vars(module)[name] for name in _OF_A_MODULE}
+        )  # the same dicts: a buffer may be replaced
         for name, child in module._modules.items():
             if child is not None:
                 self.add_module(name, BareModule(child))

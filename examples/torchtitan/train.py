@@ -74,7 +74,11 @@ def _texts(path: str) -> datasets.Dataset:
     return datasets.Dataset.from_list([{"text": file.read_text(encoding="utf-8")} for file in files])
 
 
-DATASETS["python"] = DatasetConfig(path="", loader=_texts, sample_processor=lambda sample: sample["text"])
+def _text_of(sample: dict[str, Any]) -> str:
+    return str(sample["text"])
+
+
+DATASETS["python"] = DatasetConfig(path="", loader=_texts, sample_processor=_text_of)
 
 
 def small(steps: int, folder: str) -> Trainer.Config:

@@ -26,9 +26,9 @@ def job(root: Path, *args: object, max_restarts: int = 0) -> Cluster:
     return Cluster(root, "titan", nodes=2, args=args, torchrun=True, max_restarts=max_restarts, preload=warm.TITAN)
 
 
-def undisturbed(root: Path, steps: int) -> list[dict[str, Any]]:
+def undisturbed(root: Path, *args: object) -> list[dict[str, Any]]:
     """What each rank comes to without a crash, and without anything of ours."""
-    with job(root, "--steps", steps, "--without") as cluster:
+    with job(root, *args, "--without") as cluster:
         cluster.wait(timeout_s=200)
         return [cluster.reports(rank)[-1]["ended"] for rank in range(2)]
 
@@ -48,10 +48,11 @@ def assert_equal(cluster: Cluster, expected: list[dict[str, Any]], lives: int) -
         assert all(resumed[1:]), "each life but the first goes on from memory"
 
 
-def test_killed_ranks_and_a_lost_node(tmpfs: Path) -> None:
-    steps, chance = 30, random.Random(os.environ.get("FLASHPOINT_TEST_SEED"))
-    expected = undisturbed(tmpfs / "undisturbed", steps)
-    with job(tmpfs, "--steps", steps, "--gates", "10,20,28", max_restarts=10) as cluster:
+@pytest.mark.parametrize("kind", ["fsdp2", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("hsdp", "tp"))])
+def test_killed_ranks_and_a_lost_node(tmpfs: Path, kind: str) -> None:
+    args, chance = ("--steps", 30, "--kind", kind), random.Random(os.environ.get("FLASHPOINT_TEST_SEED"))
+    expected = undisturbed(tmpfs / "undisturbed", *args)
+    with job(tmpfs, *args, "--gates", "10,20,28", max_restarts=10) as cluster:
         for first, gate in ((3, 10), (12, 20), (22, 28)):
             cluster.wait_for_report(rank=0, step=chance.randrange(first, gate - 2), timeout_s=120)
             threading.Event().wait(chance.uniform(0, 0.2))  # at any instant of a step and of its save
@@ -68,9 +69,9 @@ def test_killed_ranks_and_a_lost_node(tmpfs: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_twenty_kills(tmpfs: Path) -> None:
-    steps, kills, chance = 120, 20, random.Random(os.environ.get("FLASHPOINT_TEST_SEED"))
-    expected = undisturbed(tmpfs / "undisturbed", steps)
-    with job(tmpfs, "--steps", steps, max_restarts=2 * kills) as cluster:
+    kills, chance = 20, random.Random(os.environ.get("FLASHPOINT_TEST_SEED"))
+    expected = undisturbed(tmpfs / "undisturbed", "--steps", 120)
+    with job(tmpfs, "--steps", 120, max_restarts=2 * kills) as cluster:
         for kill in range(kills):
             cluster.wait_for_report(rank=0, step=(kill + 1) * 5, timeout_s=200)
             threading.Event().wait(chance.uniform(0, 0.3))

@@ -6,6 +6,7 @@ As a script, for clusters: the steps, and what else `main` takes. Its functions 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import time
 from collections.abc import Callable
@@ -17,13 +18,14 @@ import torch
 from tests.support.state_digest import digest
 
 OWN_EVERY = 1000
+KINDS = {"fsdp2": {}, "hsdp": {"data_parallel_replicate_degree": 2}, "tp": {"tensor_parallel_degree": 2}}
 Told = Callable[[int, Any], object]
 
 
 def trainer_of(steps: int, folder: Path, seed: int, base: Path | None, **options: Any) -> Any:
     """Return a trainer; without a base container, of torchtitan's own manager, which is disabled.
 
-    ``options``: of its checkpoints, ``workers``, and else of `Flashpoint`.
+    ``options``: ``kind``, ``workers``, those of torchtitan's checkpoints, and of `Flashpoint`.
     """
     from ml_flashpoint.adapter.torchtitan import attach
     from tests.support import titan
@@ -35,6 +37,8 @@ def trainer_of(steps: int, folder: Path, seed: int, base: Path | None, **options
     for name in [name for name in options if hasattr(stock, name)]:
         setattr(stock, name, options.pop(name))
     config.dataloader.num_workers = options.pop("workers", 0)
+    for name, degree in KINDS[options.pop("kind", "fsdp2")].items():
+        setattr(config.parallelism, name, degree)
     if base is not None:
         attach(config, base, **{"strict": True, "deadline_s": 60, **options})
     return config.build()
@@ -42,8 +46,6 @@ def trainer_of(steps: int, folder: Path, seed: int, base: Path | None, **options
 
 def train(trainer: Any, told: Told = lambda step, loss: None) -> dict[str, Any]:
     """Train to the end. Return what a run can be compared by."""
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
     losses: dict[str, float] = {}
     log = trainer.metrics_processor.log
 
@@ -61,7 +63,6 @@ def train(trainer: Any, told: Told = lambda step, loss: None) -> dict[str, Any]:
         "scheduler": [trainer.lr_schedulers.state_dict(), trainer.lr_schedulers.get_metrics()],
         "trainer": trainer.state_dict(),
         "random": digest(torch.get_rng_state()),
-        "place": digest(StatefulDataLoader.state_dict(trainer.dataloader)),
     }
     trainer.close()
     return found
@@ -70,6 +71,7 @@ def train(trainer: Any, told: Told = lambda step, loss: None) -> dict[str, Any]:
 def alone(report: Any, folder: Path, function: Callable[..., Any], arguments: Any, named: Any) -> Any:
     """Call a function in a job of one rank."""
     os.environ["LOCAL_RANK"] = "0"
+    multiprocessing.set_start_method("fork", force=True)  # for workers of loaders, as in any other program
     torch.set_num_threads(1)
     store = torch.distributed.FileStore(str(folder / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -137,6 +139,7 @@ def main() -> None:
     from tests.workers.training import gate_of
 
     parser = argparse.ArgumentParser()
+    parser.add_argument("--kind", default="fsdp2", choices=KINDS)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--gates", default="", help="steps to stop after until their files are there, by commas")
     parser.add_argument("--without", action="store_true", help="train without checkpoints")
@@ -144,7 +147,8 @@ def main() -> None:
     torch.set_num_threads(1)
     root, life = base_path().parent.parent, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     # Other random numbers, and weights, in each life: all of these come back from memory.
-    trainer = trainer_of(given.steps, root / "own", 7 + life, None if given.without else base_path())
+    base = None if given.without else base_path()
+    trainer = trainer_of(given.steps, root / "own", 7 + life, base, kind=given.kind)
 
     def told(step: int, loss: Any) -> None:
         report(step=step, loss=loss)

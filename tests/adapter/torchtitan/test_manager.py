@@ -90,7 +90,7 @@ def test_the_newest_is_gone_on_from_in_memory_or_not(tmpfs: Path, alone: Callabl
 
 def test_a_step_that_is_asked_for(tmpfs: Path, alone: Callable[..., Any]) -> None:
     own, job = tmpfs / "own", tmpfs / "job"
-    alone(titan.trained, 9, own, job, until=5, interval=2, keep=2)
+    alone(titan.trained, 9, own, job, until=5, interval=2, every_n_steps=3)
     assert alone(titan.loaded, own, job, keep=2, load_step=2) == (True, 2, None)
     with pytest.raises(AssertionError, match="step=77 not found"):
         alone(titan.loaded, own, job, keep=2, load_step=77)

@@ -22,6 +22,7 @@ from ml_flashpoint.adapter.torchtitan import FlashpointManager, attach
 from ml_flashpoint.adapter.torchtitan.state import LoaderPlace
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError
 from tests.support import forked
+from tests.support.loops import damage, versions
 from tests.support.processes import REPOSITORY
 from tests.workers import titan
 
@@ -96,6 +97,17 @@ def test_a_step_that_is_asked_for(tmpfs: Path, alone: Callable[..., Any]) -> Non
         alone(titan.loaded, own, job, keep=2, load_step=77)
     alone(titan.trained, 9, own, job, until=6, keep=2)
     assert alone(titan.loaded, own, job, keep=2, load_step=6) == (True, 6, "memory")
+
+
+@pytest.mark.damages_on_purpose
+def test_damaged_memory_is_left_for_its_own_checkpoint_or_told(tmpfs: Path, alone: Callable[..., Any]) -> None:
+    for folder, interval in (("with", 2), ("without", 100)):
+        alone(titan.trained, 9, tmpfs / folder, tmpfs / f"job-{folder}", until=5, interval=interval)
+        for step in versions(tmpfs / f"job-{folder}"):
+            damage(tmpfs / f"job-{folder}", step)
+    assert alone(titan.loaded, tmpfs / "with", tmpfs / "job-with")[:2] == (True, 4)
+    with pytest.raises(AssertionError, match="NothingLoadableError"):
+        alone(titan.loaded, tmpfs / "without", tmpfs / "job-without")
 
 
 def test_a_seed_checkpoint_is_none_of_ours(tmpfs: Path, alone: Callable[..., Any]) -> None:

@@ -130,6 +130,10 @@ class FlashpointManager(CheckpointManager):  # type: ignore[misc]
         if hasattr(self, "_flashpoint"):  # torchtitan closes what could not be constructed, too
             self._flashpoint.__exit__(*sys.exc_info())
 
+    def __del__(self) -> None:
+        if getattr(self, "enable", False):  # memory is closed when the program exits, which is before
+            super()._close()
+
 
 def attach(config: Any, base: str | os.PathLike[str], *, every_n_steps: int = 1, **options: Any) -> Any:
     """Have the job of a torchtitan ``Trainer.Config`` save into memory every few steps.

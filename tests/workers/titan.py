@@ -1,6 +1,6 @@
-"""Jobs of torchtitan: its small Llama with dropout, which is killed, or not.
+"""Jobs of torchtitan: its small Llama with dropout. Functions for `tests.support.forked`, and a script for clusters.
 
-As a script, for clusters: the steps, and what else `main` takes. Its functions are for `tests.support.forked`.
+The script trains, to be killed, and once more undisturbed and without anything of ours, in the life that gets to the end.
 """
 
 from __future__ import annotations
@@ -142,13 +142,11 @@ def main() -> None:
     parser.add_argument("--kind", default="fsdp2", choices=KINDS)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--gates", default="", help="steps to stop after until their files are there, by commas")
-    parser.add_argument("--without", action="store_true", help="train without checkpoints")
     given = parser.parse_args()
     torch.set_num_threads(1)
     root, life = base_path().parent.parent, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     # Other random numbers, and weights, in each life: all of these come back from memory.
-    base = None if given.without else base_path()
-    trainer = trainer_of(given.steps, root / "own", 7 + life, base, kind=given.kind)
+    trainer = trainer_of(given.steps, root / "own", 7 + life, base_path(), kind=given.kind)
 
     def told(step: int, loss: Any) -> None:
         report(step=step, loss=loss)
@@ -164,6 +162,7 @@ def main() -> None:
 
     trainer.checkpointer.load = load_and_tell
     report(ended=train(trainer, told))
+    report(undisturbed=train(trainer_of(given.steps, root / "undisturbed", 7, None, kind=given.kind)))
     torch.distributed.destroy_process_group()
     leave()
 

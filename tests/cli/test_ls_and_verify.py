@@ -202,7 +202,7 @@ def test_verify_names_the_file_and_block_of_a_flipped_bit(base: Path) -> None:
     assert found["ok"] is False
     problems = [problem for version in found["versions"] for problem in version["problems"]]
     assert [p["path"] for p in problems] == [str(hurt)]
-    assert f"block 2, bytes {2 * BLOCK} to {3 * BLOCK}," in problems[0]["message"]
+    assert f"block 2, from byte {2 * BLOCK} on," in problems[0]["message"]
     assert [(v["step"], v["state"]) for v in found["versions"]] == [(6, "complete"), (5, "damaged")]
     text = flashpoint("verify", base)
     assert text.returncode == 1

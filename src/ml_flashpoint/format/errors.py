@@ -312,14 +312,8 @@ def pauses(until: float) -> Iterator[None]:
 
 
 def retrying(work: Callable[[], _T], until: float, what: str, *, also: tuple[type[FlashpointError], ...] = ()) -> _T:
-    """Call ``work``, and again while it fails for a reason that may pass and ``until`` has not.
-
-    Args:
-        work: called; its last failure is raised.
-        until: of `time.monotonic`.
-        what: for the log.
-        also: further errors that may pass.
-    """
+    """Call ``work``, and again until ``until`` (`time.monotonic`) while it fails for a reason that may pass: ``also``
+    are further such errors. Raise its last failure. ``what`` is for the log."""
     waiting, has_told = pauses(until), False
     while True:
         try:

@@ -254,16 +254,11 @@ _T = TypeVar("_T")
 class Blame(enum.IntEnum):
     """The cause of a version that cannot be loaded. Greater ones leave less to try."""
 
-    VERSION = 1
-    """This version, or the way to it: an older one may be loadable."""
-    OBJECT = 2
-    """The object that the state was handed to refused it, perhaps for its content: it may take an older one."""
-    RANKS = 3
-    """Ranks lost each other: the same version may be loadable the next time."""
-    PROGRAM = 4
-    """The program differs from the one that saved, or has not allowed a type: older versions would fare the same."""
-    CHOICE = 5
-    """The user has to decide what becomes of some of the state."""
+    VERSION = 1  # or the way to it: an older one may be loadable
+    OBJECT = 2  # refused the state that it was handed, perhaps for its content: it may take an older one
+    RANKS = 3  # lost each other: the same version may be loadable the next time
+    PROGRAM = 4  # differs from the one that saved, or has not allowed a type: older versions would fare the same
+    CHOICE = 5  # of the user, who has to say what becomes of some of the state
 
 
 def blame_of(error: BaseException) -> Blame:

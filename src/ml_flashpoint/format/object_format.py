@@ -98,6 +98,7 @@ class Layout:
         aliases: for each further name of an entry, the key of that entry.
         data_start: offset of the data in the file, which is the length of the header with its padding.
         size: offset after the last entry; the rest of the file is unused.
+        gaps: unused ranges between entries, as offsets of begin and end in the file.
         texts: the tensors, and their aliases and true dtypes, as text in a header; None until they are needed. They
             stay while byte items change.
     """
@@ -107,6 +108,7 @@ class Layout:
     aliases: Mapping[str, str]
     data_start: int
     size: int
+    gaps: tuple[tuple[int, int], ...] = ()
     texts: tuple[str, str] | None = field(default=None, compare=False, repr=False)
 
     @cached_property
@@ -114,13 +116,6 @@ class Layout:
         """The entries by their keys and by their aliases."""
         entries = {entry.key: entry for entry in (*self.tensors, *self.byte_items)}
         return entries | {name: entries[kept] for name, kept in self.aliases.items()}
-
-    @property
-    def gaps(self) -> list[tuple[int, int]]:
-        """Unused ranges before and between the entries, as offsets of begin and end in the file."""
-        entries = sorted((*self.tensors, *self.byte_items), key=attrgetter("begin", "end"))
-        ends = (self.data_start, *(entry.end for entry in entries))
-        return [(end, entry.begin) for end, entry in zip(ends, entries, strict=False) if end < entry.begin]
 
 
 def plan_layout(
@@ -172,7 +167,7 @@ def layout_from_entries(entries: Iterable[Entry], data_start: int, aliases: Mapp
     for entry in placed:
         if entry.begin % ITEMSIZES[entry.dtype]:
             raise InvalidArgumentError("an entry must be aligned to its elements", argument="entry", value=entry)
-    layout = Layout(placed, (), dict(aliases or {}), data_start, data_start)
+    layout = Layout(placed, (), dict(aliases or {}), data_start, data_start, _gaps(placed, data_start))
     return with_byte_items(replace(layout, texts=_texts(layout)), ())
 
 
@@ -183,7 +178,7 @@ def with_byte_items(layout: Layout, byte_items: Iterable[tuple[str, int]], begin
     `data_start` stays, so the header may turn out too long if byte items were added: encode it before anything is
     written. Cheap: tensors are not described anew.
     """
-    size = layout.tensors[-1].end if layout.tensors else layout.data_start
+    size = end = layout.tensors[-1].end if layout.tensors else layout.data_start
     placed: list[Entry] = []
     for key, length in byte_items:
         size = max(size, begin)
@@ -191,9 +186,20 @@ def with_byte_items(layout: Layout, byte_items: Iterable[tuple[str, int]], begin
         size += length
     if size > MAX_SIZE:
         raise InvalidArgumentError(f"an object must not exceed {MAX_SIZE} bytes", argument="size")
-    changed = replace(layout, byte_items=tuple(placed), size=size)
+    gaps = tuple(gap for gap in layout.gaps if gap[1] <= end) + _gaps(placed[:1], end)
+    changed = replace(layout, byte_items=tuple(placed), size=size, gaps=gaps)
     _check_names(changed)
     return changed
+
+
+def _gaps(entries: Iterable[Entry], begin: int) -> tuple[tuple[int, int], ...]:
+    """Return the ranges before and between entries, given by rising offset."""
+    gaps = []
+    for entry in entries:
+        if begin < entry.begin:
+            gaps.append((begin, entry.begin))
+        begin = entry.end
+    return tuple(gaps)
 
 
 def _check_names(layout: Layout) -> None:
@@ -331,7 +337,7 @@ def _parse(header: bytes, data_start: int, file_size: int | None) -> ParsedHeade
     tensors = tuple(entry for entry in entries if entry.kind == "tensor")
     byte_items = tuple(entry for entry in entries if entry.kind == "bytes")
     size = entries[-1].end if entries else data_start
-    return ParsedHeader(Layout(tensors, byte_items, aliases, data_start, size), metadata)
+    return ParsedHeader(Layout(tensors, byte_items, aliases, data_start, size, _gaps(entries, data_start)), metadata)
 
 
 def _check_texts(*texts: Iterable[str]) -> None:

@@ -229,7 +229,7 @@ def test_verify_finds_every_block_with_many_threads(base: Path) -> None:
     for block in (7, 8, 40):
         flip(part_path(base, parts[0]), block * BLOCK)
     ((version,),) = (flashpoint_json("verify", base, code=1)["versions"],)
-    assert "block 7, bytes" in version["problems"][0]["message"]
+    assert "block 7, from byte" in version["problems"][0]["message"]
 
 
 def test_an_object_without_bytes_verifies(base: Path) -> None:

@@ -1,6 +1,7 @@
 """Jobs of torchtitan: its small Llama with dropout. Functions for `tests.support.forked`, and a script for clusters.
 
-The script trains, to be killed, and once more undisturbed and without anything of ours, in the life that gets to the end.
+The script trains, to be killed; and once more, undisturbed and without anything of ours, in the life that gets to the
+end.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Told = Callable[[int, Any], object]
 def trainer_of(steps: int, folder: Path, seed: int, base: Path | None, **options: Any) -> Any:
     """Return a trainer; without a base container, of torchtitan's own manager, which is disabled.
 
-    ``options``: ``kind``, ``workers``, those of torchtitan's checkpoints, and of `Flashpoint`.
+    ``options``: ``kind``, ``workers``, ``validates``, those of torchtitan's checkpoints, and of `Flashpoint`.
     """
     from ml_flashpoint.adapter.torchtitan import attach
     from tests.support import titan
@@ -37,6 +38,9 @@ def trainer_of(steps: int, folder: Path, seed: int, base: Path | None, **options
     for name in [name for name in options if hasattr(stock, name)]:
         setattr(stock, name, options.pop(name))
     config.dataloader.num_workers = options.pop("workers", 0)
+    if every := options.pop("validates", 0):
+        config.validator.enable, config.validator.freq, config.validator.steps = True, every, 1
+        config.validator.dataloader = config.dataloader
     for name, degree in KINDS[options.pop("kind", "fsdp2")].items():
         setattr(config.parallelism, name, degree)
     if base is not None:
@@ -148,8 +152,12 @@ def main() -> None:
     # Other random numbers, and weights, in each life: all of these come back from memory.
     trainer = trainer_of(given.steps, root / "own", 7 + life, base_path(), kind=given.kind)
 
+    is_safe = False
+
     def told(step: int, loss: Any) -> None:
-        report(step=step, loss=loss)
+        nonlocal is_safe
+        was_safe, is_safe = is_safe, trainer.checkpointer.flashpoint.last_replicated is not None
+        report(step=step, loss=loss, becomes_safe=is_safe and not was_safe)
         while str(step) in given.gates.split(",") and not gate_of(root, step).exists():
             time.sleep(0.05)
 

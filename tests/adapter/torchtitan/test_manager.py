@@ -52,11 +52,11 @@ def manager(base: object, **config: Any) -> FlashpointManager:
 # ---- jobs ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_job_that_failed_goes_on_bit_for_bit(tmpfs: Path, alone: Callable[..., Any], workers: int) -> None:
-    expected = alone(titan.trained, 8, tmpfs / "undisturbed", None, workers=workers)
-    assert alone(titan.trained, 8, tmpfs / "own", tmpfs / "job", until=5, workers=workers) is None
-    found = alone(titan.trained, 8, tmpfs / "own", tmpfs / "job", seed=8, workers=workers)
+@pytest.mark.parametrize("how", [{}, {"workers": 2}, {"validates": 5}], ids=str)
+def test_a_job_that_failed_goes_on_bit_for_bit(tmpfs: Path, alone: Callable[..., Any], how: dict[str, int]) -> None:
+    expected = alone(titan.trained, 8, tmpfs / "undisturbed", None, **how)
+    assert alone(titan.trained, 8, tmpfs / "own", tmpfs / "job", until=5, **how) is None
+    found = alone(titan.trained, 8, tmpfs / "own", tmpfs / "job", seed=8, **how)
     assert found.pop("losses") == {step: expected["losses"][step] for step in ("6", "7", "8")}
     assert found == {name: value for name, value in expected.items() if name != "losses"}
 

@@ -13,6 +13,7 @@ from torchtitan.components.checkpointer import (
     DATALOADER,
     MODEL,
     OPTIMIZER,
+    TRAIN_STATE,
     CheckpointManager,
 )
 from torchtitan.components.dataloader import ParallelAwareDataloader
@@ -116,10 +117,28 @@ class FlashpointManager(CheckpointManager):  # type: ignore[misc]
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         if curr_step and not self.load_only:  # step 0 is a seed checkpoint, of a job that has not begun
-            self._flashpoint.step_to(curr_step)
-            if last_step:
-                self._flashpoint.save()
+            validator = getattr(self.states.get(TRAIN_STATE), "validator", None)
+            if validator is not None and validator.should_validate(curr_step):
+                self._save_after(validator, curr_step, last_step)
+            else:
+                self._save_into_memory(curr_step, last_step)
         return bool(super()._save(curr_step, last_step))
+
+    def _save_after(self, validator: Any, step: int, is_last: bool) -> None:
+        """Save once the step is validated, which draws random numbers: a job that goes on does not validate it again."""
+        validate = validator.validate
+
+        def validate_and_save(*arguments: Any, **named: Any) -> None:
+            validator.validate = validate
+            validate(*arguments, **named)
+            self._save_into_memory(step, is_last)
+
+        validator.validate = validate_and_save
+
+    def _save_into_memory(self, step: int, is_last: bool) -> None:
+        self._flashpoint.step_to(step)
+        if is_last:
+            self._flashpoint.save()
 
     def _maybe_wait_for_staging(self) -> None:
         super()._maybe_wait_for_staging()

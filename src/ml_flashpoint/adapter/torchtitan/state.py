@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtitan.components.dataloader import ParallelAwareDataloader
 
@@ -19,7 +20,8 @@ class BareModule(nn.Module):
     """The parameters and buffers of a module, under their own names, without its hooks.
 
     torchtitan's layers with fused weights have hooks that split these for ``state_dict()``. For that, all ranks gather
-    the weights: a save would wait for other ranks, and take the memory of a whole layer.
+    the weights: a save would wait for other ranks, and take the memory of a whole layer. Of FSDP's hooks, the one is
+    kept that frees what a forward without a backward has gathered.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -27,6 +29,9 @@ class BareModule(nn.Module):
         vars(self).update(
             {name: vars(module)[name] for name in _OF_A_MODULE}
         )  # the same dicts: a buffer may be replaced
+        if isinstance(module, FSDPModule):
+            own: Any = self
+            own.register_state_dict_pre_hook(lambda *_: module.reshard())
         for name, child in module._modules.items():
             if child is not None:
                 self.add_module(name, BareModule(child))

@@ -25,7 +25,7 @@ from ml_flashpoint.memory.container import BaseContainer
 from ml_flashpoint.memory.pool import Pool
 from ml_flashpoint.stores.bounded import in_background, result_of
 from ml_flashpoint.stores.durable import DurableVersions
-from ml_flashpoint.stores.version_store import Version, check_blocks, parsed_layout
+from ml_flashpoint.stores.version_store import StoredObject, Version, parsed_layout
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -212,16 +212,13 @@ class DurableParts:
 
     def open(self, rank: int, stack: contextlib.ExitStack) -> ObjectReader:
         """See `MemoryParts.open`."""
-        manifest = self.manifest(rank)
-        record = manifest.record
-        path = self._store.path_of(manifest)
+        stored = StoredObject(self.manifest(rank), [self._store])
 
         def fetch(first: int, buffer: memoryview) -> None:
-            begin = first * record.block_size
-            waited_for(lambda: self._store.read_into(manifest, begin, buffer), self._store.path)
-            check_blocks(record, begin, buffer, path)
+            begin = first * stored.record.block_size
+            waited_for(lambda: stored.read_into(begin, buffer), self._store.path)
 
-        return ObjectReader(manifest, fetch=fetch, path=path)
+        return ObjectReader(stored.manifest, fetch=fetch, path=stored.path)
 
 
 class VersionReader:

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -225,23 +225,15 @@ class VersionReader:
     """The parts of one version. One caller at a time; a context manager. While a part of this node is open its slot is
     locked against reuse."""
 
-    def __init__(
-        self,
-        version: CheckpointContainerId,
-        save: SaveId,
-        world_size: int,
-        parts: MemoryParts | DurableParts,
-        tier: Literal["memory", "persisted"] = "memory",
-    ) -> None:
-        self.version, self.save, self.world_size, self._parts = version, save, world_size, parts
-        self.tier: Literal["memory", "persisted"] = tier
+    def __init__(self, version: CheckpointContainerId, world_size: int, parts: MemoryParts | DurableParts) -> None:
+        self.version, self.world_size, self._parts = version, world_size, parts
         self._open = contextlib.ExitStack()
         self._readers: dict[int, ObjectReader] = {}
 
     def _check(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:
             text = f"it was saved by {self.world_size} ranks"
-            raise ObjectNotFoundError(text, step=self.save.step, rank=rank, path=str(self.version))
+            raise ObjectNotFoundError(text, step=self.version.step, rank=rank, path=str(self.version))
 
     def manifest(self, rank: int) -> Manifest:
         """Return the manifest of one rank's part. Raises `ObjectNotFoundError`."""

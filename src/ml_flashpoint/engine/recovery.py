@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ml_flashpoint import events
 from ml_flashpoint.engine.copying import Copies, Failures
@@ -90,7 +90,7 @@ Found: TypeAlias = CompleteVersion | Version
 """A version that every rank can load: in memory, or in the durable store."""
 
 
-def tier_of(found: Found | None) -> Literal["memory", "persisted"]:
+def tier_of(found: Found | None) -> str:
     """Return the tier that a version was found in."""
     return "persisted" if isinstance(found, Version) else "memory"
 
@@ -516,7 +516,7 @@ class Recovery:
         """Return a reader of a version that was found."""
         version = CheckpointContainerId.create_child(CheckpointContainerId(self.container.base), found.save.version)
         parts = DurableParts(self.durable.store, found) if isinstance(found, Version) else self.parts_of(found)
-        return VersionReader(version, found.save, found.world_size, parts, tier_of(found))
+        return VersionReader(version, found.world_size, parts)
 
     def parts_of(self, found: CompleteVersion) -> MemoryParts:
         """Return the parts of a version in memory."""

@@ -30,7 +30,6 @@ from ml_flashpoint.copy.overlap import Overlap
 from ml_flashpoint.engine import checkpointer as engine
 from ml_flashpoint.engine.committing import BytesItem, TensorItem
 from ml_flashpoint.engine.joint_load import JointLoad
-from ml_flashpoint.engine.launcher import warn_of_shared_store
 from ml_flashpoint.engine.replicas import Table
 from ml_flashpoint.engine.save import Save
 from ml_flashpoint.engine.signals import answer_sigterm, interrupts_held
@@ -58,6 +57,8 @@ State = Mapping[str, torch.nn.Module | Optimizer | Stateful]
 """What to save and load, by name: modules, optimizers, and anything with ``state_dict`` and ``load_state_dict``."""
 
 Fallback = Callable[[], "int | None"]
+
+STORE_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 class _Written(NamedTuple):
@@ -367,6 +368,21 @@ class Checkpointer(engine.Checkpointer):
             if self._writer_of_dcp is not None:
                 self._writer_of_dcp.close()
         super().close(persist_deadline_s)
+
+
+def warn_of_shared_store(rank: int) -> None:
+    """Warn, on rank 0, if torchrun will start ranks again, whose agents keep one store over all lives of the ranks:
+    later ranks find addresses of earlier ones there, and wait for dead processes in `init_process_group`."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if rank == 0 and shared and restarts not in ("", "0"):
+        static = f"pass --rdzv-backend=c10d (or --standalone): its default, static, ignores {STORE_VARIABLE}"
+        _log.warning(
+            "torchrun will start ranks again that fail (--max-restarts=%s), but they may then hang in"
+            " init_process_group. Where torchrun is started, on every node: %s",
+            restarts,
+            f"{static}=1" if os.environ.get(STORE_VARIABLE) == "1" else f"export {STORE_VARIABLE}=1, and {static}",
+        )
 
 
 class _Load:

@@ -15,7 +15,6 @@ import torch
 
 from ml_flashpoint.copy.cpu import typed_view
 from ml_flashpoint.copy.dtypes import torch_dtype
-from ml_flashpoint.format.digest import verify_blocks
 from ml_flashpoint.format.errors import DamagedError, ObjectNotFoundError, PrunedError, UnreadableError, retrying
 from ml_flashpoint.format.knobs import recovery_deadline_s
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
@@ -193,8 +192,7 @@ class MemoryParts:
             else:
                 buffer = opened.enter_context(container.open_part(save, rank)).buffer
             if (save, rank) not in self._checked:
-                bytes_of = buffer[: record.size]
-                verify_blocks(bytes_of, record.digests, record.block_size, path=path)
+                record.check(buffer[: record.size], path=path)
                 self._checked.add((save, rank))
             stack.push(opened.pop_all())
             return ObjectReader(manifest, local=buffer, path=path)

@@ -125,7 +125,7 @@ class FlashpointManager(CheckpointManager):  # type: ignore[misc]
         return bool(super()._save(curr_step, last_step))
 
     def _save_after(self, validator: Any, step: int, is_last: bool) -> None:
-        """Save once the step is validated, which draws random numbers: a job that goes on does not validate it again."""
+        """Save once the step is validated, which draws random numbers: a resumed job does not validate it again."""
         validate = validator.validate
 
         def validate_and_save(*arguments: Any, **named: Any) -> None:

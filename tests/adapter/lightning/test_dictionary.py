@@ -12,7 +12,7 @@ from torch import nn
 
 pytest.importorskip("lightning")
 
-from ml_flashpoint.adapter.lightning.engine import put_together, take_apart
+from ml_flashpoint.adapter.lightning.dictionary import put_together, take_apart
 from ml_flashpoint.format.errors import LoadError
 
 

@@ -1,19 +1,12 @@
-"""`TrainerFlashpoint`: a `Flashpoint` that tracks the state of a trainer instead of objects one by one.
-
-With sharded strategies it tracks model and optimizers, and the rest of Lightning's checkpoint dictionary. With others,
-whose optimizers are made after Lightning has asked for a checkpoint, it tracks the dictionary.
-"""
+"""`TrainerFlashpoint`: a `Flashpoint` that tracks the state of a trainer instead of objects one by one."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import os
 import time
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,10 +20,10 @@ from lightning.pytorch.strategies import (
     SingleDeviceStrategy,
     Strategy,
 )
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from ml_flashpoint.adapter.lightning.dictionary import REST, Checkpoint, DictionaryState, Slot
 from ml_flashpoint.config import Config
-from ml_flashpoint.copy.tensors import check_copies, is_plain_strided
+from ml_flashpoint.copy.tensors import check_copies
 from ml_flashpoint.engine.checkpointer import Phase
 from ml_flashpoint.flashpoint import Flashpoint
 from ml_flashpoint.format.errors import InvalidArgumentError, LoadError, NothingLoadableError
@@ -38,20 +31,9 @@ from ml_flashpoint.format.names import CheckpointContainerId
 from ml_flashpoint.state.archive import save_archive
 from ml_flashpoint.state.parameters import expected_tensors, freeze_parameters, named_parameters
 from ml_flashpoint.state.random_numbers import capture_rng_state, restore_rng_state
-from ml_flashpoint.state.tracked import TrackedLoad, TrackedState, largest_share
 
 _log = logging.getLogger(__name__)
 
-Checkpoint = dict[str, Any]
-"""A dictionary that `Trainer.save_checkpoint` would save."""
-
-REST = "lightning"
-_SHARED = "shared"
-# Parts of the dictionary that strategies which are not sharded keep alike on all ranks; `current_model_state` is
-# where Lightning's weight averaging puts the model's.
-_OF_MODEL = ("state_dict", "current_model_state")
-_ALIKE = (*_OF_MODEL, "optimizer_states")
-_DICTS = (dict, OrderedDict, defaultdict)
 _BESIDES = "ml_flashpoint"  # what Lightning does not save itself
 _TENSORS = ("state_dict", "optimizer_states")
 
@@ -228,154 +210,6 @@ def _tensors_of(trainer: Trainer) -> list[torch.Tensor]:
     for optimizer in trainer.optimizers:
         tensors += expected_tensors(optimizer)
     return tensors
-
-
-# ---- dictionaries of unsharded strategies ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Mark:
-    """The place of a tensor that was taken out of a dictionary."""
-
-    path: str
-    requires_grad: bool
-    is_parameter: bool
-
-
-def take_apart(value: Any, path: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return nested dicts, lists and tuples with a `Mark` in the place of each tensor, and the tensors by their places,
-    detached and not copied. Tensors that are more than their memory (sparse, quantized) stay in place."""
-    tensors: dict[str, torch.Tensor] = {}
-
-    def walk(value: Any, path: str) -> Any:
-        if isinstance(value, torch.Tensor):
-            if not is_plain_strided(value) or value.is_meta:
-                return value.detach()
-            while path in tensors:  # "a.b" beside a["b"]
-                path += "'"
-            tensors[path] = value.detach()
-            return Mark(path, value.requires_grad, isinstance(value, torch.nn.Parameter))
-        if type(value) in _DICTS:
-            made = copy.copy(value)  # with what it has beside its items, as state dicts of modules have
-            for key, item in value.items():
-                made[key] = walk(item, f"{path}.{key}" if path else str(key))
-            return made
-        if type(value) in (list, tuple):
-            return type(value)([walk(item, f"{path}.{index}") for index, item in enumerate(value)])
-        return value
-
-    return walk(value, path), tensors
-
-
-def put_together(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return what `take_apart` was given. Raises `LoadError` if a tensor is missing."""
-    if isinstance(value, Mark):
-        if value.path not in tensors:
-            raise LoadError(f"the checkpoint does not have the tensor {value.path!r}, which its dictionary refers to")
-        tensor = tensors[value.path]
-        if value.is_parameter:
-            return torch.nn.Parameter(tensor, value.requires_grad)
-        return tensor.requires_grad_() if value.requires_grad else tensor
-    if type(value) in _DICTS:
-        for key, item in value.items():
-            value[key] = put_together(item, tensors)
-        return value
-    if type(value) in (list, tuple):
-        return type(value)([put_together(item, tensors) for item in value])
-    return value
-
-
-class Slot:
-    """A tracked object whose state ``make`` gives, and which keeps what is loaded."""
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make = make
-        self._loaded: Any = None
-
-    def state_dict(self) -> Any:
-        """Return the state to save."""
-        return self._make()
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Keep what was loaded."""
-        self._loaded = state_dict
-
-    def take(self) -> Any:
-        """Return what was loaded, once; it is not kept."""
-        loaded, self._loaded = self._loaded, None
-        return loaded
-
-    @staticmethod
-    def has_place(state: Any) -> bool:
-        """Return True if a dictionary has the places of loaders, which Lightning saves of those that have a state."""
-        for key in ("loops", "fit_loop", "state_dict", "combined_loader"):
-            state = state.get(key) if isinstance(state, dict) else None
-        return bool(state)
-
-
-class DictionaryState(TrackedState):
-    """Tracks one checkpoint dictionary. Tensors of model and optimizers are saved as such, each by one of the ranks;
-    the rest is packed, as with sharded strategies, with their places marked.
-
-    Attributes:
-        make: gives the dictionary to save. sizes: gives tensors as large as what will be saved of model and optimizers.
-        parameters: names of the model's parameters in the dictionary. Of its buffers, rank 0's are saved, as Lightning
-            does. None: there is one rank, or all ranks have the same.
-        rest: the dictionary without these tensors; once loaded, with them.
-    """
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        super().__init__(rank, world_size)
-        self.make: Callable[[], Checkpoint] = dict
-        self.parameters: Collection[str] | None = None
-        self.sizes: Callable[[], list[torch.Tensor]] = list
-        self._marked: Checkpoint | None = None
-        self.rest = Slot(lambda: self._marked)
-        self.add(REST, self.rest)
-        self.names += (_SHARED,)
-
-    def how_to_decide(self, names: Iterable[str]) -> str:
-        """See `TrackedState.how_to_decide`. What is a rank's own here are loops, callbacks and loaders of Lightning."""
-        return (
-            "start as many ranks as there were (loops, callbacks and loaders are theirs), or make the callback with"
-            ' FlashpointCallback(..., on_world_size_change="keep")'
-        )
-
-    def to_save(self) -> dict[str, Any]:
-        """See `TrackedState.to_save`."""
-        self._marked = marked = dict(self.make())
-        shared: dict[str, torch.Tensor] = {}
-        for key in filter(marked.__contains__, _ALIKE):
-            marked[key], tensors = take_apart(marked[key], key)
-            shared |= {path: tensor for path, tensor in tensors.items() if self._is_saved(path)}
-        try:
-            state = super().to_save()
-        finally:
-            self._marked = None
-        return {**state, _SHARED: shared} if shared else state
-
-    def _is_saved(self, path: str) -> bool:
-        key, _, name = path.partition(".")
-        return self.rank == 0 or self.parameters is None or key not in _OF_MODEL or name in self.parameters
-
-    def expected_bytes(self) -> int:
-        """See `TrackedState.expected_bytes`."""
-        return largest_share((tensor.nbytes for tensor in self.sizes()), self.world_size)
-
-    def places(self, metadata: Metadata, source_rank: int, names: set[str]) -> dict[str, Any]:
-        """See `TrackedState.places`. Tensors are loaded into new ones, in memory of the CPU."""
-        state, prefix = super().places(metadata, source_rank, names), f"{_SHARED}."
-        shared = {
-            key.removeprefix(prefix): torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
-            for key, entry in metadata.state_dict_metadata.items()
-            if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
-        }
-        return {**state, _SHARED: shared} if shared else state
-
-    def apply(self, target: TrackedLoad, states: Mapping[str, Any]) -> None:
-        """See `TrackedState.apply`."""
-        super().apply(target, states)
-        self.rest.load_state_dict(put_together(self.rest.take(), target.state.get(_SHARED, {})))
 
 
 # ---- strategies ---------------------------------------------------------------------------------------------------

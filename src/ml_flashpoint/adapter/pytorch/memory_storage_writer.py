@@ -115,7 +115,10 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
                 value=checkpoint_saver,
             )
         saver = checkpoint_saver
-        saves = LocalSaves.of(saver) if isinstance(saver, Checkpointer) else saver.saves
+        if isinstance(saver, Checkpointer):
+            saves = LocalSaves(saver.ranks, lambda base: saver, lambda: saver)
+        else:
+            saves = saver.saves
         self._set_up(saves, by_name(safe_globals), trust_bytes)
         self.saver = checkpoint_saver
 
@@ -273,7 +276,7 @@ class MemoryStorageWriter(OverlappingDoor, StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Leave the plans as they are. Raise a `SaveError`, through DCP on every rank, if not all ranks save."""
         saves = self._saves
-        if len(plans) > 1 and len(plans) != saves.world_size:
+        if len(plans) != saves.world_size:
             raise SaveError(
                 f"{len(plans)} of the job's {saves.world_size} ranks save, which makes no version",
                 rank=saves.rank,

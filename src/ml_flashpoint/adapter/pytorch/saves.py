@@ -287,23 +287,14 @@ class LocalSaves:
         self._secret = secrets.token_bytes(32)
         self._address = f"\0flashpoint-{secrets.token_hex(16)}"  # an abstract name: there is no file
 
-    @classmethod
-    def of(cls, checkpointer: Checkpointer) -> LocalSaves:
-        """Return saves into a base container that is open."""
-
-        def open_base(base: CheckpointContainerId) -> Checkpointer:
-            if base != checkpointer.base:
-                text = f"a writer saves into one base container, {checkpointer.base} here"
-                raise InvalidArgumentError(text, argument="checkpoint_id", value=str(base))
-            return checkpointer
-
-        return cls(checkpointer.ranks, open_base, lambda: checkpointer)
-
     def enter(self, version: CheckpointContainerId) -> Checkpointer:
         """Return the checkpointer of a version that all ranks are about to save. Collective where its base container is
         not open yet, or where its step was saved before: that begins a new run. Raises `InvalidArgumentError` if the
         path is that of no version, or another base container is open."""
         checkpointer = self._open_base(checked_version(version).parent)
+        if checkpointer.base != version.parent:
+            text = f"a writer saves into one base container, {checkpointer.base} here"
+            raise InvalidArgumentError(text, argument="checkpoint_id", value=str(version))
         with self._entering:
             name = SaveId(checkpointer.run, version.step or 0)
             if checkpointer.phase is Phase.BETWEEN_RUNS or (checkpointer.run and name <= self._entered):

@@ -292,7 +292,7 @@ def a_planner_fails_on_one_rank(door: Door, mode: str) -> None:
 @case
 def each_rank_for_itself(door: Door, mode: str) -> None:
     """Ranks save one version together, or none."""
-    with pytest.raises(CheckpointException, match="1 of the job's .* ranks save, which makes no version"):
+    with pytest.raises(CheckpointException, match=r"1 of the job's .* ranks save, which makes no version"):
         door.save_by(mode, plain_state(1), 1, no_dist=True)
     dist.barrier()
     door.save_by(mode, plain_state(2), 2)

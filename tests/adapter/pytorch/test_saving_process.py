@@ -107,7 +107,7 @@ def test_what_was_staged_is_the_object(door: Door) -> None:
     for step in (1, 2, 3):
         state = {"w": torch.full((elements,), float(step))}
         _save_by_process(door, state, step)
-        assert door.saver.stats.last_verified == step
+        assert door.saver.status.verified == step
         assert_same(door.load(blank(state), step), state)
         assert door.object_path(step).stat().st_size < 4 * elements * 1.1, "it was copied once more"
 

@@ -137,6 +137,7 @@ class LoaderState(PlaceInData):
         self._pending: Epoch | None = None
         self._begun_at: int | None = None  # steps done as the newest pass began; None since an epoch was loaded
         self._saves = 0
+        self._is_told = False  # that a pass goes on beside a newer one
 
     # ---- saving and loading -------------------------------------------------------------------------------
 
@@ -314,6 +315,12 @@ class LoaderState(PlaceInData):
                     epoch.workers = epoch.workers or [b""] * workers
                     epoch.workers[epoch.position % workers] = worker
                 epoch.position += 1
+            if self.epoch is not epoch and not self._is_told:
+                self._is_told = True
+                text = (
+                    "a loop over %r goes on beside a newer one, or from before a resume(): a restart goes on with the"
+                )
+                _log.warning(text + " newer one, and the batches of this one are others then", self._name)
             yield batch
         epoch.ended, epoch.own, epoch.generators = True, None, None
         if fetched or not one_for_each:

@@ -196,11 +196,36 @@ def every_other(fp: Flashpoint, loader: Loader) -> None:
         fp.wait()
 
 
+def two_at_a_time(fp: Flashpoint, loader: Loader) -> None:
+    for _ in zip(fp.batches(loader), fp.batches(loader), strict=True):
+        fp.step()
+        fp.wait()
+
+
+def one_within_the_other(fp: Flashpoint, loader: Loader) -> None:
+    for _ in fp.batches(loader):
+        next(iter(fp.batches(loader)))
+        fp.step()
+        fp.wait()
+
+
+def over_a_resume(fp: Flashpoint, loader: Loader) -> None:
+    for number, _ in enumerate(fp.batches(loader), 1):
+        fp.step()
+        fp.wait()
+        if number == 2:
+            fp.resume()
+
+
 @pytest.mark.parametrize(
     ("loop", "make", "message"),
     [
         (past_the_batches, plain, "nobody loops over fp.batches"),
         (every_other, plain, "through= has not given one batch for each"),
+        (two_at_a_time, plain, "a loop over 'loader' goes on beside a newer one"),
+        (two_at_a_time, stateful, "a loop over 'loader' goes on beside a newer one"),
+        (one_within_the_other, plain, "a loop over 'loader' goes on beside a newer one"),
+        (over_a_resume, plain, "a loop over 'loader' goes on .* from before a resume"),
     ],
 )
 def test_a_loop_that_a_restart_changes_is_told_so_once(

@@ -29,7 +29,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -124,9 +124,10 @@ class AgreementFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksMissing(Event):
-    """Rank 0 has heard nothing of ``ranks`` about a save, which is not verified therefore. Nothing has failed yet.
+    """Nothing was heard of ``ranks`` about a save, for ``seconds``. Nothing has failed yet.
 
-    ``seconds``: since rank 0 has its part and the copies of it.
+    Rank 0 has its part and the copies of it, and the save is not verified. Or, on any rank, the state has a new
+    structure, and the save waits until all ranks have come to it.
     """
 
     ranks: tuple[int, ...]
@@ -407,6 +408,11 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 # ---- lines for people -----------------------------------------------------------------------------------------------
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Return the first ranks of some, in words."""
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
 def announce(logger: logging.Logger, rank: int, text: str, *values: object) -> None:

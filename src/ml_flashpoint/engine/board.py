@@ -273,7 +273,7 @@ class Board:
         self._late_s *= 2
         if missing:
             step = None if save is None else save.step
-            named = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+            named = events.named(missing)
             self._missing = f"step {step} is not verified: for {seconds:.0f} s, nothing was heard of rank {named}"
             _log.warning("%s", self._missing)
             self._emit(events.RanksMissing, step=step, ranks=tuple(missing), seconds=seconds)

@@ -251,16 +251,14 @@ class Replicas:
             self._publish_entry(store)
             keys = [f"entry/{rank}" for rank in range(self._ranks)]
             blobs = store.multi_get(keys) if store.plain.check(keys) else [store.get(key) for key in keys]
-            entries = [json.loads(blob) if blob else None for blob in blobs]
-            came = [entry is not None and (save is None or tuple(entry[2:]) >= save) for entry in entries]
-            if not all(came):
-                missing = tuple(rank for rank, is_there in enumerate(came) if not is_there)
-                entry = entries[missing[0]]
-                told = "not saved" if entry is None else f"come to step {entry[3]}"
+            entries = {rank: json.loads(blob) for rank, blob in enumerate(blobs) if blob}
+            behind = {rank: entry for rank, entry in entries.items() if save is not None and tuple(entry[2:]) < save}
+            if missing := [rank for rank in range(self._ranks) if rank in behind or rank not in entries]:
+                told = f"come to step {behind[missing[0]][3]}" if missing[0] in behind else "not saved"
                 error = _NotYetError(f"rank {missing[0]} has {told}")
-                error.missing = missing
+                error.missing = tuple(missing)
                 raise error
-            structures = [(kind, plan) for kind, plan, *_ in entries]
+            structures = [(kind, plan) for kind, plan, *_ in entries.values()]
             if _UNKNOWN in structures:
                 rank = structures.index(_UNKNOWN)
                 raise SaveError("a rank could not read its state; its log says why", step=save and save.step, rank=rank)

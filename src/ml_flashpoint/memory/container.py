@@ -497,8 +497,8 @@ class JobLock:
         raise AssertionError
 
     def check(self) -> None:
-        """Take the lock again if this process has lost it: POSIX ends the lock as any code of the process closes the file,
-        as a copy of the folder does. Raise a `JobInUseError` if another job has the lock by now, or if somebody has
+        """Take the lock again if this process has lost it: POSIX ends the lock as any code of the process closes the
+        file, as a copy of the folder does. Raise a `JobInUseError` if another job has the lock by now, or if somebody has
         removed the base container: a folder at its path is another job's."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             status = os.stat(self._path, follow_symlinks=False)

@@ -498,8 +498,12 @@ class JobLock:
 
     def check(self) -> None:
         """Take the lock again if this process has lost it: POSIX ends the lock as any code of the process closes the
-        file, as a copy of the folder does. Raise a `JobInUseError` if another job has the lock by now, or if somebody has
-        removed the base container: a folder at its path is another job's."""
+        file, as a copy of the folder does.
+
+        Raises:
+            JobInUseError: another job has the lock by now; or somebody has removed the base container, and a folder at
+                its path is another job's.
+        """
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             status = os.stat(self._path, follow_symlinks=False)
             if (status.st_dev, status.st_ino) == self._file:

@@ -91,7 +91,8 @@ class Epoch:
     Attributes:
         number: from 1 on, over all lives of the job; 0 while there was none.
         position: batches given to the loop. ended: True once the loop was told that there are no more.
-        start: generators and samplers when it began. Empty if other ranks began it.
+        start: generators and samplers when it began, and generators before the first index was drawn (``drawing``): a
+            loop may draw other numbers between the two. Empty if other ranks began it.
         checksum: of the indices of the batches given.
         workers: generators of each worker after its latest of these batches.
         own, generators: states of the loader and of its generators after these batches; None while these can be asked.
@@ -186,11 +187,12 @@ class LoaderState(PlaceInData):
         for generator, saved in zip(self._generators(), generators or (), strict=False):
             generator.set_state(saved)
 
-    def _capture(self) -> dict[str, Any]:
+    def capture(self) -> dict[str, Any]:
         """Return the state of all generators that indices may be drawn from."""
         return {"rng": capture_rng_state(), "own": [each.get_state() for each in self._generators()]}
 
-    def _restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
+        """Put back what `capture` returned."""
         restore_rng_state({**state["rng"], "cuda": []})
         self._put_back(state["own"])
 
@@ -207,8 +209,8 @@ class LoaderState(PlaceInData):
         if self._begun_at is not None and (done != self._begun_at or self.epoch.ended):
             self._pending = None  # training has gone on, or nothing was left of what was loaded
         resumed, before = self._pending is not None, self._pending or self.epoch
-        is_known = self._stateful and before.position > 0  # by the loader's own state
-        goes_on = resumed and before.under_way and (is_known or not self._is_next_epoch(before))
+        is_next = resumed and before.under_way and self._is_next_epoch(before)
+        goes_on = resumed and before.under_way and not is_next
         if goes_on:
             if self.restored is not None:
                 self.restored.put_back(self)
@@ -221,10 +223,14 @@ class LoaderState(PlaceInData):
             epoch, inner, drawn = self._begin_plain(before, goes_on=goes_on)
         else:
             epoch = before.again() if goes_on else Epoch(before.number + 1)
-            if goes_on or (resumed and _is_finished(before.own)):
+            if goes_on or is_next or (resumed and _is_finished(before.own)):
                 self.loader.load_state_dict(before.own)  # somebody may have iterated over it since
                 self._make_quietly()
             inner = iter(self.loader)
+            if is_next:  # the epoch before has nothing left
+                for _ in inner:
+                    pass
+                inner = iter(self.loader)
         self.epoch, self._begun_at, self.is_looped_over = epoch, done, True
         if through is not None:
             epoch.own, epoch.generators = copy.deepcopy(self._own_state())
@@ -232,14 +238,15 @@ class LoaderState(PlaceInData):
 
     def _is_next_epoch(self, epoch: Epoch) -> bool:
         """Return True if the program has gone on to the next epoch after the last batch of the one before. Raise a
-        `LoadError` if it has set another epoch and no checksum of batches would tell, as where other ranks began it."""
+        `LoadError` if it has set another epoch and no checksum of batches would tell: other ranks began it, or the
+        loader goes on by a state of its own."""
         begun = self._set_epoch()
         if begun == epoch.set_epoch:
             return False
         with contextlib.suppress(TypeError):  # it has no length
             if epoch.position >= len(self.loader):
                 return True
-        if not epoch.position:
+        if self._stateful or not epoch.position:
             raise LoadError(
                 f"the sampler of {self._name!r} was set to epoch {begun}, and its state is of the midst of epoch"
                 f" {epoch.set_epoch}",
@@ -249,7 +256,7 @@ class LoaderState(PlaceInData):
 
     def _begin_plain(self, before: Epoch, *, goes_on: bool) -> tuple[Epoch, Iterator[Any], deque[int]]:
         """Return the iterator of a loader like this one, whose indices are counted, and whose workers go on."""
-        loader, now = self.loader, self._capture()
+        loader, now = self.loader, self.capture()
         # The rest of an epoch that other ranks have begun has nothing of their generators and workers.
         again = goes_on and bool(before.start)
         if again:
@@ -258,7 +265,7 @@ class LoaderState(PlaceInData):
             samplers = [each.state_dict() if _has_state(each) else None for each in self._samplers()]
             epoch = Epoch(before.number + (not goes_on), start={**now, "samplers": samplers})
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        indices = _Indices(getattr(loader, name), epoch, self._name)
+        indices = _Indices(getattr(loader, name), epoch, self._name, self)
         counted: Any = object.__new__(type(loader))
         vars(counted).update({**vars(loader), name: indices, "persistent_workers": False})
         if loader.num_workers:
@@ -267,7 +274,7 @@ class LoaderState(PlaceInData):
             vars(counted)["worker_init_fn"] = _GoingOn(loader.worker_init_fn, epoch.workers, epoch.position)
         if not again:
             return epoch, iter(counted), indices.drawn
-        self._restore(epoch.start)
+        self.restore(epoch.start)
         for sampler, saved in zip(self._samplers(), epoch.start["samplers"], strict=False):
             if saved is not None and _has_state(sampler):
                 sampler.load_state_dict(saved)
@@ -275,7 +282,7 @@ class LoaderState(PlaceInData):
             inner = iter(counted)
             indices.skip()
         finally:
-            self._restore(now)
+            self.restore(now)
         return epoch, inner, indices.drawn
 
     def _make_quietly(self) -> None:
@@ -285,11 +292,11 @@ class LoaderState(PlaceInData):
 
         def make_quietly() -> Any:
             del loader._get_iterator
-            now = self._capture()
+            now = self.capture()
             try:
                 return loader._get_iterator()
             finally:
-                self._restore(now)
+                self.restore(now)
 
         loader._get_iterator = make_quietly
 
@@ -365,8 +372,8 @@ class _Indices:
     """The stand-in for a loader's sampler: the same indices, counted, after those of batches that were given already.
     ``drawn`` are checksums after batches that are being fetched."""
 
-    def __init__(self, sampler: Any, epoch: Epoch, name: str) -> None:
-        self._sampler, self._epoch, self._name = sampler, epoch, name
+    def __init__(self, sampler: Any, epoch: Epoch, name: str, generators: LoaderState) -> None:
+        self._sampler, self._epoch, self._name, self._generators = sampler, epoch, name, generators
         self._to_skip, self._checksum = 0, 0
         self._indices: Iterator[Any] = iter(())
         self.drawn: deque[int] = deque()
@@ -384,6 +391,8 @@ class _Indices:
         expected, self._to_skip = self._to_skip, 0
         if not expected:
             return
+        if "drawing" in self._epoch.start:
+            self._generators.restore(self._epoch.start["drawing"])
         given = sum(1 for _ in map(self._count, itertools.islice(self._indices, expected)))
         if (given, self._checksum) != (expected, self._epoch.checksum):
             raise LoadError(
@@ -394,6 +403,8 @@ class _Indices:
 
     def _rest(self) -> Iterator[Any]:
         self.skip()
+        if not self._epoch.position:
+            self._epoch.start = {**self._epoch.start, "drawing": self._generators.capture()}
         for batch in self._indices:
             self._count(batch)
             self.drawn.append(self._checksum)

@@ -139,6 +139,7 @@ class LoaderState(PlaceInData):
         self._begun_at: int | None = None  # steps done as the newest pass began; None since an epoch was loaded
         self._saves = 0
         self._is_told = False  # that a pass goes on beside a newer one
+        self._iterator: Any = None  # of the newest pass, where it has the loader's state
 
     # ---- saving and loading -------------------------------------------------------------------------------
 
@@ -155,7 +156,9 @@ class LoaderState(PlaceInData):
         return {**vars(epoch), **more, "own": own, "generators": generators}
 
     def _own_state(self) -> tuple[dict[str, Any] | None, list[torch.Tensor]]:
-        return self.loader.state_dict() if self._stateful else None, [each.get_state() for each in self._generators()]
+        # Torchdata's loader has that of the iterator which was made last, by whomever.
+        has_state = self.loader if self._iterator is None else self._iterator
+        return has_state.state_dict() if self._stateful else None, [each.get_state() for each in self._generators()]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state with the next pass over the loader."""
@@ -168,7 +171,7 @@ class LoaderState(PlaceInData):
             if pending.set_epoch is not None and hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(pending.set_epoch)
         _deal(self.loader, pending.dealing if pending.under_way else None)
-        self._pending, self.epoch, self._begun_at = pending, pending.again(), None
+        self._pending, self.epoch, self._begun_at, self._iterator = pending, pending.again(), None, None
 
     def forget(self) -> None:
         """Undo a `load_state_dict` that was part of a load that failed elsewhere."""
@@ -231,6 +234,8 @@ class LoaderState(PlaceInData):
                 for _ in inner:
                     pass
                 inner = iter(self.loader)
+            is_torchdatas = type(self.loader).state_dict.__module__.startswith("torchdata.")
+            self._iterator = inner if is_torchdatas and hasattr(inner, "state_dict") else None
         self.epoch, self._begun_at, self.is_looped_over = epoch, done, True
         if through is not None:
             epoch.own, epoch.generators = copy.deepcopy(self._own_state())

@@ -131,6 +131,8 @@ PROGRAMS: dict[str, tuple[Callable[[], Loader], Any, Peek, Peek]] = {
     "torchdata, one ahead": (stateful, one_ahead, nothing, nothing),
     "torchdata, workers, thread ahead": (lambda: stateful(**FORKED), thread_ahead, nothing, nothing),
     "torchdata, peek at the batches": (stateful, None, at_the_batches, nothing),
+    "torchdata, peek in mid-epoch": (stateful, None, nothing, at_the_loader),
+    "torchdata, workers, peek in mid-epoch": (lambda: stateful(**FORKED), None, nothing, at_the_loader),
     "torchdata, own loop": (lambda: with_own_loop(lambda each: (2 * it for it in each), True), None, nothing, nothing),
 }
 

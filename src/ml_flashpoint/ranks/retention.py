@@ -1,4 +1,4 @@
-"""Which versions are saved, persisted and stay in memory: rules, as pure functions that all ranks compute alike."""
+"""Rules for the versions that are persisted and that stay in memory: pure functions with equal results on all ranks."""
 
 from __future__ import annotations
 

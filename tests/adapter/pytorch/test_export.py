@@ -446,7 +446,7 @@ def test_the_command(
     assert flashpoint("export", f"{base}@9", *to) == 2
     assert "no complete version of step 9" in capsys.readouterr().err
     assert flashpoint("export", f"{base}@1", f"{base}@2", *to) == 2
-    assert "these are different steps" in capsys.readouterr().err
+    assert "the sources name different steps" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("format", FORMATS)

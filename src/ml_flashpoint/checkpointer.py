@@ -303,7 +303,7 @@ class Checkpointer(engine.Checkpointer):
             done, source = version.step or 0, report.tier
         elif fallback is not None:
             if why := load.why():
-                _log.error("falling back, and what is in memory will be overwritten: %s", why)
+                _log.error("calling the fallback; later saves will overwrite the versions in memory: %s", why)
             done, source = self._fall_back(fallback), "fallback"
         self.go_on_from(version)
         self.check_room(tracked.expected_bytes())

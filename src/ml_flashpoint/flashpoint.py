@@ -236,7 +236,7 @@ class Flashpoint:
         stats, failure = self._checkpointer.stats, None
         if not self._told and stats.last_committed is not None:
             self._told = True
-            what = "first save works: step %s, %.3g MB of this rank in memory; it held training up for %.3f s"
+            what = "first save committed: step %s, %.3g MB on this rank; it blocked training for %.3f s"
             events.announce(_log, self._ranks.rank, what, stats.last_committed, stats.bytes / 1e6, stats.blocked_s)
         pending, self._pending = self._pending, []
         for step, committed in pending:
@@ -334,7 +334,7 @@ class Flashpoint:
     def _close(self, deadline_s: float) -> None:
         if not self.is_closed:
             if not self._checkpointer.await_commits(deadline_s):
-                _log.warning("closed while a save was under way: it may not be committed")
+                _log.warning("closed during a save, which may not be committed")
             self._checkpointer.close(deadline_s)
 
     def __enter__(self) -> Flashpoint:

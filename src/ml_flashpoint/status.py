@@ -288,5 +288,5 @@ class Recovery:
         if self.source == "persisted":
             return f"resumed at step {self.step} from the persisted {self.version} in {self.total_s:.2f} s{left}"
         if self.source == "fallback":
-            return f"memory has no checkpoint to go on from ({base}){left}: at step {self.step}, from the fallback"
-        return f"no checkpoint to go on from in {base}{left}: training starts at step {self.step}"
+            return f"no version in memory ({base}){left}: resumed at step {self.step} from the fallback"
+        return f"no version in {base}{left}: training starts at step {self.step}"

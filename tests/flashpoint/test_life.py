@@ -211,12 +211,13 @@ def _said(base: Path, setup: str = "", fallback: str = "None", *, cold: bool = F
 def test_says_where_it_goes_on_and_that_it_saves(base: Path) -> None:
     said = _said(base, cold=True)
     assert len(said) == 4, said
-    assert said[0] == f"ml_flashpoint: no checkpoint to go on from in {base}: training starts at step 0"
+    assert said[0] == f"ml_flashpoint: no version in {base}: training starts at step 0"
     assert re.fullmatch(
-        r"ml_flashpoint: first save works: step [123], [\d.]+ MB of this rank in memory; it held .* [\d.]+ s", said[1]
+        r"ml_flashpoint: first save committed: step [123], [\d.]+ MB of this rank in memory; it blocked .* [\d.]+ s",
+        said[1],
     )
     assert said[2].startswith(f"ml_flashpoint: resumed at step 3 from memory ({base}/step-3_ckpt) in ")
-    assert said[3].startswith("ml_flashpoint: first save works: step ")
+    assert said[3].startswith("ml_flashpoint: first save committed: step ")
 
 
 @pytest.mark.slow

@@ -271,7 +271,7 @@ class Checkpointer:
             size = self._copies.push(save, verdict, self._pool)
         except FlashpointError as error:
             if self.stats.copy_error is None:  # once, until copies are made again
-                _log.error("replication fails, older versions stay: %s", error)
+                _log.error("replication fails; older versions are kept: %s", error)
             self.stats.copy_error = str(error)
             self._emit(events.ReplicationFailed, save.step, error=str(error))
             raise
@@ -471,8 +471,8 @@ class Checkpointer:
         if self.phase is Phase.UNASKED and ask is not None:
             # What to do is in the message: of what DCP passes on, users see no hints.
             raise UnaskedVersionsError(
-                "there are checkpoints of an earlier run here that nobody has asked about, and saving would overwrite"
-                f" them: call {ask} before the first save, to go on from them or give them up, or use another folder",
+                "an earlier run has left versions here, and saving would overwrite"
+                f" them: call {ask} before the first save, or use another folder",
                 rank=rank,
                 node=self.ranks.node,
                 path=self.base,
@@ -498,7 +498,7 @@ class Checkpointer:
         if self._persister is not None:
             self._persister.hurry()  # at once: a save that other ranks have not begun may take all the time there is
         if not (done := self._wait_for_copies(deadline_s)):
-            _log.warning("the save in flight was not verified within %.0f s", deadline_s)
+            _log.warning("the unfinished save was not verified within %.0f s", deadline_s)
         if self._persister is not None and not self._persister.finish(max(give_up - time.monotonic(), 0.0)):
             _log.warning("the newest version was not persisted within %.0f s", deadline_s)
             return False

@@ -484,7 +484,7 @@ class Recovery:
             try:
                 mark_verified(self.container, self._run)
             except SaveError as error:
-                _log.warning("if all versions are lost, the job will start from nothing: %s", error)
+                _log.warning("if all versions are lost, the job will start from scratch: %s", error)
 
     def check_room(self, expected_bytes: int) -> None:
         """See `Checkpointer.check_room`."""
@@ -618,7 +618,7 @@ class _Search:
             if exists and self._is_wanted(stored.save):
                 return stored
         if memory is not None and listed.unknown:
-            _log.warning("going on from memory, and there may be a newer version: %s", listed.unknown)
+            _log.warning("resuming from memory; the store may have a newer version: %s", listed.unknown)
         return memory
 
     def _is_wanted(self, save: SaveId) -> bool:
@@ -642,7 +642,7 @@ class _Search:
             error.rank, error.node, error.path = ranks.rank, ranks.node, str(recovery.container.base)
             raise error
         if any(report.inventory.parts for report in self.reports) and not self.excluded:
-            _log.warning("starting anew: no version of this job was ever complete")
+            _log.warning("starting from scratch: no version of this job was ever complete")
 
     def _take(self, found: Found) -> FlashpointError | None:
         """Have this rank's own part here, and check what this rank has to check. Return the error, for the other ranks

@@ -274,8 +274,8 @@ class Save:
                 raise shortage
             if self.committed.done():
                 raise self.committed.exception() or SaveError("the save has ended", step=self.step)
-            text = "no slot is free: earlier saves are still being copied, or their versions read"
-            hint = "save less often, or raise the limit of memory, so that there is room for two more slots"
+            text = "no slot is free, because earlier saves are still being written, copied or read"
+            hint = "save less often, or give the node memory for two more slots (flashpoint plan)"
             if not explicit or saves.thread.is_current:  # nothing becomes free while that one waits
                 raise SkippedError(f"the save is skipped: {text}", step=self.step, rank=saves.ranks.rank, hint=hint)
             if not self.terms.left_s:
@@ -414,7 +414,7 @@ class Saves:
         if (board := self.board) is not None and save.id is not None:
             board.fail(save.id, late=int(is_skipped))
         if is_first:
-            _log.warning("%s; until one is not skipped, nothing more is said", error)
+            _log.warning("%s; skips that follow directly are only counted", error)
         if is_skipped:
             events.emit(events.SaveSkipped, self.ranks, self.base, save.step)
         else:

@@ -205,7 +205,7 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
         except NothingLoadableError as error:
             if fallback is None:
                 raise
-            _log.error("falling back, and what is in memory will be overwritten: %s", error)
+            _log.error("calling the fallback; later saves will overwrite the versions in memory: %s", error)
             self.step_found = None
         if self.step_found is None:
             return None

@@ -110,7 +110,7 @@ def test_what_several_ranks_hold_is_put_together(
     if replication == "none" and len(bases) > 1:
         with pytest.raises(ObjectNotFoundError, match="no version whose parts are all here"):
             export_version(bases[0], tmp_path / "of one", format=format)
-        with pytest.raises(ObjectNotFoundError, match="those of ranks 2 of 4 are missing"):
+        with pytest.raises(ObjectNotFoundError, match="the parts of ranks 2 of 4 are missing"):
             export_version(bases[:2], tmp_path / "of two", format=format)
         for number, base in enumerate(bases):
             copy_version(base, tmp_path / f"of-node-{number}", partial=True)

@@ -357,8 +357,8 @@ class Checkpointer(engine.Checkpointer):
     # ---- life ----------------------------------------------------------------------------------------------
 
     def wait(self, deadline_s: float | None = None) -> bool:
-        """Wait until all futures of all saves have ended. Give up saves of DCP that another rank has not finished. Return
-        False after ``deadline_s`` seconds."""
+        """Wait until all futures of all saves have ended. Give up saves of DCP that another rank has not finished.
+        Return False after ``deadline_s`` seconds."""
         if self._writer_of_dcp is not None:
             self._writer_of_dcp.give_up()
         return super().wait(self.deadline_s if deadline_s is None else deadline_s)

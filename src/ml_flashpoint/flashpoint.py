@@ -215,8 +215,10 @@ class Flashpoint:
         self._report()
 
     def before_update(self) -> None:
-        """Let work that this thread launches on its devices from now on wait for the copy of the latest save. With
-        ``overlap``, call it before code other than the optimizer's ``step()`` changes tensors of a tracked optimizer."""
+        """Let work that this thread launches on its devices from now on wait for the copy of the latest save.
+
+        With ``overlap``, call it before code other than ``optimizer.step()`` changes tensors of a tracked optimizer.
+        """
         self._checkpointer.overlap.before_update()
 
     # ---- what becomes of saves ----------------------------------------------------------------------------
@@ -312,7 +314,7 @@ class Flashpoint:
         )
 
     def scalars(self, prefix: str = "flashpoint/") -> dict[str, float]:
-        """Return the numbers of `health` and the newest steps by name, for TensorBoard or W&B. Unknown ones are left out."""
+        """Return the numbers of `health` and the newest steps by name, for TensorBoard or W&B, except unknown ones."""
         saved, copied, recovery = self.last_saved, self.last_replicated, self.last_recovery
         lag = None if copied is None else max(0, (saved or 0) - copied)
         more: dict[str, float | None] = {"last_saved": saved, "last_replicated": copied, "copies_lag": lag}

@@ -32,7 +32,6 @@ from ml_flashpoint.memory.slot import Slot
 from ml_flashpoint.ranks.rank_group import RankGroup
 from ml_flashpoint.stores.durable import DurableVersions
 from ml_flashpoint.stores.location import open_durable
-from ml_flashpoint.stores.version_store import check_blocks
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -242,7 +241,7 @@ class Persister:
         for begin in range(0, record.size, piece):
             with self._reading(task):
                 content = slot.buffer[begin : min(begin + piece, record.size)]
-                check_blocks(record, begin, content, str(slot.path))
+                record.check(content, begin, path=slot.path)
             for at in range(0, len(content), _SLICE_BYTES):
                 self._pause(task, len(content[at : at + _SLICE_BYTES]))
                 yield content[at : at + _SLICE_BYTES]

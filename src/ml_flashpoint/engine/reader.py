@@ -15,7 +15,6 @@ import torch
 
 from ml_flashpoint.copy.cpu import typed_view
 from ml_flashpoint.copy.dtypes import torch_dtype
-from ml_flashpoint.format.digest import verify_blocks
 from ml_flashpoint.format.errors import DamagedError, ObjectNotFoundError, PrunedError, UnreadableError, retrying
 from ml_flashpoint.format.knobs import recovery_deadline_s
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
@@ -25,7 +24,7 @@ from ml_flashpoint.memory.container import BaseContainer
 from ml_flashpoint.memory.pool import Pool
 from ml_flashpoint.stores.bounded import in_background, result_of
 from ml_flashpoint.stores.durable import DurableVersions
-from ml_flashpoint.stores.version_store import Version, check_blocks, parsed_layout
+from ml_flashpoint.stores.version_store import Version, parsed_layout
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -193,8 +192,7 @@ class MemoryParts:
             else:
                 buffer = opened.enter_context(container.open_part(save, rank)).buffer
             if (save, rank) not in self._checked:
-                bytes_of = buffer[: record.size]
-                verify_blocks(bytes_of, record.digests, record.block_size, path=path)
+                record.check(buffer[: record.size], path=path)
                 self._checked.add((save, rank))
             stack.push(opened.pop_all())
             return ObjectReader(manifest, local=buffer, path=path)
@@ -219,7 +217,7 @@ class DurableParts:
         def fetch(first: int, buffer: memoryview) -> None:
             begin = first * record.block_size
             waited_for(lambda: self._store.read_into(manifest, begin, buffer), self._store.path)
-            check_blocks(record, begin, buffer, path)
+            record.check(buffer, begin, path=path)
 
         return ObjectReader(manifest, fetch=fetch, path=path)
 

@@ -85,12 +85,6 @@ class CliqueReplicationStrategy(ReplicationStrategy):
     def __repr__(self) -> str:
         return f"cliques({sorted(set(self._clique_of))})"
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, CliqueReplicationStrategy) and repr(other) == repr(self)
-
-    def __hash__(self) -> int:
-        return hash(repr(self))
-
 
 class LazyCliqueReplicationStrategy(CliqueReplicationStrategy):
     """Cliques of ranks that are ``replication_jump`` apart; see `parse_group_sequence`. Not collective to construct.

@@ -80,15 +80,15 @@ class Checkpointer:
     Args:
         base: absolute path of a folder on a tmpfs of this node that belongs to this job alone.
         config: settings; the same on all ranks.
-        discard_existing: versions that are there do not count any more, and are removed, on all nodes.
+        discard_existing: first remove all existing versions, on all nodes.
 
     Attributes:
-        base: base container. ranks: the ranks that use it together. strategy: who holds copies of whose parts.
-        holders: the ranks that hold copies of this one's parts.
+        base: base container. ranks: the ranks of the job. strategy: the replication strategy.
+        holders: the ranks that hold copies of this rank's parts.
         container: the store of versions on this node.
-        stats: counters of what became of the saves of this rank.
-        replicas: who writes what of the state that several ranks have alike.
-        phase: what may be done with it now.
+        stats: counters of this rank's saves.
+        replicas: the division of replicated state among ranks.
+        phase: the state of the base container.
 
     Raises:
         InvalidArgumentError: an argument is unusable, or differs between ranks.
@@ -323,16 +323,16 @@ class Checkpointer:
         return self._recovery.report
 
     def newest(self) -> CheckpointContainerId | None:
-        """Find the newest version that every rank can load, and bring here what this node lacks of it, checked. None if
-        there never was one. Collective. Saves go on as before until `go_on_from`.
+        """Return the newest version that every rank can load, after fetching and checking the parts that this node
+        lacks. None if no version ever existed. Collective. Saves continue unchanged until `go_on_from`.
 
         Raises:
-            NothingLoadableError: there are versions, and none can be loaded. On all ranks.
+            NothingLoadableError: versions exist, and none can be loaded. On all ranks.
         """
         return self._find(None)
 
     def bring(self, step: int) -> CheckpointContainerId:
-        """Do the same with the version of a step. Raise a `LoadError`, on all ranks, if that cannot be loaded."""
+        """Do the same for the version of a step. Raise a `LoadError` on all ranks if it cannot be loaded."""
         found = self._find(checked_integer("step", step, 0))
         assert found is not None
         return found
@@ -344,8 +344,8 @@ class Checkpointer:
         return None if self._found is None else self.id(self._found.save.step)
 
     def go_on_from(self, version: CheckpointContainerId | None) -> None:
-        """Begin a new run, which goes on from a version that `newest` or `bring` has returned, or from none of those
-        there are. Collective. Versions outside the run's lineage do not exist any more.
+        """Begin a new run that continues from a version that `newest` or `bring` returned, or, with None, from no
+        version. Collective. Versions outside the lineage of the run are ignored from then on.
 
         Raises:
             SaveError, CapacityError: the run cannot be recorded on some node. On all ranks.
@@ -404,28 +404,28 @@ class Checkpointer:
                 saves.give_up(save, SupersededError, "the save was not verified before its run ended")
 
     def latest(self) -> CheckpointContainerId | None:
-        """Find and bring the newest version (`newest`) and go on from it (`go_on_from`). Collective."""
+        """Return the newest version (`newest`), and begin a run from it (`go_on_from`). Collective."""
         self.reconsider()
         self.go_on_from(found := self.newest())
         return found
 
     def go_back(self, step: int) -> CheckpointContainerId:
-        """Bring the version of a step (`bring`) and go on from it (`go_on_from`). Collective."""
+        """Return the version of a step (`bring`), and begin a run from it (`go_on_from`). Collective."""
         self.reconsider()
         self.go_on_from(found := self.bring(step))
         return found
 
     def discard(self, version: CheckpointContainerId) -> None:
-        """Do not find a version again until `reconsider`: it could not be loaded. The same on all ranks."""
+        """Exclude a version that could not be loaded, until `reconsider`. Call it on all ranks."""
         if self._found is not None and self.id(self._found.save.step) == version:
             self._excluded.add(self._found.save)
 
     def reconsider(self) -> None:
-        """Forget what was discarded."""
+        """Include discarded versions again."""
         self._excluded.clear()
 
     def versions(self) -> list[KeptVersion]:
-        """Return what can be gone back to, newest first. Collective."""
+        """Return the versions to which `go_back` can go, newest first. Collective."""
         self.check_usable()
         return self._recovery.versions()
 
@@ -447,7 +447,7 @@ class Checkpointer:
 
     @property
     def board_error(self) -> str | None:
-        """The reason why nothing new can be verified now; None while the board works."""
+        """The reason why no new version can be verified now; otherwise None."""
         return None if (board := self._saves.board) is None else board.error
 
     @property

@@ -38,7 +38,8 @@ class _App(typer.Typer):
 
 app = _App(
     name="flashpoint",
-    help="Look at, check, copy, export, persist and remove checkpoints in memory; plan a job, and check its nodes.",
+    help="Memory-first checkpoints for PyTorch: look at them, check, copy, export, persist and remove them; plan a job,"
+    " and check its nodes.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -121,7 +121,7 @@ def _check_names(format: str, prefix: str, names: Mapping[str, str] | None) -> N
     if prefix:
         raise InvalidArgumentError("give a prefix or names, not both", argument="prefix", value=prefix)
     if not names or not all(isinstance(each, str) and each for pair in names.items() for each in pair):
-        raise InvalidArgumentError("must be names by names, and some", argument="names", value=names)
+        raise InvalidArgumentError("must be a dict of new names by name, and not empty", argument="names", value=names)
     if len(set(names.values())) < len(names):
         raise InvalidArgumentError("two would get the same name", argument="names", value=names)
 

@@ -226,12 +226,12 @@ def test_names_that_cannot_be(
     base, *_ = trained
     for wrong, why in [
         ({}, "must select the names of the model"),
-        ({"names": {}}, "must be names by names"),
-        ({"names": {"model.bits": 3}}, "must be names by names"),
+        ({"names": {}}, "must be a dict of new names"),
+        ({"names": {"model.bits": 3}}, "must be a dict of new names"),
         ({"names": {"model.bits": "a"}, "prefix": "model."}, "not both"),
         ({"names": {"model.bits": "a", "model.empty": "a"}}, "the same name"),
         ({"names": {"model.bits": "a", "modle": "b"}}, "has none of 1 names"),
-        ({"names": {"model.bits": "a"}, "format": "dcp"}, "stay as they are"),
+        ({"names": {"model.bits": "a"}, "format": "dcp"}, "cannot be changed"),
     ]:
         options: dict[str, Any] = {"format": "hf", **wrong}
         with pytest.raises(InvalidArgumentError, match=why):

@@ -89,7 +89,7 @@ def export(
 
 
 def _names_in(path: str) -> dict[str, str]:
-    """Return names by names from a file with one JSON object."""
+    """Return the new names, by name, from a file with one JSON object."""
     import json
 
     from ml_flashpoint.format.errors import InvalidArgumentError
@@ -98,7 +98,7 @@ def _names_in(path: str) -> dict[str, str]:
         with open(path, encoding="utf-8") as file:
             found = json.load(file)
         if not isinstance(found, dict) or not all(isinstance(each, str) for each in found.values()):
-            raise ValueError("not an object of names by names")
+            raise ValueError("not a JSON object of new names by name")
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidArgumentError(f"cannot be read: {error}", argument="--name-map", value=path) from error
     return found

@@ -123,8 +123,8 @@ class LocalCheckpointManager(OverlappingDoor):
     # ---- finding and loading ------------------------------------------------------------------------------
 
     def find_latest(self) -> int:
-        """Return the newest iteration that all ranks can load, in memory or persisted. Return -1 if there is none, or if
-        each checkpoint lacks the part of some rank on all nodes. The result is valid until the next save.
+        """Return the newest iteration that all ranks can load, in memory or persisted. Return -1 if there is none, or
+        if each checkpoint lacks the part of some rank on all nodes. The result is valid until the next save.
 
         Raises:
             NoReplicasAvailableError: checkpoints exist, and their parts are damaged or cannot be read.

@@ -41,8 +41,8 @@ class AcceleratorFlashpoint(Flashpoint):
     passed to ``track``. Accelerate's own ``save_state`` keeps working.
 
     A loader resumes within its pass, without fetching earlier batches again. Random numbers that samples and collators
-    draw in the main process are the same; workers (``num_workers``) draw different ones in a resumed pass. Iterable data
-    is read again, without the random numbers of a prefetched batch. Workers are restarted in each pass, also with
+    draw in the main process are the same; workers (``num_workers``) draw different ones in a resumed pass. Iterable
+    data is read again, without the random numbers of a prefetched batch. Workers are restarted in each pass, also with
     ``persistent_workers``.
 
     Args:

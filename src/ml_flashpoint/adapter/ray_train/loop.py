@@ -50,8 +50,8 @@ class RayTrainFlashpoint(Flashpoint):
 
         TorchTrainer(train_func, run_config=RunConfig(name="job-145", failure_config=FailureConfig(max_failures=3)))
 
-    The base container has the name of the run. Workers that Ray restarts, on the same or on other nodes, resume from it,
-    and so does a later run with the same name. Construct it on all workers. Otherwise it is a `Flashpoint`.
+    The base container has the name of the run. Workers that Ray restarts, on the same or on other nodes, resume from
+    it, and so does a later run with the same name. Construct it on all workers. Otherwise it is a `Flashpoint`.
 
     When Ray says that a node is about to be taken away, the next `step` saves, and waits until the copies are on other
     nodes (with ``persist``, until the version is persisted), at most until Ray's deadline.

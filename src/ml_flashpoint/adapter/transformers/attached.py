@@ -57,9 +57,9 @@ def attach(trainer: Trainer, base: str | os.PathLike[str], *, every_n_steps: int
         attach(trainer, "/dev/shm/mlf-jobs/job-145", every_n_steps=1)
         trainer.train(resume_from_checkpoint=resume_path(trainer))
 
-    A save contains model, optimizer, scheduler, scaler, the state of the Trainer and its callbacks, the loss that is not
-    logged yet, and the random number generators. Frozen parameters of a PEFT model are left out, as the Trainer does.
-    The Trainer's own checkpoints keep working.
+    A save contains model, optimizer, scheduler, scaler, the state of the Trainer and its callbacks, the loss that is
+    not logged yet, and the random number generators. Frozen parameters of a PEFT model are left out, as the Trainer
+    does. The Trainer's own checkpoints keep working.
 
     Random numbers that samples and collators draw in the main process are the same after a restart. Workers
     (``dataloader_num_workers``) draw different ones after a restart within an epoch.

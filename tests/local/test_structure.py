@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 from collections import defaultdict
 from collections.abc import Iterator
@@ -162,9 +163,12 @@ def test_a_state_that_contains_itself_is_refused(manager: LocalCheckpointManager
 # ---- what somebody else has written -----------------------------------------------------------------------
 
 
-def _load_crafted(base: Path, archive: bytes, header: bytes = b"[]") -> Any:
-    """What a manager makes of a checkpoint with this archive and header."""
-    items = [(HEADER_KEY, header), *([(ARCHIVE_KEY, archive)] if archive else [])]
+def _load_crafted(base: Path, archive: bytes, **changed: Any) -> Any:
+    """What a manager makes of a checkpoint with this archive and a header that was changed so."""
+    data = changed.pop("header", None)
+    header = {"wrapped": True, "devices": {"t": "cpu"}, "meshes": [], **changed}
+    data = json.dumps(header).encode() if data is None else data
+    items = [(HEADER_KEY, data), *([(ARCHIVE_KEY, archive)] if archive else [])]
     with Checkpointer(base) as checkpointer:
         save = checkpointer.begin(1)
         save.fill([("t", torch.ones(2))], items)
@@ -196,7 +200,7 @@ def _archive(*described: Any) -> bytes:
 
 
 def test_a_crafted_checkpoint_is_read_like_any_other(tmpfs: Path) -> None:
-    loaded, _ = _load_crafted(tmpfs / "job", _archive("t", 0, "cpu"))
+    loaded, _ = _load_crafted(tmpfs / "job", _archive("t", 0))
     assert_equal(loaded.state_dict, {"x": torch.ones(2)})
 
 
@@ -212,17 +216,7 @@ def test_a_pickle_is_not_opened(tmpfs: Path) -> None:
 
 @pytest.mark.parametrize(
     "described",
-    [
-        ("u", 0, "cpu"),
-        (0, 0, "cpu"),
-        ("t", "0", "cpu"),
-        ("t", 0),
-        (),
-        ("t", 0, "nowhere"),
-        ("t", 0, 0),
-        ("t", 0, "cpu", "m"),
-        ("t", 0, "cpu", "m", [], [], []),
-    ],
+    [("u", 0), (0, 0), ("t", "0"), (), ("t", 0, "m"), ("t", 0, "m", [], [], [])],
     ids=str,
 )
 def test_an_archive_that_makes_no_sense_is_passed_over(tmpfs: Path, described: Any) -> None:
@@ -230,10 +224,21 @@ def test_an_archive_that_makes_no_sense_is_passed_over(tmpfs: Path, described: A
         _load_crafted(tmpfs / "job", _archive(*described))
 
 
-@pytest.mark.parametrize("header", [b"", b"not json", b"7"])
-def test_a_header_that_makes_no_sense_is_passed_over(tmpfs: Path, header: bytes) -> None:
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"header": b""},
+        {"header": b"not json"},
+        {"header": b"[]"},
+        {"devices": {"nothing": "cpu"}},
+        {"devices": {"t": "nowhere"}},
+        {"wrapped": False},
+    ],
+    ids=str,
+)
+def test_a_header_that_makes_no_sense_is_passed_over(tmpfs: Path, changed: Any) -> None:
     with pytest.raises(NoReplicasAvailableError):
-        _load_crafted(tmpfs / "job", _archive("t", 0, "cpu"), header)
+        _load_crafted(tmpfs / "job", _archive("t", 0), **changed)
 
 
 def test_a_state_without_its_archive_is_passed_over(tmpfs: Path) -> None:

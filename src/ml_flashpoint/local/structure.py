@@ -1,7 +1,11 @@
-"""States as tensors, an archive and a header: the content of one object of a local checkpoint.
+"""States as tensors, a header and an archive: the content of one object of a local checkpoint.
 
-In the archive (`state.archive`), a name stands for each tensor, and the device that the tensor was on. The header is a
-list of the meshes that DTensors have: all ranks make these together before a state is loaded.
+In the archive (`state.archive`), a name stands for each tensor. The header says on which devices the tensors were, and
+which meshes DTensors have: all ranks make these together before a state is loaded.
+
+::
+
+    {"wrapped": true, "devices": {name: device, ...}, "meshes": [mesh, ...]}
 
 Not part of a value are strides, memory shared by tensors that are not the same, and attributes set on a tensor.
 """
@@ -77,13 +81,15 @@ def encode(
 ) -> tuple[list[TensorItem], list[BytesItem]]:
     """Take a state apart, into names and tensors to store, mostly the caller's own memory, and byte items. Raises an
     `InvalidArgumentError` if it contains itself, an `UnsafeContentError` if something in it cannot be stored."""
-    value = state.state_dict if type(state) is BasicTensorAwareStateDict and not state.is_away else state
+    wrapped = type(state) is BasicTensorAwareStateDict and not state.is_away
+    value = state.state_dict if wrapped else state  # type: ignore[attr-defined]
     paths: dict[int, str] = {}
     map_tensors(lambda tensor, path: paths.setdefault(id(tensor), path), value)
     taken = _Taken(meshes, paths)
     archive = save_archive(value, "state_dict", allowed=allowed, leaves=taken)
-    header = json.dumps(list(taken.meshes)).encode()
-    return list(taken.tensors.items()), [(HEADER_KEY, header), (ARCHIVE_KEY, archive)]
+    devices = {name: _portable(tensor.device) for name, tensor in taken.tensors.items()}
+    header = {"wrapped": wrapped, "devices": devices, "meshes": list(taken.meshes)}
+    return list(taken.tensors.items()), [(HEADER_KEY, json.dumps(header).encode()), (ARCHIVE_KEY, archive)]
 
 
 def _portable(device: torch.device) -> str:
@@ -105,11 +111,11 @@ class _Taken:
 
     def take(self, tensor: torch.Tensor) -> tuple[Any, ...] | None:
         """Keep a tensor, and describe it; None if it is more than its memory."""
-        flags, device = flags_of(tensor), _portable(tensor.device)
+        flags = flags_of(tensor)
         if not isinstance(tensor, DTensor):
             is_usual = type(tensor) in (torch.Tensor, torch.nn.Parameter)
             name = self._kept(tensor.detach() if flags else tensor, tensor) if is_usual else None
-            return None if name is None else (name, flags, device)
+            return None if name is None else (name, flags)
         local: Any = tensor.to_local().detach()
         if isinstance(local, AsyncCollectiveTensor):
             local = local.wait()
@@ -119,7 +125,7 @@ class _Taken:
             raise InvalidArgumentError(text, argument="state_dict", value=type(local))
         mesh = self._meshes.note(tensor.device_mesh)
         self.meshes[mesh] = None
-        return name, flags, device, mesh, list(tensor.placements), tensor.shape, tensor.stride()
+        return name, flags, mesh, list(tensor.placements), tensor.shape, tensor.stride()
 
     def _kept(self, plain: torch.Tensor, source: torch.Tensor) -> str | None:
         if not is_plain_strided(plain) or plain.is_meta or plain.dtype not in STORABLE_DTYPES:
@@ -146,10 +152,11 @@ class _Taken:
 
 
 class Part(NamedTuple):
-    """The content of an object: its tensors over the object's own memory, meshes, and archive."""
+    """The content of an object; ``wrapped`` is True if the state was in a `BasicTensorAwareStateDict`."""
 
     path: str
-    tensors: dict[str, torch.Tensor]
+    wrapped: bool
+    tensors: list[tuple[str, torch.Tensor, torch.device]]
     meshes: list[MeshKey]
     archive: Any
 
@@ -161,48 +168,52 @@ def read_part(reader: ObjectReader) -> Part:
         text = "this was not saved by a LocalCheckpointManager: use another folder"
         raise CheckpointingException(text, step=reader.manifest.save.step, path=reader.path)
     try:
-        meshes = [str(mesh) for mesh in json.loads(bytes(reader.bytes_of(HEADER_KEY)))]
-    except (TypeError, ValueError) as error:
-        raise DamagedError(f"its meshes are not readable: {error}", path=reader.path) from error
-    tensors = {entry.key: reader.tensor(entry.key) for entry in reader.layout.tensors}
-    return Part(reader.path, tensors, meshes, reader.bytes_of(ARCHIVE_KEY))
+        header = json.loads(bytes(reader.bytes_of(HEADER_KEY)))
+        devices = {name: torch.device(str(device)) for name, device in header["devices"].items()}
+        tensors = [(name, reader.tensor(name), device) for name, device in devices.items()]
+        meshes, archive = [str(mesh) for mesh in header["meshes"]], reader.bytes_of(ARCHIVE_KEY)
+        return Part(reader.path, bool(header["wrapped"]), tensors, meshes, archive)
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        text = f"its structure is not readable: {type(error).__name__}: {error}"
+        raise DamagedError(text, path=reader.path) from error
 
 
 def read_state(part: Part, allowed: Sequence[SafeGlobal], meshes: Meshes) -> TensorAwareStateDict:
     """Return the state, in memory of its own, with its tensors on the devices that they were on, or, where there is no
     CUDA device, on the CPU. Raises an `UnsafeContentError` if it needs a type that is not allowed."""
-    given = _Given(part.tensors, meshes)
+    has_cuda, copies = bool(cuda.device_count()), dict[str, torch.Tensor]()
+    for name, source, device in part.tensors:
+        copies[name] = torch.empty_like(source, device="cpu" if device.type == "cuda" and not has_cuda else device)
+    copy_all(list(copies.values()), [source for _, source, _ in part.tensors])
+    given = _Given(copies, meshes)
     state = load_archive(
         part.archive, "state", path=part.path, allowed=allowed, device_of=cuda.device_today, leaves=given
     )
-    copy_all(list(given.copies.values()), [part.tensors[name] for name in given.copies])
-    return state if isinstance(state, TensorAwareStateDict) else BasicTensorAwareStateDict(state)
+    if part.wrapped:
+        return BasicTensorAwareStateDict(state)
+    if not isinstance(state, TensorAwareStateDict):
+        raise DamagedError(f"the object holds a {type(state).__name__}, no state", path=part.path)
+    return state
 
 
 class _Given:
-    """Tensors of a state that is being loaded, by name; see `state.archive.Leaves`. ``copies`` are still to be filled
-    with the saved ones."""
+    """Tensors of a state that is being loaded, by name; see `state.archive.Leaves`."""
 
-    def __init__(self, saved: Mapping[str, torch.Tensor], meshes: Meshes) -> None:
-        self._saved, self._meshes = saved, meshes
-        self._has_cuda = bool(cuda.device_count())
+    def __init__(self, tensors: Mapping[str, torch.Tensor], meshes: Meshes) -> None:
+        self._tensors, self._meshes = tensors, meshes
         self._made: dict[tuple[str, int], torch.Tensor] = {}
-        self.copies: dict[str, torch.Tensor] = {}
 
     def take(self, tensor: torch.Tensor) -> None:
         """Leave a tensor in the archive."""
 
-    def give(self, name: str, flags: int, device: str, *described: Any) -> torch.Tensor:
+    def give(self, name: str, flags: int, *described: Any) -> torch.Tensor:
         """Return the tensor that an archive describes."""
-        if name not in self.copies:
-            where = torch.device("cpu" if device.startswith("cuda") and not self._has_cuda else device)
-            self.copies[name] = torch.empty_like(self._saved[name], device=where)
         if described:
             mesh, placements, shape, stride = described
             if not all(isinstance(each, Placement) for each in placements):
                 raise TypeError(f"no placements: {placements!r}")
-            return rewrap(self.copies[name], flags, (self._meshes[mesh], placements, shape, stride))
+            return rewrap(self._tensors[name], flags, (self._meshes[mesh], placements, shape, stride))
         # One memory may have been there as several tensors, of which some want a gradient.
         if (name, flags) not in self._made:
-            self._made[name, flags] = rewrap(self.copies[name], flags)
+            self._made[name, flags] = rewrap(self._tensors[name], flags)
         return self._made[name, flags]

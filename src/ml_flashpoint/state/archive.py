@@ -465,7 +465,7 @@ _FACTORIES: dict[Any, Any] = {each.__name__: each for each in (dict, list, set, 
 _REDUCERS: dict[type, Any] = {
     np.ndarray: _of_array,
     collections.defaultdict: _of_defaultdict,
-    collections.deque: lambda value: (_deque, (list(value), value.maxlen)),
+    collections.deque: lambda value: (collections.deque, (list(value), value.maxlen)),
     datetime.time: _of_time,
     datetime.datetime: _of_time,
     io.BytesIO: lambda value: (_stream, (value.getvalue(), value.tell())),
@@ -523,10 +523,6 @@ def _generator(device: Any, state: Any) -> torch.Generator:
     return made
 
 
-def _deque(items: Any, most: Any) -> Any:
-    return collections.deque(items, most)
-
-
 def _defaultdict(factory: Any, items: Any) -> Any:
     return collections.defaultdict(_FACTORIES[factory] if type(factory) is str else factory, items)
 
@@ -568,9 +564,10 @@ def _instance(listed: Listed, may_be_callable: bool, name: Any, content: Any) ->
     return made
 
 
-_MAKERS = (_array, _objects, _string, _quantized, _gradient, _generator, _deque, _defaultdict, _stream)
+_MAKERS = (_array, _objects, _string, _quantized, _gradient, _generator, _defaultdict, _stream)
 _TIMES = (datetime.date, datetime.time, datetime.datetime, datetime.timedelta, datetime.timezone)
-_VALUES = (frozenset, slice, range, *_TIMES, decimal.Decimal, fractions.Fraction, uuid.UUID, Namespace)
+_NUMBERS = (decimal.Decimal, fractions.Fraction, uuid.UUID)
+_VALUES = (frozenset, slice, range, collections.deque, *_TIMES, *_NUMBERS, Namespace)
 _PATHS = (pathlib.Path, pathlib.PosixPath, pathlib.PurePosixPath)
 _WORDS: dict[str, Callable[..., Any]] = {
     "builtins.bytes": lambda: b"",  # called for no bytes alone

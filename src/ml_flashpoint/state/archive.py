@@ -40,7 +40,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from ml_flashpoint.copy.tensors import is_plain_strided
-from ml_flashpoint.format.errors import DamagedError, FlashpointError, SaveError, UnsafeContentError
+from ml_flashpoint.format.errors import DamagedError, FlashpointError, SaveError, UnsafeContentError, text_of
 from ml_flashpoint.format.numpy_values import array_of, describe_dtype, dtype_of, scalar_of
 from ml_flashpoint.state.private import tree_leaves
 
@@ -104,7 +104,7 @@ def save_archive(
     except Exception as error:  # of whatever kind pickling raises
         where = place_of(value, name, partial(raises, make))
         if not isinstance(error, _UnknownNameError):
-            raise UnsafeContentError(f"the state of {where!r} cannot be saved: {_text(error)}") from error
+            raise UnsafeContentError(f"the state of {where!r} cannot be saved: {text_of(error)}") from error
         text = f"the state of {where!r} holds {error}, which loading would refuse, because such types may run code"
         raise UnsafeContentError(text, hint=_HINT.format(error)) from None
 
@@ -186,7 +186,7 @@ def packed(value: Any, name: str) -> PackedState:
         made, devices = _copied(value)
     except Exception as error:  # of whatever kind a value's own copying raises
         where = place_of(value, name, partial(raises, _copied)) if not isinstance(error, RecursionError) else name
-        raise SaveError(f"the state of {where!r} cannot be saved: {type(error).__name__}: {error}") from error
+        raise SaveError(f"the state of {where!r} cannot be saved: {text_of(error)}") from error
     for device in devices:  # another thread writes the copy, for which the device works in another order
         torch.cuda.current_stream(device).synchronize()
     return PackedState(made, name)
@@ -243,7 +243,7 @@ def load_archive(
     except FlashpointError:
         raise
     except Exception as error:
-        raise DamagedError(f"item {key!r} is not readable: {_text(error)}", path=path) from error
+        raise DamagedError(f"item {key!r} is not readable: {text_of(error)}", path=path) from error
 
 
 def check_bytes(data: Any, key: str, *, path: str, allowed: Sequence[SafeGlobal] = ()) -> io.BytesIO:
@@ -374,10 +374,6 @@ class _Devices(dict[str, str]):
         if name in ("cpu", "meta"):
             return name
         return "cpu" if self._device_of is None else str(self._device_of(name))
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 # ---- what values are pickled as: calls of functions of the next section ---------------------------------------------

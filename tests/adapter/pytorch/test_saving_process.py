@@ -107,7 +107,7 @@ def test_what_was_staged_is_the_object(door: Door) -> None:
     for step in (1, 2, 3):
         state = {"w": torch.full((elements,), float(step))}
         _save_by_process(door, state, step)
-        assert door.saver.stats.last_verified == step
+        assert door.saver.status.verified == step
         assert_same(door.load(blank(state), step), state)
         assert door.object_path(step).stat().st_size < 4 * elements * 1.1, "it was copied once more"
 
@@ -212,7 +212,7 @@ def test_several_saves_in_flight_are_told_apart(door: Door) -> None:
         first.say("go on")
         assert first.result() is None
     door.settle()
-    assert (door.saver.stats.committed, door.saver.stats.failed) == (4, 0)
+    assert (door.saver.status.saves, door.saver.status.failures) == (4, 0)
     assert_same(door.load(blank(_state(4)), 4), _state(4))
 
 

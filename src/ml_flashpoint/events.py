@@ -409,7 +409,8 @@ def subscribe(
     try:
         yield
     finally:
-        flush()
+        if not at_once:
+            flush()
         with bus.lock:
             bus.subscriptions = tuple(each for each in bus.subscriptions if each is not entry)
 

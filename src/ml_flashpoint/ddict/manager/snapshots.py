@@ -452,7 +452,7 @@ class Snapshots:
                 f"checkpoint {newest} is sealed already",
                 argument="checkpoint_id",
                 value=checkpoint_id,
-                hint="seal in ascending order, or call forget_after() first",
+                hint="seal in ascending order",
             )
         current = frozenset(entries)
         if checkpoint_id == newest and before.entries == current:
@@ -546,18 +546,8 @@ class Snapshots:
 
     # ---- retention ----------------------------------------------------------------------------------------
 
-    def retain(self, checkpoint_ids: Collection[int]) -> None:
-        """Drop the snapshots older than the newest of these, except these, and what only those needed; here and at the
-        holders. Those above the newest stay: they are on their way to being committed."""
-        wanted = set(checkpoint_ids)
-        newest = max(wanted, default=0)
-        self._drop_snapshots(lambda checkpoint_id: checkpoint_id < newest and checkpoint_id not in wanted)
-
-    def forget_after(self, checkpoint_id: int) -> None:
-        """Drop the snapshots above this checkpoint, which were rolled back, here and at the holders."""
-        self._drop_snapshots(lambda other: other > checkpoint_id)
-
-    def _drop_snapshots(self, is_dropped: Callable[[int], bool]) -> None:
+    def drop(self, is_dropped: Callable[[int], bool]) -> None:
+        """Drop the snapshots of some cuts, and what only those needed; here and at the holders."""
         with self._building:
             self._snapshots = {each: built for each, built in self._snapshots.items() if not is_dropped(each)}
             keep = self._sweep()

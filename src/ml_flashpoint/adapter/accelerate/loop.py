@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from ml_flashpoint.adapter.accelerate.place import LoaderPlace, samplers_within
+from ml_flashpoint.adapter.frameworks import numbered
 from ml_flashpoint.data import LoaderBatches
 from ml_flashpoint.flashpoint import Flashpoint
 from ml_flashpoint.format.errors import InvalidArgumentError
@@ -67,11 +68,11 @@ class AcceleratorFlashpoint(Flashpoint):
         for each in kept:
             _check_order(each)
         self._has_warned = False
-        self.track(**_named("model", accelerator._models))
-        self.track(**_named("optimizer", [each.optimizer for each in accelerator._optimizers]))
-        self.track(**_named("scheduler", accelerator._schedulers))
-        self.track(**_named("loader", [*self._places, *kept]))
-        self.track(**_named("registered", accelerator._custom_objects))
+        self.track(**numbered("model", accelerator._models))
+        self.track(**numbered("optimizer", [each.optimizer for each in accelerator._optimizers]))
+        self.track(**numbered("scheduler", accelerator._schedulers))
+        self.track(**numbered("loader", [*self._places, *kept]))
+        self.track(**numbered("registered", accelerator._custom_objects))
         if accelerator.scaler is not None:
             self.track(scaler=accelerator.scaler)
         self.track(accelerator=_Accumulated(accelerator))
@@ -123,7 +124,3 @@ def _check_order(loader: Any) -> None:
         text = "would come in another order after a restart"
         hint = "pass DataLoaderConfiguration(use_seedable_sampler=True)"
         raise InvalidArgumentError(text, argument="loader", value=loader, hint=hint)
-
-
-def _named(name: str, values: list[Any]) -> dict[str, Any]:
-    return {name if index == 0 else f"{name}_{index}": each for index, each in enumerate(values)}

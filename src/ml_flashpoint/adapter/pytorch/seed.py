@@ -26,16 +26,6 @@ _opened: dict[CheckpointContainerId, tuple[Checkpointer, str]] = {}
 _lock = threading.Lock()
 
 
-def _forget() -> None:
-    # What a forked child finds is its parent's.
-    global _lock
-    _lock = threading.Lock()
-    _opened.clear()
-
-
-os.register_at_fork(after_in_child=_forget)
-
-
 class CheckpointObjectManager:
     """Says which base container this process uses. One serves one base container, the first that it is asked for."""
 

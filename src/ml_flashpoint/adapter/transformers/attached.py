@@ -29,8 +29,8 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
 from ml_flashpoint.adapter.accelerate.place import Draws, have_new_workers, watch_draws
-from ml_flashpoint.flashpoint import Flashpoint
-from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError, NothingLoadableError
+from ml_flashpoint.adapter.frameworks import FrameworkFlashpoint
+from ml_flashpoint.format.errors import FlashpointError, InvalidArgumentError
 from ml_flashpoint.state.random_numbers import capture_rng_state, restore_rng_state
 
 _log = logging.getLogger(__name__)
@@ -117,13 +117,8 @@ def resume_path(trainer: Trainer, fallback: str | bool | None = None) -> str | N
     return path or fallback or None
 
 
-class TrainerFlashpoint(Flashpoint):
+class TrainerFlashpoint(FrameworkFlashpoint):
     """A `Flashpoint` for one ``train()`` of a Trainer."""
-
-    def newest_step(self) -> int | None:
-        """Return the step of the newest version that all ranks can load, which is brought here. Collective."""
-        version = self._checkpointer.newest()
-        return None if version is None else version.step
 
     def begin(self, step: int, *, asked: bool) -> None:
         """Begin to save, after so many steps, where nothing of the base container was loaded. Collective.
@@ -134,11 +129,6 @@ class TrainerFlashpoint(Flashpoint):
         if not asked:
             self._checkpointer.check_usable("resume_path(trainer)", hint="or attach with discard_existing=True")
         self.resume(fallback=lambda: step)
-
-    def step_to(self, step: int) -> None:
-        """Count so many steps as done, and save if a save is due."""
-        self._steps = step - 1
-        self.step()
 
     @property
     def place(self) -> Path:
@@ -200,13 +190,7 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
         """Return the path that stands for the newest version; None if there is none to go on from. Collective."""
         self._have_new()
         self._asked = True
-        try:
-            self.step_found = self.flashpoint.newest_step()
-        except NothingLoadableError as error:
-            if fallback is None:
-                raise
-            _log.error("falling back, and what is in memory will be overwritten: %s", error)
-            self.step_found = None
+        self.step_found = self.flashpoint.newest_step(may_fall_back=fallback is not None)
         if self.step_found is None:
             return None
         self._path = str(self.flashpoint.place)

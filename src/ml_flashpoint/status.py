@@ -235,7 +235,7 @@ class Health:
         failures: saves that failed.
         last_error: text of the latest failure, kept after later saves worked; None if there was none.
         replication_error: reason why copies on other nodes are missing now; None while nothing is amiss.
-        agreement_error: reason why ranks cannot agree on which versions are verified now; None while they can.
+        agreement_error: reason why nothing new is verified; None once a version is verified again.
         blocked_s: seconds that the latest save kept the training loop; not those in which its CUDA device was still at
             work on what it had been given before.
         blocked_total_s: the same, of all saves.

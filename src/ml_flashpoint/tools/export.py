@@ -109,11 +109,13 @@ def export_version(
 def _check_names(format: str, prefix: str, names: Mapping[str, str] | None) -> None:
     given, value = ("names", dict(names)) if names is not None else ("prefix", prefix)
     if value and format == "dcp":
-        raise InvalidArgumentError("the names of a DCP checkpoint stay as they are", argument=given, value=value)
+        raise InvalidArgumentError("names cannot be changed in a DCP directory", argument=given, value=value)
     if names is None:
         if format == "hf" and not prefix:
             raise InvalidArgumentError(
-                "say which names are the model's: model., if it was tracked as model", argument="prefix", value=prefix
+                "must select the names of the model, such as model. if it was tracked as model",
+                argument="prefix",
+                value=prefix,
             )
         return
     if prefix:

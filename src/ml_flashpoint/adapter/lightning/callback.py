@@ -217,7 +217,7 @@ def resume_path(
     version = callback.open(trainer).find(wanted, may_fall_back=fallback is not None)
     if version is None:
         then = "training starts anew" if fallback is None else f"on from {os.fspath(fallback)}"
-        announce(_log, trainer.global_rank, "no checkpoint to go on from in %s: %s", callback.base, then)
+        announce(_log, trainer.global_rank, "no version in %s: %s", callback.base, then)
         return fallback
     return str(version)
 

@@ -72,14 +72,15 @@ class ObjectReader:
             self._fetch(run[0], self._buffer[run[0] * size : min((run[-1] + 1) * size, self.record.size)])
             self._present.update(run)
 
-    def _bytes(self, begin: int, end: int) -> memoryview:
+    def read(self, begin: int, end: int) -> memoryview:
+        """Return bytes ``begin:end``, where they lie."""
         self.ensure(begin, end)
         return self._buffer[begin:end]
 
     @cached_property
     def layout(self) -> Layout:
-        """The content of the header. Raises what `read_layout` raises."""
-        return read_layout(self.record, self._bytes, self.path)
+        """The items of the object; see `read_layout`."""
+        return read_layout(self.record, self.read, self.path)
 
     def entry(self, key: str) -> Entry:
         """Return where an item lies. Raises `ObjectNotFoundError`."""
@@ -111,7 +112,7 @@ class ObjectReader:
     def bytes_of(self, key: str) -> memoryview:
         """Return an item as plain bytes."""
         entry = self.entry(key)
-        return self._bytes(entry.begin, entry.end)
+        return self.read(entry.begin, entry.end)
 
 
 def _room(manifest: Manifest, path: str) -> memoryview:

@@ -236,7 +236,7 @@ class StoredObject:
 
     @cached_property
     def layout(self) -> Layout:
-        """The items of the object. Raises what `read_layout` raises."""
+        """The items of the object; see `read_layout`."""
         return read_layout(self.record, self.read, self.path)
 
     def entry(self, key: str) -> Entry:
@@ -294,8 +294,8 @@ class StoredObject:
 
 
 def read_layout(record: ObjectRecord, read: Callable[[int, int], Buffer], path: str) -> Layout:
-    """Return the content of an object's header, which ``read(begin, end)`` reads. Raise an `ObjectFormatError` if it is
-    not valid, although its digest is right, or an item lies past the bytes that count."""
+    """Return the items of an object, of which ``read`` returns a range of bytes. Raise an `ObjectFormatError` if the
+    header is not valid, although its digest is right, or an item lies past the bytes that count."""
     length = header_length(read(0, min(8, record.size)), record.file_size, path)
     layout = parse_header(read(0, min(length, record.size)), record.file_size, path).layout
     if layout.size > record.size:

@@ -218,7 +218,7 @@ class Checkpointer(engine.Checkpointer):
     def _flatten(self, save: SaveId, tracked: TrackedState) -> Tree:
         """Flatten the state. Afterwards `_written` says what this rank writes of it."""
         tree, ranks, known = Tree(tracked.to_save()), self.ranks, self._written
-        offer = None if known is None or not known.offer.structure.is_of(tree) else known.offer
+        offer = None if known is None or known.offer.structure != tree.structure else known.offer
         if offer is None:
             self._written = known = None
             offer = Offer(tree, rank=ranks.rank, ranks=ranks.world_size, own=rank_key(ranks.rank))

@@ -410,7 +410,8 @@ def subscribe(
     try:
         yield
     finally:
-        flush()
+        if not at_once:
+            flush()
         with bus.lock:
             bus.subscriptions = tuple(each for each in bus.subscriptions if each is not entry)
 

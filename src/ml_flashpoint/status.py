@@ -235,7 +235,7 @@ class Health:
         failures: number of saves that failed.
         last_error: text of the latest failure, kept when later saves succeed; None if no save failed.
         replication_error: reason why copies on other nodes are missing now; otherwise None.
-        agreement_error: reason why no new version can be verified now; otherwise None.
+        agreement_error: reason why no new version is verified; None once a version is verified again.
         blocked_s: seconds for which the latest save blocked the training loop, without the time in which its CUDA
             device finished earlier work.
         blocked_total_s: the same for all saves.

@@ -372,8 +372,8 @@ class Checkpointer:
             persist_every=0 if persist is None else persist.every,
             persister_is_busy=lambda: self._persister is not None and self._persister.is_busy,
         )
-        saves.run, saves.board = run, board
         self._emit(events.RunBegun, None if chosen is None else chosen.save.step, run=run)
+        saves.run, saves.board = run, board
         if self._persister is not None:
             self._persister.heard(verdict)
         # Before a board pushes what was recovered.

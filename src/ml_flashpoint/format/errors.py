@@ -307,8 +307,8 @@ def pauses(until: float) -> Iterator[None]:
 
 
 def retrying(work: Callable[[], _T], until: float, what: str, *, also: tuple[type[FlashpointError], ...] = ()) -> _T:
-    """Call ``work``, and again until ``until`` (`time.monotonic`) while it fails for a reason that may pass: ``also``
-    are further such errors. Raise its last failure. ``what`` is for the log."""
+    """Call ``work``, and again while it fails for a reason that may pass, or with an error of ``also``. Raise its last
+    failure once ``until`` (`time.monotonic`) has passed. ``what`` is for the log."""
     waiting, has_told = pauses(until), False
     while True:
         try:

@@ -97,7 +97,7 @@ def test_a_manager_that_cannot_start_says_why_and_nothing_is_left(root: Path, mo
 
 def test_a_process_that_cannot_be_made_fails_the_start(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHOME", str(root / "nowhere"))
-    with pytest.raises(DDictError, match="its process cannot be made: Python ended with exit code 1"):
+    with pytest.raises(DDictError, match="cannot be made: Python ended with exit code 1"):
         DDict(1, 2, MEMORY)
     assert list(root.iterdir()) == []
 

@@ -323,10 +323,7 @@ class EmbeddedRuntime(Runtime):
                 self._managers.append(Supervised(process, its, environment, self._changed, restarted=restarted))
             with self._changed:
                 if not self._changed.wait_for(is_settled, START_TIMEOUT_S):
-                    raise DDictTimeoutError(
-                        f"no start of all managers within {START_TIMEOUT_S} s",
-                        hint="managers write their errors to stderr",
-                    )
+                    raise _too_late()
                 failed = next((one for one in self._managers if one.down), None)
             if failed is not None:
                 raise failed.error()

@@ -21,7 +21,7 @@ PAGES: dict[str, tuple[str, list[str]]] = {
         "Reference: any training loop",
         [
             "ml_flashpoint:Flashpoint Checkpointer Config Persist Keep rest_of_epoch open_version",
-            "ml_flashpoint.status:Health Recovery Status",
+            "ml_flashpoint.status:Health Status",
             "ml_flashpoint.engine.save:Save",
             "ml_flashpoint.engine.recovery:KeptVersion",
             "ml_flashpoint.tools.items:OpenVersion",

@@ -136,7 +136,7 @@ def train(steps: int, seed: int) -> None:
         step = fp.resume()
         found = fp.last_recovery
         assert found is not None
-        report(event="begin", step=step, source=found.source, seconds=found.total_s, fetched=found.fetched_bytes)
+        report(event="begin", step=step, source=found.source, seconds=found.seconds, fetched=found.fetched_bytes)
         for inputs, targets in itertools.islice(text, steps - step):
             loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
             loss.backward()  # type: ignore[no-untyped-call]

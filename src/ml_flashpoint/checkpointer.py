@@ -30,8 +30,6 @@ from ml_flashpoint.copy.overlap import Overlap
 from ml_flashpoint.engine import checkpointer as engine
 from ml_flashpoint.engine.committing import BytesItem, TensorItem
 from ml_flashpoint.engine.joint_load import JointLoad
-from ml_flashpoint.engine.launcher import warn_of_shared_store
-from ml_flashpoint.engine.recovery import RecoveryReport
 from ml_flashpoint.engine.replicas import Table
 from ml_flashpoint.engine.save import Save
 from ml_flashpoint.engine.signals import answer_sigterm, interrupts_held
@@ -52,7 +50,6 @@ from ml_flashpoint.state.plan import Captured, Offer, Share, Tree
 from ml_flashpoint.state.random_numbers import capture_rng_state, restore_rng_state
 from ml_flashpoint.state.resharding import Resharding
 from ml_flashpoint.state.tracked import Reshard, Stateful, TrackedLoad, TrackedState, checked_reshard, rank_key
-from ml_flashpoint.status import Recovery, Source
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +57,8 @@ State = Mapping[str, torch.nn.Module | Optimizer | Stateful]
 """What to save and load, by name: modules, optimizers, and anything with ``state_dict`` and ``load_state_dict``."""
 
 Fallback = Callable[[], "int | None"]
+
+STORE_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 class _Written(NamedTuple):
@@ -97,7 +96,7 @@ class Checkpointer(engine.Checkpointer):
     ) -> None:
         config = config or Config()
         self.overlap = Overlap(wanted=config.overlap)
-        self.last_load: Recovery | None = None
+        self.last_load: events.Resumed | None = None
         self.deadline_s = seal_deadline_s() if config.deadline_s is None else config.deadline_s
         self._writer_of_dcp: MemoryStorageWriter | None = None
         self._stager_of_dcp: MemoryStager | None = None
@@ -168,9 +167,7 @@ class Checkpointer(engine.Checkpointer):
                 return self._save(SaveId(self.run, step), tracked, explicit=explicit)
         finally:
             self._is_saving = False
-            seconds = self.stats.blocked_s = time.perf_counter() - began
-            self.stats.blocked_total_s += seconds
-            events.emit(events.LoopHeld, self.ranks, self.base, step, seconds=seconds)
+            events.emit(events.LoopHeld, self.ranks, self.base, step, seconds=time.perf_counter() - began)
 
     def _save(self, name: SaveId, tracked: TrackedState, *, explicit: bool) -> Save:
         step = name.step
@@ -284,20 +281,19 @@ class Checkpointer(engine.Checkpointer):
         """
         self.check_usable()
         tracked = self._tracked_of(state, None if reshard is None else checked_reshard(reshard, state))
-        return self.load_tracked(tracked, step=step, fallback=fallback).step
+        return self.load_tracked(tracked, step=step, fallback=fallback).step or 0
 
-    def load_tracked(self, tracked: TrackedState, *, step: int | None, fallback: Fallback | None) -> Recovery:
+    def load_tracked(self, tracked: TrackedState, *, step: int | None, fallback: Fallback | None) -> events.Resumed:
         """Do as `load` with what a `Flashpoint` tracks."""
         fallback = checked_callable("fallback", fallback, "without arguments that loads a state and returns its step")
         wanted = checked_wanted(step, fallback)
-        source: Source
         began, ranks = time.perf_counter(), self.ranks
         self.overlap.before_update()
         if not ranks.all_ok(self.await_commits(self.deadline_s)):
             raise DeadlineError("a save is still under way, on this rank or another one", rank=ranks.rank)
         load = _Load(self, tracked, wanted)
         version = load.run(may_fall_back=fallback is not None)
-        report, loaded_s = self.last_recovery or RecoveryReport(), time.perf_counter() - began
+        report, loaded_s = self.last_recovery or events.VersionRecovered(), time.perf_counter() - began
         done, source = 0, "nothing"
         if version is not None:
             done, source = version.step or 0, report.tier
@@ -307,20 +303,22 @@ class Checkpointer(engine.Checkpointer):
             done, source = self._fall_back(fallback), "fallback"
         self.go_on_from(version)
         self.check_room(tracked.expected_bytes())
-        self.last_load = loaded = Recovery(
-            step=done,
+        self.last_load = events.emit(
+            events.Resumed,
+            ranks,
+            self.base,
+            done,
             source=source,
+            seconds=time.perf_counter() - began,
             version=None if version is None else version.name,
             detect_s=report.detect_s,
             plan_s=report.plan_s,
             fetch_s=report.fetch_s,
-            load_s=loaded_s - report.detect_s - report.plan_s - report.fetch_s,
-            total_s=time.perf_counter() - began,
             fetched_bytes=report.fetched_bytes,
+            load_s=loaded_s - report.detect_s - report.plan_s - report.fetch_s,
             discarded=tuple(failure.version for failure in load.failures),
         )
-        events.emit(events.Resumed, ranks, self.base, done, source=source, seconds=loaded.total_s)
-        return loaded
+        return self.last_load
 
     def _fall_back(self, fallback: Fallback) -> int:
         """Call a program's fallback, and return the step that it has loaded."""
@@ -330,7 +328,7 @@ class Checkpointer(engine.Checkpointer):
             returned = fallback()
             return checked_integer("fallback", 0 if returned is None else returned, 0, MAX_STEP)
 
-        step = ranks.together(call, LoadError("the fallback failed on another rank; its log says why", rank=ranks.rank))
+        step = ranks.together(call, LoadError, "the fallback")
         steps = [int(blob) for blob in ranks.gather(str(step).encode())]
         if len(set(steps)) > 1:
             raise LoadError(f"the fallback returned different steps on different ranks: {steps}", rank=ranks.rank)
@@ -370,6 +368,21 @@ class Checkpointer(engine.Checkpointer):
             if self._writer_of_dcp is not None:
                 self._writer_of_dcp.close()
         super().close(persist_deadline_s)
+
+
+def warn_of_shared_store(rank: int) -> None:
+    """Warn, on rank 0, if torchrun will start ranks again, whose agents keep one store over all lives of the ranks:
+    later ranks find addresses of earlier ones there, and wait for dead processes in `init_process_group`."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if rank == 0 and shared and restarts not in ("", "0"):
+        static = f"pass --rdzv-backend=c10d (or --standalone): its default, static, ignores {STORE_VARIABLE}"
+        _log.warning(
+            "torchrun will start ranks again that fail (--max-restarts=%s), but they may then hang in"
+            " init_process_group. Where torchrun is started, on every node: %s",
+            restarts,
+            f"{static}=1" if os.environ.get(STORE_VARIABLE) == "1" else f"export {STORE_VARIABLE}=1, and {static}",
+        )
 
 
 class _Load:

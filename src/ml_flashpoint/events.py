@@ -66,6 +66,13 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunBegun(Event):
+    """Saves have run number ``run`` from now on. ``step``: of the version that it goes on from."""
+
+    run: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoopHeld(Event):
     """A save has let go of the training loop for good: its copy is made. ``seconds``: time that it held the loop."""
 
@@ -173,21 +180,57 @@ class SteppedBack(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionRecovered(Event):
-    """A version is on its nodes, whole and verified, after ``tries`` plans. For the rest see `Recovery`."""
+    """A version is on its nodes, whole and verified.
 
-    detect_s: float
-    plan_s: float
-    fetch_s: float
-    fetched_bytes: int
-    tries: int
+    Attributes:
+        detect_s: seconds for reading and gathering inventories. plan_s: for planning. fetch_s: for fetching, checking.
+        fetched_bytes: bytes that this rank received from peers.
+        tries: plans made; more than one means that something was damaged.
+        tier: store that the version was found in, ``memory`` or ``persisted``.
+        world_size: number of ranks that saved it.
+    """
+
+    detect_s: float = 0.0
+    plan_s: float = 0.0
+    fetch_s: float = 0.0
+    fetched_bytes: int = 0
+    tries: int = 0
+    tier: str = "memory"
+    world_size: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed(Event):
-    """Training goes on from ``step``, after ``seconds``. ``source``: of its state; see `Recovery`."""
+    """Training goes on from ``step``, after ``seconds``, a fallback's included.
+
+    Attributes:
+        source: source of the state: ``memory``, ``persisted``, ``fallback`` or ``nothing``.
+        version: the version loaded, if it came from memory or was persisted.
+        detect_s, plan_s, fetch_s, fetched_bytes: of the version that was tried last; see `VersionRecovered`.
+        load_s: seconds for loading into the tracked objects, and for versions that were tried before.
+        discarded: versions that were complete and could not be loaded, newest first.
+    """
 
     source: str
     seconds: float
+    version: str | None = None
+    detect_s: float = 0.0
+    plan_s: float = 0.0
+    fetch_s: float = 0.0
+    fetched_bytes: int = 0
+    load_s: float = 0.0
+    discarded: tuple[str, ...] = ()
+
+    def in_words(self, base: str) -> str:
+        """Return one line about it, which names the base container."""
+        left = f"; {len(self.discarded)} newer could not be loaded" if self.discarded else ""
+        if self.source == "memory":
+            return f"resumed at step {self.step} from memory ({base}/{self.version}) in {self.seconds:.2f} s{left}"
+        if self.source == "persisted":
+            return f"resumed at step {self.step} from the persisted {self.version} in {self.seconds:.2f} s{left}"
+        if self.source == "fallback":
+            return f"memory has no checkpoint to go on from ({base}){left}: at step {self.step}, from the fallback"
+        return f"no checkpoint to go on from in {base}{left}: training starts at step {self.step}"
 
 
 KINDS: dict[str, type[Event]] = {
@@ -226,6 +269,7 @@ def read_events(path: str | os.PathLike[str]) -> Iterator[Event]:
 
 
 _T = TypeVar("_T")
+_E = TypeVar("_E", bound=Event)
 
 
 def read_object(text: str | bytes) -> dict[str, Any]:
@@ -263,7 +307,7 @@ def _is_a(value: object, hint: str) -> bool:
 # ---- subscribers ----------------------------------------------------------------------------------------------------
 
 Subscriber = Callable[[Event], object]
-_Subscription = tuple[Subscriber, "str | None"]
+_Subscription = tuple[Subscriber, "str | None", bool]
 
 
 class _Bus:
@@ -317,8 +361,12 @@ def _call(event: Event, subscriptions: Iterable[_Subscription], pattern: str) ->
     if pattern:
         path = pattern.replace("{rank}", str(event.rank)).replace("{node}", event.node.replace(os.sep, "_"))
         _append(path, event)
-    for subscriber, base in subscriptions:
-        if base is None or base == event.base:
+    _tell(event, subscriptions, at_once=False)
+
+
+def _tell(event: Event, subscriptions: Iterable[_Subscription], *, at_once: bool) -> None:
+    for subscriber, base, is_at_once in subscriptions:
+        if is_at_once == at_once and base in (None, event.base):
             try:
                 subscriber(event)
             except Exception:  # theirs, of whatever kind
@@ -340,19 +388,22 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 @contextlib.contextmanager
-def subscribe(subscriber: Subscriber, base: str | os.PathLike[str] | None = None) -> Iterator[None]:
+def subscribe(
+    subscriber: Subscriber, base: str | os.PathLike[str] | None = None, *, at_once: bool = False
+) -> Iterator[None]:
     """Have a function called for every event, on a thread of its own, inside a ``with`` statement.
 
     Args:
         subscriber: ``subscriber(event)``; its exceptions are logged. A slow one may miss events.
         base: base container whose events it gets; None for all that this process uses.
+        at_once: call it where the event happens, before anybody can see the effects: it must not wait.
 
     Raises:
         InvalidArgumentError: it cannot be called.
     """
     if not callable(subscriber):
         raise InvalidArgumentError("must be callable", argument="subscriber", value=subscriber)
-    bus, entry = _bus, (subscriber, None if base is None else _resolved(os.fspath(base)))
+    bus, entry = _bus, (subscriber, None if base is None else _resolved(os.fspath(base)), at_once)
     with bus.lock:
         bus.subscriptions = (*bus.subscriptions, entry)
     try:
@@ -379,12 +430,15 @@ class _Emitter(Protocol):
     def node(self) -> str: ...
 
 
-def emit(kind: type[Event], by: _Emitter, base: object, step: int | None, **fields: Any) -> None:
-    """Emit an event of a rank, with the attributes of its kind. Never raises, and waits for nobody."""
+def emit(kind: type[_E], by: _Emitter, base: object, step: int | None, **fields: Any) -> _E:
+    """Emit an event of a rank, with the attributes of its kind, and return it. Never raises, and waits for nobody."""
+    where = "" if base is None else _resolved(str(base))
+    event = kind(time_s=time.time(), rank=by.rank, node=by.node, base=where, step=step, **fields)
+    _tell(event, _bus.subscriptions, at_once=True)
     pattern = os.environ.get("FLASHPOINT_EVENTS", "")
     if _bus.subscriptions or pattern:
-        where = "" if base is None else _resolved(str(base))
-        _bus.put(kind(time_s=time.time(), rank=by.rank, node=by.node, base=where, step=step, **fields), pattern)
+        _bus.put(event, pattern)
+    return event
 
 
 def _append(path: str, event: Event) -> None:

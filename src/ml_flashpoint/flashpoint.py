@@ -29,7 +29,7 @@ from ml_flashpoint.format.manifest import Manifest
 from ml_flashpoint.format.names import MAX_STEP
 from ml_flashpoint.ranks.rank_group import default_group, rank_group
 from ml_flashpoint.state.tracked import Reshard, TrackedState, checked_reshard
-from ml_flashpoint.status import Health, Recovery
+from ml_flashpoint.status import Health
 
 _log = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ class Flashpoint:
         """
         self._check()
         recovery = self._checkpointer.load_tracked(self._tracked, step=step, fallback=fallback)
-        self._steps = recovery.step
+        self._steps = recovery.step or 0
         self._resumed_from = None if recovery.version is None else self._steps
         events.announce(_log, self._ranks.rank, "%s", recovery.in_words(str(self._checkpointer.base)))
         return self._steps
@@ -233,11 +233,11 @@ class Flashpoint:
 
     def _report(self) -> None:
         """Count and log the saves that have ended. Raise the latest failure, once, if failures are to be raised."""
-        stats, failure = self._checkpointer.stats, None
-        if not self._told and stats.last_committed is not None:
+        status, failure = self._checkpointer.status, None
+        if not self._told and status.committed is not None:
             self._told = True
             what = "first save works: step %s, %.3g MB of this rank in memory; it held training up for %.3f s"
-            events.announce(_log, self._ranks.rank, what, stats.last_committed, stats.bytes / 1e6, stats.blocked_s)
+            events.announce(_log, self._ranks.rank, what, status.committed, status.part_bytes / 1e6, status.held_s)
         pending, self._pending = self._pending, []
         for step, committed in pending:
             if not committed.done():
@@ -276,39 +276,38 @@ class Flashpoint:
     @property
     def last_saved(self) -> int | None:
         """Step of the newest version committed on this rank, or resumed from; None if there is none."""
-        saved = self._checkpointer.stats.last_committed
+        saved = self._checkpointer.status.committed
         return self._resumed_from if saved is None else saved
 
     @property
     def last_replicated(self) -> int | None:
         """Step of the newest version of which all ranks have all copies; None without, or if nobody holds copies."""
-        return self._checkpointer.stats.last_verified if self._checkpointer.holders else None
+        return self._checkpointer.status.verified if self._checkpointer.holders else None
 
     @property
-    def last_recovery(self) -> Recovery | None:
+    def last_recovery(self) -> events.Resumed | None:
         """The last `resume`; None before."""
         return self._checkpointer.last_load
 
     @property
     def health(self) -> Health:
         """The way saving goes, now. A save that fails in the background counts from the next call on."""
-        stats, persist = self._checkpointer.stats, self._checkpointer.persist_health
-        board_error = self._checkpointer.board_error
+        status = self._checkpointer.status
         return Health(
-            saves=stats.committed,
-            skipped=stats.skipped,
+            saves=status.saves,
+            skipped=status.skipped,
             failures=self._failures,
             last_error=self._last_error,
-            replication_error=stats.copy_error,
-            agreement_error=board_error,
-            blocked_s=stats.blocked_s,
-            blocked_total_s=stats.blocked_total_s,
-            committed_s=stats.committed_s,
-            bytes=stats.bytes,
-            degraded=bool(self._failures_in_a_row or stats.copy_error or board_error or persist.error),
-            persisted=persist.persisted,
-            persist_error=persist.error,
-            persist_lag=persist.lag,
+            replication_error=status.replication_error,
+            agreement_error=status.agreement_error,
+            blocked_s=status.held_s,
+            blocked_total_s=status.held_total_s,
+            committed_s=status.committed_after_s,
+            bytes=status.part_bytes,
+            degraded=self._failures_in_a_row > 0 or status.degraded,
+            persisted=status.persisted,
+            persist_error=status.persist_error,
+            persist_lag=status.persist_lag,
         )
 
     def scalars(self, prefix: str = "flashpoint/") -> dict[str, float]:
@@ -316,7 +315,7 @@ class Flashpoint:
         saved, copied, recovery = self.last_saved, self.last_replicated, self.last_recovery
         lag = None if copied is None else max(0, (saved or 0) - copied)
         more: dict[str, float | None] = {"last_saved": saved, "last_replicated": copied, "copies_lag": lag}
-        more["recovery_s"] = None if recovery is None else recovery.total_s
+        more["recovery_s"] = None if recovery is None else recovery.seconds
         return self.health.scalars(prefix) | {f"{prefix}{k}": float(v) for k, v in more.items() if v is not None}
 
     # ---- life ---------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from ml_flashpoint.events import (
     PartReplicated,
     ReplicationFailed,
     Resumed,
+    RunBegun,
     SaveFailed,
     SteppedBack,
     VersionRecovered,
@@ -111,7 +112,7 @@ def test_a_step_back_is_told(base: Path) -> None:
     with Flashpoint(base, on_event=told.append) as fp:
         assert fp.track(**job.tracked).resume() == 1
     assert _kinds(told, 2) == [SteppedBack]
-    assert _kinds(told, 1) == [VersionRecovered, Resumed]
+    assert _kinds(told, 1) == [VersionRecovered, RunBegun, Resumed]
 
 
 def test_a_save_that_fails_before_its_write_is_told(base: Path) -> None:

@@ -141,11 +141,8 @@ class Stream:
             self._stream = torch.cuda.Stream(priority=0)  # type: ignore[no-untyped-call]
 
     def start(self) -> None:
-        """Have the stream wait for what the current stream of this thread has been given so far.
-
-        Raises:
-            SaveError: that stream is being captured.
-        """
+        """Have the stream wait for what the current stream of this thread has been given so far. Raise a `SaveError` if
+        that is being captured."""
         import torch
 
         with torch.cuda.device(self.device):

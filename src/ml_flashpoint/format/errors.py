@@ -254,16 +254,11 @@ _T = TypeVar("_T")
 class Blame(enum.IntEnum):
     """The cause of a version that cannot be loaded. Greater ones leave less to try."""
 
-    VERSION = 1
-    """This version, or the way to it: an older one may be loadable."""
-    OBJECT = 2
-    """The object that the state was handed to refused it, perhaps for its content: it may take an older one."""
-    RANKS = 3
-    """Ranks lost each other: the same version may be loadable the next time."""
-    PROGRAM = 4
-    """The program differs from the one that saved, or has not allowed a type: older versions would fare the same."""
-    CHOICE = 5
-    """The user has to decide what becomes of some of the state."""
+    VERSION = 1  # or the way to it: an older one may be loadable
+    OBJECT = 2  # refused the state that it was handed, perhaps for its content: it may take an older one
+    RANKS = 3  # lost each other: the same version may be loadable the next time
+    PROGRAM = 4  # differs from the one that saved, or has not allowed a type: older versions would fare the same
+    CHOICE = 5  # of the user, who has to say what becomes of some of the state
 
 
 def blame_of(error: BaseException) -> Blame:
@@ -312,14 +307,8 @@ def pauses(until: float) -> Iterator[None]:
 
 
 def retrying(work: Callable[[], _T], until: float, what: str, *, also: tuple[type[FlashpointError], ...] = ()) -> _T:
-    """Call ``work``, and again while it fails for a reason that may pass and ``until`` has not.
-
-    Args:
-        work: called; its last failure is raised.
-        until: of `time.monotonic`.
-        what: for the log.
-        also: further errors that may pass.
-    """
+    """Call ``work``, and again until ``until`` (`time.monotonic`) while it fails for a reason that may pass: ``also``
+    are further such errors. Raise its last failure. ``what`` is for the log."""
     waiting, has_told = pauses(until), False
     while True:
         try:

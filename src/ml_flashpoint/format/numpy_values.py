@@ -1,8 +1,7 @@
 """NumPy arrays and scalars as a description of their dtype, a shape and plain bytes.
 
-No array is ever pickled: the unpickler of arrays lets forged bytes become pointers. A description has the form that
-``numpy.dtype`` takes: a name, a pair of a description and a shape, or a dict of names, formats, offsets, titles,
-itemsize, aligned (and ``record``). Dtypes that hold Python objects have none.
+No array is ever pickled: the unpickler of arrays lets forged bytes become pointers. Dtypes are described as in ``.npy``
+files, by a text or a list of fields. Dtypes that hold Python objects have no description.
 """
 
 from __future__ import annotations
@@ -12,82 +11,52 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.lib.format import descr_to_dtype
 
 from ml_flashpoint.format.errors import InvalidArgumentError
 
-_MAX_NAME = 256
+_MAX_TEXT = 256
 
 
 def describe_dtype(dtype: np.dtype[Any]) -> Any:
-    """Return the description of a dtype.
-
-    Raises:
-        InvalidArgumentError: it cannot be made again: it holds Python objects, or belongs to another package.
-    """
-    if np.dtype(dtype.str) is dtype and not dtype.hasobject:
-        return dtype.str
-    described = None if dtype.hasobject else _described(dtype)
-    if described is None or not _is(described, dtype):
-        raise InvalidArgumentError(
-            "a NumPy dtype that is not made of plain bytes cannot be stored",
-            argument="dtype",
-            value=dtype,
-            hint="convert the array, to a dtype of NumPy's own without objects in it",
-        )
-    return described
-
-
-def _described(dtype: np.dtype[Any]) -> Any:
-    if dtype.subdtype is not None:
-        base, shape = dtype.subdtype
-        return _described(base), shape
-    if dtype.names is None or dtype.fields is None:
-        # On many machines "<i8" is a long, and a long long is another type.
-        return dtype.str if _is(dtype.str, dtype) else dtype.byteorder.strip("=|") + dtype.char
-    fields = [dtype.fields[name] for name in dtype.names]
-    return {
-        "names": list(dtype.names),
-        "formats": [_described(field[0]) for field in fields],
-        "offsets": [field[1] for field in fields],
-        "titles": [field[2] if len(field) > 2 else None for field in fields],
-        "itemsize": dtype.itemsize,
-        "aligned": dtype.isalignedstruct,
-        "record": dtype.type is np.record,
-    }
-
-
-def _is(described: Any, dtype: np.dtype[Any]) -> bool:
+    """Return the description of a dtype. Raise an `InvalidArgumentError` if the dtype cannot be made again: it holds
+    Python objects, or belongs to another package."""
     try:
-        made = dtype_of(described)
+        described = dtype.descr if dtype.names is not None else dtype.str
+        if dtype.names is None and np.dtype(dtype.str).char != dtype.char:
+            described = dtype.byteorder.strip("=|") + dtype.char  # "<i8" is a long, and a long long another type
+        if dtype.type is not np.record and dtype_of(described) == dtype:
+            return described
     except (TypeError, ValueError):
-        return False
-    return made == dtype and (made.type, made.char) == (dtype.type, dtype.char)
+        pass
+    raise InvalidArgumentError(
+        "a NumPy dtype that is not made of plain bytes cannot be stored",
+        argument="dtype",
+        value=dtype,
+        hint="convert the array, to a dtype of NumPy's own without objects in it",
+    )
 
 
 def dtype_of(described: Any) -> np.dtype[Any]:
-    """Return the dtype of a description.
-
-    Raises:
-        TypeError, ValueError: it is no description of a dtype of plain bytes.
-    """
-    made: np.dtype[Any]
-    if isinstance(described, dict):
-        parts: Any = {**described, "formats": [dtype_of(each) for each in described.get("formats", ())]}
-        is_record = parts.pop("record", False)
-        if not all(title is None or type(title) is str for title in parts.get("titles", ())):
-            raise TypeError("a title that is no text")
-        made = np.dtype(parts)
-        made = np.dtype((np.record, made)) if is_record else made
-    elif isinstance(described, tuple):
-        base, shape = described
-        made = np.dtype((dtype_of(base), _checked_shape(shape)))
-    elif isinstance(described, str) and len(described) <= _MAX_NAME:
-        made = np.dtype(described)
-    else:
+    """Return the dtype of a description. Raise a `TypeError` or `ValueError` if it is none of plain bytes."""
+    if type(described) not in (str, list):
         raise TypeError("no dtype")
-    if made.hasobject:
-        raise TypeError("a dtype that holds objects")
+    _check(described)
+    made: np.dtype[Any] = descr_to_dtype(described)
+    if made.hasobject or made.subdtype is not None:
+        raise TypeError("no dtype of plain bytes")
     return made
+
+
+def _check(described: Any) -> None:
+    """Raise unless this is text, the sizes of a shape, or a list or tuple of such."""
+    if isinstance(described, tuple) and all(type(size) is int for size in described):
+        _checked_shape(described)
+    elif isinstance(described, (list, tuple)):
+        for each in described:
+            _check(each)
+    elif type(described) is not str or len(described) > _MAX_TEXT:
+        raise TypeError("no dtype")
 
 
 def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
@@ -97,19 +66,14 @@ def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def array_of(data: bytes | memoryview, described: Any, shape: Sequence[int]) -> np.ndarray[Any, Any]:
-    """Return an array with memory of its own.
-
-    Raises:
-        TypeError, ValueError: the description is none, or does not fit the bytes.
-    """
+    """Return an array with memory of its own. Raise a `TypeError` or `ValueError` if the description is none, or does
+    not fit the bytes."""
     dtype, sizes = dtype_of(described), _checked_shape(shape)
     expected = math.prod(sizes) * dtype.itemsize
     if len(data) != expected:
         raise ValueError(f"an array of {expected} bytes, and there are {len(data)}")
-    # NumPy takes the shape of a subarray for dimensions of the array, so these are made of the base.
-    sizes = (*sizes, *dtype.shape)
     made: np.ndarray[Any, Any]
-    made = np.ndarray(sizes, dtype.base, buffer=bytearray(data)) if expected else np.ndarray(sizes, dtype.base)
+    made = np.ndarray(sizes, dtype, buffer=bytearray(data)) if expected else np.ndarray(sizes, dtype)
     return made
 
 

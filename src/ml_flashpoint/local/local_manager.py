@@ -10,7 +10,7 @@ import time
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ml_flashpoint import events
 from ml_flashpoint.config import Config
@@ -42,9 +42,7 @@ from ml_flashpoint.local.errors import (
 )
 from ml_flashpoint.local.structure import Meshes, encode, read_part, read_state
 from ml_flashpoint.ranks.strategies import NoReplicationStrategy, ReplicationStrategy, checked_strategy
-
-if TYPE_CHECKING:
-    from ml_flashpoint.engine.persist import PersistHealth
+from ml_flashpoint.status import Status
 
 _log = logging.getLogger(__name__)
 
@@ -112,9 +110,9 @@ class LocalCheckpointManager(OverlappingDoor):
         return Path(self._base.path)
 
     @property
-    def persist_health(self) -> PersistHealth:
-        """Progress of persisting on this rank; all None where nothing is to be persisted."""
-        return self._engine.persist_health
+    def status(self) -> Status:
+        """Status of saving and persisting on this rank."""
+        return self._engine.status
 
     def _check_open(self) -> None:
         try:

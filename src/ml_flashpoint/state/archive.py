@@ -17,6 +17,7 @@ import datetime
 import decimal
 import enum
 import fractions
+import functools
 import io
 import logging
 import operator
@@ -246,11 +247,8 @@ def load_archive(
 
 
 def check_bytes(data: Any, key: str, *, path: str, allowed: Sequence[SafeGlobal] = ()) -> io.BytesIO:
-    """Return an item as a plain archive, for a planner that unpickles it without restriction, as DCP's do.
-
-    The item is loaded here and saved again: what the planner gets was written by this process. Raises what
-    `load_archive` raises.
-    """
+    """Return an item as a plain archive, for a planner that unpickles it without restriction, as DCP's do: the item is
+    loaded here and saved again by this process. Raises what `load_archive` raises."""
     value = load_archive(data, key, path=path, allowed=allowed)
     stream = io.BytesIO()
     torch.save(value, stream)
@@ -260,10 +258,8 @@ def check_bytes(data: Any, key: str, *, path: str, allowed: Sequence[SafeGlobal]
 
 def warn_of_old_torch() -> None:
     """Log one warning in this process if torch reads forged archives less safely than it should."""
-    global _warned
-    if not _warned and TorchVersion(torch.__version__) < _SAFE_SINCE:
-        _warned = True
-        _log.warning(
+    if TorchVersion(torch.__version__) < _SAFE_SINCE:
+        _warn_once(
             "torch %s can be made to write outside of its memory by a forged checkpoint (CVE-2026-24747): use torch %s"
             " or later where others can write to checkpoints",
             torch.__version__,
@@ -271,7 +267,7 @@ def warn_of_old_torch() -> None:
         )
 
 
-_warned = False
+_warn_once = functools.cache(_log.warning)
 _lock = threading.RLock()
 
 
@@ -302,9 +298,8 @@ def _load(data: Any, allowed: Sequence[SafeGlobal], device_of: Any, leaves: Leav
     pickled = records["data.pkl"]
     _check_names(pickled)
     listed = {name: kind for kind, name in by_name(allowed)}
-    instance = _uncallable if _CALLS in pickled else _instance
-    makers = {"_instance": instance, "_named_tuple": _named_tuple, "_member": _member}
-    words = _WORDS | listed | {f"{__name__}.{name}": partial(make, listed) for name, make in makers.items()}
+    # Torch calls whatever instance an archive with these calls gives it.
+    words = _WORDS | listed | {f"{__name__}._instance": partial(_instance, listed, _CALLS not in pickled)}
     if leaves is not None:
         words[f"{__name__}._leaf"] = leaves.give
     # Torch leaves sparse tensors unchecked unless it is asked to check them.
@@ -407,12 +402,8 @@ class _Reducers(dict[type, Any]):
             reducer = lambda value: (dtype_of, (describe_dtype(value),))  # noqa: E731
         elif issubclass(kind, np.generic):
             reducer = _of_scalar
-        elif issubclass(kind, enum.Enum):
-            reducer = _of_enum
-        elif is_namedtuple(kind):
-            reducer = lambda value: (_named_tuple, (_checked_name(kind), tuple(value)))  # noqa: E731
-        elif is_plain(kind):
-            reducer = lambda value: (_instance, (_checked_name(kind), attributes_of(value)))  # noqa: E731
+        elif issubclass(kind, enum.Enum) or is_namedtuple(kind) or is_plain(kind):
+            reducer = _of_instance
         self[kind] = reducer
         return reducer
 
@@ -437,14 +428,12 @@ def _of_tensor(leaves: Leaves | None, value: torch.Tensor) -> Any:
 def _of_array(value: Any) -> Any:
     if value.dtype == object and value.dtype.names is None:
         return _objects, (value.shape, list(value.flat))
-    by_columns = value.flags.f_contiguous and not value.flags.c_contiguous
-    value = value.T if by_columns else value
     octets, described = value.tobytes(), describe_dtype(value.dtype)
     if len(octets) > _INLINE_BYTES:
         tensor = torch.frombuffer(bytearray(octets), dtype=torch.uint8)
-        return _array, (tensor, described, value.shape, by_columns)
+        return _array, (tensor, described, value.shape)
     # Text, since pickled bytes are longer or shorter by what they are. In capitals: `_GLOBALS` looks for a small c.
-    return _array, (octets.hex().upper(), described, value.shape, by_columns)
+    return _array, (octets.hex().upper(), described, value.shape)
 
 
 def _of_scalar(value: Any) -> Any:
@@ -455,10 +444,13 @@ def _of_scalar(value: Any) -> Any:
     return scalar_of, (value.tobytes(), describe_dtype(value.dtype))
 
 
-def _of_enum(value: Any) -> Any:
-    if type(value)._member_map_.get(value.name or "") is not value:  # a combination of flags
+def _of_instance(value: Any) -> Any:
+    kind = type(value)
+    if not isinstance(value, enum.Enum):
+        return _instance, (_checked_name(kind), tuple(value) if is_namedtuple(kind) else attributes_of(value))
+    if kind._member_map_.get(value.name or "") is not value:  # a combination of flags
         return value.__reduce_ex__(2)
-    return _member, (_checked_name(type(value)), value.name)
+    return _instance, (_checked_name(kind), value.name)
 
 
 def _of_defaultdict(value: Any) -> Any:
@@ -492,10 +484,9 @@ def _leaf(*described: Any) -> Any:
     raise ValueError("a tensor is kept outside of the archive")
 
 
-def _array(octets: Any, described: Any, shape: Any, by_columns: Any) -> Any:
+def _array(octets: Any, described: Any, shape: Any) -> Any:
     octets = bytes.fromhex(octets) if isinstance(octets, str) else _exactly(octets).numpy().tobytes()
-    made = array_of(octets, described, shape)
-    return made.T if by_columns else made
+    return array_of(octets, described, shape)
 
 
 def _objects(shape: Any, values: Any) -> Any:
@@ -552,37 +543,29 @@ def _exactly(value: Any) -> torch.Tensor:
     return value
 
 
-def _instance(listed: Listed, name: Any, attributes: Any) -> Any:
-    if type(attributes) is not dict or not all(type(each) is str for each in attributes):
-        raise TypeError("attributes that are no dict")
-    return new_instance(_found(listed, name, is_plain), attributes)
-
-
-def _uncallable(listed: Listed, name: Any, attributes: Any) -> Any:
-    """Make an `_instance` for an archive in which torch calls whatever it is given."""
-    if callable(made := _instance(listed, name, attributes)):
-        raise TypeError(f"{name} can be called, and the archive has a tensor with attributes or of another class")
-    return made
-
-
-def _named_tuple(listed: Listed, name: Any, values: Any) -> Any:
-    kind = _found(listed, name, is_namedtuple)
-    if type(values) is not tuple or len(kind._fields) != len(values):
-        raise TypeError(f"{name} is no namedtuple of these fields")
-    return tuple.__new__(kind, values)
-
-
-def _member(listed: Listed, name: Any, member: Any) -> Any:
-    return _found(listed, name, lambda kind: issubclass(kind, enum.Enum))._member_map_[member]
-
-
-def _found(listed: Listed, name: Any, is_such: Callable[[type], bool]) -> Any:
-    """Return the type that the user lists by a name, where it may have moved to, or else the imported one."""
+def _instance(listed: Listed, may_be_callable: bool, name: Any, content: Any) -> Any:
+    """Make an instance of the type that the user lists by a name, where the type may have moved to, or else of the
+    imported one: an enum's member of a name, a namedtuple of values, or anything plain of attributes."""
     dotted = name.replace(":", ".")
     found = listed.get(dotted, imported(name))
-    if not isinstance(found, type) or not is_such(found):
+    if not isinstance(found, type):
         raise _UnknownNameError(dotted)
-    return found
+    kind: Any = found
+    if issubclass(kind, enum.Enum):
+        made = kind._member_map_[content]
+    elif is_namedtuple(kind):
+        if type(content) is not tuple or len(content) != len(kind._fields):
+            raise TypeError(f"{name} has other fields")
+        made = tuple.__new__(kind, content)
+    elif is_plain(kind):
+        if type(content) is not dict or not all(type(each) is str for each in content):
+            raise TypeError("attributes that are no dict")
+        made = new_instance(kind, content)
+    else:
+        raise _UnknownNameError(dotted)
+    if callable(made) and not may_be_callable:
+        raise TypeError(f"{name} can be called, and the archive has a tensor with attributes or of another class")
+    return made
 
 
 _MAKERS = (_array, _objects, _string, _quantized, _gradient, _generator, _deque, _defaultdict, _stream)

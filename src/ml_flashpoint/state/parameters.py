@@ -232,11 +232,8 @@ class OptimizerState:
     # ---- loading ------------------------------------------------------------------------------------------
 
     def current(self, metadata: Metadata) -> _State:
-        """Return what a checkpoint is loaded into. A fresh optimizer gets its state made.
-
-        Raises:
-            LoadError: no tracked module has the optimizer's parameters.
-        """
+        """Return what a checkpoint is loaded into. A fresh optimizer gets its state made. Raise a `LoadError` if no
+        tracked module has the optimizer's parameters."""
         names, root = self._names({name: named_parameters(each.module) for name, each in self._modules.items()})
         self._root = root
         if names is None:

@@ -278,11 +278,8 @@ class TrackedState:
         return frozenset(state)
 
     def places(self, metadata: Metadata, source_rank: int, names: set[str]) -> dict[str, Any]:
-        """Return the nested state that DCP loads into. Raises a `LoadError` with all that does not fit.
-
-        Args:
-            source_rank: the rank whose packed states this rank takes. names: of all packed states.
-        """
+        """Return the nested state that DCP loads into, where ``names`` are of all packed states. Raises a `LoadError`
+        with all that does not fit."""
         entries = metadata.state_dict_metadata
         structured = {key.partition(".")[0] for key in entries} - {PACKED}
         current = {name: module.current() for name, module in self._modules.items()}

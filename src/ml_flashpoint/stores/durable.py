@@ -166,11 +166,10 @@ class DurableVersions(VersionStore):
         return [version.folder for version in wanted]
 
     def keep_newest(self, count: int, save: SaveId) -> None:
-        """Remove all complete versions but the newest ones, and what was begun before a save and not completed: it must
-        not take the room of that one. For the owner.
+        """Remove all complete versions but the newest ``count``, at least 1, and what was begun before a save and not
+        completed: it must not take the room of that one. For the owner.
 
-        ``count``, at least 1, complete versions stay. A damaged one stays until all that stay are newer. A failure is
-        logged: the next call tries again. Ranks may be writing to the folder of ``save`` already.
+        A damaged version stays until all that stay are newer. A failure is logged: the next call tries again.
         """
         there = self.versions()
         kept = [version for version in there if version.counts][:count]

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Final
 
-from ml_flashpoint.format.digest import verify_blocks
 from ml_flashpoint.format.errors import (
     DamagedError,
     DigestMismatchError,
@@ -114,12 +113,8 @@ class VersionStore(ABC):
     @abstractmethod
     def remove(self, step: int | None, check: Callable[[], None] = lambda: None) -> list[str]:
         """Remove all versions of a step, oldest first; of None, all versions and what else the job has left. Return
-        their folders. ``check`` is called before each removal, and may raise.
-
-        Raises:
-            ObjectNotFoundError: there is none.
-            SaveError: one cannot be removed; those removed before are gone.
-        """
+        their folders. ``check`` is called before each removal, and may raise. Raise an `ObjectNotFoundError` if there
+        is none, a `SaveError` if one cannot be removed: those removed before are gone."""
 
     def manifest(self, version: Version, rank: int) -> Manifest:
         """Return the manifest of a rank's part. Raise an `ObjectNotFoundError` if there is no such part, or a
@@ -222,7 +217,7 @@ class StoredObject:
             path = store.path_of(self.manifest)
             try:
                 store.read_into(self.manifest, begin, into)
-                return check_blocks(self.record, begin, into, path)
+                return self.record.check(into, begin, path=path)
             except (DamagedError, ObjectNotFoundError, PrunedError, UnreadableError) as error:
                 failures.append(error)
                 if isinstance(error, (DigestMismatchError, ObjectNotFoundError)) and not store.has(save, rank):
@@ -268,14 +263,8 @@ class StoredObject:
         return content
 
     def read_into(self, begin: int, into: memoryview) -> None:
-        """Fill a view from byte ``begin`` on.
-
-        Raises:
-            ObjectNotFoundError: the object is gone.
-            DamagedError: the bytes are not what was written; names the file.
-            PrunedError: a running job has removed the part.
-            LoadError, UnreadableError: the store cannot be read just now.
-        """
+        """Fill a view from byte ``begin`` on. Raise a `PrunedError` if a running job has removed the part, and what
+        `VersionStore.manifest` raises."""
         end, size = begin + len(into), self.record.block_size
         piece = max(PIECE_BYTES // size, 1) * size
         at = begin
@@ -315,11 +304,3 @@ def parsed_layout(record: ObjectRecord, header: Buffer, path: str) -> Layout:
         text = f"the header has items up to byte {layout.size}, and the manifest says that {record.size} bytes count"
         raise ObjectFormatError(text, path=path)
     return layout
-
-
-def check_blocks(record: ObjectRecord, begin: int, into: memoryview, path: str) -> None:
-    """Compare whole blocks of an object, from byte ``begin`` on, with their digests. Raise a `DigestMismatchError` if
-    they differ."""
-    size, first = record.block_size, begin // record.block_size
-    digests = record.digests[first : first - (-len(into) // size)]
-    verify_blocks(into, digests, size, first_block=first, path=path)

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from ml_flashpoint.adapter.lightning.engine import TrainerFlashpoint, check_trainer, join_processes
 from ml_flashpoint.adapter.trainer_loops import Schedule, ends_something, go_last, updates_by_step
 from ml_flashpoint.checkpointer import checked_wanted
-from ml_flashpoint.config import Config, Persist
+from ml_flashpoint.config import Config
 from ml_flashpoint.events import announce
 from ml_flashpoint.format.arguments import checked_base, checked_bool, checked_seconds
 from ml_flashpoint.format.errors import InvalidArgumentError
@@ -50,10 +50,9 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         every_n_steps: steps between two saves.
         skip_every_n_steps: how often the standard checkpoint is saved, to leave those steps out; 0 leaves none out.
         enabled: False to do nothing at all.
-        strict, discard_existing, persist, persist_every, persist_keep, persist_bytes_per_s: see `Flashpoint`.
+        strict, discard_existing: see `Flashpoint`.
         grace_s: seconds at most that a trainer which ends after SIGTERM waits for saves, and for persisting.
-        settings: ``replication``, ``keep``, ``safe_globals``, ``overlap``, ``on_world_size_change``, ``deadline_s``:
-            see `Config`.
+        settings: ``replication``, ``keep``, ``persist``, ``overlap`` and others: see `Config.of`.
 
     Attributes:
         flashpoint: the `Flashpoint`: its health, the last recovery. None before the trainer's processes are set up.
@@ -71,10 +70,6 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         *,
         strict: bool = False,
         discard_existing: bool = False,
-        persist: str | None = None,
-        persist_every: int = 50,
-        persist_keep: int = 3,
-        persist_bytes_per_s: float | None = None,
         grace_s: float = 20.0,
         **settings: Any,
     ) -> None:
@@ -83,12 +78,11 @@ class FlashpointCallback(Callback):  # type: ignore[misc]
         self._schedule = Schedule(every_n_steps, skip_every_n_steps)
         self.enabled = checked_bool("enabled", enabled)
         self._grace_s = checked_seconds("grace_s", grace_s)
-        durable = Persist.of(persist, persist_every, persist_keep, persist_bytes_per_s)
         self._options: dict[str, Any] = {
             "every_n_steps": every_n_steps,
             "strict": checked_bool("strict", strict),
             "discard_existing": checked_bool("discard_existing", discard_existing),
-            "config": Config(**settings, persist=durable, sigterm_grace_s=None),
+            "config": Config.of(**settings, handle_sigterm=False),
         }
         self.flashpoint: TrainerFlashpoint | None = None
         self._open: TrainerFlashpoint | None = None  # the same, until it is closed

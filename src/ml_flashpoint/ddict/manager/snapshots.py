@@ -49,7 +49,7 @@ from ml_flashpoint.ddict.manager.shard import Entry, StoredValue, Value
 from ml_flashpoint.ddict.manager.store import HeldPart, PartStore, ValueSlots, is_part, value_id_of
 from ml_flashpoint.ddict.options import check_checkpoint_id, next_number
 from ml_flashpoint.ddict.wire.requests import DropCopies, Hello, Request
-from ml_flashpoint.format.digest import digest_blocks, verify_blocks
+from ml_flashpoint.format.digest import digest_blocks
 from ml_flashpoint.format.errors import (
     DamagedError,
     DeadlineError,
@@ -284,7 +284,7 @@ class Recoverer:
             return None
         record, path = part.record, f"{ref.version}/{part.manifest.object_name}"
         try:
-            verify_blocks(part.data, record.digests, record.block_size, path=path)
+            record.check(part.data, path=path)
         except DamagedError as error:
             _log.warning("manager %d: asking holders, because a part here is damaged: %s", self._rank, error)
             return None

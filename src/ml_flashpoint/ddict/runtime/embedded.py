@@ -56,6 +56,7 @@ class _Process:
     pid: int
     control: Connection
     watched: int
+    parent: subprocess.Popen[bytes]  # that has forked it, and ends with the last of those
 
     def tell(self, what: object) -> None:
         """Send a message. The end of the process is noticed by listening."""
@@ -85,21 +86,17 @@ def _start_processes(count: int, environment: Mapping[str, str]) -> list[_Proces
         for end in itertools.chain(*ends):
             close_in_children(end)
         its_ends = [its.fileno() for _, its in ends]
-        try:
-            done = subprocess.run(
-                [multiprocessing.spawn.get_executable(), "-c", _PROGRAM, json.dumps(sys.path), *map(str, its_ends)],
-                pass_fds=its_ends,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,  # until it is standard error
-                env=environment,
-                # Signals of the terminal are for the creator: what it leaves behind then ends by itself.
-                start_new_session=True,
-                timeout=START_TIMEOUT_S,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise _too_late() from error
-        if done.returncode:
-            raise OSError(f"Python ended with exit code {done.returncode}")
+        parent = subprocess.Popen(
+            [multiprocessing.spawn.get_executable(), "-c", _PROGRAM, json.dumps(sys.path), *map(str, its_ends)],
+            pass_fds=its_ends,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # until it is standard error
+            env=environment,
+            # Signals of the terminal are for the creator: what it leaves behind then ends by itself.
+            start_new_session=True,
+        )
+        undo.callback(parent.wait)
+        undo.callback(parent.kill)
         for _, its in ends:
             its.close()
         try:
@@ -108,9 +105,9 @@ def _start_processes(count: int, environment: Mapping[str, str]) -> list[_Proces
                     raise _too_late()
                 watched = recv_handle(control)
                 undo.callback(os.close, watched)
-                started.append(_Process(control.recv(), control, watched))
+                started.append(_Process(control.recv(), control, watched, parent))
         except EOFError as error:
-            raise OSError("a process ended at once") from error
+            raise OSError("one has ended at once") from error
         undo.pop_all()
     return started
 
@@ -152,6 +149,7 @@ class Supervised:
         self._error: dict[str, Any] = {}  # what it said of why its last process failed, see `Dialect.describe`
         self._told, self._environment, self._changed = told, environment, changed
         self._name = f"manager {self.number} of {told['folder']}"
+        self._parents = [process.parent]  # that may run
         self._stopping = threading.Event()
         self._deaths: deque[float] = deque()
         name = f"ddict-supervisor-{self.number}"
@@ -172,6 +170,12 @@ class Supervised:
             if self.process is not None:
                 self.process.kill()
         self._thread.join(_END_S)
+
+    def await_parents(self) -> None:
+        """Wait for what has forked its processes. Whoever calls this has called `join` of all managers."""
+        for parent in self._parents:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                parent.wait(_END_S)
 
     def error(self) -> FlashpointError:
         """Return the error for a manager that did not start: its own, if that is one of ours."""
@@ -206,7 +210,9 @@ class Supervised:
         """Start another process; None: there is to be none."""
         while not self._stopping.is_set():
             try:
-                return _start_processes(1, self._environment)[0]
+                process = _start_processes(1, self._environment)[0]
+                self._parents = [*(each for each in self._parents if each.poll() is None), process.parent]
+                return process
             except (OSError, ValueError, DDictTimeoutError) as error:
                 # No death, so it does not count as one: what the system lacks now, it may have whenever others end.
                 _log.warning("%s could not be started again, and is tried once more: %s", self._name, error)
@@ -343,6 +349,8 @@ class EmbeddedRuntime(Runtime):
             give_up = time.monotonic() + timeout_s
             for one in self._managers:
                 one.join(give_up)
+            for one in self._managers:
+                one.await_parents()
         finally:
             self._hold.close()
             if not remove_unused(self.base):

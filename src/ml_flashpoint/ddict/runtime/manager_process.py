@@ -29,8 +29,8 @@ READY = "ready"
 
 
 def main(*controls: int) -> None:
-    """Fork a manager for each of these descriptors, and end: Ray kills the children of an actor that ends, and the last
-    manager is yet to remove the folder then."""
+    """Fork a manager for each of these descriptors, and reap them. They outlive this process: Ray kills the children of
+    an actor that ends, and the last manager is yet to remove the folder then."""
     importlib.import_module("ml_flashpoint.ddict.manager.manager")  # once for all
     gc.freeze()  # a collection in a manager would copy all pages of what was imported
     for control in controls:
@@ -38,6 +38,11 @@ def main(*controls: int) -> None:
             for other in set(controls) - {control}:
                 os.close(other)
             _begin(control)
+    for control in controls:
+        os.close(control)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
     os._exit(0)  # without tearing down what was imported for the managers
 
 

@@ -78,8 +78,8 @@ class _Process:
 
 
 def _start_processes(count: int, environment: Mapping[str, str]) -> list[_Process]:
-    """Start managers, which wait for what they are told. Raises `OSError`: they could not be started;
-    `DDictTimeoutError`: not in time."""
+    """Start managers, which wait for what they are told. Raises `OSError`: they could not be started, or,
+    as a `DDictTimeoutError`, not in time."""
     started, give_up = [], time.monotonic() + START_TIMEOUT_S
     with contextlib.ExitStack() as undo:
         ends = [tuple(map(undo.enter_context, multiprocessing.Pipe())) for _ in range(count)]
@@ -213,7 +213,7 @@ class Supervised:
                 process = _start_processes(1, self._environment)[0]
                 self._parents = [*(each for each in self._parents if each.poll() is None), process.parent]
                 return process
-            except (OSError, ValueError, DDictTimeoutError) as error:
+            except (OSError, ValueError) as error:
                 # No death, so it does not count as one: what the system lacks now, it may have whenever others end.
                 _log.warning("%s could not be started again, and is tried once more: %s", self._name, error)
                 self._stopping.wait(_RETRY_S)
@@ -323,6 +323,8 @@ class EmbeddedRuntime(Runtime):
             try:
                 processes = _start_processes(len(configs), environment)
             except (OSError, ValueError) as error:
+                if isinstance(error, DDictTimeoutError):
+                    raise
                 raise DDictError(f"the processes of managers cannot be made: {error}") from error
             for process, config in zip(processes, configs, strict=True):
                 its = {**told, "config": config}

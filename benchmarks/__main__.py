@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import importlib.util
 import json
 import os
 import sys
@@ -57,6 +58,17 @@ def fixed_cost(base: Path) -> Iterator[Result]:
     ours.close()
 
 
+def titan_results(folder: Path, scale: float) -> Iterator[Result]:
+    """Rows of torchtitan, which lies in an environment of its own."""
+    if importlib.util.find_spec("torchtitan") is None:
+        note = "skipped: not installed; .venv-trainers/bin/python -m benchmarks --only torchtitan"
+        yield Result("torchtitan", "all", 0.0, 0.0, 0.0, None, 0, note=note)
+        return
+    from benchmarks import titan
+
+    yield from titan.results(folder, scale)
+
+
 def all_results(folder: Path, scale: float, only: str) -> Iterator[Result]:
     """Every case whose name contains ``only``."""
     if not only or only in "tiny":
@@ -86,6 +98,8 @@ def all_results(folder: Path, scale: float, only: str) -> Iterator[Result]:
         yield from persist.results(folder / "persist", scale)
     if not only or only in "trainer":
         yield from hugging_face.results(folder / "trainer", scale)
+    if not only or only in "torchtitan":
+        yield from titan_results(folder / "titan", scale)
     if not only or only in "lightning":
         yield from lightning.results(folder / "lightning", scale)
     if not only or only in "board":
@@ -121,7 +135,7 @@ def main(
         typer.Option(
             help="Only states whose name contains this"
             " ('128', '20,000', 'tiny', 'replication', 'transfer', 'loop', 'rivals', 'persist',"
-            " 'lightning', 'trainer', 'board', 'ddict')."
+            " 'lightning', 'trainer', 'torchtitan', 'board', 'ddict')."
         ),
     ] = "",
 ) -> None:

@@ -48,7 +48,7 @@ def test_the_site_has_all_pages() -> None:
     )
 
 
-_ADAPTERS = (".adapter.accelerate", ".adapter.lightning", ".adapter.ray_train", ".adapter.transformers")
+_ADAPTERS = tuple(f".adapter.{name}" for name in ("accelerate", "lightning", "ray_train", "torchtitan", "transformers"))
 _PACKAGES = (*_ADAPTERS, ".local", ".events", ".ddict", ".ddict.native")
 
 
@@ -80,6 +80,8 @@ def test_the_matrix_by_door_has_what_tests_run_with() -> None:
     assert rows["[Megatron-LM](megatron-lm.md)"] == megatron
     assert f"megatron-core {of_nemo['megatron-core']} and {oldest}, too" in page
     assert rows["`Flashpoint`, [DCP](pytorch-dcp.md), [local](local-checkpointing.md)"] == f"torch {pins['torch']}"
+    trainers = dict(re.findall(r'"(torchtitan)==([\d.]+)"', makefile))
+    assert rows["[torchtitan](torchtitan.md)"] == f"torchtitan {trainers['torchtitan']}, torch {pins['torch']}"
     nemo = [f"{name} {of_nemo[name]}" for name in ("nemo_toolkit", "megatron-core", "torch")]
     assert rows["[NeMo](nemo.md)"] == ", ".join(nemo)
     for name, door in (

@@ -446,12 +446,21 @@ class _GoingOn:
 
 
 def rest_of_epoch(states: list[Any], rank: int, world_size: int) -> dict[str, Any]:
-    """Deal what is left of an epoch, for ``track(loader=loader, reshard={"loader": rest_of_epoch})``.
+    """Distribute the rest of an epoch over another number of ranks: ``track(loader=loader, reshard=rest_of_epoch)``.
 
-    For a plain `DataLoader` whose sampler is a `DistributedSampler` (of that class itself) for the ranks that there
-    are. Every sample of the epoch is given once, over all numbers of ranks; at the end, a few come twice or not at all
-    (``drop_last``), so that all ranks have as many, as ever with that sampler. Raises a `LoadError` if the loader was
-    another one, or ranks were at different places.
+    For a plain `DataLoader` whose sampler is a `DistributedSampler` (not a subclass) for the current ranks. Every
+    sample of the epoch is used once. As always with this sampler, some samples are repeated at the end of an epoch, or
+    dropped (``drop_last``), so that all ranks have the same number.
+
+    Args:
+        states: the state of the loader on each rank that saved, in the order of ranks.
+        rank, world_size: this rank, and the number of ranks now.
+
+    Returns:
+        The state of the loader on this rank.
+
+    Raises:
+        LoadError: the saved loader was another one, or ranks were at different positions.
     """
     reported = [state if isinstance(state, Mapping) else {} for state in states]
     first = reported[0]

@@ -275,5 +275,9 @@ class Board:
     def _report(self, error: Exception) -> None:
         if not self._has_failed and not self._closed:
             text = f"{type(error).__name__}: {error}"
-            _log.warning("rank %d cannot use the board, and nothing new is verified until it can: %s", self._rank, text)
+            _log.warning(
+                "rank %d cannot reach the store on rank 0, and no new version is verified until it can: %s",
+                self._rank,
+                text,
+            )
             self._emit(events.AgreementFailed, step=None, error=text)

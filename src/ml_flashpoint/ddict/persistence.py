@@ -63,7 +63,7 @@ Checkpoints = dict[int, Version]
 
 
 def write_part(store: DurableVersions, version: Version, manager: int, items: Sequence[tuple[str, Buffer]]) -> None:
-    """Write one manager's part of a checkpoint, durably: a safetensors file with these named items, and its manifest."""
+    """Write one manager's part of a checkpoint, durably: a safetensors file with these items, and its manifest."""
     views = [as_octets(buffer) for _, buffer in items]
     layout = plan_layout([], [(name, len(view)) for (name, _), view in zip(items, views, strict=True)], reserve=0)
     chunks = [memoryview(encode_header(layout, layout.size, {"flashpoint": "dictionary"})), *views]

@@ -162,6 +162,7 @@ def test_a_file_shows_what_events_amount_to(base: Path, board: StatusFile) -> No
     events.emit(events.SaveSkipped, RANKS, base, 8)
     events.emit(events.VersionVerified, RANKS, base, 7, seconds=0.2)
     events.emit(events.VersionVerified, SimpleNamespace(rank=0, node="a"), base, 9, seconds=0.2)
+    assert (board.status.committed, board.status.verified, board.status.skipped) == (7, 7, 1), "at once"
     events.flush()
     shown = read_status(file_of(base))
     assert shown == board.status

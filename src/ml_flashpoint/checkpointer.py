@@ -54,7 +54,7 @@ from ml_flashpoint.state.tracked import Reshard, Stateful, TrackedLoad, TrackedS
 _log = logging.getLogger(__name__)
 
 State = Mapping[str, torch.nn.Module | Optimizer | Stateful]
-"""What to save and load, by name: modules, optimizers, and anything with ``state_dict`` and ``load_state_dict``."""
+"""Objects to save and load, by name: modules, optimizers, and others with ``state_dict`` and ``load_state_dict``."""
 
 Fallback = Callable[[], "int | None"]
 
@@ -71,7 +71,7 @@ class _Written(NamedTuple):
 
 
 class Checkpointer(engine.Checkpointer):
-    """A base container that is open on all ranks, for a loop that saves and loads by itself. A context manager.
+    """A base container that is open on all ranks, for loops that call `save` and `load` themselves. A context manager.
 
     ::
 
@@ -129,19 +129,19 @@ class Checkpointer(engine.Checkpointer):
     # ---- saving --------------------------------------------------------------------------------------------
 
     def save(self, step: int, state: State, *, explicit: bool = True) -> Save:
-        """Save. Return once the state is copied: it may change in any way then. The rest is done in the background, and
-        the save says in its futures if it fails.
+        """Save, and return once the state is copied: it may change then. The rest happens in the background. If the
+        save fails, its futures have the error.
 
         Args:
-            step: above all that were saved before in this run. The step that was saved last is that save; if it was
-                skipped, or failed, on some rank, it is saved now, by a run that goes on from the newest version.
-            state: the objects to save.
-            explicit: without a free slot, wait for one, up to the deadline of the save; False: skip the save at once.
+            step: higher than the steps saved before in this run. For the step that was saved last, return that save;
+                if it was skipped or failed on some rank, save it in a new run that continues from the newest version.
+            state: the objects to save, by name.
+            explicit: if no slot is free, wait for one, up to the deadline of the save. False: skip the save at once.
 
         Raises:
-            UnaskedVersionsError: there are versions from before, and `load` was not called.
-            InvalidArgumentError: the step is not above those saved before, or ``state`` is unusable.
-            SaveError: a save has begun and not returned, or the checkpointer is closed.
+            UnaskedVersionsError: there are earlier versions, and `load` was not called.
+            InvalidArgumentError: the step is not higher than those saved before, or ``state`` is invalid.
+            SaveError: called during another call of `save` (in a signal handler), or the checkpointer is closed.
         """
         self.answer_sigterm()
         self.check_usable("load(state)")
@@ -218,7 +218,7 @@ class Checkpointer(engine.Checkpointer):
     def _flatten(self, save: SaveId, tracked: TrackedState) -> Tree:
         """Flatten the state. Afterwards `_written` says what this rank writes of it."""
         tree, ranks, known = Tree(tracked.to_save()), self.ranks, self._written
-        offer = None if known is None or not known.offer.structure.is_of(tree) else known.offer
+        offer = None if known is None or known.offer.structure != tree.structure else known.offer
         if offer is None:
             self._written = known = None
             offer = Offer(tree, rank=ranks.rank, ranks=ranks.world_size, own=rank_key(ranks.rank))
@@ -254,30 +254,30 @@ class Checkpointer(engine.Checkpointer):
         fallback: Fallback | None = None,
         reshard: Reshard | Mapping[str, Reshard] | None = None,
     ) -> int:
-        """Load the newest state that all ranks can load, or that of a step, in place. Collective.
+        """Load the newest version that all ranks can load, or the version of a step, in place. Collective.
 
-        Versions that turn out to be damaged are left for older ones. Afterwards a new run begins, and the filesystem is
-        checked to have room for the checkpoints to come.
+        If a version is damaged, the next older one is loaded. Afterwards a new run begins, and the filesystem is
+        checked for room for future versions.
 
         Args:
-            state: the objects to load into.
-            step: load the version of this step, or raise. Newer versions do not count any more: no load finds them
-                again, and their memory is the next saves'.
-            fallback: called on all ranks when memory has no version, or none that is sound; loads the state from
-                elsewhere and returns the number of steps done, or None for 0. Not together with ``step``.
-            reshard: makes a rank's own state on another number of ranks; see `Flashpoint.track`.
+            state: the objects to load into, by name.
+            step: load the version of this step, or raise. Newer versions are ignored from then on, and later saves
+                reuse their memory.
+            fallback: called on all ranks if memory has no version, or none that is intact. It loads the state from
+                another place, and returns the number of steps done, or None for 0. Not together with ``step``.
+            reshard: functions for state that belongs to one rank, for another number of ranks; see `Flashpoint.track`.
 
         Returns:
-            The step of the version; what ``fallback`` returned; 0 if there is nothing to go on from.
+            The step of the version; the result of ``fallback``; 0 at a fresh start.
 
         Raises:
-            ReshardError: the version is of another number of ranks, and nothing says what becomes of what each of them
-                had of its own.
-            LoadError: a version does not fit the objects, none could be loaded and there is no fallback
-                (`NothingLoadableError`), or there is none of ``step``.
+            ReshardError: another number of ranks saved the version, and there is no rule for state that belonged to
+                one rank.
+            LoadError: a version does not fit the objects, none can be loaded and there is no fallback
+                (`NothingLoadableError`), or there is no version of ``step``.
             CapacityError: the filesystem is too small.
             SaveError: the checkpointer is closed. JobInUseError: this process is a forked child.
-            FlashpointError: an argument is unusable, ranks lost each other, or their fallbacks failed or differ.
+            FlashpointError: an argument is invalid, ranks lost each other, or their fallbacks failed or differ.
         """
         self.check_usable()
         tracked = self._tracked_of(state, None if reshard is None else checked_reshard(reshard, state))
@@ -299,7 +299,7 @@ class Checkpointer(engine.Checkpointer):
             done, source = version.step or 0, report.tier
         elif fallback is not None:
             if why := load.why():
-                _log.error("falling back, and what is in memory will be overwritten: %s", why)
+                _log.error("calling the fallback; later saves will overwrite the versions in memory: %s", why)
             done, source = self._fall_back(fallback), "fallback"
         self.go_on_from(version)
         self.check_room(tracked.expected_bytes())
@@ -355,8 +355,8 @@ class Checkpointer(engine.Checkpointer):
     # ---- life ----------------------------------------------------------------------------------------------
 
     def wait(self, deadline_s: float | None = None) -> bool:
-        """Wait until all futures of all saves have ended; saves of DCP that another rank has not finished are given up.
-        Return True if that was so in time."""
+        """Wait until all futures of all saves have ended. Give up saves of DCP that another rank has not finished.
+        Return False after ``deadline_s`` seconds."""
         if self._writer_of_dcp is not None:
             self._writer_of_dcp.give_up()
         return super().wait(self.deadline_s if deadline_s is None else deadline_s)

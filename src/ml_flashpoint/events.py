@@ -1,4 +1,4 @@
-"""Events: facts about checkpoints in this process, who is told of them, and their form as lines of JSON.
+"""Events about checkpoints in this process, their subscribers, and their encoding as lines of JSON.
 
 ::
 
@@ -7,11 +7,11 @@
     with events.subscribe(lambda event: print(event)):
         ...
 
-`emit` waits for no subscriber: slow ones miss events, which is logged. ``FLASHPOINT_EVENTS`` names a file for all
-events of a process.
+`emit` does not wait for subscribers: a slow subscriber misses events, and the log says so. ``FLASHPOINT_EVENTS`` names
+a file for all events of a process.
 
 A line is one JSON object (RFC 8259) with ``schema`` (:data:`SCHEMA`), ``event`` (the name of a class below in snake
-case) and the attributes of that class. Readers skip kinds and attributes that they do not know, so releases may add
+case) and the attributes of that class. Readers ignore kinds and attributes that they do not know, so releases may add
 some under the same number.
 """
 
@@ -29,7 +29,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -47,9 +47,10 @@ _WORD = re.compile(r"(?<!^)(?=[A-Z])")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """A fact about checkpoints, as one rank saw it.
+    """An event about a checkpoint on one rank.
 
-    Kinds add attributes: ``bytes`` is the size of the rank's part, ``error`` a reason as text, ``seconds`` a duration.
+    Subclasses add attributes: ``bytes`` is the size of the rank's part, ``error`` a reason as text, ``seconds`` a
+    duration.
 
     Attributes:
         time_s: time of the event in seconds since the epoch, by the clock of its node.
@@ -74,14 +75,14 @@ class RunBegun(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopHeld(Event):
-    """A save has let go of the training loop for good: its copy is made. ``seconds``: time that it held the loop."""
+    """A save has copied the state, and no longer blocks the loop. ``seconds``: for which it blocked the loop."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartCommitted(Event):
-    """This rank's part of a version is on its node, whole. ``seconds``: since the save began."""
+    """This rank's part of a version is complete on its node. ``seconds``: since the save began."""
 
     bytes: int
     seconds: float
@@ -89,7 +90,7 @@ class PartCommitted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveSkipped(Event):
-    """A save found no free slot, since earlier saves are still being copied: this rank has no part of this version."""
+    """A save found no free slot, because earlier saves are still being copied. This rank has no part of the version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,16 +125,17 @@ class VersionVerified(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgreementFailed(Event):
-    """This rank cannot use the board: nothing new is verified until it can, and older versions stay."""
+    """This rank cannot reach the store on rank 0. No new version is verified until then, and older versions stay."""
 
     error: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksMissing(Event):
-    """Rank 0 has heard nothing of ``ranks`` about a save, which is not verified therefore. Nothing has failed yet.
+    """Nothing was heard of ``ranks`` about a save, for ``seconds``. Nothing has failed yet.
 
-    ``seconds``: since rank 0 has its part and the copies of it.
+    Rank 0 has its part and the copies of it, and the save is not verified. Or, on any rank, the state has a new
+    structure, and the save waits until all ranks have come to it.
     """
 
     ranks: tuple[int, ...]
@@ -150,14 +152,14 @@ class PartPersisted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionPersisted(Event):
-    """All parts are in the durable store at ``url``, and the marker that makes them a version. Rank 0 emits it."""
+    """All parts and the marker of a version are in the durable store at ``url``. Emitted by rank 0."""
 
     url: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PersistFailed(Event):
-    """A version that was due is not persisted, or none can be; the next one is tried."""
+    """A version that was due is not persisted, or no version can be. The next one is tried."""
 
     error: str
 
@@ -173,14 +175,14 @@ class PartFetched(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SteppedBack(Event):
-    """A version could not be recovered or loaded, and an older one is looked for."""
+    """A version could not be recovered or loaded, and an older one is tried."""
 
     error: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionRecovered(Event):
-    """A version is on its nodes, whole and verified.
+    """All parts of a version are on their nodes, checked.
 
     Attributes:
         detect_s: seconds for reading and gathering inventories. plan_s: for planning. fetch_s: for fetching, checking.
@@ -201,14 +203,14 @@ class VersionRecovered(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed(Event):
-    """Training goes on from ``step``, after ``seconds``, a fallback's included.
+    """Training resumes at ``step``, after ``seconds``, including those of a fallback.
 
     Attributes:
         source: source of the state: ``memory``, ``persisted``, ``fallback`` or ``nothing``.
-        version: the version loaded, if it came from memory or was persisted.
+        version: name of the loaded version, from memory or persisted; otherwise None.
         detect_s, plan_s, fetch_s, fetched_bytes: of the version that was tried last; see `VersionRecovered`.
-        load_s: seconds for loading into the tracked objects, and for versions that were tried before.
-        discarded: versions that were complete and could not be loaded, newest first.
+        load_s: seconds for loading into the tracked objects, including versions that were tried before.
+        discarded: complete versions that could not be loaded, newest first.
     """
 
     source: str
@@ -229,8 +231,8 @@ class Resumed(Event):
         if self.source == "persisted":
             return f"resumed at step {self.step} from the persisted {self.version} in {self.seconds:.2f} s{left}"
         if self.source == "fallback":
-            return f"memory has no checkpoint to go on from ({base}){left}: at step {self.step}, from the fallback"
-        return f"no checkpoint to go on from in {base}{left}: training starts at step {self.step}"
+            return f"no version in memory ({base}){left}: resumed at step {self.step} from the fallback"
+        return f"no version in {base}{left}: training starts at step {self.step}"
 
 
 KINDS: dict[str, type[Event]] = {
@@ -409,7 +411,8 @@ def subscribe(
     try:
         yield
     finally:
-        flush()
+        if not at_once:
+            flush()
         with bus.lock:
             bus.subscriptions = tuple(each for each in bus.subscriptions if each is not entry)
 
@@ -461,6 +464,11 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 # ---- lines for people -----------------------------------------------------------------------------------------------
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Return the first ranks of some, in words."""
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
 def announce(logger: logging.Logger, rank: int, text: str, *values: object) -> None:

@@ -123,8 +123,8 @@ class Status:
             case events.AgreementFailed():
                 change = {"agreement_error": error}
             case events.RanksMissing():
-                named = ", ".join(map(str, event.ranks[:8])) + (", ..." if len(event.ranks) > 8 else "")
-                text = f"ranks {named} have not come to the save of step {step}, for {event.seconds:.0f} s"
+                ranks = events.named(event.ranks)
+                text = f"ranks {ranks} have not come to the save of step {step}, for {event.seconds:.0f} s"
                 change = {"agreement_error": text}
             case events.PartPersisted() if self.rank != 0:
                 change = {"persisted": step, "persist_error": None}
@@ -227,25 +227,25 @@ class StatusFile:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Health of saving on this rank, since the construction of the `Flashpoint`.
+    """Counters and errors of saves on this rank, since the construction of the `Flashpoint`.
 
     Attributes:
-        saves: saves of which this rank has committed its part.
-        skipped: saves of the schedule that found no free slot, because earlier ones are still being copied.
-        failures: saves that failed.
-        last_error: text of the latest failure, kept after later saves worked; None if there was none.
-        replication_error: reason why copies on other nodes are missing now; None while nothing is amiss.
-        agreement_error: reason why ranks cannot agree on which versions are verified now; None while they can.
-        blocked_s: seconds that the latest save kept the training loop; not those in which its CUDA device was still at
-            work on what it had been given before.
-        blocked_total_s: the same, of all saves.
-        committed_s: seconds from the begin of the latest successful save until this rank's part was committed.
+        saves: number of saves whose part this rank has committed.
+        skipped: number of scheduled saves that found no free slot, because earlier saves are still being copied.
+        failures: number of saves that failed.
+        last_error: text of the latest failure, kept when later saves succeed; None if no save failed.
+        replication_error: reason why copies on other nodes are missing now; otherwise None.
+        agreement_error: reason why no new version is verified; None once a version is verified again.
+        blocked_s: seconds for which the latest save blocked the training loop, without the time in which its CUDA
+            device finished earlier work.
+        blocked_total_s: the same for all saves.
+        committed_s: seconds from the start of the latest successful save until this rank's part was committed.
         bytes: bytes of this rank's part of its newest version.
-        degraded: True if something needs attention: the latest save failed, copies are missing, ranks cannot agree, or
-            versions are not persisted although they should be.
-        persisted: step of the newest version that is persisted; on other ranks than 0, of the newest persisted part.
-        persist_error: reason why the latest version that was due is not persisted; None while nothing is amiss.
-        persist_lag: steps from `persisted` to the newest verified version; None if either is not known.
+        degraded: True if something needs attention: the latest save failed, copies are missing, no version can be
+            verified, or a version that is due is not persisted.
+        persisted: step of the newest persisted version; on ranks other than 0, of the newest persisted part.
+        persist_error: reason why the latest version that was due is not persisted; otherwise None.
+        persist_lag: steps between `persisted` and the newest verified version; None if either is not known.
     """
 
     saves: int
@@ -264,6 +264,6 @@ class Health:
     persist_lag: int | None = None
 
     def scalars(self, prefix: str = "flashpoint/") -> dict[str, float]:
-        """Return all numbers by name, each with a prefix: for TensorBoard, W&B and the like."""
+        """Return all numbers by name, each with a prefix, for TensorBoard or W&B."""
         values = ((field.name, getattr(self, field.name)) for field in fields(self))
         return {prefix + name: float(value) for name, value in values if isinstance(value, (int, float))}

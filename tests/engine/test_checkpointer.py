@@ -73,7 +73,7 @@ def test_versions_that_nobody_has_asked_about_are_not_overwritten(tmpfs: Path) -
     with Checkpointer(tmpfs / "job") as second:
         assert second.run == 0
         for call_it in (lambda: second.begin(6), lambda: second.check_usable("resume()")):
-            with pytest.raises(UnaskedVersionsError, match="nobody has asked about"):
+            with pytest.raises(UnaskedVersionsError, match="saving would overwrite them"):
                 call_it()
         assert second.latest() == second.id(5)
         assert second.run == 2

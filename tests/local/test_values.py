@@ -23,8 +23,8 @@ from hypothesis.extra import numpy as npst
 
 from ml_flashpoint.copy.dtypes import STORABLE_DTYPES
 from ml_flashpoint.format.errors import InvalidArgumentError, UnsafeContentError
-from ml_flashpoint.format.numpy_values import array_of, describe_dtype, dtype_of
 from ml_flashpoint.local import BasicTensorAwareStateDict, CheckpointingException, LocalCheckpointManager
+from ml_flashpoint.state.archive import array_of, describe_dtype, dtype_of
 from tests.local.states import Colour, Frozen, Ordinary, Pair, Plain, assert_equal
 
 

@@ -32,7 +32,7 @@ class FrameworkFlashpoint(Flashpoint):
         except NothingLoadableError as error:
             if not may_fall_back:
                 raise
-            _log.error("falling back, and what is in memory will be overwritten: %s", error)
+            _log.error("calling the fallback; later saves will overwrite the versions in memory: %s", error)
             return None
         return None if version is None else version.step
 

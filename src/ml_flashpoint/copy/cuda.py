@@ -315,7 +315,7 @@ def _warn(reason: str) -> None:
     """Log why memory is not locked; once for each reason."""
     if reason not in _process.warned:
         _process.warned.add(reason)
-        _log.warning("checkpoint memory is not page-locked, so device copies are slower: %s", reason)
+        _log.warning("slots cannot be page-locked, so copies from the device are slower: %s", reason)
 
 
 def note_device(device: int) -> None:

@@ -267,7 +267,7 @@ class Board:
         self._late_s *= 2
         if missing:
             step = None if save is None else save.step
-            named = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+            named = events.named(missing)
             text = "step %s is not verified: for %.0f s, nothing was heard of rank %s"
             _log.warning(text, step, seconds, named)
             self._emit(events.RanksMissing, step=step, ranks=tuple(missing), seconds=seconds)
@@ -275,5 +275,9 @@ class Board:
     def _report(self, error: Exception) -> None:
         if not self._has_failed and not self._closed:
             text = f"{type(error).__name__}: {error}"
-            _log.warning("rank %d cannot use the board, and nothing new is verified until it can: %s", self._rank, text)
+            _log.warning(
+                "rank %d cannot reach the store on rank 0, and no new version is verified until it can: %s",
+                self._rank,
+                text,
+            )
             self._emit(events.AgreementFailed, step=None, error=text)

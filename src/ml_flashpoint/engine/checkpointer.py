@@ -80,14 +80,14 @@ class Checkpointer:
     Args:
         base: absolute path of a folder on a tmpfs of this node that belongs to this job alone.
         config: settings; the same on all ranks.
-        discard_existing: versions that are there do not count any more, and are removed, on all nodes.
+        discard_existing: first remove all existing versions, on all nodes.
 
     Attributes:
-        base: base container. ranks: the ranks that use it together. strategy: who holds copies of whose parts.
-        holders: the ranks that hold copies of this one's parts.
+        base: base container. ranks: the ranks of the job. strategy: the replication strategy.
+        holders: the ranks that hold copies of this rank's parts.
         container: the store of versions on this node.
-        replicas: who writes what of the state that several ranks have alike.
-        phase: what may be done with it now.
+        replicas: the division of replicated state among ranks.
+        phase: the state of the base container.
 
     Raises:
         InvalidArgumentError: an argument is unusable, or differs between ranks.
@@ -146,7 +146,7 @@ class Checkpointer:
         stack.callback(self._copies.close)
         self._store = open_store(ranks)
         stack.callback(self._store.close)
-        self.replicas = Replicas(ranks.rank, ranks.world_size, self._store)
+        self.replicas = Replicas(ranks.rank, ranks.world_size, self._store, self._emit)
         persist = self.config.persist
         self._recovery = Recovery(
             ranks,
@@ -266,7 +266,7 @@ class Checkpointer:
             size = self._copies.push(save, run, verdict, self._pool)
         except FlashpointError as error:
             if not has_failed:  # once, until copies are made again
-                _log.error("replication fails, older versions stay: %s", error)
+                _log.error("replication fails; older versions are kept: %s", error)
             self._emit(events.ReplicationFailed, save.step, error=str(error))
             raise
         if has_failed:
@@ -317,16 +317,16 @@ class Checkpointer:
         return self._recovery.report
 
     def newest(self) -> CheckpointContainerId | None:
-        """Find the newest version that every rank can load, and bring here what this node lacks of it, checked. None if
-        there never was one. Collective. Saves go on as before until `go_on_from`.
+        """Return the newest version that every rank can load, after fetching and checking the parts that this node
+        lacks. None if no version ever existed. Collective. Saves continue unchanged until `go_on_from`.
 
         Raises:
-            NothingLoadableError: there are versions, and none can be loaded. On all ranks.
+            NothingLoadableError: versions exist, and none can be loaded. On all ranks.
         """
         return self._find(None)
 
     def bring(self, step: int) -> CheckpointContainerId:
-        """Do the same with the version of a step. Raise a `LoadError`, on all ranks, if that cannot be loaded."""
+        """Do the same for the version of a step. Raise a `LoadError` on all ranks if it cannot be loaded."""
         found = self._find(checked_integer("step", step, 0))
         assert found is not None
         return found
@@ -338,8 +338,8 @@ class Checkpointer:
         return None if found is None else self.id(found.save.step)
 
     def go_on_from(self, version: CheckpointContainerId | None) -> None:
-        """Begin a new run, which goes on from a version that `newest` or `bring` has returned, or from none of those
-        there are. Collective. Versions outside the run's lineage do not exist any more.
+        """Begin a new run that continues from a version that `newest` or `bring` returned, or, with None, from no
+        version. Collective. Versions outside the lineage of the run are ignored from then on.
 
         Raises:
             SaveError, CapacityError: the run cannot be recorded on some node. On all ranks.
@@ -372,8 +372,8 @@ class Checkpointer:
             persist_every=0 if persist is None else persist.every,
             persister_is_busy=lambda: self._persister is not None and self._persister.is_busy,
         )
-        saves.run, saves.board = run, board
         self._emit(events.RunBegun, None if chosen is None else chosen.save.step, run=run)
+        saves.run, saves.board = run, board
         if self._persister is not None:
             self._persister.heard(verdict)
         # Before a board pushes what was recovered.
@@ -398,29 +398,29 @@ class Checkpointer:
                 saves.give_up(save, SupersededError, "the save was not verified before its run ended")
 
     def latest(self) -> CheckpointContainerId | None:
-        """Find and bring the newest version (`newest`) and go on from it (`go_on_from`). Collective."""
+        """Return the newest version (`newest`), and begin a run from it (`go_on_from`). Collective."""
         self.reconsider()
         self.go_on_from(found := self.newest())
         return found
 
     def go_back(self, step: int) -> CheckpointContainerId:
-        """Bring the version of a step (`bring`) and go on from it (`go_on_from`). Collective."""
+        """Return the version of a step (`bring`), and begin a run from it (`go_on_from`). Collective."""
         self.reconsider()
         self.go_on_from(found := self.bring(step))
         return found
 
     def discard(self, version: CheckpointContainerId) -> None:
-        """Do not find a version again until `reconsider`: it could not be loaded. The same on all ranks."""
+        """Exclude a version that could not be loaded, until `reconsider`. Call it on all ranks."""
         found = self._recovery.found
         if found is not None and self.id(found.save.step) == version:
             self._excluded.add(found.save)
 
     def reconsider(self) -> None:
-        """Forget what was discarded."""
+        """Include discarded versions again."""
         self._excluded.clear()
 
     def versions(self) -> list[KeptVersion]:
-        """Return what can be gone back to, newest first. Collective."""
+        """Return the versions to which `go_back` can go, newest first. Collective."""
         self.check_usable()
         return self._recovery.versions()
 
@@ -461,8 +461,8 @@ class Checkpointer:
         if self.phase is Phase.UNASKED and ask is not None:
             # What to do is in the message: of what DCP passes on, users see no hints.
             raise UnaskedVersionsError(
-                "there are checkpoints of an earlier run here that nobody has asked about, and saving would overwrite"
-                f" them: call {ask} before the first save, to go on from them or give them up, or use another folder",
+                "an earlier run has left versions here, and saving would overwrite"
+                f" them: call {ask} before the first save, or use another folder",
                 rank=rank,
                 node=self.ranks.node,
                 path=self.base,
@@ -488,7 +488,7 @@ class Checkpointer:
         if self._persister is not None:
             self._persister.hurry()  # at once: a save that other ranks have not begun may take all the time there is
         if not (done := self._wait_for_copies(deadline_s)):
-            _log.warning("the save in flight was not verified within %.0f s", deadline_s)
+            _log.warning("the unfinished save was not verified within %.0f s", deadline_s)
         if self._persister is not None and not self._persister.finish(max(give_up - time.monotonic(), 0.0)):
             _log.warning("the newest version was not persisted within %.0f s", deadline_s)
             return False

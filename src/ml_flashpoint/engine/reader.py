@@ -8,6 +8,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,12 +20,12 @@ from ml_flashpoint.format.errors import DamagedError, ObjectNotFoundError, Prune
 from ml_flashpoint.format.knobs import recovery_deadline_s
 from ml_flashpoint.format.manifest import Manifest, ObjectRecord
 from ml_flashpoint.format.names import CheckpointContainerId, SaveId
-from ml_flashpoint.format.object_format import Entry, Layout, header_length
+from ml_flashpoint.format.object_format import Entry, Layout
 from ml_flashpoint.memory.container import BaseContainer
 from ml_flashpoint.memory.pool import Pool
 from ml_flashpoint.stores.bounded import in_background, result_of
 from ml_flashpoint.stores.durable import DurableVersions
-from ml_flashpoint.stores.version_store import StoredObject, Version, parsed_layout
+from ml_flashpoint.stores.version_store import StoredObject, Version, read_layout
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -59,7 +60,6 @@ class ObjectReader:
         self._data = torch.empty(0, dtype=torch.uint8, device="cpu")
         if self.record.size:
             self._data = torch.frombuffer(self._buffer, dtype=torch.uint8)
-        self._layout: Layout | None = None
 
     def ensure(self, begin: int, end: int) -> None:
         """Have bytes ``begin:end`` here and checked."""
@@ -72,16 +72,15 @@ class ObjectReader:
             self._fetch(run[0], self._buffer[run[0] * size : min((run[-1] + 1) * size, self.record.size)])
             self._present.update(run)
 
-    @property
+    def read(self, begin: int, end: int) -> memoryview:
+        """Return bytes ``begin:end``, where they lie."""
+        self.ensure(begin, end)
+        return self._buffer[begin:end]
+
+    @cached_property
     def layout(self) -> Layout:
-        """The content of the header. Raises an `ObjectFormatError` if it is not valid, although its digest is right."""
-        if self._layout is None:
-            size = self.record.size
-            self.ensure(0, min(8, size))
-            length = header_length(self._buffer[:8], self.record.file_size, self.path)
-            self.ensure(0, min(length, size))
-            self._layout = parsed_layout(self.record, self._buffer[:length], self.path)
-        return self._layout
+        """The items of the object; see `read_layout`."""
+        return read_layout(self.record, self.read, self.path)
 
     def entry(self, key: str) -> Entry:
         """Return where an item lies. Raises `ObjectNotFoundError`."""
@@ -113,8 +112,7 @@ class ObjectReader:
     def bytes_of(self, key: str) -> memoryview:
         """Return an item as plain bytes."""
         entry = self.entry(key)
-        self.ensure(entry.begin, entry.end)
-        return self._buffer[entry.begin : entry.end]
+        return self.read(entry.begin, entry.end)
 
 
 def _room(manifest: Manifest, path: str) -> memoryview:

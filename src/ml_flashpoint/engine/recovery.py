@@ -82,7 +82,7 @@ _BESIDE_MEMORY_S = 10.0
 """Seconds that the durable store is waited for where memory has a version: it mostly is the newest one."""
 _MOST_UNREAD, _MOST_TEXT, _MOST_SHOWN = 1000, 500, 8
 _HINT = (
-    "nothing was removed: try again when the cause is mended; to go on from elsewhere, pass a fallback; "
+    "nothing was removed: try again once the cause is fixed; to resume from another checkpoint, pass a fallback; "
     "to give these versions up, remove the base container on every node (or pass discard_existing=True)"
 )
 
@@ -459,7 +459,7 @@ class Recovery:
             try:
                 mark_verified(self.container, self._run)
             except SaveError as error:
-                _log.warning("if all versions are lost, the job will start from nothing: %s", error)
+                _log.warning("if all versions are lost, the job will start from scratch: %s", error)
 
     def check_room(self, expected_bytes: int) -> None:
         """See `Checkpointer.check_room`."""
@@ -601,7 +601,7 @@ class _Search:
             if exists and self._is_wanted(stored.save):
                 return stored
         if memory is not None and listed.unknown:
-            _log.warning("going on from memory, and there may be a newer version: %s", listed.unknown)
+            _log.warning("resuming from memory; the store may have a newer version: %s", listed.unknown)
         return memory
 
     def _is_wanted(self, save: SaveId) -> bool:
@@ -625,7 +625,7 @@ class _Search:
             error.rank, error.node, error.path = ranks.rank, ranks.node, str(recovery.container.base)
             raise error
         if any(report.inventory.parts for report in self.reports) and not self.excluded:
-            _log.warning("starting anew: no version of this job was ever complete")
+            _log.warning("starting from scratch: no version of this job was ever complete")
 
     def _take(self, found: Found) -> FlashpointError | None:
         """Have this rank's own part here, and check what this rank has to check. Return the error, for the other ranks

@@ -80,18 +80,18 @@ def _resolve(future: Future[Any], result: object = None, error: BaseException | 
 
 @dataclass(slots=True, eq=False)
 class Save:
-    """One rank's part of a version on its way: staged, committed, verified. Begun by `Checkpointer.begin`.
+    """One rank's save of one version. Begun by `Checkpointer.begin`.
 
-    The order of its calls is `stage` (optional), `fill`, `commit`; or `fail`. The save fails if one of them raises.
+    Call `stage` (optional), `fill` and `commit` in this order; or `fail`. If one of these raises, the save fails.
 
     Attributes:
-        terms: what is known since it began.
-        id: run and step; None while a save that was staged before its step was known has no name.
+        terms: the terms of the save.
+        id: run and step; None while the step is not known.
         staged: done once the program may change the tensors.
-        committed: the manifest, once this rank's part is committed.
-        verified: done once all ranks have committed their parts and have all copies of them. Fails with
-            `SupersededError` when a newer save is verified instead, or the ranks pass over this one.
-        part: its object, on its way. The engine's.
+        committed: done once this rank's part is committed. The result is its manifest.
+        verified: done once the parts of all ranks are committed and all their copies are complete. Fails with
+            `SupersededError` if a newer save is verified instead, or the ranks pass over this one.
+        part: the object that is being written, for the engine.
 
     All three futures end by the deadline of the save (``FLASHPOINT_SEAL_DEADLINE_S``).
     """
@@ -273,8 +273,8 @@ class Save:
                 raise shortage
             if self.committed.done():
                 raise self.committed.exception() or SaveError("the save has ended", step=self.step)
-            text = "no slot is free: earlier saves are still being copied, or their versions read"
-            hint = "save less often, or raise the limit of memory, so that there is room for two more slots"
+            text = "no slot is free, because earlier saves are still being written, copied or read"
+            hint = "save less often, or give the node memory for two more slots (flashpoint plan)"
             if not explicit or saves.thread.is_current:  # nothing becomes free while that one waits
                 raise SkippedError(f"the save is skipped: {text}", step=self.step, rank=saves.ranks.rank, hint=hint)
             if not self.terms.left_s:
@@ -380,7 +380,7 @@ class Saves:
         if (board := self.board) is not None and save.id is not None:
             board.fail(save.id, late=int(is_skipped))
         if is_first:
-            _log.warning("%s; until one is not skipped, nothing more is said", error)
+            _log.warning("%s; skips that follow directly are only counted", error)
         if is_skipped:
             events.emit(events.SaveSkipped, self.ranks, self.base, save.step)
         else:

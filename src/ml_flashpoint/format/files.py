@@ -87,10 +87,12 @@ def open_regular(path: Path, flags: int) -> int:
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
             raise
-        raise UnsafePathError(f"this is no file of ours: {error.strerror}", path=path, hint="remove it") from error
+        raise UnsafePathError(
+            f"this is not a file of this package: {error.strerror}", path=path, hint="remove it"
+        ) from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise UnsafePathError("this is no regular file", path=path, hint="remove it")
+        raise UnsafePathError("this is not a regular file", path=path, hint="remove it")
     return descriptor
 
 
@@ -316,7 +318,7 @@ def _check_unplanted(path: Path, status: os.stat_result) -> None:
     around = os.stat(path.parent)
     if around.st_mode & stat.S_IWOTH and status.st_uid not in (0, os.geteuid(), _overflow_uid(), around.st_uid):
         raise UnsafePathError(
-            f"everybody may write to the folder around this, and user {status.st_uid} has put it there",
+            f"everybody may write to the parent folder, and user {status.st_uid} has put it there",
             path=path,
             hint="take another name, or a folder in one of your own",
         )

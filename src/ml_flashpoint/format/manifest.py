@@ -83,7 +83,7 @@ def decode_record(
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
         is_right = record["digest"] == xxhash.xxh3_128_hexdigest(canonical)
     except (ValueError, KeyError, TypeError, RecursionError, MemoryError) as caught:
-        raise error(f"this is no record of kind {kind}", path=path) from caught
+        raise error(f"not a valid record of kind {kind}", path=path) from caught
     if not is_right:
         raise error("the record was altered: its digest does not match", path=path)
     return content

@@ -27,7 +27,8 @@ def available_bytes(path: Path, *, root: Path = Path("/")) -> int:
         return free
     if stats.f_blocks == 0:  # a tmpfs without a limit has no size
         free = psutil.virtual_memory().total
-    return min(free, free_memory(root))
+    free, left = min(free, int(psutil.virtual_memory().available)), memory_left(root)
+    return free if left is None else min(free, left)
 
 
 def existing_parent(path: Path) -> Path:
@@ -46,12 +47,6 @@ def most_bytes(path: Path) -> int:
         return size
     total = int(psutil.virtual_memory().total)
     return min(size or total, total)  # a tmpfs without a limit has no size
-
-
-def free_memory(root: Path = Path("/")) -> int:
-    """Return the bytes of memory that this process may still take, of the machine and of its control groups."""
-    free, left = int(psutil.virtual_memory().available), memory_left(root)
-    return free if left is None else min(free, left)
 
 
 def memory_left(root: Path = Path("/")) -> int | None:

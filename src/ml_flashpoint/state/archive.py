@@ -20,6 +20,7 @@ import fractions
 import functools
 import io
 import logging
+import math
 import operator
 import pathlib
 import pickle
@@ -37,11 +38,18 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.lib.format import descr_to_dtype
 from torch.torch_version import TorchVersion
 
-from ml_flashpoint.copy.tensors import is_plain_strided
-from ml_flashpoint.format.errors import DamagedError, FlashpointError, SaveError, UnsafeContentError
-from ml_flashpoint.format.numpy_values import array_of, describe_dtype, dtype_of, scalar_of
+from ml_flashpoint.copy.tensors import copied_whole, is_plain_strided
+from ml_flashpoint.format.errors import (
+    DamagedError,
+    FlashpointError,
+    InvalidArgumentError,
+    SaveError,
+    UnsafeContentError,
+    text_of,
+)
 from ml_flashpoint.state.private import tree_leaves
 
 SafeGlobal = Callable[..., Any] | tuple[Callable[..., Any], str]
@@ -50,6 +58,7 @@ Listed = Mapping[str, Callable[..., Any]]
 
 _log = logging.getLogger(__name__)
 _INLINE_BYTES = 8192
+_MOST_OF_A_NAME = 256  # of a dtype, or of a field
 _SAFE_SINCE = "2.10"
 _HINT = "keep plain values in it, or list the type as safe_globals=[{}] where it is saved and loaded, if you trust it"
 
@@ -104,7 +113,7 @@ def save_archive(
     except Exception as error:  # of whatever kind pickling raises
         where = place_of(value, name, partial(raises, make))
         if not isinstance(error, _UnknownNameError):
-            raise UnsafeContentError(f"the state of {where!r} cannot be saved: {_text(error)}") from error
+            raise UnsafeContentError(f"the state of {where!r} cannot be saved: {text_of(error)}") from error
         text = f"the state of {where!r} holds {error}, which loading would refuse, because such types may run code"
         raise UnsafeContentError(text, hint=_HINT.format(error)) from None
 
@@ -186,7 +195,7 @@ def packed(value: Any, name: str) -> PackedState:
         made, devices = _copied(value)
     except Exception as error:  # of whatever kind a value's own copying raises
         where = place_of(value, name, partial(raises, _copied)) if not isinstance(error, RecursionError) else name
-        raise SaveError(f"the state of {where!r} cannot be saved: {type(error).__name__}: {error}") from error
+        raise SaveError(f"the state of {where!r} cannot be saved: {text_of(error)}") from error
     for device in devices:  # another thread writes the copy, for which the device works in another order
         torch.cuda.current_stream(device).synchronize()
     return PackedState(made, name)
@@ -195,7 +204,7 @@ def packed(value: Any, name: str) -> PackedState:
 def _copied(value: Any) -> tuple[Any, set[torch.device]]:
     tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     known: dict[int, Any] = {
-        id(each): each.detach().clone().requires_grad_(each.requires_grad)
+        id(each): copied_whole(each, stays=True).requires_grad_(each.requires_grad)
         for each in tensors
         if each.grad_fn is not None or not is_plain_strided(each)  # of which torch makes no deep copies
     }
@@ -243,7 +252,7 @@ def load_archive(
     except FlashpointError:
         raise
     except Exception as error:
-        raise DamagedError(f"item {key!r} is not readable: {_text(error)}", path=path) from error
+        raise DamagedError(f"item {key!r} is not readable: {text_of(error)}", path=path) from error
 
 
 def check_bytes(data: Any, key: str, *, path: str, allowed: Sequence[SafeGlobal] = ()) -> io.BytesIO:
@@ -376,10 +385,6 @@ class _Devices(dict[str, str]):
         return "cpu" if self._device_of is None else str(self._device_of(name))
 
 
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
 # ---- what values are pickled as: calls of functions of the next section ---------------------------------------------
 
 
@@ -465,7 +470,7 @@ _FACTORIES: dict[Any, Any] = {each.__name__: each for each in (dict, list, set, 
 _REDUCERS: dict[type, Any] = {
     np.ndarray: _of_array,
     collections.defaultdict: _of_defaultdict,
-    collections.deque: lambda value: (_deque, (list(value), value.maxlen)),
+    collections.deque: lambda value: (collections.deque, (list(value), value.maxlen)),
     datetime.time: _of_time,
     datetime.datetime: _of_time,
     io.BytesIO: lambda value: (_stream, (value.getvalue(), value.tell())),
@@ -475,6 +480,73 @@ _REDUCERS: dict[type, Any] = {
 
 class _Pickler(pickle.Pickler):
     dispatch_table = _Reducers()
+
+
+# ---- NumPy's dtypes, described as in .npy files: by a text, or a list of fields ------------------------------------
+
+
+def describe_dtype(dtype: np.dtype[Any]) -> Any:
+    """Return the description of a dtype. Raise an `InvalidArgumentError` if the dtype cannot be made again: it holds
+    Python objects, or belongs to another package."""
+    try:
+        described = dtype.descr if dtype.names is not None else dtype.str
+        if dtype.names is None and np.dtype(dtype.str).char != dtype.char:
+            described = dtype.byteorder.strip("=|") + dtype.char  # "<i8" is a long, and a long long another type
+        if dtype.type is not np.record and dtype_of(described) == dtype:
+            return described
+    except (TypeError, ValueError):
+        pass
+    raise InvalidArgumentError(
+        "a NumPy dtype that is not made of plain bytes cannot be stored",
+        argument="dtype",
+        value=dtype,
+        hint="convert the array, to a dtype of NumPy's own without objects in it",
+    )
+
+
+def dtype_of(described: Any) -> np.dtype[Any]:
+    """Return the dtype of a description. Raise a `TypeError` or `ValueError` if it is none of plain bytes."""
+    if type(described) not in (str, list):
+        raise TypeError("no dtype")
+    _check_described(described)
+    made: np.dtype[Any] = descr_to_dtype(described)
+    if made.hasobject or made.subdtype is not None:
+        raise TypeError("no dtype of plain bytes")
+    return made
+
+
+def _check_described(described: Any) -> None:
+    """Raise unless this is text, the sizes of a shape, or a list or tuple of such."""
+    if isinstance(described, tuple) and all(type(size) is int for size in described):
+        _checked_shape(described)
+    elif isinstance(described, (list, tuple)):
+        for each in described:
+            _check_described(each)
+    elif type(described) is not str or len(described) > _MOST_OF_A_NAME:
+        raise TypeError("no dtype")
+
+
+def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    if any(type(size) is not int or size < 0 for size in shape):
+        raise ValueError(f"no shape: {shape!r}")
+    return tuple(shape)
+
+
+def array_of(data: bytes | memoryview, described: Any, shape: Sequence[int]) -> np.ndarray[Any, Any]:
+    """Return an array with memory of its own. Raise a `TypeError` or `ValueError` if the description is none, or does
+    not fit the bytes."""
+    dtype, sizes = dtype_of(described), _checked_shape(shape)
+    expected = math.prod(sizes) * dtype.itemsize
+    if len(data) != expected:
+        raise ValueError(f"an array of {expected} bytes, and there are {len(data)}")
+    made: np.ndarray[Any, Any]
+    made = np.ndarray(sizes, dtype, buffer=bytearray(data)) if expected else np.ndarray(sizes, dtype)
+    return made
+
+
+def scalar_of(data: bytes | memoryview, described: Any) -> Any:
+    """Return a scalar. Raises what `array_of` raises."""
+    return array_of(data, described, ())[()]
 
 
 # ---- functions that make values, and do not trust their arguments --------------------------------------------------
@@ -523,10 +595,6 @@ def _generator(device: Any, state: Any) -> torch.Generator:
     return made
 
 
-def _deque(items: Any, most: Any) -> Any:
-    return collections.deque(items, most)
-
-
 def _defaultdict(factory: Any, items: Any) -> Any:
     return collections.defaultdict(_FACTORIES[factory] if type(factory) is str else factory, items)
 
@@ -568,13 +636,14 @@ def _instance(listed: Listed, may_be_callable: bool, name: Any, content: Any) ->
     return made
 
 
-_MAKERS = (_array, _objects, _string, _quantized, _gradient, _generator, _deque, _defaultdict, _stream)
+_MAKERS = (_array, scalar_of, dtype_of, _objects, _string, _quantized, _gradient, _generator, _defaultdict, _stream)
 _TIMES = (datetime.date, datetime.time, datetime.datetime, datetime.timedelta, datetime.timezone)
-_VALUES = (frozenset, slice, range, *_TIMES, decimal.Decimal, fractions.Fraction, uuid.UUID, Namespace)
+_NUMBERS = (decimal.Decimal, fractions.Fraction, uuid.UUID)
+_VALUES = (frozenset, slice, range, collections.deque, *_TIMES, *_NUMBERS, Namespace)
 _PATHS = (pathlib.Path, pathlib.PosixPath, pathlib.PurePosixPath)
 _WORDS: dict[str, Callable[..., Any]] = {
     "builtins.bytes": lambda: b"",  # called for no bytes alone
-    **{name: each for each, name in by_name((*_MAKERS, dtype_of, scalar_of, *_VALUES))},
+    **{name: each for each, name in by_name((*_MAKERS, *_VALUES))},
     # Of Python 3.13, too.
     **{f"pathlib{sub}.{kind.__name__}": kind for sub in ("", "._local") for kind in _PATHS},
 }

@@ -94,7 +94,7 @@ class DurableVersions(VersionStore):
             lock = self.files.lock(_LOCK, 0.0)
         except JobInUseError as error:
             hint = "wait until that job has ended, or give another URL"
-            raise JobInUseError(f"somebody persists there: {error.message}", path=error.path, hint=hint) from error
+            raise JobInUseError(f"a job persists at this URL: {error.message}", path=error.path, hint=hint) from error
         with lock or contextlib.nullcontext():
             yield
 
@@ -184,7 +184,7 @@ class DurableVersions(VersionStore):
                 if goes:
                     self._remove(each, needed=save.run)
             except FlashpointError as error:
-                _log.warning("what is not wanted any more cannot be removed: %s", error)
+                _log.warning("old versions cannot be removed: %s", error)
 
     def _remove(self, version: Version, *, needed: int | None = None) -> None:
         """Remove a version, its marker first, and the folder of its run after the last one, unless that is needed."""

@@ -236,11 +236,8 @@ class StoredObject:
 
     @cached_property
     def layout(self) -> Layout:
-        """The items of the object. Raises an `ObjectFormatError` if the header is not valid, although its digest is
-        right."""
-        file_size = self.record.file_size
-        length = header_length(self.read(0, min(8, self.record.size)), file_size, self.path)
-        return parsed_layout(self.record, self.read(0, length), self.path)
+        """The items of the object; see `read_layout`."""
+        return read_layout(self.record, self.read, self.path)
 
     def entry(self, key: str) -> Entry:
         """Return the place of an item. Raise an `ObjectNotFoundError` if there is none."""
@@ -296,10 +293,11 @@ class StoredObject:
             yield memoryview(_ZEROS)[: self.record.file_size - begin]
 
 
-def parsed_layout(record: ObjectRecord, header: Buffer, path: str) -> Layout:
-    """Return the content of an object's header. Raise an `ObjectFormatError` if it is not valid, or an item lies past
-    the bytes that count."""
-    layout = parse_header(header, record.file_size, path).layout
+def read_layout(record: ObjectRecord, read: Callable[[int, int], Buffer], path: str) -> Layout:
+    """Return the items of an object, of which ``read`` returns a range of bytes. Raise an `ObjectFormatError` if the
+    header is not valid, although its digest is right, or an item lies past the bytes that count."""
+    length = header_length(read(0, min(8, record.size)), record.file_size, path)
+    layout = parse_header(read(0, min(length, record.size)), record.file_size, path).layout
     if layout.size > record.size:
         text = f"the header has items up to byte {layout.size}, and the manifest says that {record.size} bytes count"
         raise ObjectFormatError(text, path=path)

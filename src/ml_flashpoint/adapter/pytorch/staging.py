@@ -17,7 +17,7 @@ from ml_flashpoint.copy import cuda
 from ml_flashpoint.copy.cpu import view_identity
 from ml_flashpoint.copy.tensors import is_plain_strided, materialized, storable_name, whole_copy
 from ml_flashpoint.format.errors import NotStagedError
-from ml_flashpoint.state.plan import Structure, Tree
+from ml_flashpoint.state.plan import Tree
 from ml_flashpoint.state.private import ShardedTensor, tree_unflatten
 
 _IMMUTABLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -41,7 +41,7 @@ class Places:
     """The places of plain tensors in states of one structure: number of the leaf that each is of, and its path, such as
     ``optim.state.0.exp_avg``: DCP's name, when it flattens."""
 
-    structure: Structure
+    structure: object
     numbers: list[int]
     paths: list[str]
 
@@ -86,10 +86,10 @@ class TensorLeaves:
     def places(self) -> Places:
         """The places: the same object as before while nothing but content has changed."""
         tree, before = self._tree, self._before
-        if before is not None and before.numbers == self._numbers and before.structure.is_of(tree):
+        if before is not None and before.numbers == self._numbers and before.structure == tree.structure:
             return before
         paths = _paths(tree)
-        return Places(Structure(tree), self._numbers, [paths[number] for number in self._numbers])
+        return Places(tree.structure, self._numbers, [paths[number] for number in self._numbers])
 
     @property
     def names(self) -> list[str]:

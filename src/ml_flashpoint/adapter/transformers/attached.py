@@ -49,7 +49,7 @@ _OF_THE_LOOP = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_i
 
 
 def attach(trainer: Trainer, base: str | os.PathLike[str], *, every_n_steps: int = 1, **options: Any) -> Trainer:
-    """Have a Trainer save its state into memory every few steps of the optimizer.
+    """Let a Trainer save its state into memory every few optimizer steps.
 
     ::
 
@@ -57,22 +57,23 @@ def attach(trainer: Trainer, base: str | os.PathLike[str], *, every_n_steps: int
         attach(trainer, "/dev/shm/mlf-jobs/job-145", every_n_steps=1)
         trainer.train(resume_from_checkpoint=resume_path(trainer))
 
-    Saved are model, optimizer, scheduler, scaler, the Trainer's state and that of its callbacks which have one, the
-    loss that is not logged yet, and the random number generators. Of a PEFT model, frozen parameters are left out, as
-    the Trainer does. The Trainer's own checkpoints stay as they are, beside.
+    A save contains model, optimizer, scheduler, scaler, the state of the Trainer and its callbacks, the loss that is
+    not logged yet, and the random number generators. Frozen parameters of a PEFT model are left out, as the Trainer
+    does. The Trainer's own checkpoints keep working.
 
-    What samples and collators draw in the main process is drawn again as it was. Workers (``dataloader_num_workers``)
-    that draw begin with other random numbers after a restart in the midst of an epoch.
+    Random numbers that samples and collators draw in the main process are the same after a restart. Workers
+    (``dataloader_num_workers``) draw different ones after a restart within an epoch.
 
     Args:
-        trainer: any Trainer, before ``train``: plain, with DDP or FSDP2, or a subclass like ``SFTTrainer``.
+        trainer: any Trainer, before ``train``: plain, with DDP or FSDP2, or a subclass such as ``SFTTrainer``.
         base, every_n_steps, options: see `ml_flashpoint.Flashpoint`.
 
     Returns:
         The Trainer.
 
     Raises:
-        InvalidArgumentError: the Trainer has one attached, uses what is not supported, or an argument is unusable.
+        InvalidArgumentError: a Flashpoint is attached already, a feature of the Trainer is not supported, or an
+            argument is invalid.
         FlashpointError: the base container cannot be used.
     """
     if not isinstance(trainer, Trainer):
@@ -92,7 +93,7 @@ def attach(trainer: Trainer, base: str | os.PathLike[str], *, every_n_steps: int
 
 
 def resume_path(trainer: Trainer, fallback: str | bool | None = None) -> str | None:
-    """Return what to go on from, for ``trainer.train(resume_from_checkpoint=...)``. Collective.
+    """Return the path to resume from, for ``trainer.train(resume_from_checkpoint=...)``. Collective.
 
     Args:
         trainer: has a Flashpoint attached.

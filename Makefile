@@ -6,6 +6,7 @@
 #   make test-megatron   likewise: what needs megatron-core, with the newest release that is supported, in .venv-megatron,
 #                which it makes (5 GB, a minute or two); says so, and is done, where there is no Python 3.12
 #   make test-trainers   likewise: what needs torchtitan and DeepSpeed, in .venv-trainers, which it makes on top of .venv (a minute)
+#   make test-bridge   what of Megatron-Bridge runs without a GPU, in .venv-bridge, which it makes on top of .venv-megatron (750 MB)
 #   make soak    the long campaigns that `make test` only samples: random faults, random states, every combination of
 #                parameters, more seeds; and its jobs again with every process started cold, where `make test` forks most
 #                of them; and what needs megatron-core with each release that is supported. Before each release: it takes hours
@@ -52,7 +53,7 @@ $(1) -m pytest -o cache_dir=.pytest_cache/$(2) $(3) || { code=$$?; test $$code =
 	    $(1) -m pytest -o cache_dir=.pytest_cache/$(2) --last-failed --last-failed-no-failures=none $(3) -n 0; }
 endef
 
-.PHONY: setup lint format check test test-units test-nemo test-megatron test-trainers soak soak-megatron matrix demo bench bench-peers docs test-cuda bench-cuda clean distclean
+.PHONY: setup lint format check test test-units test-nemo test-megatron test-trainers test-bridge soak soak-megatron matrix demo bench bench-peers docs test-cuda bench-cuda clean distclean
 
 setup: $(STAMP)
 
@@ -160,6 +161,25 @@ test-trainers: setup
 	@$(HAS_TRAINERS) || echo "skipped: what needs torchtitan, which needs Python 3.11"
 	! $(HAS_TRAINERS) || $(MAKE) $(TRAINERS_STAMP)
 	! $(HAS_TRAINERS) || $(call pytest,$(TRAINERS_BIN)/python,trainers,$(JOBS_AT_A_TIME) -m "not soak" $(TRAINERS_JOBS) $(PYTEST_ARGS))
+
+# Megatron-Bridge is for GPUs, and its own requirements need one: here is what its code imports where it saves and loads.
+BRIDGE_BIN := .venv-bridge/bin
+BRIDGE_STAMP := .venv-bridge/.setup-stamp
+BRIDGE_PINS := "transformers==5.12.1" "accelerate<2" "attrs<27" "bitstring<6" "bracex<3" "braceexpand<1" "cffi<3" "datasets<6" \
+    "deprecation<3" "einops<1" "filetype<2" "hydra-core>=1.3.4,<1.4" "jsonschema<5" "lark<2" "matplotlib<4" "nvidia-modelopt<1" \
+    "omegaconf<3" "opentelemetry-sdk<2" "peft<1" "pillow" "rapidyaml<1" "regex" "requests<3" "rpds-py" "s3fs" "six<2" "soundfile<1" \
+    "tensorboard<3" "tqdm<5" "urllib3<3" "wcmatch" "webdataset<2" "xattr<2"
+
+$(BRIDGE_STAMP): Makefile $(NEWER_STAMP)
+	test -x $(BRIDGE_BIN)/python || $(NEWER_BIN)/python -m venv .venv-bridge
+	$(NEWER_BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > \
+	    $$($(BRIDGE_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/what_venv_megatron_has.pth
+	$(BRIDGE_BIN)/python -m pip install -q $(BRIDGE_PINS)
+	$(BRIDGE_BIN)/python -m pip install -q --no-deps "megatron-bridge==0.6.2" "megatron-energon==7.4.1" "multi-storage-client==1.3.1"
+	touch $@
+
+test-bridge: setup $(BRIDGE_STAMP)
+	$(BRIDGE_BIN)/python -m pytest -p no:logging -n 0 -m soak tests/e2e/test_megatron_bridge.py $(PYTEST_ARGS)
 
 # With 0.13, 0.17 and 0.19, of each the first release that has its differences; with 0.16 it is in the rest of `make soak`.
 soak-megatron: setup $(NEMO_STAMP) $(NEWER_STAMP)

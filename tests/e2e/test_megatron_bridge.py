@@ -1,7 +1,8 @@
-"""Megatron-Bridge's non-persistent checkpoints through our manager: `make test-bridge`. None of its steps runs without a GPU."""
+"""Megatron-Bridge's non-persistent checkpoints through our manager, as far as a CPU can: see `make test-bridge`."""
 
 from __future__ import annotations
 
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,9 @@ from typing import Any
 import pytest
 
 from tests.support.cluster import Cluster, run_ranks
+from tests.support.processes import REPOSITORY
+
+GUIDE = REPOSITORY / "docs" / "megatron-bridge.md"
 
 pytestmark = [
     pytest.mark.slow,
@@ -31,6 +35,16 @@ def test_a_lost_node_costs_no_saved_step(tmpfs: Path) -> None:
     for reports in run_ranks(tmpfs, "megatron_bridge", 2, nodes=2, args=["0"], timeout_s=110):
         assert reports[0] == {"resumed": 6, "samples": 18}
         assert reports[-1]["ended"] == ends[reports[-1]["rank"]]
+
+
+def test_the_guide() -> None:
+    from tests.workers.megatron_bridge import stand_in_for_gpus
+
+    stand_in_for_gpus()
+    (block,) = re.findall(r"^```python\n(.*?)^```", GUIDE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    config = SimpleNamespace(checkpoint=SimpleNamespace(save="/durable"))
+    exec(compile(block, GUIDE.name, "exec"), {"config": config})
+    assert config.checkpoint.non_persistent_ckpt_type == "local"
 
 
 @pytest.mark.parametrize(

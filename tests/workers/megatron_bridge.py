@@ -1,4 +1,4 @@
-"""Megatron-Bridge's own code that saves and loads, through our manager, in a loop of ours: no step of its runs without a GPU.
+"""Megatron-Bridge's own code that saves and loads, through our manager, in a loop of ours: its steps need a GPU.
 
 Argument: the step after which to stop for good, or 0.
 """

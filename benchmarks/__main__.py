@@ -34,6 +34,7 @@ from benchmarks import (
     persist,
     supervised,
     transfers,
+    zero,
 )
 from benchmarks.rivals import running as rivals
 from benchmarks.states import STATES, tiny
@@ -86,6 +87,8 @@ def all_results(folder: Path, scale: float, only: str) -> Iterator[Result]:
         yield from persist.results(folder / "persist", scale)
     if not only or only in "trainer":
         yield from hugging_face.results(folder / "trainer", scale)
+    if not only or only in "deepspeed":
+        yield from zero.results(folder / "deepspeed", scale)
     if not only or only in "lightning":
         yield from lightning.results(folder / "lightning", scale)
     if not only or only in "board":
@@ -121,7 +124,7 @@ def main(
         typer.Option(
             help="Only states whose name contains this"
             " ('128', '20,000', 'tiny', 'replication', 'transfer', 'loop', 'rivals', 'persist',"
-            " 'lightning', 'trainer', 'board', 'ddict')."
+            " 'lightning', 'trainer', 'deepspeed', 'board', 'ddict')."
         ),
     ] = "",
 ) -> None:

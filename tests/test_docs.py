@@ -48,7 +48,7 @@ def test_the_site_has_all_pages() -> None:
     )
 
 
-_ADAPTERS = (".adapter.accelerate", ".adapter.lightning", ".adapter.ray_train", ".adapter.transformers")
+_ADAPTERS = (".adapter.accelerate", ".adapter.deepspeed", ".adapter.lightning", ".adapter.ray_train", ".adapter.transformers")
 _PACKAGES = (*_ADAPTERS, ".local", ".events", ".ddict", ".ddict.native")
 
 
@@ -86,6 +86,7 @@ def test_the_matrix_by_door_has_what_tests_run_with() -> None:
         ("lightning", "[Lightning](lightning.md)"),
         ("torch", "[Trainer, Accelerate](hugging-face.md)"),
         ("ray", "[Ray Train](ray-train.md)"),
+        ("deepspeed", "[DeepSpeed](deepspeed.md)"),
         ("ray", "[Dictionaries](ddict.md) on many machines"),
     ):
         try:

@@ -5,6 +5,7 @@
 #   make test-nemo   the last part of `make test`: what needs NeMo, in .venv-nemo, which it makes (3 GB, some minutes)
 #   make test-megatron   likewise: what needs megatron-core, with the newest release that is supported, in .venv-megatron,
 #                which it makes (5 GB, a minute or two); says so, and is done, where there is no Python 3.12
+#   make test-trainers   likewise: what needs torchtitan and DeepSpeed, in .venv-trainers, which it makes on top of .venv (a minute)
 #   make soak    the long campaigns that `make test` only samples: random faults, random states, every combination of
 #                parameters, more seeds; and its jobs again with every process started cold, where `make test` forks most
 #                of them; and what needs megatron-core with each release that is supported. Before each release: it takes hours
@@ -51,7 +52,7 @@ $(1) -m pytest -o cache_dir=.pytest_cache/$(2) $(3) || { code=$$?; test $$code =
 	    $(1) -m pytest -o cache_dir=.pytest_cache/$(2) --last-failed --last-failed-no-failures=none $(3) -n 0; }
 endef
 
-.PHONY: setup lint format check test test-units test-nemo test-megatron soak soak-megatron matrix demo bench bench-peers docs test-cuda bench-cuda clean distclean
+.PHONY: setup lint format check test test-units test-nemo test-megatron test-trainers soak soak-megatron matrix demo bench bench-peers docs test-cuda bench-cuda clean distclean
 
 setup: $(STAMP)
 
@@ -138,6 +139,27 @@ test-megatron: setup
 	! $(HAS_NEWER_PYTHON) || $(MAKE) $(NEWER_STAMP)
 	! $(HAS_NEWER_PYTHON) || $(call pytest,$(NEWER_BIN)/python,megatron,$(JOBS_AT_A_TIME) -m "not soak" \
 	    tests/adapter/megatron $(MEGATRON_JOBS) $(PYTEST_ARGS))
+
+# torchtitan and DeepSpeed change what other libraries do as soon as they can be imported, so they lie in an environment of
+# their own, which has all that .venv has. DeepSpeed's native operators are for other devices.
+TRAINERS_BIN := .venv-trainers/bin
+TRAINERS_STAMP := .venv-trainers/.setup-stamp
+TRAINERS_PINS := "torchtitan==0.3.0" "deepspeed==0.19.8"
+TRAINERS_JOBS := $(wildcard tests/adapter/torchtitan tests/adapter/deepspeed tests/conformance/test_torchtitan.py \
+    tests/conformance/test_deepspeed.py tests/e2e/test_torchtitan*.py tests/e2e/test_deepspeed*.py)
+HAS_TRAINERS = $(BIN)/python -c "import sys; sys.exit(sys.version_info < (3, 11))"
+
+$(TRAINERS_STAMP): Makefile $(STAMP)
+	test -x $(TRAINERS_BIN)/python || $(BIN)/python -m venv .venv-trainers
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > \
+	    $$($(TRAINERS_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/what_venv_has.pth
+	DS_BUILD_OPS=0 $(TRAINERS_BIN)/python -m pip install -q --no-build-isolation $(TRAINERS_PINS)
+	touch $@
+
+test-trainers: setup
+	@$(HAS_TRAINERS) || echo "skipped: what needs torchtitan, which needs Python 3.11"
+	! $(HAS_TRAINERS) || $(MAKE) $(TRAINERS_STAMP)
+	! $(HAS_TRAINERS) || $(call pytest,$(TRAINERS_BIN)/python,trainers,$(JOBS_AT_A_TIME) -m "not soak" $(TRAINERS_JOBS) $(PYTEST_ARGS))
 
 # With 0.13, 0.17 and 0.19, of each the first release that has its differences; with 0.16 it is in the rest of `make soak`.
 soak-megatron: setup $(NEMO_STAMP) $(NEWER_STAMP)

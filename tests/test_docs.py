@@ -48,7 +48,13 @@ def test_the_site_has_all_pages() -> None:
     )
 
 
-_ADAPTERS = (".adapter.accelerate", ".adapter.deepspeed", ".adapter.lightning", ".adapter.ray_train", ".adapter.transformers")
+_ADAPTERS = (
+    ".adapter.accelerate",
+    ".adapter.deepspeed",
+    ".adapter.lightning",
+    ".adapter.ray_train",
+    ".adapter.transformers",
+)
 _PACKAGES = (*_ADAPTERS, ".local", ".events", ".ddict", ".ddict.native")
 
 

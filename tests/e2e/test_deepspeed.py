@@ -81,7 +81,15 @@ def test_the_example_goes_on(tmpfs: Path, launcher: str) -> None:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         command += ["--max-restarts", "2"]
     else:
-        command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(free_port())]
+        command = [
+            sys.executable,
+            "-m",
+            "deepspeed.launcher.runner",
+            "--num_gpus",
+            "2",
+            "--master_port",
+            str(free_port()),
+        ]
     output = ""
     for _ in range(1 if launcher == "torchrun" else 2):
         ended = subprocess.run([*command, *example], env=os.environ | ours, capture_output=True, text=True, timeout=280)

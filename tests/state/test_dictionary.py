@@ -10,9 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-
-
-
 from ml_flashpoint.format.errors import LoadError
 from ml_flashpoint.state.dictionary import put_together, take_apart
 

@@ -6,6 +6,7 @@ Ranks tell of each step in a file, of which a test reads what lives that were ki
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 from collections.abc import Callable, Iterable
@@ -13,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 os.environ["DS_ACCELERATOR"] = "cpu"
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # or processes wait for something to compile, which nothing does
 
 import deepspeed
+import deepspeed.runtime.zero.muon.muon_optimizer
+import deepspeed.runtime.zero.stage3  # which engines import, for seconds
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -66,10 +70,10 @@ class Net(nn.Module):
         self.register_buffer("average", torch.zeros(WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.to(self.average.dtype)
-        self.average.lerp_(x.mean(0), 0.1)
+        self.average.lerp_(x.mean(0), 0.1)  # in fp32, whatever the weights are in
+        x = x.to(self.last.weight.dtype)
         y: torch.Tensor = self.last(F.dropout(self.first(self.frozen(x)).relu(), 0.2, self.training))
-        return F.mse_loss(y + self.average, x)
+        return F.mse_loss(y + self.average.to(y.dtype), x)
 
 
 def collate(rows: list[torch.Tensor]) -> torch.Tensor:
@@ -79,12 +83,13 @@ def collate(rows: list[torch.Tensor]) -> torch.Tensor:
 
 
 def set_ranks(rank: int) -> None:
-    """Set what a launcher does."""
+    """Set what a launcher does, and have workers of loaders forked, as in a program: not by a fork server anew."""
+    multiprocessing.set_start_method("fork", force=True)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(dist.get_world_size()))
 
 
 def make_engine(kind: str, rank: int, seed: int, **more: Any) -> Any:
-    """Return a new engine; then begin random numbers, of another ``seed`` in each life, as in a program that sets none."""
+    """Return a new engine; then begin random numbers, with another ``seed`` in each life."""
     set_ranks(rank)
     config = {
         "train_micro_batch_size_per_gpu": MICRO_BATCH,
@@ -142,7 +147,10 @@ def train(report: Report, rank: int, kind: str, told: Path, life: int, hold: int
     """Resume, and train up to ``steps``; or wait to be killed after step ``hold``, if it comes first."""
     torch.set_num_threads(1)
     engine = make_engine(kind, rank, life)
-    with DeepSpeedFlashpoint(engine, base(), strict=True, deadline_s=60) as fp, open(told / f"{rank}.jsonl", "ab", 0) as file:
+    with (
+        DeepSpeedFlashpoint(engine, base(), strict=True, deadline_s=60) as fp,
+        open(told / f"{rank}.jsonl", "ab", 0) as file,
+    ):
 
         def tell(**values: Any) -> None:
             file.write(json.dumps(values).encode() + b"\n")

@@ -56,7 +56,10 @@ def test_durable_checkpoints_stay_as_they_are(tmpfs: Path) -> None:
 
 def test_the_guide(tmpfs: Path) -> None:
     page = (REPOSITORY / "docs" / "deepspeed.md").read_text(encoding="utf-8")
-    blocks = [each.replace("/dev/shm/mlf-jobs", str(tmpfs)) for each in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)]
+    blocks = [
+        each.replace("/dev/shm/mlf-jobs", str(tmpfs))
+        for each in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    ]
     for _ in range(2):
         blocks = [each.replace("/data/job-145", str(tmpfs / "durable")) for each in blocks]
         found = call_team(worker.run_blocks, tmpfs, 1, blocks)

@@ -1,8 +1,8 @@
 """`DeepSpeedFlashpoint`: the loop's five lines for an engine of DeepSpeed.
 
 This is a function beside the engine's ``save_checkpoint``, and no ``checkpoint_engine`` within it. That one is asked
-between three barriers, after folders were made; its ``load_checkpoint`` looks for files before it asks; and of a module,
-one rank's buffers are all that passes through.
+between three barriers, after folders were made; ``load_checkpoint`` looks for files before it asks; and of the buffers,
+only one rank's pass through.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class DeepSpeedFlashpoint(Flashpoint):
             "model": None if self._engine.zero_optimization_partition_weights() else engine.module,
             "optimizer": engine.optimizer if isinstance(engine.optimizer, Optimizer) else None,
             "scheduler": engine.lr_scheduler,
-            "scaler": engine.torch_autocast_z0_gradscaler or getattr(engine.optimizer, "torch_autocast_gradscaler", None),
+            "scaler": engine.torch_autocast_z0_gradscaler
+            or getattr(engine.optimizer, "torch_autocast_gradscaler", None),
             "loader": engine.training_dataloader,
         }
         self.track(**{name: each for name, each in parts.items() if each is not None})
@@ -133,13 +134,15 @@ class DeepSpeedFlashpoint(Flashpoint):
         return done
 
     def save(self, step: int | None = None) -> None:
-        """Do as `Flashpoint.save`; by default under the engine's number of steps. Raises an `InvalidArgumentError` while
+        """Do as `Flashpoint.save`, by default under the engine's ``global_steps``. Raises `InvalidArgumentError` while
         gradients are being accumulated."""
         engine = self._engine
         counts_itself = engine.managed_gradient_accumulation() and engine._is_gradient_accumulation_boundary is None
         if counts_itself and engine.micro_steps % engine.gradient_accumulation_steps():
             text = "gradients are being accumulated, and are in no checkpoint"
-            raise InvalidArgumentError(text, argument="step", value=step, hint="save when engine.global_steps has grown")
+            raise InvalidArgumentError(
+                text, argument="step", value=step, hint="save when engine.global_steps has grown"
+            )
         self._steps = engine.global_steps
         super().save(step)
 

@@ -106,7 +106,9 @@ class EngineState(DictionaryState):
         }
 
     def _frozen(self) -> Iterable[tuple[str, Any]]:
-        return ((name, each) for name, each in self._engine.module.named_parameters() if not is_optimized_parameter(each))
+        return (
+            (name, each) for name, each in self._engine.module.named_parameters() if not is_optimized_parameter(each)
+        )
 
     def expected_bytes(self) -> int:
         """See `TrackedState.expected_bytes`."""
@@ -120,7 +122,9 @@ class EngineState(DictionaryState):
 
     def places(self, metadata: Metadata, source_rank: int, names: set[str]) -> dict[str, Any]:
         """See `TrackedState.places`. Raises a `ReshardError` if another number of ranks has saved partitions."""
-        before = sum(key.startswith(f"{PACKED}.") and key.endswith(f".{self.title}") for key in metadata.state_dict_metadata)
+        before = sum(
+            key.startswith(f"{PACKED}.") and key.endswith(f".{self.title}") for key in metadata.state_dict_metadata
+        )
         if self._engine.zero_optimization() and before not in (0, self.world_size):
             raise ReshardError(
                 f"saved by {before} ranks, loaded by {self.world_size}, and under ZeRO each has a partition of its own",
@@ -132,7 +136,9 @@ class EngineState(DictionaryState):
     def apply(self, target: TrackedLoad, states: Mapping[str, Any]) -> None:
         """See `TrackedState.apply`. Gives the engine its state; `settle` does the rest."""
         saved, now = states[self.title]["layout"], self._layout()
-        if others := [f"{name} was {saved.get(name)}, and is {value}" for name, value in now.items() if saved.get(name) != value]:
+        if others := [
+            f"{name} was {saved.get(name)}, and is {value}" for name, value in now.items() if saved.get(name) != value
+        ]:
             raise LoadError("; ".join(others), rank=self.rank, hint=AS_SAVED)
         super().apply(target, states)
         with plain_modes(), torch.no_grad():

@@ -134,9 +134,12 @@ class DeepSpeedFlashpoint(Flashpoint):
         return done
 
     def save(self, step: int | None = None) -> None:
-        """Do as `Flashpoint.save`, by default under the engine's ``global_steps``. Raises `InvalidArgumentError` while
-        gradients are being accumulated."""
+        """Do as `Flashpoint.save`, under the engine's number of steps. Raises an `InvalidArgumentError` if ``step`` is
+        another one, or while gradients are being accumulated."""
         engine = self._engine
+        if step not in (None, engine.global_steps):
+            text = f"must be the engine's global_steps, {engine.global_steps}"
+            raise InvalidArgumentError(text, argument="step", value=step)
         counts_itself = engine.managed_gradient_accumulation() and engine._is_gradient_accumulation_boundary is None
         if counts_itself and engine.micro_steps % engine.gradient_accumulation_steps():
             text = "gradients are being accumulated, and are in no checkpoint"
@@ -144,7 +147,7 @@ class DeepSpeedFlashpoint(Flashpoint):
                 text, argument="step", value=step, hint="save when engine.global_steps has grown"
             )
         self._steps = engine.global_steps
-        super().save(step)
+        super().save()
 
 
 class _Timed(LoaderBatches):
